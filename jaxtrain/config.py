@@ -1,0 +1,298 @@
+"""The schema: one frozen dataclass per section. A config file only fills it; the user's override always wins."""
+
+import ast
+import dataclasses
+import hashlib
+import json
+import math
+import runpy
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+from jaxtrain.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder; `name` picks the family in `jaxtrain.models`."""
+
+    name: str = "gpt2"
+    vocab_size: int = 320
+    num_layers: int = 4
+    embed_dim: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 0  # 0: as many as num_heads
+    head_dim: int = 0  # 0: embed_dim / num_heads
+    mlp_dim: int = 0  # 0: 4 x embed_dim
+    max_seq_len: int = 1024
+    window: int = 0  # sliding attention window in tokens; 0: none
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: float = 1.0  # Llama-3.1 long-context factor; 1: none
+    rope_original_len: int = 8192  # the length rope_scaling extends
+    tied_embeddings: bool = True
+
+    def __post_init__(self):
+        _positive(self, "model", "vocab_size num_layers embed_dim num_heads max_seq_len norm_eps rope_theta "
+                                 "rope_scaling rope_original_len")
+        _not_negative(self, "model", "num_kv_heads head_dim mlp_dim window")
+        if not self.head_dim and self.embed_dim % self.num_heads:
+            raise UserError("model.num_heads", f"{self.num_heads} does not divide model.embed_dim={self.embed_dim}",
+                            "choose a divisor or set model.head_dim")
+        _derive(self, "num_kv_heads", self.num_heads)
+        _derive(self, "head_dim", self.embed_dim // self.num_heads)
+        _derive(self, "mlp_dim", 4 * self.embed_dim)
+        if self.num_heads % self.num_kv_heads:
+            raise UserError("model.num_kv_heads", f"{self.num_kv_heads} does not divide "
+                            f"model.num_heads={self.num_heads}", "choose a divisor of it")
+        if self.head_dim % 2:
+            raise UserError("model.head_dim", f"{self.head_dim} is odd", "rotary positions need an even head_dim")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """How many devices each mesh axis spans (one may be -1: the rest), and the rules that map names onto them."""
+
+    data: int = -1
+    fsdp: int = 1
+    stage: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+    rules: str = "fsdp_tp"
+    overrides: dict[str, str] = field(default_factory=dict, hash=False)  # logical name -> "axis", "a+b" or "none"
+
+    def __post_init__(self):
+        for axis in ("data", "fsdp", "stage", "context", "expert", "tensor"):
+            if (size := getattr(self, axis)) < 1 and size != -1:
+                raise UserError(f"mesh.{axis}", f"{size} is no axis size", "give a positive number or -1")
+            if axis in ("stage", "context", "expert") and size != 1:
+                raise UserError(f"mesh.{axis}", f"{size} is not supported yet", "set it to 1")
+        if [self.data, self.fsdp, self.tensor].count(-1) > 1:
+            raise UserError("mesh", "more than one axis is -1", "give all axes but one a size")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text, how it becomes tokens, and how many of them make a step."""
+
+    source: str = "stdlib"  # "stdlib": the running interpreter's own library; else a file or folder
+    tokenizer: str = "bytes"
+    seq_len: int = 256
+    global_batch_size: int = 16
+    seed: int = 0
+    eval_fraction: float = 0.05  # of the files; a single file is split by position
+    cache_dir: str = ""  # "": $JAXTRAIN_CACHE or ~/.cache/jaxtrain
+    prefetch: int = 2  # batches prepared ahead, on a background thread
+
+    def __post_init__(self):
+        _positive(self, "data", "seq_len global_batch_size prefetch")
+        if not 0 < self.eval_fraction < 1:
+            raise UserError("data.eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.05")
+        _one_of("data.tokenizer", self.tokenizer, ("bytes",))
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optax optimizer, its schedule, and how its state is sharded over the data axis."""
+
+    name: str = "adamw"
+    learning_rate: float = 1e-3
+    schedule: str = "cosine"
+    warmup_steps: int = 0
+    decay_fraction: float = 0.2  # the last part of a "wsd" schedule
+    final_fraction: float = 0.1  # of learning_rate, reached at the last step
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0  # 0: no clipping
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    zero_stage: int = 0
+
+    def __post_init__(self):
+        _one_of("optimizer.name", self.name, ("adamw", "adafactor", "lion", "sgd", "muon"))
+        _one_of("optimizer.schedule", self.schedule, ("cosine", "linear", "wsd", "constant"))
+        _positive(self, "optimizer", "learning_rate eps")
+        _not_negative(self, "optimizer", "warmup_steps weight_decay clip_norm final_fraction")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"optimizer.{name}", f"{getattr(self, name)} is not in [0, 1)", "try 0.9")
+        if not 0 < self.decay_fraction <= 1:
+            raise UserError("optimizer.decay_fraction", f"{self.decay_fraction} is not in (0, 1]", "try 0.2")
+        _one_of("optimizer.zero_stage", self.zero_stage, (0, 1, 2, 3))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop and the compiled step."""
+
+    steps: int = 100
+    seed: int = 0
+    accumulation: int = 1  # micro-batches per step
+    precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU
+    attention: str = "auto"
+    remat: str = "none"
+    unroll: int = 1  # layers per scan iteration; 0: all of them
+    loss_chunks: int = 0  # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
+    z_loss: float = 0.0
+    log_every: int = 1
+    eval_every: int = 0  # 0: at the end only
+    eval_batches: int = 8
+    sample_tokens: int = 0  # length of the text sampled at the end
+    progress: bool = True
+    tensorboard: bool = False
+
+    def __post_init__(self):
+        _positive(self, "train", "accumulation log_every eval_batches")
+        _not_negative(self, "train", "steps unroll loss_chunks z_loss eval_every sample_tokens")
+        _one_of("train.precision", self.precision, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("train.attention", self.attention, ("auto", "xla", "cudnn"))
+        _one_of("train.remat", self.remat, ("none", "full", "dots", "attention", "attention_and_dots"))
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save and how many to keep; the last step is always saved."""
+
+    every: int = 0  # 0: at the end and on interruption only
+    keep: int = 2
+
+    def __post_init__(self):
+        _not_negative(self, "checkpoint", "every")
+        _positive(self, "checkpoint", "keep")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. What is not written in a config file has the default written here."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self):
+        if self.data.seq_len > self.model.max_seq_len:
+            raise UserError("data.seq_len", f"{self.data.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}",
+                            "lower it or raise model.max_seq_len")
+        if self.data.global_batch_size % self.train.accumulation:
+            raise UserError("data.global_batch_size", f"{self.data.global_batch_size} does not divide into "
+                            f"train.accumulation={self.train.accumulation} micro-batches",
+                            f"try {_round_up(self.data.global_batch_size, self.train.accumulation)}")
+        if self.optimizer.warmup_steps > self.train.steps:
+            raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
+                            f"train.steps={self.train.steps}", "warm up for fewer steps")
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain nested dicts, as written to `config.json`."""
+        return dataclasses.asdict(self)
+
+    def hash(self) -> str:
+        """Identifies the resolved config."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+    """Read `path` (a config file, `:variant` appended if wanted) and apply overrides such as {"mesh.tensor": 2}."""
+    file, _, variant = str(path).partition(".py:")
+    file = Path(file if file.endswith(".py") else file + ".py")
+    if not file.is_file():
+        raise UserError("--config", f"there is no file {file}", "give the path of a config such as configs/gpt.py")
+    get_config = runpy.run_path(str(file)).get("get_config")
+    if get_config is None:
+        raise UserError("--config", f"{file} has no get_config function", "define get_config(variant=None)")
+    filled = get_config(variant) if variant else get_config()
+    return make_config(filled.to_dict() if hasattr(filled, "to_dict") else filled, overrides)
+
+
+def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None) -> Config:
+    """A checked `Config` from nested dicts and dotted overrides; override values may be text, as on a command line."""
+    sections = {section.name: {} for section in fields(Config)}
+    for section, keys in values.items():
+        _known(section, sections, section)
+        sections[section].update(keys)
+    for key, value in (overrides or {}).items():
+        section, _, name = key.partition(".")
+        _known(section, sections, key)
+        if section == "mesh" and name.startswith("overrides."):
+            sections[section]["overrides"] = {**sections[section].get("overrides", {}),
+                                              name.removeprefix("overrides."): str(value)}
+        else:
+            sections[section][name] = _Text(value) if isinstance(value, str) else value
+    types = get_type_hints(Config)
+    return Config(**{section: _section(types[section], section, keys) for section, keys in sections.items()})
+
+
+def diff(config: Config, base: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys on which two configs differ, as (value, base value)."""
+    a, b = config.to_dict(), base.to_dict()
+    return {f"{s}.{k}": (v, b[s][k]) for s, keys in a.items() for k, v in keys.items() if v != b[s][k]}
+
+
+class _Text(str):
+    """A value typed on the command line: a literal where the field wants one."""
+
+
+def _section(cls: type, section: str, keys: dict[str, Any]):
+    types = get_type_hints(cls)
+    for name in keys:
+        _known(name, types, f"{section}.{name}")
+    return cls(**{name: _coerce(f"{section}.{name}", value, types[name]) for name, value in keys.items()})
+
+
+def _coerce(key: str, value: Any, wanted: Any) -> Any:
+    wanted = get_origin(wanted) or wanted
+    if wanted is str:
+        if isinstance(value, str):
+            return str(value)
+    else:
+        if isinstance(value, _Text):
+            try:
+                value = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
+            except (ValueError, SyntaxError):
+                value = str(value)
+        if wanted is float and type(value) is int:
+            return float(value)
+        if wanted is int and type(value) is float and value.is_integer():
+            return int(value)  # 1e6 steps
+        if type(value) is wanted and (wanted is not float or math.isfinite(value)):
+            return value
+    raise UserError(key, f"{str(value)!r} is not {_KIND[wanted]}", f"give {_KIND[wanted]}")
+
+
+_KIND = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", dict: "a mapping"}
+
+
+def _known(name: str, known: Any, key: str) -> None:
+    if name not in known:
+        raise UserError(key, "there is no such key", nearest(name, known))
+
+
+def _one_of(key: str, value: Any, allowed: tuple) -> None:
+    if value not in allowed:
+        fix = nearest(value, allowed) if isinstance(value, str) else f"known: {', '.join(map(str, allowed))}"
+        raise UserError(key, f"{value!r} is not supported", fix)
+
+
+def _positive(section: Any, name: str, keys: str) -> None:
+    for key in keys.split():
+        if not getattr(section, key) > 0:
+            raise UserError(f"{name}.{key}", f"{getattr(section, key)} is not positive", "give a number above 0")
+
+
+def _not_negative(section: Any, name: str, keys: str) -> None:
+    for key in keys.split():
+        if not getattr(section, key) >= 0:
+            raise UserError(f"{name}.{key}", f"{getattr(section, key)} is negative", "give 0 or more")
+
+
+def _derive(section: Any, name: str, value: Any) -> None:
+    if not getattr(section, name):
+        object.__setattr__(section, name, value)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
