@@ -1,0 +1,244 @@
+"""Config -> Run: the frozen record of everything a run is made of. Building allocates nothing."""
+
+import sys
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxtrain import optim, precision, sharding
+from jaxtrain.config import Config
+from jaxtrain.errors import UserError, nearest
+from jaxtrain.loss import cross_entropy
+from jaxtrain.mesh import AXES, make_mesh
+from jaxtrain.models import Compute, make_model
+from jaxtrain.models.attention import choose_backend
+from jaxtrain.sharding import AnyMesh, Rules
+from jaxtrain.state import Layout, Skeleton, TrainState, abstract_state, initial_state, make_layout, with_shardings
+from jaxtrain.step import make_step
+
+BATCH_KEYS = {"tokens": np.int32, "targets": np.int32, "segments": np.int32, "positions": np.int32, "weights": np.float32}
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One training run: what it is, where it lives, and its compiled functions."""
+
+    config: Config
+    mesh: AnyMesh
+    rules: Rules
+    model: Skeleton
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    precision: str
+    abstract: TrainState  # shapes, dtypes and shardings
+    layout: Layout
+
+    # ------------------------------------------------------------------------------------------------ the three calls
+    def init(self, seed: int | None = None) -> TrainState:
+        """The state at step 0, sharded from the first byte; the values do not depend on the mesh."""
+        return self.compiled_init(jax.random.key(self.config.train.seed if seed is None else seed))
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One optimizer step. `state` is donated: use the returned one."""
+        return self.compiled_step(state, self.place(batch))
+
+    def batch(self, step: int) -> dict[str, jax.Array]:
+        """The training batch of this step, placed on the mesh: a pure function of the data, the config and `step`."""
+        return self._placed(self.train_batches, step)
+
+    # ------------------------------------------------------------------------------------------- the compiled functions
+    @cached_property
+    def compiled_init(self):
+        """key -> TrainState."""
+        return jax.jit(self._init, out_shardings=self.layout.state)
+
+    @cached_property
+    def compiled_step(self) -> jax.stages.Compiled:
+        """(state, batch) -> (state, metrics), compiled once, ahead of the first step."""
+        return self.lower().compile()
+
+    @cached_property
+    def compiled_eval(self) -> jax.stages.Compiled:
+        """(params, batch) -> (summed loss, weight)."""
+        with sharding.use(self.mesh, self.rules):
+            return jax.jit(self._eval).lower(self.abstract.params, self.abstract_batch).compile()
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step, traced and lowered for this mesh: no device memory is used, and none need exist."""
+        step = make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
+                         clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule)
+        out = (self.layout.state, None)
+        with sharding.use(self.mesh, self.rules), self._matmul_precision():
+            return jax.jit(step, donate_argnums=0, out_shardings=out).lower(self.abstract, self.abstract_batch)
+
+    @property
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of a batch."""
+        shape = self.config.data.global_batch_size, self.config.data.seq_len
+        return {key: jax.ShapeDtypeStruct(shape, dtype, sharding=self.layout.batch(2)) for key, dtype in BATCH_KEYS.items()}
+
+    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """Summed loss and weight of a batch: the function that is differentiated."""
+        return self._loss(params, batch, self.config.train.z_loss)
+
+    def module(self, state: TrainState) -> nnx.Module:
+        """The model with this state's parameters, whole on one device: to be called eagerly, as `module(tokens)`."""
+        return self.model.merge(jax.device_put(jax.device_get(state.params), jax.local_devices()[0]))
+
+    # -------------------------------------------------------------------------------------------------------- the data
+    @cached_property
+    def corpus(self):
+        """The tokenised text."""
+        from jaxtrain.data import prepare
+
+        corpus = prepare(self.config.data)
+        if corpus.tokenizer.vocab_size > self.config.model.vocab_size:
+            raise UserError("model.vocab_size", f"{self.config.model.vocab_size} is less than the tokenizer's "
+                            f"{corpus.tokenizer.vocab_size}", f"set it to {corpus.tokenizer.vocab_size} or more")
+        return corpus
+
+    @cached_property
+    def train_batches(self):
+        """Training batches by step: shuffled, reshuffled each epoch, without end."""
+        from jaxtrain.data import Batches, PackedRows
+
+        data = self.config.data
+        return Batches(PackedRows(self.corpus.train, data.seq_len), global_batch_size=data.global_batch_size, seed=data.seed)
+
+    @cached_property
+    def eval_batches(self):
+        """Evaluation batches in order; together they hold every token of the evaluation split once."""
+        from jaxtrain.data import Batches, PackedRows
+
+        data = self.config.data
+        return Batches(PackedRows(self.corpus.eval, data.seq_len, pad_last=True),
+                       global_batch_size=data.global_batch_size, seed=data.seed, shuffle=False, repeat=False)
+
+    def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
+        """Loss per token in nats, and per byte of text in bits, on the first `batches` of the evaluation split."""
+        many = min(batches or self.eval_batches.num_batches, self.eval_batches.num_batches)
+        sums = [self.compiled_eval(state.params, self._placed(self.eval_batches, n)) for n in range(many)]
+        total, weight = np.sum(jax.device_get(sums), axis=0)
+        nats = float(total / weight)
+        tokens_per_byte = self.corpus.eval.num_tokens / self.corpus.eval.num_bytes
+        return {"eval_loss": nats, "eval_bits_per_byte": nats * tokens_per_byte / float(np.log(2))}
+
+    def place(self, batch: Any) -> Any:
+        """Put a whole batch of numpy arrays on the mesh; what is there already stays."""
+        if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):
+            return batch
+        return jax.tree.map(lambda x: jax.device_put(x, self.layout.batch(np.ndim(x))), batch)
+
+    def _placed(self, batches, step: int) -> dict[str, jax.Array]:
+        """Each process reads only the rows that its own devices hold."""
+        size, target = self.config.data.global_batch_size, self.layout.batch(2)
+        if jax.process_count() == 1:
+            return jax.device_put(batches[step], target)
+        shape = (size, self.config.data.seq_len)
+        held = {tuple(i.indices(n)[:2] for i, n in zip(index, shape, strict=True)): index
+                for index in target.addressable_devices_indices_map(shape).values()}
+        rows = sorted({row for (first, last), _ in held for row in range(first, last)})
+        local = batches.rows(step, rows)
+        at = {row: i for i, row in enumerate(rows)}
+
+        def piece(key, index):
+            first, last, _ = index[0].indices(size)
+            return local[key][at[first]: at[last - 1] + 1]
+
+        return {key: jax.make_array_from_callback(shape, target, lambda index, key=key: piece(key, index)) for key in local}
+
+    # ---------------------------------------------------------------------------------------------------------- report
+    def report(self, file: Any = None) -> None:
+        """Print what is placed where: path, shape, logical names, partition spec, bytes per device, and totals."""
+        from jaxtrain.report import report
+
+        print(report(self.abstract, self.layout), file=file or sys.stdout)
+
+    # --------------------------------------------------------------------------------------------------------- innards
+    def _init(self, key: jax.Array) -> TrainState:
+        params = _model(self.config, self.mesh, key)
+        return initial_state(Skeleton.of(params).params(), self.optimizer, self.precision == "float16")
+
+    def _eval(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        with self._matmul_precision():
+            return self._loss(precision.cast(params, self.precision), batch, 0.0)
+
+    def _loss(self, params: Any, batch: Any, z_loss: float) -> tuple[jax.Array, jax.Array]:
+        model = self.model.merge(params)
+        x_BTD = model.hidden(batch["tokens"], batch["segments"], batch["positions"])
+        total = cross_entropy(x_BTD, model.head(), batch["targets"], batch["weights"],
+                              z_loss=z_loss, chunks=self.config.train.loss_chunks)
+        return total, batch["weights"].sum()
+
+    def _matmul_precision(self):
+        # Accelerators round float32 matmuls to fewer bits unless told not to.
+        return jax.default_matmul_precision("highest" if self.precision == "float32" else "default")
+
+
+def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -> Run:
+    """Resolve a config against devices (all of them; an integer for an abstract mesh) and check that it fits."""
+    m = config.mesh
+    mesh = mesh or make_mesh(*(getattr(m, axis) for axis in AXES), devices=jax.devices() if devices is None else devices)
+    unknown = [name for name in m.overrides if name not in sharding.CONFIG_KEYS]
+    if unknown:
+        raise UserError(f"mesh.overrides.{unknown[0]}", "no model speaks of this axis", nearest(unknown[0], sharding.CONFIG_KEYS))
+    rules = sharding.rules(m.rules, **m.overrides)
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else "abstract"
+    compute = precision.resolve(config.train.precision, platform)
+    choose_backend(config.train.attention, platform, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len, config.model.head_dim)
+
+    model = Skeleton.of(nnx.eval_shape(lambda: _model(config, mesh, jax.random.key(0))))
+    axes = model.axes()
+    _check_rules_used(config, axes)
+    schedule = optim.make_schedule(config.optimizer, config.train.steps)
+    optimizer = optim.make_optimizer(config.optimizer, schedule, axes)
+    abstract = abstract_state(model.params(), optimizer, compute == "float16")
+    layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage)
+    _check_activations(config, rules, mesh)
+    _check_mesh_used(rules, mesh)
+    return Run(config, mesh, rules, model, optimizer, schedule, compute, with_shardings(abstract, layout.state), layout)
+
+
+def _model(config: Config, mesh: AnyMesh, key: jax.Array) -> nnx.Module:
+    t = config.train
+    return make_model(config.model, Compute(t.attention, t.remat, t.unroll), rngs=nnx.Rngs(params=key))
+
+
+def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
+    """What the mesh cuts must divide: told by the config's key, before anything is traced."""
+    shards, size = sharding.shards(rules.batch, mesh), config.data.global_batch_size
+    micro = config.train.accumulation * shards
+    if size % micro:
+        raise UserError("data.global_batch_size", f"{size} does not divide over {shards} batch shards x "
+                        f"train.accumulation={config.train.accumulation}", f"make it a multiple of {micro}")
+    c = config.model
+    sizes = {"seq": config.data.seq_len, "block_seq": config.data.seq_len, "act_embed": c.embed_dim, "act_mlp": c.mlp_dim,
+             "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads, "act_head_dim": c.head_dim, "act_vocab": c.vocab_size}
+    for name, length in sizes.items():
+        spec = sharding.without_trivial_axes(rules.spec((name,)), mesh)
+        sharding.check_divides((name,), (length,), spec, mesh, "an activation")
+
+
+def _check_rules_used(config: Config, axes: Any) -> None:
+    used = set(sharding.ACTIVATION_NAMES)
+    for names in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)):
+        used.update(names)
+    for name in config.mesh.overrides:
+        if name not in used:
+            raise UserError(f"mesh.overrides.{name}", f"model {config.model.name!r} has no such axis", "remove the rule")
+
+
+def _check_mesh_used(rules: Rules, mesh: AnyMesh) -> None:
+    """An axis that no rule names would do the same work on all of its devices."""
+    named = {axis for axes in rules.table.values() for axis in axes}
+    for axis, size in mesh.shape.items():
+        if size > 1 and axis not in named:
+            raise UserError(f"mesh.{axis}", f"no rule maps anything onto it, so its {size} devices would repeat the same work",
+                            "set it to 1 or use mesh.rules=fsdp_tp")

@@ -1,0 +1,87 @@
+"""The device mesh: six named axes, ordered so that the chattiest axis has the fastest links."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jaxtrain.errors import UserError
+
+# Slowest links first: create_device_mesh keeps neighbours on the last axes, and whole slices apart on the first.
+AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
+
+
+def make_mesh(
+    data: int = 1, fsdp: int = 1, stage: int = 1, context: int = 1, expert: int = 1, tensor: int = 1,
+    *, devices: Sequence[Any] | int | None = None,
+) -> Mesh | AbstractMesh:
+    """A mesh of all six axes, in explicit sharding mode.
+
+    One size may be -1: whatever the devices leave. `devices` defaults to all of them, or to the first ones where the
+    sizes ask for fewer; an integer instead gives an abstract mesh of that many devices, for lowering without them.
+    """
+    sizes = (data, fsdp, stage, context, expert, tensor)
+    available = devices if isinstance(devices, int) else len(devices if devices is not None else jax.devices())
+    sizes = axis_sizes(sizes, available, exact=devices is not None)
+    types = (AxisType.Explicit,) * len(AXES)
+    if isinstance(devices, int):
+        return AbstractMesh(sizes, AXES, axis_types=types)
+    used = list(devices if devices is not None else jax.devices())[: math.prod(sizes)]
+    return Mesh(_ordered(sizes, used), AXES, axis_types=types)
+
+
+def axis_sizes(sizes: Sequence[int], available: int, exact: bool = True) -> tuple[int, ...]:
+    """Fill in the one -1 and check the product against the number of devices."""
+    product = math.prod(size for size in sizes if size != -1)
+    asked = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size != 1) or "one device"
+    if list(sizes).count(-1) > 1:
+        raise UserError("mesh", "more than one axis is -1", "give all axes but one a size")
+    if -1 in sizes:
+        if available % product:
+            raise UserError("mesh", f"{asked} does not divide the {available} devices",
+                            f"choose sizes whose product divides {available}")
+        return tuple(available // product if size == -1 else size for size in sizes)
+    if product > available or (exact and product != available):
+        raise UserError("mesh", f"{asked} needs {product} devices and there are {available}",
+                        "set one axis to -1, or make the product of the axes equal the device count")
+    return tuple(sizes)
+
+
+def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The same mesh for code that leaves shardings to the compiler."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def _ordered(sizes: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+    from jax.experimental import mesh_utils
+
+    slices = {getattr(device, "slice_index", 0) for device in devices}
+    hosts = {device.process_index for device in devices}
+    if len(slices) > 1:
+        islands, by_process = len(slices), False
+    elif len(hosts) > 1 and devices[0].platform == "gpu":
+        islands, by_process = len(hosts), True  # NVLink inside a host, the network between
+    else:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    between = split_over_islands(sizes, islands)
+    within = tuple(size // outer for size, outer in zip(sizes, between, strict=True))
+    return mesh_utils.create_hybrid_device_mesh(
+        within, between, devices, process_is_granule=by_process, allow_split_physical_axes=True)
+
+
+def split_over_islands(sizes: Sequence[int], islands: int) -> tuple[int, ...]:
+    """How much of each axis crosses the slow network between slices (or hosts): the slow axes first."""
+    between = []
+    for size in sizes:
+        between.append(math.gcd(size, islands))
+        islands //= between[-1]
+    if islands > 1:
+        raise UserError("mesh", f"its axes cannot be laid over the slices: a factor of {islands} remains",
+                        "make the product of data, fsdp and stage a multiple of the number of slices")
+    return tuple(between)

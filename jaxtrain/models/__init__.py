@@ -1,0 +1,22 @@
+"""The model families, by `model.name`. A new model is one file with a function like these, and one line here."""
+
+from flax import nnx
+
+from jaxtrain.config import ModelConfig
+from jaxtrain.errors import UserError, nearest
+from jaxtrain.models.decoder import Compute, Decoder
+from jaxtrain.models.gpt2 import gpt2
+from jaxtrain.models.llama import llama
+from jaxtrain.models.qwen3 import qwen3
+
+FAMILIES = {"gpt2": gpt2, "llama": llama, "qwen3": qwen3}
+
+
+def make_model(config: ModelConfig, compute: Compute | None = None, *, rngs: nnx.Rngs) -> Decoder:
+    """The module that `config` describes, initialised; callable eagerly as `model(tokens)`."""
+    if config.name not in FAMILIES:
+        raise UserError("model.name", f"there is no model {config.name!r}", nearest(config.name, FAMILIES))
+    return FAMILIES[config.name](config, compute or Compute(), rngs=rngs)
+
+
+__all__ = ["FAMILIES", "Compute", "Decoder", "make_model"]

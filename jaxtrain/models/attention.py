@@ -1,0 +1,135 @@
+"""Causal attention: one entry point, a backend per platform. A backend that cannot do something says so by name.
+
+Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, R query heads per group (H = G R), K head width.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain import sharding
+from jaxtrain.errors import UserError
+from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, RMSNorm
+
+HEADS = ("batch", "seq", "act_heads", "act_head_dim")
+KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
+
+
+def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
+           window: int = 0, backend: str = "auto") -> jax.Array:
+    """Causal attention of queries over keys of the same segment and, with `window`, of the last `window` tokens."""
+    backend = choose_backend(backend, jax.default_backend(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3])
+    out = _BACKENDS[backend](q_BTHK, k_BSGK, v_BSGK, segments_BT, window)
+    return checkpoint_name(out, "attention")
+
+
+def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int) -> str:
+    """The backend that `train.attention` means here; refuses one that cannot do this work."""
+    reasons = {
+        "it runs on NVIDIA GPUs only": platform not in ("gpu", "cuda"),
+        f"it computes in bfloat16 or float16, not {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
+        f"head_dim={head_dim} is not a multiple of 8 up to 256": head_dim % 8 or head_dim > 256,
+        f"seq_len={seq_len} is odd": seq_len % 2,
+    }
+    refusal = next((reason for reason, applies in reasons.items() if applies), None)
+    if asked == "cudnn" and refusal:
+        raise UserError("train.attention", f"the cudnn backend cannot do this: {refusal}", "use 'auto' or 'xla'")
+    return ("xla" if refusal else "cudnn") if asked == "auto" else asked
+
+
+def visible(q_len: int, k_len: int, segments_BT: jax.Array | None, window: int) -> jax.Array:
+    """Which key each query may see: a mask [1 or B, T, S]."""
+    behind = jnp.arange(q_len)[:, None] - jnp.arange(k_len)[None, :]
+    mask = (behind >= 0)[None]
+    if window:
+        mask &= (behind < window)[None]
+    if segments_BT is not None:
+        mask &= segments_BT[:, :, None] == segments_BT[:, None, :]
+    return mask
+
+
+def _xla(q_BTHK, k_BSGK, v_BSGK, segments_BT, window):
+    B, T, H, K = q_BTHK.shape
+    S, G = k_BSGK.shape[1:3]
+    q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K)
+    scores = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BSGK, preferred_element_type=jnp.float32) * K**-0.5
+    mask = visible(T, S, segments_BT, window)[:, None, None]
+    # Every query sees at least itself, so a large finite number masks as well as -inf and has a gradient of zero.
+    scores = jnp.where(mask, scores, -1e30)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSGK.dtype)
+    return jnp.einsum("bgrts,bsgk->btgrk", weights, v_BSGK).reshape(B, T, H, K)
+
+
+def _cudnn(q_BTHK, k_BSGK, v_BSGK, segments_BT, window):
+    def local(q, k, v, segments):
+        mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=True, implementation="cudnn",
+            local_window_size=(window - 1, 0) if window else None)
+
+    q_spec = sharding.activation_spec(*HEADS)
+    if q_spec is None:
+        return local(q_BTHK, k_BSGK, v_BSGK, segments_BT)
+    kv_spec = sharding.activation_spec(*KV_HEADS)
+    segment_spec = None if segments_BT is None else sharding.activation_spec("batch", "seq")
+    return jax.shard_map(local, in_specs=(q_spec, kv_spec, kv_spec, segment_spec), out_specs=q_spec, check_vma=False)(
+        q_BTHK, k_BSGK, v_BSGK, segments_BT)
+
+
+_BACKENDS = {"xla": _xla, "cudnn": _cudnn}
+
+
+class Rotary:
+    """Rotary positions in the half-split convention of Llama, with Llama-3.1's stretching of low frequencies."""
+
+    def __init__(self, head_dim: int, theta: float, scaling: float = 1.0, original_len: int = 8192):
+        frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+        if scaling != 1:
+            # Wavelengths longer than the original context are stretched by `scaling`, those below a quarter of it
+            # are kept, and between the two the frequency is interpolated (Llama 3.1: low factor 1, high factor 4).
+            turns = original_len * frequency / (2 * np.pi)
+            keep = np.clip((turns - 1) / (4 - 1), 0, 1)
+            frequency = frequency * (keep + (1 - keep) / scaling)
+        self.frequency = tuple(frequency.tolist())  # plain numbers: part of the program, not of the state
+
+    def angles(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Cosine and sine [B, T, 1, K/2], once for all layers."""
+        angle = positions_BT[..., None, None].astype(jnp.float32) * np.asarray(self.frequency, np.float32)
+        return jnp.cos(angle), jnp.sin(angle)
+
+    @staticmethod
+    def rotate(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Turn queries or keys by their positions."""
+        cos, sin = angles
+        a, b = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
+
+
+class Attention(nnx.Module):
+    """Multi-head or grouped-query self-attention; biases, qk-norm and rotary positions as the model has them."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, out_std: float, rngs: nnx.Rngs,
+                 bias: bool = False, qk_norm_eps: float | None = None, window: int = 0, backend: str = "auto"):
+        self.window, self.backend = window, backend
+        kv = (dim, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), KV_HEADS
+        self.q = Linear("btd,dhk->bthk", (dim, heads, head_dim), ("embed", "heads", "head_dim"), HEADS, bias=bias, rngs=rngs)
+        self.k = Linear("btd,dgk->btgk", *kv, bias=bias, rngs=rngs)
+        self.v = Linear("btd,dgk->btgk", *kv, bias=bias, rngs=rngs)
+        self.out = Linear("bthk,hkd->btd", (heads, head_dim, dim), ("heads", "head_dim", "embed"), RESIDUAL,
+                          bias=bias, std=out_std, rngs=rngs)
+        norm = None if qk_norm_eps is None else (head_dim, qk_norm_eps)
+        self.q_norm = RMSNorm(*norm, axis="head_dim", rngs=rngs) if norm else None
+        self.k_norm = RMSNorm(*norm, axis="head_dim", rngs=rngs) if norm else None
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles=None) -> jax.Array:
+        q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if angles is not None:
+            q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
+        return self.out(attend(q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend))
+
+
+__all__ = ["INSIDE", "Attention", "Rotary", "attend", "choose_backend"]

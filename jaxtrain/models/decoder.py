@@ -1,0 +1,80 @@
+"""A decoder-only transformer, put together from the parts that a model file hands in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain import sharding
+from jaxtrain.models.attention import Rotary
+from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a model is computed, which never changes what it computes."""
+
+    attention: str = "auto"
+    remat: str = "none"
+    unroll: int = 1
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block: attention, then MLP."""
+
+    def __init__(self, attention_norm: nnx.Module, attention: nnx.Module, mlp_norm: nnx.Module, mlp: nnx.Module):
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+
+    def __call__(self, x_BTD: jax.Array, segments_BT, angles) -> jax.Array:
+        h = sharding.constrain(self.attention_norm(x_BTD), *INSIDE)
+        x_BTD = x_BTD + self.attention(h, segments_BT, angles)
+        h = sharding.constrain(self.mlp_norm(x_BTD), *INSIDE)
+        return x_BTD + self.mlp(h)
+
+
+class Decoder(nnx.Module):
+    """Tokens to logits. `hidden` and `head` are apart so that the loss never has to hold all logits."""
+
+    def __init__(self, embed: Embed, block: Callable[[nnx.Rngs], Block], num_layers: int, norm: nnx.Module, *,
+                 compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
+                 rotary: Rotary | None = None, head: Head | None = None):
+        self.embed, self.positions, self.rotary = embed, positions, rotary
+        self.blocks = Stack(block, num_layers, remat=remat(compute.remat), unroll=compute.unroll, rngs=rngs)
+        self.norm, self.output = norm, head
+
+    def hidden(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,
+               positions_BT: jax.Array | None = None) -> jax.Array:
+        """The final normalised activations, one vector per token."""
+        if positions_BT is None:
+            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        x_BTD = self.embed(tokens_BT)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions(positions_BT)
+        angles = self.rotary.angles(positions_BT) if self.rotary is not None else None
+        x_BTD = self.blocks(x_BTD, segments_BT, angles)
+        return sharding.constrain(self.norm(x_BTD), *INSIDE)
+
+    def head(self) -> jax.Array:
+        """The output projection w_DV: its own, or the tied embedding table."""
+        return (self.embed if self.output is None else self.output).head()
+
+    def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,
+                 positions_BT: jax.Array | None = None) -> jax.Array:
+        """Float32 logits for every token: for looking and sampling."""
+        x_BTD = self.hidden(tokens_BT, segments_BT, positions_BT)
+        return jnp.einsum("btd,dv->btv", x_BTD, self.head(), preferred_element_type=jnp.float32,
+                          out_sharding=sharding.activation_spec("batch", "seq", "act_vocab"))
+
+
+def remat(name: str) -> Callable[[Callable], Callable]:
+    """What of a layer's forward pass is kept for the backward pass; the rest is computed again."""
+    policies = jax.checkpoint_policies
+    dots, attention = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("attention")
+    policy = {"full": None, "dots": dots, "attention": attention,
+              "attention_and_dots": policies.save_from_both_policies(dots, attention)}
+    if name == "none":
+        return lambda layer: layer
+    return lambda layer: jax.checkpoint(layer, policy=policy[name], prevent_cse=False)

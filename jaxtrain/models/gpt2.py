@@ -1,0 +1,30 @@
+"""GPT-2: learned positions, LayerNorm, GELU, biases everywhere, tied head (Radford et al., 2019)."""
+
+from flax import nnx
+
+from jaxtrain.config import ModelConfig
+from jaxtrain.models.attention import Attention
+from jaxtrain.models.decoder import Block, Compute, Decoder
+from jaxtrain.models.layers import Embed, GeluMLP, Head, LayerNorm, LearnedPositions
+
+
+def gpt2(c: ModelConfig, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
+    """A decoder in the style of GPT-2."""
+    out_std = 0.02 / (2 * c.num_layers) ** 0.5
+
+    def block(rngs: nnx.Rngs) -> Block:
+        return Block(
+            LayerNorm(c.embed_dim, c.norm_eps, rngs=rngs),
+            Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, bias=True, out_std=out_std,
+                      window=c.window, backend=compute.attention, rngs=rngs),
+            LayerNorm(c.embed_dim, c.norm_eps, rngs=rngs),
+            GeluMLP(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
+        )
+
+    return Decoder(
+        Embed(c.vocab_size, c.embed_dim, rngs=rngs), block, c.num_layers,
+        LayerNorm(c.embed_dim, c.norm_eps, rngs=rngs),
+        positions=LearnedPositions(c.max_seq_len, c.embed_dim, rngs=rngs),
+        head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
+        compute=compute, rngs=rngs,
+    )

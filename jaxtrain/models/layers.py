@@ -1,0 +1,167 @@
+"""The layers of which decoders are composed. They speak logical names only and run eagerly, on one device or a mesh.
+
+Shape suffixes: B batch, T and S sequence, D embedding, H query heads, G key/value heads, K head width, F MLP width, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain import sharding
+from jaxtrain.parallel.vocab import lookup
+from jaxtrain.sharding import Names
+
+RESIDUAL: Names = ("batch", "block_seq", "act_embed")  # between blocks
+INSIDE: Names = ("batch", "seq", "act_embed")  # at the entrance of attention and MLP
+
+
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Names, std: float = 0.02, value: float = 0.0) -> nnx.Param:
+    """A float32 parameter that knows its logical axis names: bell-shaped of width `std`, or all `value` if that is 0."""
+    weight = bell(rngs.params(), shape, std) if std else jnp.full(shape, value, jnp.float32)
+    return nnx.Param(weight, axes=axes)
+
+
+def bell(key: jax.Array, shape: tuple[int, ...], std: float = 1.0) -> jax.Array:
+    """Numbers of mean 0 and deviation `std`, equal to the last bit on every mesh, compiler and kind of device.
+
+    The sum of four 16-bit integers is close to normal (cut off at 3.46 deviations) and exact; only the final product
+    rounds. jax.random.normal's polynomials round differently where a compiler vectorises shards of different shape.
+    """
+    a, b = (jax.random.bits(k, shape, jnp.uint32) for k in jax.random.split(key))
+    total = sum((word & 0xFFFF) + (word >> 16) for word in (a, b)).astype(jnp.int32) - 2 * 0xFFFF
+    return total.astype(jnp.float32) * (std * (3 / (2**32 - 1)) ** 0.5)
+
+
+class Linear(nnx.Module):
+    """An einsum with a weight, and a bias over the output dimensions that the weight brings."""
+
+    def __init__(self, equation: str, shape: tuple[int, ...], axes: Names, out: Names, *, rngs: nnx.Rngs,
+                 bias: bool = False, std: float = 0.02):
+        self.equation, self.axes, self.out = equation, axes, out
+        self.kernel = param(rngs, shape, axes, std)
+        weight, result = equation.split(",")[1].split("->")
+        new = [weight.index(letter) for letter in result if letter in weight]
+        self.bias_axes = tuple(axes[i] for i in new)
+        self.bias = param(rngs, tuple(shape[i] for i in new), self.bias_axes, std=0) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = sharding.einsum(self.equation, x, self.kernel[...], self.axes, self.out)
+        return y if self.bias is None else y + sharding.gather(self.bias[...], *self.bias_axes)
+
+
+class LayerNorm(nnx.Module):
+    """Mean and variance normalisation in float32, with scale and bias."""
+
+    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs):
+        self.eps = eps
+        self.scale = param(rngs, (dim,), ("norm",), std=0, value=1.0)
+        self.bias = param(rngs, (dim,), ("norm",), std=0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y - y.mean(-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
+        scale, bias = (sharding.gather(p[...], "norm") for p in (self.scale, self.bias))
+        return (y * scale + bias).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation in float32, with scale."""
+
+    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs, axis: str = "norm"):
+        self.eps, self.axis = eps, axis
+        self.scale = param(rngs, (dim,), (axis,), std=0, value=1.0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
+        return (y * sharding.gather(self.scale[...], self.axis)).astype(x.dtype)
+
+
+class GeluMLP(nnx.Module):
+    """GPT-2's: up, tanh-GELU, down, with biases."""
+
+    def __init__(self, dim: int, hidden: int, *, out_std: float, rngs: nnx.Rngs):
+        self.up = Linear("btd,df->btf", (dim, hidden), ("embed", "mlp"), ("batch", "seq", "act_mlp"), bias=True, rngs=rngs)
+        self.down = Linear("btf,fd->btd", (hidden, dim), ("mlp", "embed"), RESIDUAL, bias=True, std=out_std, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(x_BTD), approximate=True))
+
+
+class SwiGLU(nnx.Module):
+    """Llama's: the SiLU of a gate times up, then down, without biases."""
+
+    def __init__(self, dim: int, hidden: int, *, out_std: float, rngs: nnx.Rngs):
+        wide = (dim, hidden), ("embed", "mlp"), ("batch", "seq", "act_mlp")
+        self.gate = Linear("btd,df->btf", *wide, rngs=rngs)
+        self.up = Linear("btd,df->btf", *wide, rngs=rngs)
+        self.down = Linear("btf,fd->btd", (hidden, dim), ("mlp", "embed"), RESIDUAL, std=out_std, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Embed(nnx.Module):
+    """Token embeddings; the same table serves as the output head when it is tied."""
+
+    def __init__(self, vocab: int, dim: int, *, rngs: nnx.Rngs):
+        self.table = param(rngs, (vocab, dim), ("vocab", "embed"))
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        return lookup(sharding.gather(self.table[...], "vocab", "embed"), tokens_BT)
+
+    def head(self) -> jax.Array:
+        """The table as an output projection w_DV, gathered for use."""
+        return sharding.gather(self.table[...], "vocab", "embed").T
+
+
+class Head(nnx.Module):
+    """An output projection of its own."""
+
+    def __init__(self, vocab: int, dim: int, *, rngs: nnx.Rngs):
+        self.kernel = param(rngs, (dim, vocab), ("embed", "vocab"))
+
+    def head(self) -> jax.Array:
+        """w_DV, gathered for use."""
+        return sharding.gather(self.kernel[...], "embed", "vocab")
+
+
+class LearnedPositions(nnx.Module):
+    """One vector per position, added to the embeddings."""
+
+    def __init__(self, length: int, dim: int, *, rngs: nnx.Rngs):
+        self.table = param(rngs, (length, dim), ("positions", "embed"), std=0.01)
+
+    def __call__(self, positions_BT: jax.Array) -> jax.Array:
+        table = sharding.gather(self.table[...], "positions", "embed")
+        spec = sharding.activation_spec(*INSIDE)
+        rows = table[positions_BT] if spec is None else table.at[positions_BT].get(out_sharding=spec)
+        return sharding.constrain(rows, *RESIDUAL)
+
+
+class Stack(nnx.Module):
+    """`num_layers` equal layers with their parameters stacked, applied by `lax.scan`.
+
+    `unroll` layers make one iteration of the loop (0: all, so no loop is left); `remat` wraps each layer. Neither
+    changes the parameters, so checkpoints fit either way.
+    """
+
+    def __init__(self, layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs,
+                 remat: Callable[[Callable], Callable] = lambda f: f, unroll: int = 1):
+        self.num_layers, self.remat, self.unroll = num_layers, remat, unroll
+        keys = jax.random.split(rngs.params(), num_layers)
+        self.layer = nnx.vmap(lambda key: layer(nnx.Rngs(params=key)))(keys)
+        for _, weight in nnx.iter_graph(self.layer):
+            if isinstance(weight, nnx.Param):
+                weight.set_metadata(axes=("layers", *weight.get_metadata()["axes"]))
+
+    def __call__(self, x: jax.Array, *args) -> jax.Array:
+        graphdef, weights = nnx.split(self.layer)
+
+        def apply(x, weights):
+            return nnx.merge(graphdef, weights)(x, *args), None
+
+        return jax.lax.scan(self.remat(apply), x, weights, unroll=self.unroll or self.num_layers)[0]

@@ -1,0 +1,72 @@
+"""Optimizers and schedules from optax, and which parameters decay."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.config import OptimizerConfig
+
+
+def make_schedule(c: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Warm-up from zero, then the named decay to `final_fraction` of the peak at the last step."""
+    peak, final, after = c.learning_rate, c.learning_rate * c.final_fraction, max(1, steps - c.warmup_steps)
+    decay = max(1, round(c.decay_fraction * steps))
+    body = {
+        "constant": lambda: optax.constant_schedule(peak),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, after, alpha=c.final_fraction),
+        "linear": lambda: optax.linear_schedule(peak, final, after),
+        "wsd": lambda: optax.linear_schedule(peak, final, decay, transition_begin=max(0, after - decay)),
+    }[c.schedule]()
+    if not c.warmup_steps:
+        return body
+    # Step 0 already learns: the first of n warm-up steps has 1/n of the peak.
+    warmup = optax.linear_schedule(peak / c.warmup_steps, peak, max(1, c.warmup_steps - 1))
+    return optax.join_schedules([warmup, body], [c.warmup_steps])
+
+
+def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> optax.GradientTransformation:
+    """The optimizer for parameters whose logical names are `axes` (a tree of tuples, as the parameters')."""
+    decays = _map(_is_matrix, axes)
+    decay = dict(weight_decay=c.weight_decay, mask=decays)
+    if c.name == "adamw":
+        return optax.adamw(schedule, b1=c.b1, b2=c.b2, eps=c.eps, **decay)
+    if c.name == "lion":
+        return optax.lion(schedule, b1=c.b1, b2=c.b2, **decay)
+    if c.name == "sgd":
+        return optax.chain(optax.add_decayed_weights(c.weight_decay, decays), optax.sgd(schedule, momentum=c.b1))
+    if c.name == "adafactor":
+        # Like AdamW, decay is scaled by the learning rate; clipping is the step's own business.
+        return optax.chain(
+            optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.add_decayed_weights(c.weight_decay, decays),
+            optax.scale_by_learning_rate(schedule))
+    return optax.contrib.muon(
+        schedule, beta=c.b1, weight_decay=c.weight_decay, weight_decay_mask=decays,
+        muon_weight_dimension_numbers=_map(_muon_dimensions, axes, leaf=None),
+        adam_b1=c.b1, adam_b2=c.b2, consistent_rms=0.2)  # 0.2: update sizes as AdamW's, so one learning rate fits both
+
+
+def _is_matrix(names: tuple) -> bool:
+    """Matrices decay; biases, norms and other vectors do not."""
+    return "norm" not in names and sum(name not in (None, "layers", "head_dim") for name in names) > 1
+
+
+def _muon_dimensions(names: tuple):
+    """Hidden matrices are orthogonalised, heads flattened to one side; embeddings, head and vectors are Adam's."""
+    if not _is_matrix(names) or "vocab" in names or "positions" in names or "layers" not in names:
+        return None
+    kept = [i for i, name in enumerate(names) if name != "layers"]
+    side = names.index("embed")
+    other = tuple(i for i in kept if i != side)
+    reduction, output = ((side,), other) if side == kept[0] else (other, (side,))
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=reduction, output_axis=output)
+
+
+def _map(function, axes, leaf=None):
+    return jax.tree.map(function, axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The Euclidean norm over all leaves, in float32."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))

@@ -1,0 +1,42 @@
+"""Compute dtypes over float32 master weights, and the loss scale that float16 needs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+def resolve(precision: str, platform: str) -> str:
+    """What "auto" means here: bfloat16 on accelerators, float32 on CPU."""
+    return ("float32" if platform == "cpu" else "bfloat16") if precision == "auto" else precision
+
+
+def cast(params: Any, precision: str) -> Any:
+    """The parameters in the dtype they compute in."""
+    return jax.tree.map(lambda p: p.astype(DTYPES[precision]) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling: halve when gradients overflow, double after `PATIENCE` good steps."""
+
+    scale: jax.Array
+    good_steps: jax.Array
+
+    PATIENCE = 200
+
+    @classmethod
+    def initial(cls) -> "LossScale":
+        """2^15, as is customary."""
+        return cls(jnp.asarray(2.0**15, jnp.float32), jnp.asarray(0, jnp.int32))
+
+    def update(self, finite: jax.Array) -> "LossScale":
+        """The scale for the next step."""
+        good = jnp.where(finite, self.good_steps + 1, 0)
+        grow = good >= self.PATIENCE
+        scale = jnp.where(finite, jnp.where(grow, self.scale * 2, self.scale), self.scale / 2)
+        return LossScale(jnp.clip(scale, 1.0, 2.0**24), jnp.where(grow, 0, good))

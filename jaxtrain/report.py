@@ -1,0 +1,43 @@
+"""What is placed where, as a table."""
+
+import math
+from typing import Any
+
+import jax
+
+from jaxtrain.state import Layout, TrainState
+
+
+def report(abstract: TrainState, layout: Layout) -> str:
+    """One line a parameter: path, shape, logical names, partition spec, bytes per device; then totals."""
+    names = jax.tree.structure(abstract.params).flatten_up_to(layout.axes)
+    rows = [("parameter", "shape", "logical names", "partition spec", "bytes/device")]
+    for (path, leaf), axes in zip(jax.tree_util.tree_flatten_with_path(abstract.params)[0], names, strict=True):
+        rows.append((
+            jax.tree_util.keystr(path, simple=True, separator="/"), "x".join(map(str, leaf.shape)),
+            ", ".join(str(name) for name in axes) if axes else "-",
+            ", ".join(_entry(entry) for entry in leaf.sharding.spec) or "-", f"{bytes_per_device(leaf):,}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=False)), row[4].rjust(widths[4])])
+             for row in rows]
+    lines.insert(1, "-" * len(lines[0]))
+    mesh = " x ".join(f"{axis}={size}" for axis, size in layout.mesh.shape.items() if size > 1) or "one device"
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract.params))
+    lines += [f"mesh: {mesh}", f"parameters: {count:,} in {len(rows) - 1} arrays, {total(abstract.params):,} bytes per device",
+              f"optimizer state: {total(abstract.opt_state):,} bytes per device",
+              f"whole state: {total(abstract):,} bytes per device"]
+    return "\n".join(lines)
+
+
+def bytes_per_device(leaf: Any) -> int:
+    """Of one array, on one device."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def total(tree: Any) -> int:
+    """Of all arrays in a tree, on one device."""
+    return sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _entry(entry: Any) -> str:
+    return "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)

@@ -1,0 +1,211 @@
+"""Logical axis names -> mesh axes -> shardings. The only place where the two vocabularies meet.
+
+A parameter has two layouts. At rest it is sharded over everything its rules name (and, under ZeRO-3, over `data`). In
+use it is gathered over the axes that shard the batch: those devices see different tokens and need the same weights.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.errors import UserError, nearest
+
+Names = tuple[str | None, ...]
+AnyMesh = Mesh | AbstractMesh
+
+# What each name means, and the config key that sets its size (for messages).
+PARAMETER_NAMES = {
+    "layers": "model.num_layers", "vocab": "model.vocab_size", "embed": "model.embed_dim", "mlp": "model.mlp_dim",
+    "heads": "model.num_heads", "kv_heads": "model.num_kv_heads", "head_dim": "model.head_dim",
+    "positions": "model.max_seq_len", "norm": "model.embed_dim",
+}
+ACTIVATION_NAMES = {
+    "batch": "data.global_batch_size", "seq": "data.seq_len", "block_seq": "data.seq_len",
+    "act_embed": "model.embed_dim", "act_mlp": "model.mlp_dim", "act_heads": "model.num_heads",
+    "act_kv_heads": "model.num_kv_heads", "act_head_dim": "model.head_dim", "act_vocab": "model.vocab_size",
+}
+CONFIG_KEYS = PARAMETER_NAMES | ACTIVATION_NAMES
+
+_BATCH = ("data", "fsdp")
+_DATA: dict[str, tuple[str, ...]] = {name: () for name in CONFIG_KEYS} | {"batch": _BATCH}
+_FSDP = _DATA | {"embed": ("fsdp",), "norm": ("fsdp",)}
+_FSDP_TP = _FSDP | {name: ("tensor",) for name in (
+    "vocab", "mlp", "heads", "kv_heads", "act_mlp", "act_heads", "act_kv_heads", "act_vocab",
+    "block_seq",  # between blocks the sequence is split over tensor, so norms and residuals are too
+)}
+PRESETS = {"data": _DATA, "fsdp": _FSDP, "fsdp_tp": _FSDP_TP}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """An immutable table: logical name -> the mesh axes that shard it."""
+
+    table: Mapping[str, tuple[str, ...]]
+
+    def __getitem__(self, name: str) -> tuple[str, ...]:
+        if name not in self.table:
+            raise UserError(f"logical axis {name!r}", "no rule names it", nearest(name, self.table))
+        return self.table[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.table
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The mesh axes over which examples are spread."""
+        return self["batch"]
+
+    def spec(self, names: Names, *, gathered: bool = False) -> P:
+        """The partition spec of an array with these logical names; `gathered`: of a weight as it is used."""
+        axes = [self[name] if name else () for name in names]
+        flat = [axis for dim in axes for axis in dim]
+        if len(set(flat)) != len(flat):
+            twice = next(axis for axis in flat if flat.count(axis) > 1)
+            both = [name for name, dim in zip(names, axes, strict=True) if twice in dim]
+            raise UserError(f"rules for {both}", f"both map onto mesh axis {twice!r} in one array {names}",
+                            "map one of them elsewhere or to none")
+        if gathered:
+            axes = [tuple(axis for axis in dim if axis not in self.batch) for dim in axes]
+        return P(*(dim[0] if len(dim) == 1 else dim or None for dim in axes))
+
+
+def rules(preset: str = "fsdp_tp", **overrides: str | Sequence[str] | None) -> Rules:
+    """A preset (`data`, `fsdp`, `fsdp_tp`), overridden rule by rule: `rules("fsdp", mlp="tensor", embed=None)`.
+
+    New names are welcome: they are how a module of one's own speaks of its axes.
+    """
+    if preset not in PRESETS:
+        raise UserError("mesh.rules", f"{preset!r} is no preset", nearest(preset, PRESETS))
+    return Rules({**PRESETS[preset], **{name: _axes(name, value) for name, value in overrides.items()}})
+
+
+def _axes(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
+    from jaxtrain.mesh import AXES
+
+    if value is None or value in ("none", ""):
+        return ()
+    axes = tuple(value.split("+")) if isinstance(value, str) else tuple(value)
+    for axis in axes:
+        if axis not in AXES:
+            raise UserError(f"mesh.overrides.{name}", f"{axis!r} is no mesh axis", nearest(axis, AXES))
+    return axes
+
+
+def without_trivial_axes(spec: P, mesh: AnyMesh) -> P:
+    """The same layout with axes of size 1 left out, so that equal layouts have equal types."""
+    def dim(axes):
+        kept = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if mesh.shape[axis] > 1)
+        return kept[0] if len(kept) == 1 else kept or None
+    return P(*map(dim, spec))
+
+
+def shards(entry: Any, mesh: AnyMesh) -> int:
+    """Into how many pieces one entry of a spec cuts its dimension."""
+    return math.prod(mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
+
+
+def check_divides(names: Names, shape: Sequence[int], spec: P, mesh: AnyMesh, what: str) -> None:
+    """Refuse a dimension that its mesh axes do not divide; nothing is ever replicated instead, silently."""
+    if len(names) != len(shape):
+        raise UserError(what, f"it has {len(shape)} dimensions and {len(names)} logical names {names}",
+                        "name every dimension")
+    for name, size, entry in zip(names, shape, spec, strict=True):
+        if size % shards(entry, mesh):
+            key = CONFIG_KEYS.get(name or "", what)
+            over = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in
+                              ((entry,) if isinstance(entry, str) else entry or ()))
+            raise UserError(key, f"{size} does not divide over mesh axes {over} (axis {name!r} of {what})",
+                            f"make it a multiple of {shards(entry, mesh)} or change the mesh")
+
+
+def parameter_sharding(names: Names, shape: Sequence[int], rules: Rules, mesh: AnyMesh, what: str) -> NamedSharding:
+    """Where a parameter lives at rest."""
+    spec = without_trivial_axes(rules.spec(names), mesh)
+    check_divides(names, shape, spec, mesh, what)
+    return NamedSharding(mesh, spec)
+
+
+def spread(sharding: NamedSharding, shape: Sequence[int], axis: str = "data") -> NamedSharding:
+    """The same sharding with `axis` added where it fits best: ZeRO for an array that `axis` replicates."""
+    mesh, size = sharding.mesh, sharding.mesh.shape[axis]
+    entries = [((e,) if isinstance(e, str) else tuple(e or ())) for e in sharding.spec]
+    entries += [()] * (len(shape) - len(entries))
+    if size == 1 or any(axis in entry for entry in entries):
+        return sharding
+    fits = [d for d, n in enumerate(shape) if n % (size * shards(entries[d], mesh)) == 0]
+    if not fits:
+        return sharding  # a few scalars and odd vectors; report() shows them
+    # Prefer a dimension that is gathered anyway, then the largest: one collective, contiguous pieces.
+    best = max(fits, key=lambda d: ("fsdp" in entries[d], shape[d]))
+    entries[best] = (*entries[best], axis)
+    return NamedSharding(mesh, P(*(e[0] if len(e) == 1 else e or None for e in entries)))
+
+
+# ---------------------------------------------------------------------------------------------------- inside models
+
+_ACTIVE: ContextVar[Rules | None] = ContextVar("rules", default=None)
+
+
+@contextlib.contextmanager
+def use(mesh: AnyMesh, rules: Rules) -> Iterator[None]:
+    """Within this block models are traced for `mesh` under `rules`; outside any such block they run eagerly."""
+    token = _ACTIVE.set(rules)
+    try:
+        # set_mesh is for concrete meshes; tracing against an abstract one needs no devices.
+        with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
+            yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def current() -> tuple[AbstractMesh, Rules] | None:
+    """The mesh and rules that the code being traced is for, or None when a model is called eagerly."""
+    rules, mesh = _ACTIVE.get(), jax.sharding.get_abstract_mesh()
+    return None if rules is None or mesh.empty else (mesh, rules)
+
+
+def is_explicit(mesh: AnyMesh) -> bool:
+    """Whether shardings are part of types on this mesh."""
+    return all(kind == AxisType.Explicit for kind in mesh.axis_types)
+
+
+def activation_spec(*names: str | None) -> P | None:
+    """The spec of an activation here, or None where there is no explicit mesh."""
+    here = current()
+    if here is None or not is_explicit(here[0]):
+        return None
+    return without_trivial_axes(here[1].spec(names), here[0])
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Lay `x` out as its logical names say: a reshard on an explicit mesh, a constraint on an auto one."""
+    here = current()
+    if here is None:
+        return x
+    mesh, rules = here
+    spec = without_trivial_axes(rules.spec(names), mesh)
+    check_divides(names, x.shape, spec, mesh, "an activation")
+    return jax.reshard(x, spec) if is_explicit(mesh) else jax.lax.with_sharding_constraint(x, spec)
+
+
+def gather(weight: jax.Array, *names: str | None) -> jax.Array:
+    """Bring a weight from its layout at rest to its layout in use (an all-gather, whose transpose reduces)."""
+    here = current()
+    if here is None or not is_explicit(here[0]):
+        return weight
+    mesh, rules = here
+    return jax.reshard(weight, without_trivial_axes(rules.spec(names, gathered=True), mesh))
+
+
+def einsum(equation: str, x: jax.Array, weight: jax.Array, names: Names, out: Names) -> jax.Array:
+    """`x` times a weight with logical `names`, the result laid out as `out`."""
+    weight = gather(weight, *names)
+    return jnp.einsum(equation, x, weight, out_sharding=activation_spec(*out))

@@ -1,0 +1,152 @@
+"""The training state and its triad: abstract shapes, shardings, sharded initial values.
+
+Modules are NNX at rest. They are split once, here; from then on parameters are a plain nested dict with string keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain import sharding
+from jaxtrain.errors import UserError
+from jaxtrain.precision import LossScale
+from jaxtrain.sharding import AnyMesh, Names, Rules
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that a run carries from step to step; every array of it is checkpointed."""
+
+    step: jax.Array  # optimizer steps taken or skipped: the whole data state
+    params: Any
+    opt_state: Any
+    skipped: jax.Array  # steps whose gradient was not finite
+    loss_scale: LossScale | None = None
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A module without its numbers."""
+
+    graphdef: Any
+    variables: dict[tuple, nnx.Variable]  # path -> variable holding an abstract or old value
+
+    @classmethod
+    def of(cls, module: nnx.Module) -> "Skeleton":
+        """The skeleton of a concrete or abstract module whose only state is `nnx.Param`."""
+        graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+        if leaves := nnx.to_flat_state(rest):
+            path, variable = next(iter(leaves))
+            raise UserError("/".join(map(str, path)), f"the module keeps state of type {type(variable).__name__}",
+                            "train a module whose state is all nnx.Param (no batch statistics, no random streams)")
+        return cls(graphdef, dict(nnx.to_flat_state(params)))
+
+    def params(self, get: Callable[[nnx.Variable], Any] = lambda v: v.get_value()) -> dict:
+        """A nested dict with string keys of what `get` takes from each variable: its value by default."""
+        tree: dict = {}
+        for path, variable in self.variables.items():
+            *parents, last = map(str, path)
+            node = tree
+            for key in parents:
+                node = node.setdefault(key, {})
+            node[last] = get(variable)
+        return tree
+
+    def axes(self) -> dict:
+        """The logical names of every parameter, or None for one that has none."""
+        return self.params(lambda variable: variable.get_metadata().get("axes"))
+
+    def merge(self, params: dict) -> Any:
+        """The module with these parameters."""
+        def value(path):
+            node = params
+            for key in map(str, path):
+                node = node[key]
+            return node
+        flat = [(path, variable.replace(value(path))) for path, variable in self.variables.items()]
+        return nnx.merge(self.graphdef, nnx.from_flat_state(flat))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lives: trees of shardings that match a `TrainState`."""
+
+    mesh: AnyMesh
+    rules: Rules
+    axes: Any  # the logical names the parameters were laid out by
+    state: TrainState
+    gradients: Any
+
+    def batch(self, ndim: int) -> NamedSharding:
+        """Of a batch array whose first dimension is the example."""
+        spec = sharding.without_trivial_axes(P(self.rules.batch), self.mesh)
+        return NamedSharding(self.mesh, P(*spec, *(None,) * (ndim - 1)))
+
+    @property
+    def batch_shards(self) -> int:
+        """Into how many pieces a batch is cut."""
+        return sharding.shards(self.rules.batch, self.mesh)
+
+
+def abstract_state(params: Any, optimizer: optax.GradientTransformation, loss_scaling: bool) -> TrainState:
+    """Shapes and dtypes of the state, nothing allocated."""
+    return jax.eval_shape(lambda p: initial_state(p, optimizer, loss_scaling), params)
+
+
+def initial_state(params: Any, optimizer: optax.GradientTransformation, loss_scaling: bool) -> TrainState:
+    """Step 0 around given parameters."""
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, params, optimizer.init(params), zero, LossScale.initial() if loss_scaling else None)
+
+
+def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, zero_stage: int = 0) -> Layout:
+    """Shardings for a state whose parameters have logical names `axes` (a matching tree of tuples or None).
+
+    ZeRO over the data axis: stage 1 spreads the optimizer's state, 2 the gradients too, 3 the parameters as well.
+    """
+    replicated = NamedSharding(mesh, P())
+    flat, treedef = jax.tree_util.tree_flatten_with_path(abstract.params)
+    names = treedef.flatten_up_to(axes)
+    base = [_parameter(path, leaf, name, rules, mesh) for (path, leaf), name in zip(flat, names, strict=True)]
+    wide = [sharding.spread(s, leaf.shape) for s, (_, leaf) in zip(base, flat, strict=True)]
+    by_path = {path: (leaf.shape, wide[i] if zero_stage >= 1 else base[i]) for i, (path, leaf) in enumerate(flat)}
+
+    def optimizer_leaf(path, leaf):
+        # optax keeps per-parameter state in trees shaped like the parameters: the path ends with the parameter's.
+        owner = next((by_path[path[i:]] for i in range(len(path)) if path[i:] in by_path), None)
+        return replicated if owner is None else _like(leaf.shape, *owner, mesh)
+
+    params = treedef.unflatten(wide if zero_stage >= 3 else base)
+    state = TrainState(
+        replicated, params, jax.tree_util.tree_map_with_path(optimizer_leaf, abstract.opt_state), replicated,
+        jax.tree.map(lambda _: replicated, abstract.loss_scale))
+    return Layout(mesh, rules, axes, state, treedef.unflatten(wide if zero_stage >= 2 else base))
+
+
+def with_shardings(abstract: Any, shardings: Any) -> Any:
+    """Abstract arrays that know where they live: what lowering and restoring want."""
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
+
+
+def _parameter(path, leaf, names: Names | None, rules: Rules, mesh: AnyMesh) -> NamedSharding:
+    what = jax.tree_util.keystr(path, simple=True, separator="/")
+    if names is not None:
+        return sharding.parameter_sharding(names, leaf.shape, rules, mesh, what)
+    return sharding.spread(NamedSharding(mesh, P(*(None,) * len(leaf.shape))), leaf.shape, axis="fsdp")
+
+
+def _like(shape, owner_shape, owner: NamedSharding, mesh: AnyMesh) -> NamedSharding:
+    """Optimizer state of a parameter's own shape lies as the parameter; a factor lies as the dimensions it keeps."""
+    entries, rest = [], iter(zip(owner_shape, (*owner.spec, *(None,) * len(owner_shape)), strict=False))
+    for size in shape:
+        entry = next((entry for owner_size, entry in rest if owner_size == size), None)
+        entries.append(entry if size % sharding.shards(entry, mesh) == 0 else None)
+    return NamedSharding(mesh, P(*entries))

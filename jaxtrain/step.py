@@ -1,0 +1,90 @@
+"""Loss -> gradients -> update, as one pure function to compile: accumulation, clipping, the non-finite guard."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain import precision as precisions
+from jaxtrain import sharding
+from jaxtrain.optim import global_norm
+from jaxtrain.state import Layout, TrainState
+
+# A loss is a sum and the weight to divide it by, so that micro-batches of unequal weight add up to the whole batch.
+WeightedLoss = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
+Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
+
+
+def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layout: Layout, *, accumulation: int = 1,
+              clip_norm: float = 0.0, precision: str = "float32", schedule: optax.Schedule | None = None) -> Step:
+    """The step to be jitted with its state donated."""
+    explicit = sharding.is_explicit(layout.mesh)
+
+    def place(tree, shardings):
+        move = jax.reshard if explicit else jax.lax.with_sharding_constraint
+        return jax.tree.map(lambda x, s: move(x, s.spec if explicit else s), tree, shardings)
+
+    def gradient(params, batch, scale):
+        """Of the mean loss of one micro-batch, times `scale`."""
+        def scaled(params):
+            total, weight = loss(precisions.cast(params, precision), batch)
+            mean = total / jnp.maximum(weight, 1e-8)
+            return mean if scale is None else mean * scale, (total, weight)
+        grads, sums = jax.grad(scaled, has_aux=True)(params)
+        return sums, place(grads, layout.gradients)
+
+    def accumulate(params, batch, scale):
+        def add(carry, micro):
+            (total, weight), grads = gradient(params, micro, scale)
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) * weight, grads)
+            return jax.tree.map(jnp.add, carry, ((total, weight), grads)), None
+
+        zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), layout.gradients)
+        none = jnp.zeros((), jnp.float32)
+        micro_batches = jax.tree.map(split, batch)
+        ((total, weight), grads), _ = jax.lax.scan(add, ((none, none), zeros), micro_batches)
+        return (total, weight), jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-8), grads)
+
+    def split(x):
+        """[B, ...] to [accumulation, B / accumulation, ...]: each device cuts up its own examples."""
+        shape = (x.shape[0] // accumulation, accumulation, *x.shape[1:])
+        spec = P(*layout.batch(x.ndim).spec[:1], *(None,) * x.ndim)
+        return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=spec) if explicit else x.reshape(shape), 1, 0)
+
+    def update(params, opt_state, grads):
+        # Under ZeRO each device updates the piece whose moments it holds; the result is then laid out as at rest.
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    if explicit:  # any optax transformation must work, so here the compiler finds the shardings of what lies between
+        specs = jax.tree.map(lambda s: s.spec, (layout.state.params, layout.state.opt_state))
+        update = jax.sharding.auto_axes(update, out_sharding=specs)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        scale = state.loss_scale.scale if state.loss_scale is not None else None
+        compute = gradient if accumulation == 1 else accumulate
+        (total, weight), grads = compute(state.params, batch, scale)
+        if scale is not None:
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+        norm = global_norm(grads)
+        if clip_norm:
+            factor = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
+            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+        mean = total / jnp.maximum(weight, 1e-8)
+        finite = jnp.isfinite(norm) & jnp.isfinite(mean)
+        params, opt_state = update(state.params, state.opt_state, grads)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state))
+        skipped = state.skipped + ~finite
+        metrics = {"loss": mean, "grad_norm": norm, "skipped": skipped}
+        if schedule is not None:
+            metrics["learning_rate"] = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
+        loss_scale = None if scale is None else state.loss_scale.update(finite)
+        if loss_scale is not None:
+            metrics["loss_scale"] = loss_scale.scale
+        return TrainState(state.step + 1, params, opt_state, skipped, loss_scale), metrics
+
+    return step
