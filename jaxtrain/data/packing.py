@@ -1,0 +1,55 @@
+"""Documents packed into rows of one length: concatenated, then chopped. Row i is a pure function of i.
+
+T: the row length.
+"""
+
+import numpy as np
+
+from jaxtrain.data.cache import Tokens
+from jaxtrain.errors import UserError
+
+
+class PackedRows:
+    """Random access to rows of `seq_len` tokens; a document may end in one row and go on in the next.
+
+    A row is a dict of [T] arrays: `tokens`; `targets` (the token that follows each); `segments` (1, 2, ... per document
+    within the row, 0 for padding); `positions` (from 0 at each document and at each row); `weights` (0 where the target
+    belongs to another document, else 1). A last row that is not full is dropped, or padded with `pad_last`: then every
+    token but the first of each document is a target of weight 1 exactly once.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, pad_last: bool = False):
+        self._tokens, self._offsets, self._T = tokens.tokens, tokens.offsets, seq_len
+        targets = tokens.num_tokens - 1  # the very first token follows nothing
+        self._len = -(-targets // seq_len) if pad_last else targets // seq_len
+        if self._len < 1:
+            raise UserError("data.source", f"{tokens.num_tokens} tokens are too short for one row of data.seq_len="
+                            f"{seq_len} and its last target", "give more text or a smaller data.seq_len")
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        if not 0 <= i < self._len:
+            raise IndexError(f"row {i} of {self._len}")
+        start = i * self._T
+        text = self._tokens[start : start + self._T + 1].astype(np.int32)
+        size = len(text) - 1  # T, but for a padded last row
+        # Where documents begin inside the row or right behind it: the token before each has a foreign target.
+        first, last = np.searchsorted(self._offsets, (start + 1, start + size + 1))
+        begins = self._offsets[first:last] - start
+        weights = np.ones(size, np.float32)
+        weights[begins - 1] = 0
+        begins = np.append(0, begins[begins < size]).astype(np.int32)
+        segments = np.zeros(size, np.int32)
+        segments[begins] = 1
+        segments = np.cumsum(segments, dtype=np.int32)
+        positions = np.arange(size, dtype=np.int32) - begins[segments - 1]
+        row = {"tokens": text[:-1], "targets": text[1:], "segments": segments, "positions": positions,
+               "weights": weights}
+        return row if size == self._T else {name: self._pad(name, column) for name, column in row.items()}
+
+    def _pad(self, name: str, column: np.ndarray) -> np.ndarray:
+        # Every document ends in the end-of-document id, so the very last token is one.
+        fill = self._tokens[-1] if name in ("tokens", "targets") else 0
+        return np.pad(column, (0, self._T - len(column)), constant_values=fill)

@@ -1,0 +1,132 @@
+"""Which text: the documents behind `data.source`, each in the train or the eval split.
+
+The split follows from names and sizes alone, so every process, on every machine, finds the same one.
+"""
+
+import functools
+import hashlib
+import mmap
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from jaxtrain.errors import UserError
+
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+_FIX = "name a folder or file of UTF-8 text, or use 'stdlib'"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A stretch of one file that is read as one text."""
+
+    name: str  # path relative to the source, with forward slashes
+    path: Path
+    start: int  # bytes
+    stop: int
+    sha256: str
+    split: Literal["train", "eval"]
+
+    def read(self) -> bytes:
+        """The text, checked against its hash: a file edited since it was listed is an error."""
+        text = _read(self.path, self.start, self.stop)
+        if hashlib.sha256(text).hexdigest() != self.sha256:
+            raise UserError("data.source", f"{self.path} changed while it was read", "run again")
+        return text
+
+
+def find_documents(source: str, eval_fraction: float) -> list[Document]:
+    """The documents of "stdlib" (this interpreter's own library), of a folder, or of one file; sorted by name.
+
+    Several files are split by a hash of their names. A single one is cut at a line: its last part is for evaluation.
+    """
+    if source == "stdlib":
+        root, files = _library()
+    else:
+        root = Path(source).expanduser().absolute()
+        if not os.path.exists(root):  # Path.exists raises where a parent folder is closed to us
+            raise UserError("data.source", f"{source!r} does not exist", _FIX)
+        files = _walk(root) if root.is_dir() else [root]
+        root = root if root.is_dir() else root.parent
+    named = [(path.relative_to(root).as_posix(), path) for path in files]
+    texts = [(name, path, stop, digest) for name, path in sorted(named) if (stop := _size(path))
+             and (digest := _text_digest(path, 0, stop))]
+    if not texts:
+        raise UserError("data.source", f"{source!r} holds no text (binary, hidden and empty files do not count)", _FIX)
+    if len(texts) == 1:
+        return _cut(*texts[0][:3], eval_fraction)
+    split = _split([name for name, *_ in texts], eval_fraction)
+    return [Document(name, path, 0, stop, digest, split[name]) for name, path, stop, digest in texts]
+
+
+def _library() -> tuple[Path, list[Path]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return root, [path for path in _walk(root, skip=_NOT_LIBRARY) if path.suffix == ".py"]
+
+
+def _walk(root: Path, skip: set[str] = frozenset()) -> list[Path]:
+    found = []
+    for folder, folders, files in os.walk(root, onerror=_unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        found += [Path(folder, name) for name in files if not name.startswith(".")]
+    return [path for path in found if os.path.isfile(path)]  # no sockets, pipes or dangling links
+
+
+def _split(names: list[str], eval_fraction: float) -> dict[str, Literal["train", "eval"]]:
+    """Each name falls by its own hash, so that adding a file moves no other; neither side is left empty."""
+    rank = {name: int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8]) / 2**64 for name in names}
+    split = {name: "eval" if rank[name] < eval_fraction else "train" for name in names}
+    split[min(names, key=rank.__getitem__)] = "eval"
+    split[max(names, key=rank.__getitem__)] = "train"
+    return split
+
+
+def _cut(name: str, path: Path, size: int, eval_fraction: float) -> list[Document]:
+    """One file as two documents: cut after the first line that ends past the train part, if one does."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        wanted = min(max(int(size * (1 - eval_fraction)), 1), size - 1)
+        at = text.find(b"\n", wanted - 1) + 1
+        if not 0 < at < size:
+            at = text.rfind(b"\n", 0, wanted) + 1 or wanted
+        while 0 < at < size and text[at] & 0xC0 == 0x80:  # one long line: at least not inside a character
+            at -= 1
+    if not 0 < at < size:
+        raise UserError("data.source", f"{path} is too short to be cut in a train and an eval part", _FIX)
+    return [Document(name, path, start, stop, _text_digest(path, start, stop), split)
+            for start, stop, split in ((0, at, "train"), (at, size, "eval"))]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _read(path: Path, start: int, stop: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+    except OSError as error:
+        _unreadable(error)
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    # To skip it would be to train, without a word, on other data than a process that can read it.
+    raise UserError("data.source", f"{error.filename} cannot be read ({error.strerror})",
+                    "make it readable or remove it") from error
+
+
+def _text_digest(path: Path, start: int, stop: int) -> str | None:
+    """The sha256 of a stretch of a file, or None if it is no text; each version of a file is hashed once a process."""
+    return _digest_of_version(path, start, stop, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _digest_of_version(path: Path, start: int, stop: int, mtime_ns: int) -> str | None:
+    text = _read(path, start, stop)
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return None
+    return None if b"\0" in text[:8192] else hashlib.sha256(text).hexdigest()
