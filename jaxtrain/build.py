@@ -51,7 +51,7 @@ class Run:
 
     def batch(self, step: int) -> dict[str, jax.Array]:
         """The training batch of this step, placed on the mesh: a pure function of the data, the config and `step`."""
-        return self._placed(self.train_batches, step)
+        return self.placed(self.train_batches, step)
 
     # ------------------------------------------------------------------------------------------- the compiled functions
     @cached_property
@@ -124,7 +124,7 @@ class Run:
     def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
         """Loss per token in nats, and per byte of text in bits, on the first `batches` of the evaluation split."""
         many = min(batches or self.eval_batches.num_batches, self.eval_batches.num_batches)
-        sums = [self.compiled_eval(state.params, self._placed(self.eval_batches, n)) for n in range(many)]
+        sums = [self.compiled_eval(state.params, self.placed(self.eval_batches, n)) for n in range(many)]
         total, weight = np.sum(jax.device_get(sums), axis=0)
         nats = float(total / weight)
         tokens_per_byte = self.corpus.eval.num_tokens / self.corpus.eval.num_bytes
@@ -136,7 +136,7 @@ class Run:
             return batch
         return jax.tree.map(lambda x: jax.device_put(x, self.layout.batch(np.ndim(x))), batch)
 
-    def _placed(self, batches, step: int) -> dict[str, jax.Array]:
+    def placed(self, batches, step: int) -> dict[str, jax.Array]:
         """Each process reads only the rows that its own devices hold."""
         size, target = self.config.data.global_batch_size, self.layout.batch(2)
         if jax.process_count() == 1:

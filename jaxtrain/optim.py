@@ -28,7 +28,7 @@ def make_schedule(c: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> optax.GradientTransformation:
     """The optimizer for parameters whose logical names are `axes` (a tree of tuples, as the parameters')."""
-    decays = _map(_is_matrix, axes)
+    decays = _map(is_matrix, axes)
     decay = dict(weight_decay=c.weight_decay, mask=decays)
     if c.name == "adamw":
         return optax.adamw(schedule, b1=c.b1, b2=c.b2, eps=c.eps, **decay)
@@ -47,14 +47,14 @@ def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> o
         adam_b1=c.b1, adam_b2=c.b2, consistent_rms=0.2)  # 0.2: update sizes as AdamW's, so one learning rate fits both
 
 
-def _is_matrix(names: tuple) -> bool:
+def is_matrix(names: tuple) -> bool:
     """Matrices decay; biases, norms and other vectors do not."""
     return "norm" not in names and sum(name not in (None, "layers", "head_dim") for name in names) > 1
 
 
 def _muon_dimensions(names: tuple):
     """Hidden matrices are orthogonalised, heads flattened to one side; embeddings, head and vectors are Adam's."""
-    if not _is_matrix(names) or "vocab" in names or "positions" in names or "layers" not in names:
+    if not is_matrix(names) or "vocab" in names or "positions" in names or "layers" not in names:
         return None
     kept = [i for i, name in enumerate(names) if name != "layers"]
     side = names.index("embed")

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.optim import is_matrix
 from jaxtrain.state import Layout, TrainState
 
 
@@ -41,3 +42,11 @@ def total(tree: Any) -> int:
 
 def _entry(entry: Any) -> str:
     return "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
+
+
+def matmul_parameters(abstract: TrainState, layout: Layout, tied: bool) -> int:
+    """How many parameters each token is multiplied by: all matrices but lookups; a tied table counts once, as head."""
+    names = jax.tree.structure(abstract.params).flatten_up_to(layout.axes)
+    lookups = ("positions",) if tied else ("positions", "vocab")
+    return sum(math.prod(leaf.shape) for leaf, axes in zip(jax.tree.leaves(abstract.params), names, strict=True)
+               if is_matrix(axes) and axes[0] not in lookups)

@@ -1,0 +1,51 @@
+"""jaxtrain: train large language models in JAX on any device mesh, with the numbers of one device.
+
+    import jaxtrain as jt
+    run = jt.build(jt.load_config("configs/gpt.py", {"mesh.tensor": 2}))
+    state = run.init()
+    for step in range(10):
+        state, metrics = run.step(state, run.batch(step))
+
+With a module and loss of your own: `jt.make_train_step`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxtrain.build import Run, build
+    from jaxtrain.cache import enable_compilation_cache
+    from jaxtrain.config import Config, load_config, make_config
+    from jaxtrain.errors import UserError
+    from jaxtrain.loss import cross_entropy
+    from jaxtrain.mesh import make_mesh
+    from jaxtrain.models import make_model
+    from jaxtrain.sample import sample
+    from jaxtrain.sharding import Rules, constrain, rules
+    from jaxtrain.standalone import TrainStep, make_train_step
+    from jaxtrain.state import TrainState
+    from jaxtrain.train import train
+
+_HOME = {
+    "Run": "build", "build": "build", "enable_compilation_cache": "cache", "Config": "config", "load_config": "config",
+    "make_config": "config", "UserError": "errors", "cross_entropy": "loss", "make_mesh": "mesh", "make_model": "models",
+    "sample": "sample", "Rules": "sharding", "constrain": "sharding", "rules": "sharding", "TrainStep": "standalone",
+    "make_train_step": "standalone", "TrainState": "state", "train": "train",
+}
+
+__all__ = [  # noqa: PLE0604 (names are imported when first used, so that `import jaxtrain` is quick)
+    "Config", "Rules", "Run", "TrainState", "TrainStep", "UserError", "build", "constrain", "cross_entropy",
+    "enable_compilation_cache", "load_config", "make_config", "make_mesh", "make_model", "make_train_step", "rules",
+    "sample", "train",
+]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"jaxtrain.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__():
+    return __all__

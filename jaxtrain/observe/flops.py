@@ -1,0 +1,54 @@
+"""What one token costs in arithmetic, and the share of a device's peak that a run reaches (MFU)."""
+
+import re
+
+from jaxtrain.config import ModelConfig
+
+# Dense bfloat16 FLOP/s of one JAX device; the first pattern found in `device_kind` counts. Where the vendor prints the
+# figure with 2:4 sparsity, half of it stands here.
+PEAK_BF16: dict[str, float] = {
+    # cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "peak compute per chip (bf16)"
+    r"TPU v4$": 275e12,
+    r"TPU v5 ?(lite|e)": 197e12,
+    r"TPU v5p?$": 459e12,
+    r"TPU v6 ?(lite|e)": 918e12,
+    r"TPU ?v?7x": 2307e12 / 2,  # a chip is two devices: two TensorCores and no megacore (docs.jax.dev, ChipVersion)
+    # NVIDIA data sheets: GB200 NVL72 and GB300 NVL72 (5 PF sparse a GPU), HGX B200 and B300 (4.5 PF sparse a GPU)
+    r"GB[23]00": 2500e12,
+    r"B[23]00": 2250e12,
+    # H100 NVL and H200 NVL (1671 sparse), H100 PCIe (1513), H100 SXM, H200 SXM and GH200 (1979)
+    r"H[12]00 NVL": 835e12,
+    r"H100 PCIe": 756e12,
+    r"H[12]00": 989e12,
+    # A100 (312), A10 (125), L40S (362), L4 (242 sparse)
+    r"A100": 312e12,
+    r"A10$": 125e12,
+    r"L40S": 362e12,
+    r"L4$": 121e12,
+}
+
+
+def device_peak(device_kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of one device (`jax.devices()[0].device_kind`); None for a kind that is not listed."""
+    return next((peak for pattern, peak in PEAK_BF16.items() if re.search(pattern, device_kind)), None)
+
+
+def flops_per_token(model: ModelConfig, matmul_params: int, seq_len: int, causal: bool) -> float:
+    """FLOPs that training on one token needs, forward and backward; what rematerialization repeats is not counted.
+
+    Args:
+        model: gives the layers, heads and window of the attention.
+        matmul_params: parameters that enter matrix products: the output head too, tied or not, but no input embedding,
+            positions or norms.
+        seq_len: tokens in a row.
+        causal: count only the keys that a query may look at (our headline), or the whole square, as many others do.
+    """
+    window = min(model.window or seq_len, seq_len)
+    # Queries 0..window-1 see half a window on average, the later ones all of it.
+    attended = window - window**2 / (2 * seq_len) if causal else window
+    return 6 * matmul_params + 12 * model.num_layers * model.num_heads * model.head_dim * attended
+
+
+def mfu(tokens_per_s: float, flops: float, peak: float) -> float:
+    """Model FLOPs utilization: `flops` a token at `tokens_per_s`, over `peak` (all devices' together)."""
+    return tokens_per_s * flops / peak

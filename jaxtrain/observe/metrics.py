@@ -1,0 +1,207 @@
+"""The run's numbers, read one step late by a thread of their own, so that the loop never waits for a scalar."""
+
+import json
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxtrain.observe.flops import mfu
+
+Record = dict[str, float | int | None]
+
+
+class Sink(Protocol):
+    """Takes the lines of metrics.jsonl as they are written, on the writer's thread."""
+
+    def write(self, record: Record) -> None:
+        """Take one line: that of a step, or of an evaluation (it has `eval_loss`)."""
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What turns steps and seconds into tokens and utilization."""
+
+    tokens_per_step: int
+    flops_per_token: float = 0.0  # causal
+    flops_per_token_full: float = 0.0
+    peak: float | None = None  # FLOP/s of all devices together; None: unknown, and then no mfu is written
+
+
+class MetricsWriter:
+    """Appends one JSON object a line to `directory/metrics.jsonl`, every `log_every` steps and at `last_step`.
+
+    A step's line has `step` (completed steps), the step's own device scalars, `tokens` (since step 0), `step_time_s`
+    and the host fields (means over the steps since the line before), `tokens_per_s`, `mfu`, `mfu_full`. Conventions:
+
+    * A number that is not finite is written as null, since JSON has no word for it: `"loss": null` is a NaN loss.
+    * Step time runs from one step's completion to the next one's. The first step of a process has nothing before it
+      (and contains compilation), so it is in no average; a line that would hold only that step has null. Evaluations
+      are not in it either: the clock starts again when one ends.
+
+    Use it as a context manager: the lines are complete, and the sinks closed, when it ends.
+    """
+
+    def __init__(self, directory: str | Path, *, start_step: int, last_step: int, constants: Constants,
+                 log_every: int = 1, max_lag: int = 2, sinks: Sequence[Sink] = ()):
+        """Open the file for a run that has completed `start_step` steps; lines beyond that step are dropped."""
+        self._last_step, self._log_every, self._constants = last_step, log_every, constants
+        self._sinks: tuple[Sink, ...] = ()  # processes but the first hold their loop back in the same way, mutely
+        if jax.process_index() == 0:
+            self._sinks = (_JsonLines(Path(directory) / "metrics.jsonl", start_step), *sinks)
+        self._slots = threading.Semaphore(max_lag)  # one for each step that may be in flight
+        self._queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._completed: float | None = None  # when the step before, or the evaluation after it, was complete
+        self._times: list[float] = []
+        self._host: list[Mapping[str, float]] = []
+        self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
+        self._thread.start()
+
+    def push(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float] | None = None) -> None:
+        """Hand over the scalars of a step just dispatched; waits only while `max_lag` steps are still in flight."""
+        self._slots.acquire()
+        self._put("step", step, metrics, host_fields or {})
+
+    def write_eval(self, step: int, fields: Mapping[str, Any]) -> None:
+        """Write an evaluation line (`eval_loss`, `eval_bits_per_byte`, ...) after the lines of the steps before it."""
+        self._put("eval", step, fields)
+
+    def flush(self) -> None:
+        """Return when everything pushed so far is written."""
+        written = threading.Event()
+        self._put("flush", written)
+        written.wait()
+        self._raise()
+
+    def close(self) -> None:
+        """Write what is left and end the thread; an error of the thread is raised here at the latest."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+            for sink in self._sinks:
+                sink.close()
+        self._raise()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:  # else the loop's own error is the one to see
+                raise
+
+    def _put(self, *item) -> None:
+        self._raise()
+        self._queue.put(item)
+
+    def _raise(self) -> None:
+        if self._error:
+            raise self._error
+
+    def _work(self) -> None:
+        """The thread. After an error it goes on taking items, so that nobody waits for it in vain."""
+        handlers = {"step": self._step, "eval": self._eval, "flush": threading.Event.set}
+        while item := self._queue.get():
+            kind, *arguments = item
+            try:
+                if kind == "flush" or not self._error:
+                    handlers[kind](*arguments)
+            except Exception as error:
+                self._error = error
+            finally:
+                if kind == "step":
+                    self._slots.release()
+                item = arguments = None  # the scalars' buffers are free while the thread waits
+
+    def _step(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float]) -> None:
+        jax.block_until_ready(metrics)  # releases the GIL
+        now = time.perf_counter()
+        if self._completed is not None:
+            self._times.append(now - self._completed)
+        self._completed = now
+        self._host.append(host_fields)
+        if step % self._log_every and step != self._last_step:
+            return
+        record = {"step": step, **_plain(jax.device_get(dict(metrics))), **self._rates(step)}
+        self._times, self._host = [], []
+        self._write(record)
+
+    def _rates(self, step: int) -> Record:
+        """What the host knows of the steps since the last line."""
+        constants = self._constants
+        record: Record = {"tokens": step * constants.tokens_per_step}
+        seconds = sum(self._times) / len(self._times) if self._times else None
+        record["step_time_s"] = seconds
+        for key in self._host[-1]:
+            record[key] = _number(np.mean([fields[key] for fields in self._host if key in fields]))
+        speed = constants.tokens_per_step / seconds if seconds else None
+        record["tokens_per_s"] = speed
+        if constants.peak:
+            for key, flops in (("mfu", constants.flops_per_token), ("mfu_full", constants.flops_per_token_full)):
+                record[key] = speed and mfu(speed, flops, constants.peak)
+        return record
+
+    def _eval(self, step: int, fields: Mapping[str, Any]) -> None:
+        record = {"step": step, **_plain(jax.device_get(dict(fields)))}
+        self._completed = time.perf_counter()
+        self._write(record)
+
+    def _write(self, record: Record) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+
+
+class _JsonLines:
+    """The file itself. Unbuffered: a line is written whole by one call, or torn off at the next start."""
+
+    def __init__(self, path: Path, start_step: int):
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        # Steps never decrease in it, so all that goes is a tail, and cutting a tail off is atomic.
+        self._file.truncate(_end_of_step(path, start_step))
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def _end_of_step(path: Path, step: int) -> int:
+    """Where the whole lines of steps up to `step` end, in bytes."""
+    end = 0
+    with open(path, "rb") as lines:
+        for line in lines:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, TypeError, KeyError):
+                break
+            end += len(line)
+    return end
+
+
+def _plain(scalars: Mapping[str, Any]) -> Record:
+    """Host scalars of any dtype as JSON numbers: exact, null if not finite."""
+    return {key: _number(np.asarray(value)) for key, value in scalars.items()}
+
+
+def _number(value: np.ndarray | np.generic) -> float | int | None:
+    if value.dtype == bool or np.issubdtype(value.dtype, np.integer):
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,82 @@
+"""The run as one live line on a terminal, or as a few plain lines in a log."""
+
+import sys
+import time
+from typing import TextIO
+
+from jaxtrain.observe.metrics import Record
+
+
+class Progress:
+    """A sink that shows step, loss, speed, time left and data wait.
+
+    On a terminal the line is redrawn at most ten times a second. Elsewhere a line is printed at the first step and
+    about every tenth of the run, and evaluations always are.
+    """
+
+    def __init__(self, steps: int, *, start_step: int = 0, stream: TextIO | None = None):
+        """For a run of `steps` steps, of which `start_step` are complete; `stream` is stderr unless given."""
+        self._steps, self._stream = steps, stream or sys.stderr
+        self._tenth, self._drawn = -1 if not start_step else 10 * start_step // steps, 0.0
+        self._live = _live(self._stream, steps, start_step) if self._stream.isatty() else None
+
+    def write(self, record: Record) -> None:
+        """Show a line of metrics.jsonl."""
+        step, text = int(record["step"]), _text(record, self._steps)
+        if self._live is None:
+            tenth = 10 * step // self._steps
+            if "eval_loss" in record or tenth > self._tenth:
+                print(text, file=self._stream, flush=True)
+                self._tenth = max(tenth, self._tenth)
+        elif "eval_loss" in record:
+            self._live.console.print(text, highlight=False)
+        else:
+            now = time.monotonic()
+            if now - self._drawn >= 0.1 or step == self._steps:
+                self._live.update(self._live.task_ids[0], completed=step, description=text)
+                self._live.refresh()
+                self._drawn = now
+
+    def close(self) -> None:
+        """Leave the last state of the line standing."""
+        if self._live is not None:
+            self._live.stop()
+
+
+def _live(stream: TextIO, steps: int, start_step: int):
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    live = Progress(BarColumn(bar_width=20), TextColumn("{task.description}"), auto_refresh=False,
+                    console=Console(file=stream))
+    live.add_task("compiling", total=steps, completed=start_step)
+    live.start()
+    return live
+
+
+def _text(record: Record, steps: int) -> str:
+    step = record["step"]
+    parts = [f"step {step}/{steps}"]
+    if "eval_loss" in record:
+        parts += [f"{key} {_value(record[key])}" for key in ("eval_loss", "eval_bits_per_byte") if key in record]
+        return "  ".join(parts)
+    parts.append(f"loss {_value(record.get('loss'))}")
+    if record.get("tokens_per_s"):
+        parts.append(f"{record['tokens_per_s']:,.0f} tokens/s")
+    if record.get("mfu"):
+        parts.append(f"mfu {record['mfu']:.1%}")
+    if record.get("step_time_s"):
+        parts.append(f"{_duration((steps - step) * record['step_time_s'])} left")
+    if record.get("data_wait_s") is not None:
+        parts.append(f"data wait {1000 * record['data_wait_s']:.1f} ms")
+    return "  ".join(parts)
+
+
+def _value(number: float | None) -> str:
+    return "not finite" if number is None else f"{number:.4f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,29 @@
+"""TensorBoard as a sink of the run's numbers."""
+
+from pathlib import Path
+
+from jaxtrain.errors import UserError
+from jaxtrain.observe.metrics import Record
+
+
+class TensorBoard:
+    """Writes every number of every line as a scalar under its own name; needs `jaxtrain[tensorboard]`."""
+
+    def __init__(self, directory: str | Path, *, start_step: int = 0):
+        """Open the event files of a run that has completed `start_step` steps; later points are hidden."""
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise UserError("train.tensorboard", "the package tensorboardX is not installed",
+                            "pip install 'jaxtrain[tensorboard]' or set it to false") from None
+        self._writer = SummaryWriter(str(directory), purge_step=start_step + 1)
+
+    def write(self, record: Record) -> None:
+        """Write a line's numbers at its step; null is left out."""
+        for key, value in record.items():
+            if key != "step" and value is not None:
+                self._writer.add_scalar(key, value, record["step"])
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        self._writer.close()

@@ -1,0 +1,45 @@
+"""Ctrl-C and SIGTERM as a request that the loop answers between two steps."""
+
+import os
+import signal
+
+import jax
+
+
+class Interrupt:
+    """Within this context the first SIGINT or SIGTERM is only remembered; a second Ctrl-C ends at once.
+
+    Among several processes all must stop at the same step, whoever got the signal: there JAX's preemption service
+    answers SIGTERM and names the step, and Ctrl-C is passed on to it.
+    """
+
+    def __init__(self):
+        self.signal = 0
+        self._together = jax.process_count() > 1
+
+    def __enter__(self) -> "Interrupt":
+        handled = (signal.SIGINT,) if self._together else (signal.SIGINT, signal.SIGTERM)
+        self._before = {number: signal.signal(number, self._received) for number in handled}
+        return self
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def requested(self, step: int) -> bool:
+        """Whether to stop after this step; in a multi-process run the same answer everywhere."""
+        if not self._together:
+            return self.signal != 0
+        from jax.experimental import multihost_utils
+
+        reached = multihost_utils.reached_preemption_sync_point(step)
+        if reached and not self.signal:
+            self.signal = signal.SIGTERM
+        return reached
+
+    def _received(self, number, frame) -> None:
+        if self.signal and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = number
+        if self._together:
+            os.kill(os.getpid(), signal.SIGTERM)

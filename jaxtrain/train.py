@@ -1,0 +1,118 @@
+"""The loop, from config to final state, on one page. The order of things matters; comments say why."""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxtrain import checkpoint, observe
+from jaxtrain.build import Run, build
+from jaxtrain.config import Config
+from jaxtrain.data import prefetch
+from jaxtrain.report import matmul_parameters
+from jaxtrain.resilience import Interrupt
+from jaxtrain.state import TrainState
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, saved its state, and can be resumed."""
+
+    def __init__(self, step: int, signal: int):
+        self.step, self.signal = step, signal
+        super().__init__(f"saved at step {step}; run the same command again to resume")
+
+
+def train(config: Config, workdir: str | Path) -> TrainState:
+    """Train to `train.steps`, from the newest checkpoint in `workdir` if there is one; returns the final state.
+
+    Raises:
+        Interrupted: SIGINT or SIGTERM came; everything done so far is saved.
+    """
+    # ---------------------------------------------------------------- refuse what cannot work, before paying for anything
+    run, workdir, t = build(config), Path(workdir), config.train
+    observe.check_workdir(workdir, config)
+    run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
+    observe.write_run_files(workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
+                            data_manifest_hash=run.corpus.manifest_hash)
+    say(summary(run, workdir))
+
+    # ------------------------------------------------------------------------ the state: from a checkpoint, or from nothing
+    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
+    start = checkpoints.latest() or 0
+    if start:
+        state = checkpoints.restore(start, run.abstract)
+        say(f"resumed from step {start}")
+    else:
+        state = run.init()
+        checkpoint.preload()  # while the step compiles
+    step_function = run.compiled_step
+
+    # ------------------------------------------------------------------------------------------------------------- the loop
+    with (
+        Interrupt() as interrupt,
+        prefetch(run.train_batches, start, t.steps - start, lambda n, batches: run.placed(batches, n), config.data.prefetch)
+        as batches,
+        observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run),
+                              log_every=t.log_every, sinks=sinks(run, workdir, start)) as writer,
+        jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
+    ):
+        done = start
+        for n, batch, waited in batches:
+            state, metrics = step_function(state, batch)
+            done = n + 1
+            # Nothing here waits for the device: the writer reads the numbers on its own thread, one step late.
+            writer.push(done, metrics, {"data_wait_s": waited})
+            stop = interrupt.requested(done)
+            # Save before the next batch is drawn, so that what is saved and what was seen agree.
+            if stop or done == t.steps or (config.checkpoint.every and done % config.checkpoint.every == 0):
+                checkpoints.save(done, state, {"config": config.to_dict(), "step": done})
+            if stop and done < t.steps:
+                break
+            if done == t.steps or (t.eval_every and done % t.eval_every == 0):
+                writer.write_eval(done, run.evaluate(state, t.eval_batches))
+
+    # -------------------------------------------------------------------------------------------------------- what came of it
+    checkpoints.close()  # waits: after this line the state is on disk
+    if done < t.steps:
+        raise Interrupted(done, interrupt.signal)
+    if done == start:
+        say(f"nothing to do: {workdir} has all {t.steps} steps")
+    elif t.sample_tokens:
+        from jaxtrain.sample import sample
+
+        say("a sample:\n" + sample(run, state, length=t.sample_tokens, seed=t.seed))
+    return state
+
+
+def constants(run: Run) -> observe.Constants:
+    """What turns steps and seconds into tokens a second and utilisation."""
+    data, matmuls = run.config.data, matmul_parameters(run.abstract, run.layout, run.config.model.tied_embeddings)
+    causal, full = (observe.flops_per_token(run.config.model, matmuls, data.seq_len, causal) for causal in (True, False))
+    peak = observe.device_peak(jax.devices()[0].device_kind)
+    return observe.Constants(data.global_batch_size * data.seq_len, causal, full, peak and peak * run.mesh.size)
+
+
+def sinks(run: Run, workdir: Path, start: int) -> list[observe.Sink]:
+    """Who else reads the metrics, in process 0."""
+    t = run.config.train
+    if jax.process_index() != 0:
+        return []
+    live: list[observe.Sink] = [observe.Progress(t.steps, start_step=start)] if t.progress and t.steps else []
+    return live + ([observe.TensorBoard(workdir / "tensorboard", start_step=start)] if t.tensorboard else [])
+
+
+def summary(run: Run, workdir: Path) -> str:
+    """The run in two lines."""
+    c, corpus = run.config, run.corpus
+    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(run.abstract.params))
+    axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
+    return (f"{c.model.name}, {count:,} parameters in {run.precision}, on {jax.devices()[0].device_kind} ({axes})\n"
+            f"{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens; "
+            f"{c.train.steps} steps of {c.data.global_batch_size} x {c.data.seq_len} tokens; workdir {workdir}")
+
+
+def say(text: str) -> None:
+    """To whoever watches; from one process."""
+    if jax.process_index() == 0:
+        print(text, file=sys.stderr, flush=True)
