@@ -103,10 +103,12 @@ class Checkpoints:
                 raise UserError(path, f"is {theirs} in the checkpoint {where} and {ours} in this run",
                                 "build the model and optimizer of that checkpoint, or give another --workdir")
 
-    def _unreadable(self, step: int, error: Exception) -> UserError:
+    def _unreadable(self, step: int, error: BaseException) -> UserError:
         folder = self._directory / str(step)
         if not folder.is_dir():
             return UserError("checkpoint", f"there is no {folder}", "see which steps that directory has")
+        while error.__cause__ is not None:
+            error = error.__cause__
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return UserError("checkpoint", f"{folder} cannot be read ({reason})",
                          "move it away, and the run resumes from the checkpoint before it")

@@ -1,0 +1,255 @@
+"""A checkpoint is whole or it does not exist, fits any mesh, and says what does not fit it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.checkpoint import Checkpoints, preload
+from jaxtrain.errors import UserError
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    loss_scale: Any = None
+
+
+def make_state(seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    params = {"embed": {"table": jax.random.normal(keys[0], (64, 16))},
+              "layers": {"up": jax.random.normal(keys[1], (4, 16, 32)).astype(jnp.bfloat16),
+                         "scale": jax.random.normal(keys[2], (4, 16))}, "nothing": None}
+    decay = {"embed": {"table": False}, "layers": {"up": True, "scale": False}, "nothing": None}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.masked(optax.add_decayed_weights(0.1), decay),
+                            optax.masked(optax.trace(0.9), decay), optax.adamw(optax.linear_schedule(1, 0, 9)))
+    opt_state = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)[1]
+    return State(jnp.uint32(7), params, opt_state)
+
+
+def shardings(state, data, tensor, explicit=False):
+    mode = AxisType.Explicit if explicit else AxisType.Auto
+    mesh = jax.make_mesh((data, tensor), ("data", "tensor"), axis_types=(mode, mode),
+                         devices=jax.devices()[:data * tensor])
+    specs = {1: P("data"), 2: P("data", "tensor"), 3: P(None, "data", "tensor")}
+    fits = {1: 4, 2: 4}  # vectors and scales are small
+    return jax.tree.map(lambda x: NamedSharding(
+        mesh, specs.get(x.ndim, P()) if x.ndim and x.shape[0] % data == 0 and fits.get(x.ndim, 0) <= x.size else P()),
+        state)
+
+
+def abstract(state, where):
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, where)
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Checkpoints(tmp_path / "checkpoints", keep=2)
+    yield store
+    store.close()
+
+
+def saved(store, *steps):
+    state = make_state()
+    for step in steps:
+        store.save(step, state, {"n": step})
+    store.wait()
+    return state
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("to", [(8, 1), (2, 4), (1, 2), (1, 1)])
+def test_restored_on_another_mesh(tmp_path, store, to, explicit):
+    state = make_state()
+    placed = jax.device_put(state, shardings(state, 4, 2, explicit))
+    store.save(3, placed, {"tokens": 30, "note": "é"})
+    store.wait()
+    target = abstract(state, shardings(state, *to, explicit))
+    fresh = Checkpoints(tmp_path / "checkpoints", keep=2)  # another process knows nothing
+    restored = fresh.restore(3, target)
+    assert_same(restored, state)
+    assert isinstance(restored, State) and restored.params["nothing"] is None
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, target)
+    assert fresh.meta(3) == {"tokens": 30, "note": "é"}
+    fresh.close()
+
+
+def test_donation_right_after_save(store):
+    state, expected = make_state(), make_state()
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)
+    store.save(1, state)
+    after = step(state)
+    assert jax.tree.leaves(state)[1].is_deleted()
+    store.wait()
+    assert_same(store.restore(1, abstract(after, jax.tree.map(lambda x: x.sharding, after))), expected)
+
+
+def test_latest_keep_and_saving_twice(tmp_path, store):
+    assert store.latest() is None
+    saved(store, 1, 2, 10)
+    assert store.latest() == 10
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["10", "2"]
+    store.save(10, make_state(seed=1))
+    store.wait()
+    state = make_state()
+    assert_same(store.restore(10, abstract(state, shardings(state, 1, 1))), state)
+    assert store.meta(10) == {"n": 10}
+
+
+def test_a_step_below_the_latest_is_saved(store):
+    saved(store, 5)
+    saved(store, 3)
+    assert store.meta(3) == {"n": 3}
+
+
+def test_half_written_folders_are_not_checkpoints(tmp_path, store):
+    folder = tmp_path / "checkpoints"
+    for name in ("7.orbax-checkpoint-tmp", "8.orbax-checkpoint-tmp-123", "notes"):
+        (folder / name).mkdir(parents=True)
+    (folder / "9").write_text("a file")
+    assert store.latest() is None
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda x: jax.ShapeDtypeStruct((64, 8), x.dtype, sharding=x.sharding), "float32[64, 16] .* float32[64, 8]"),
+    (lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding),
+     "float32[64, 16] .* bfloat16[64, 16]"),
+    (lambda x: None, "float32[64, 16] .* missing"),
+    (lambda x: {"a": x}, "missing .* float32[64, 16]"),
+])
+def test_mismatch(store, capfd, change, message):
+    state = saved(store, 1)
+    target = abstract(state, shardings(state, 1, 1))
+    target.params["embed"]["table"] = change(target.params["embed"]["table"])
+    pattern = message.replace("[", r"\[").replace("]", r"\]")
+    with pytest.raises(UserError, match=f"^params/embed/table(/a)?: is {pattern} in this run; build the model"):
+        store.restore(1, target)
+    assert capfd.readouterr().err == ""
+
+
+def test_unreadable(tmp_path, store, capfd):
+    state = saved(store, 1, 2)
+    target = abstract(state, shardings(state, 8, 1))
+    for manifest in (tmp_path / "checkpoints" / "2").rglob("manifest.ocdbt"):
+        manifest.write_bytes(b"\0" * 100)
+    fresh = Checkpoints(tmp_path / "checkpoints", keep=2)
+    with pytest.raises(UserError, match=r"^checkpoint: .*/2 cannot be read \(") as error:
+        fresh.restore(2, target)
+    assert len(str(error.value)) < 600
+    with pytest.raises(UserError, match=r"^checkpoint: there is no .*/4;"):
+        fresh.restore(4, target)
+    with pytest.raises(UserError, match=r"^checkpoint: there is no .*/4;"):
+        fresh.meta(4)
+    assert_same(fresh.restore(1, target), state)
+    fresh.close()
+    assert capfd.readouterr().err.count("\n") < 5
+
+
+def test_unwritable(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    store = Checkpoints(tmp_path / "file" / "checkpoints")
+    assert store.latest() is None
+    with pytest.raises(UserError, match=r"^--workdir: .* cannot be written"):
+        store.save(1, make_state())
+
+
+def test_quiet(tmp_path):
+    code = """
+import logging, sys, absl.logging, jax.numpy as jnp
+logging.basicConfig(level=logging.INFO)
+absl.logging.set_verbosity(absl.logging.INFO)
+from jaxtrain.checkpoint import Checkpoints
+store = Checkpoints(sys.argv[1])
+store.save(1, {"a": jnp.ones(3)})
+store.close()
+absl.logging.info("from somebody else")
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == ""
+    assert [line for line in done.stderr.splitlines() if "jax" not in line] == ["INFO:absl:from somebody else"]
+
+
+def test_killed_in_the_midst_of_a_save(tmp_path):
+    code = """
+import os, signal, sys, jax, jax.numpy as jnp
+from jaxtrain.checkpoint import Checkpoints
+store = Checkpoints(sys.argv[1])
+state = {"w": jnp.arange(1 << 24, dtype=jnp.float32), "step": jnp.int32(1)}
+store.save(1, state)
+store.wait()
+store.save(2, jax.tree.map(lambda x: x + 1, state))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    folder = tmp_path / "checkpoints"
+    done = subprocess.run([sys.executable, "-c", code, folder], timeout=120, env={**os.environ, "XLA_FLAGS": ""})
+    assert done.returncode == -signal.SIGKILL
+    assert any("tmp" in path.name for path in folder.iterdir())  # it was in the midst
+    state = {"w": jnp.arange(1 << 24, dtype=jnp.float32), "step": jnp.int32(1)}
+    store = Checkpoints(folder)
+    assert store.latest() == 1
+    assert_same(store.restore(1, abstract(state, shardings(state, 8, 1))), state)
+    store.save(3, state)
+    store.close()
+    assert store.latest() == 3 and sorted(path.name for path in folder.iterdir()) == ["1", "3"]  # half of 2 is gone
+
+
+def test_preload():
+    thread = preload()
+    thread.join(60)
+    assert not thread.is_alive() and "orbax.checkpoint" in sys.modules
+
+
+def test_two_processes(tmp_path):
+    """Both make all calls; each writes its shards, and the numbers are there on one process with another mesh."""
+    code = """
+import sys, jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxtrain.checkpoint import Checkpoints
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", num_processes=2, process_id=int(sys.argv[3]))
+where = NamedSharding(jax.make_mesh((4,), ("data",)), P("data"))
+w = np.arange(32, dtype=np.float32)
+state = {"w": jax.make_array_from_callback(w.shape, where, lambda index: w[index])}
+store = Checkpoints(sys.argv[1])
+store.save(1, state, {"n": 1})
+store.wait()
+restored = store.restore(1, {"w": jax.ShapeDtypeStruct((32,), np.float32, sharding=where)})
+assert store.latest() == 1 and store.meta(1) == {"n": 1}
+assert all((a.data == b.data).all() for a, b in zip(restored["w"].addressable_shards, state["w"].addressable_shards))
+store.close()
+"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    processes = [subprocess.Popen([sys.executable, "-c", code, tmp_path / "c", port, str(i)], env=env,
+                                  stderr=subprocess.PIPE, text=True) for i in range(2)]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    state = {"w": jnp.arange(32, dtype=jnp.float32)}
+    store = Checkpoints(tmp_path / "c")
+    assert_same(store.restore(1, abstract(state, shardings(state, 8, 1))), state)
+    store.close()

@@ -1,0 +1,223 @@
+"""The lines of metrics.jsonl, in order, exact, and none twice; and the loop held back no sooner than promised."""
+
+import builtins
+import json
+import math
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain.observe.metrics as metrics_module
+from jaxtrain.errors import UserError
+from jaxtrain.observe import Constants, MetricsWriter, TensorBoard
+
+CONSTANTS = Constants(tokens_per_step=10, flops_per_token=3.0, flops_per_token_full=4.0, peak=60.0)
+
+
+def open_writer(path, **overrides):
+    return MetricsWriter(path, **{"start_step": 0, "last_step": 100, "constants": CONSTANTS, **overrides})
+
+
+def lines(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test sets; `writer.flush()` makes the thread read it."""
+    class Clock:
+        now = 0.0
+
+    monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+def push_at(writer, clock, step, now, **host):
+    clock.now = now
+    writer.push(step, {"loss": jnp.float32(step)}, host)
+    writer.flush()
+
+
+def test_a_line(tmp_path, clock):
+    with open_writer(tmp_path) as writer:
+        push_at(writer, clock, 1, 5.0, data_wait_s=0.5)
+        push_at(writer, clock, 2, 7.0, data_wait_s=0.25)
+    first, second = lines(tmp_path)
+    assert first == {"step": 1, "loss": 1.0, "tokens": 10, "step_time_s": None, "data_wait_s": 0.5,
+                     "tokens_per_s": None, "mfu": None, "mfu_full": None}
+    assert second == {"step": 2, "loss": 2.0, "tokens": 20, "step_time_s": 2.0, "data_wait_s": 0.25,
+                      "tokens_per_s": 5.0, "mfu": 5 * 3 / 60, "mfu_full": 5 * 4 / 60}
+
+
+def test_averages_between_lines(tmp_path, clock):
+    with open_writer(tmp_path, log_every=3, last_step=7) as writer:
+        for step, now in enumerate((100, 101, 103, 104, 108, 109, 119), start=1):
+            push_at(writer, clock, step, now, data_wait_s=float(step))
+    assert [(r["step"], r["loss"], r["step_time_s"], r["data_wait_s"]) for r in lines(tmp_path)] == [
+        (3, 3.0, 1.5, 2.0),  # the first step is in no average of times
+        (6, 6.0, 2.0, 5.0), (7, 7.0, 10.0, 7.0)]
+
+
+def test_evaluations_are_in_order_and_not_in_the_step_time(tmp_path, clock):
+    with open_writer(tmp_path) as writer:
+        push_at(writer, clock, 1, 1.0)
+        push_at(writer, clock, 2, 2.0)
+        clock.now = 50.0
+        writer.write_eval(2, {"eval_loss": jnp.float32(0.5), "eval_bits_per_byte": 0.75})
+        writer.flush()
+        push_at(writer, clock, 3, 51.0)
+    assert lines(tmp_path)[2] == {"step": 2, "eval_loss": 0.5, "eval_bits_per_byte": 0.75}
+    assert [r["step"] for r in lines(tmp_path)] == [1, 2, 2, 3]
+    assert lines(tmp_path)[3]["step_time_s"] == 1.0
+
+
+def test_no_mfu_without_a_peak(tmp_path):
+    with open_writer(tmp_path, constants=Constants(tokens_per_step=1)) as writer:
+        writer.push(1, {"loss": 0.0})
+    assert "mfu" not in lines(tmp_path)[0] and "mfu_full" not in lines(tmp_path)[0]
+
+
+def test_full_precision_every_dtype_and_not_finite(tmp_path):
+    third = np.float32(1) / np.float32(3)
+    scalars = {"loss": jnp.float32(third), "half": jnp.bfloat16(0.1), "skipped": jnp.int32(3), "flag": jnp.array(True),
+               "nan": jnp.float32(math.nan), "inf": jnp.float32(math.inf), "ninf": jnp.float32(-math.inf)}
+    mesh = jax.make_mesh((8,), ("data",))
+    scalars["sharded"] = jax.device_put(jnp.float32(2), jax.NamedSharding(mesh, jax.P()))
+    with open_writer(tmp_path) as writer:
+        writer.push(1, scalars, {"host": math.inf})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    record = json.loads(text, parse_constant=pytest.fail)  # NaN and Infinity are not JSON
+    assert np.float32(record["loss"]) == third and record["half"] == float(jnp.bfloat16(0.1))
+    assert (record["skipped"], record["flag"], record["sharded"]) == (3, 1, 2.0)
+    assert record["host"] is record["nan"] is record["inf"] is record["ninf"] is None
+
+
+def test_no_transfer_on_the_loops_thread(tmp_path):
+    with jax.transfer_guard("disallow"), open_writer(tmp_path) as writer:
+        for step in range(1, 4):
+            writer.push(step, {"loss": jax.device_put(np.float32(step))})
+    assert [r["loss"] for r in lines(tmp_path)] == [1.0, 2.0, 3.0]
+
+
+class Gate:
+    """A sink at which the thread waits until it is opened."""
+
+    def __init__(self):
+        self.open, self.records, self.closed = threading.Event(), [], False
+
+    def write(self, record):
+        self.open.wait(60)
+        self.records.append(record)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_back_pressure(tmp_path, monkeypatch, process):
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    gate, passed = threading.Event(), threading.Semaphore(0)
+    monkeypatch.setattr(jax, "block_until_ready", lambda _: gate.wait(60))  # a device that is not done
+    writer = open_writer(tmp_path, max_lag=2)
+
+    def loop():
+        for step in range(1, 6):
+            writer.push(step, {"loss": 0.0})
+            passed.release()
+
+    loop_thread = threading.Thread(target=loop, daemon=True)
+    loop_thread.start()
+    assert passed.acquire(timeout=60) and passed.acquire(timeout=60)
+    assert not passed.acquire(timeout=0.3)  # the third waits for a completion
+    gate.set()
+    loop_thread.join(60)
+    assert not loop_thread.is_alive()
+    writer.close()
+    assert (tmp_path / "metrics.jsonl").exists() == (process == 0)
+
+
+def test_sinks_get_the_lines(tmp_path):
+    sink = Gate()
+    sink.open.set()
+    with open_writer(tmp_path, sinks=[sink], log_every=2) as writer:
+        for step in range(1, 5):
+            writer.push(step, {"loss": 0.0})
+        writer.write_eval(4, {"eval_loss": 1.0})
+    assert sink.records == lines(tmp_path) and sink.closed
+    assert [r["step"] for r in sink.records] == [2, 4, 4]
+
+
+class Broken(Gate):
+    def write(self, record):
+        raise OSError("the disk is full")
+
+
+def test_an_error_of_the_thread_reaches_the_loop(tmp_path):
+    def loop(writer):
+        for step in range(1, 100):  # more than max_lag: the dead thread must not hold the loop
+            writer.push(step, {"loss": 0.0})
+
+    with pytest.raises(OSError, match="the disk is full"), open_writer(tmp_path, sinks=[Broken()]) as writer:
+        loop(writer)
+    for call in (writer.flush, writer.close, lambda: writer.push(100, {})):
+        with pytest.raises(OSError, match="the disk is full"):
+            call()
+
+
+def test_the_loops_own_error_is_the_one_seen(tmp_path):
+    with pytest.raises(KeyError), open_writer(tmp_path, sinks=[Broken()]) as writer:
+        writer.push(1, {"loss": 0.0})
+        raise KeyError
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 6, "lo', b'{"step": 4}'])
+def test_resume_keeps_each_step_once(tmp_path, torn):
+    with open_writer(tmp_path) as writer:
+        for step in range(1, 6):
+            writer.push(step, {"loss": float(step)})
+            if step == 3:
+                writer.write_eval(3, {"eval_loss": 1.0})
+    file = tmp_path / "metrics.jsonl"
+    kept = file.read_bytes().splitlines(keepends=True)[:4]
+    file.write_bytes(file.read_bytes() + torn)
+    with open_writer(tmp_path, start_step=3) as writer:
+        assert file.read_bytes() == b"".join(kept)
+        writer.push(4, {"loss": 40.0})
+    assert [(r["step"], r.get("loss")) for r in lines(tmp_path)] == [(1, 1), (2, 2), (3, 3), (3, None), (4, 40)]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "loss": 1', b'{"step": 2}', b"\0\0\0\n", b"7\n"])
+def test_torn_last_line_goes_even_if_nothing_else_does(tmp_path, torn):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + torn)
+    open_writer(tmp_path, start_step=5).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n'
+
+
+def test_tensorboard(tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    with open_writer(tmp_path, sinks=[TensorBoard(tmp_path / "tb")]) as writer:
+        writer.push(1, {"loss": jnp.float32(2.5), "grad_norm": jnp.float32(math.nan)})
+    data, points = next((tmp_path / "tb").iterdir()).read_bytes(), []
+    while data:  # length (8), its CRC (4), event, its CRC (4)
+        size = int.from_bytes(data[:8], "little")
+        event = Event.FromString(data[12:12 + size])
+        points += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+        data = data[16 + size:]
+    assert ("loss", 1, 2.5) in points and "grad_norm" not in {tag for tag, *_ in points}
+
+
+def test_tensorboard_missing(tmp_path, monkeypatch):
+    real_import = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("tensorboardX"):
+            raise ModuleNotFoundError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"^train.tensorboard: .*jaxtrain\[tensorboard\]"):
+        TensorBoard(tmp_path)

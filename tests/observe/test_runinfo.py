@@ -1,0 +1,91 @@
+"""A workdir says which run it holds, and refuses to become another."""
+
+import json
+
+import pytest
+
+from jaxtrain.config import make_config
+from jaxtrain.errors import UserError
+from jaxtrain.observe import check_workdir, write_run_files
+
+
+def write(workdir, overrides=None, manifest="abc"):
+    config = make_config({}, overrides)
+    write_run_files(workdir, config, mesh_sizes={"data": 8, "tensor": 1}, device_kind="cpu",
+                    data_manifest_hash=manifest)
+    return config
+
+
+def test_files(tmp_path):
+    config = write(tmp_path / "new" / "run")
+    folder = tmp_path / "new" / "run"
+    assert json.loads((folder / "config.json").read_text()) == config.to_dict()
+    run = json.loads((folder / "run.json").read_text())
+    assert run["config_hash"] == config.hash() and run["data_manifest_hash"] == "abc" and run["process_count"] == 1
+    assert run["mesh"] == {"data": 8, "tensor": 1} and run["device_kind"] == "cpu"
+    assert run["packages"].keys() == {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "numpy"}
+    assert all(run["packages"].values()) and run["python"].startswith("3.") and run["platform"]
+    assert run["git_commit"] is None or len(run["git_commit"].removesuffix("-dirty")) == 40
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "run.json"]
+
+
+@pytest.mark.parametrize("key", ["model.num_layers=3", "data.seed=1", "data.seq_len=128", "data.global_batch_size=8",
+                                 "optimizer.b1=0.5", "train.seed=1", "train.steps=200", "train.z_loss=0.1"])
+def test_other_mathematics_is_refused(tmp_path, key):
+    config = write(tmp_path)
+    key, value = key.split("=")
+    section, name = key.split(".")
+    before = config.to_dict()[section][name]
+    with pytest.raises(UserError) as error:
+        write(tmp_path, {key: value})
+    assert str(error.value) == (f"--workdir: {tmp_path} holds a run with {key}={before}, this config has {value}; "
+                                f"give another --workdir or --config.{key}={before}")
+    assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict()
+
+
+def test_the_rest_may_change(tmp_path):
+    write(tmp_path)
+    changed = {"mesh.tensor": 2, "mesh.rules": "dp", "optimizer.zero_stage": 1, "checkpoint.keep": 5,
+               "data.cache_dir": "elsewhere", "data.prefetch": 4, "train.accumulation": 2, "train.remat": "full",
+               "train.precision": "float32", "train.log_every": 7, "train.progress": False}
+    config = write(tmp_path, changed)
+    assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict()
+
+
+def test_constant_schedule_may_be_extended(tmp_path):
+    write(tmp_path, {"optimizer.schedule": "constant"})
+    write(tmp_path, {"optimizer.schedule": "constant", "train.steps": 200})
+
+
+def test_other_data_is_refused(tmp_path):
+    write(tmp_path)
+    with pytest.raises(UserError, match=r"^--workdir: .* manifest abc, now xyz; "):
+        write(tmp_path, manifest="xyz")
+    write(tmp_path, manifest=None)
+
+
+def test_config_of_an_older_schema(tmp_path):
+    write(tmp_path)
+    old = json.loads((tmp_path / "config.json").read_text())
+    del old["train"]["z_loss"], old["checkpoint"]
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    write(tmp_path)
+
+
+def test_unwritable(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for workdir in (tmp_path / "file", tmp_path / "file" / "below", "/proc", "/proc/nothing", "/dev/null"):
+        with pytest.raises(UserError, match=r"^--workdir: .* cannot be written \("):
+            check_workdir(workdir, make_config({}))
+
+
+def test_a_folder_where_the_file_belongs(tmp_path):
+    (tmp_path / "run.json").mkdir()
+    with pytest.raises(UserError, match=r"^--workdir: "):
+        write(tmp_path)
+
+
+def test_broken_config_file(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json is not valid JSON"):
+        write(tmp_path)
