@@ -5,8 +5,10 @@ JSON `meta`. Tree structure (dataclasses, optax's tuples, None) is not stored: i
 Orbax (a quarter of a second to import) is loaded at the first save or restore, or ahead of time by `preload`.
 """
 
+import contextlib
 import functools
 import logging
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -54,11 +56,13 @@ class Checkpoints:
         ocp = _orbax()
         wanted = _flatten(abstract_state)
         try:
-            saved = self._manager.item_metadata(step).state
-            if saved is None:
-                raise FileNotFoundError("it holds no state")
-            self._compare(step, saved, wanted)
-            loaded = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))).state
+            with _no_echoes():
+                saved = self._manager.item_metadata(step).state
+                if saved is None:
+                    raise FileNotFoundError("it holds no state")
+                self._compare(step, saved, wanted)
+                arrays = ocp.args.StandardRestore(wanted)
+                loaded = self._manager.restore(step, args=ocp.args.Composite(state=arrays)).state
         except UserError:
             raise
         except Exception as error:
@@ -142,6 +146,15 @@ def _orbax():
 
 def _not_news(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR or "orbax" not in record.pathname
+
+
+@contextlib.contextmanager
+def _no_echoes():
+    """Mute the traceback that each array still being read prints when the reading of another one has failed."""
+    before = sys.unraisablehook
+    sys.unraisablehook = lambda event: None if "Event loop is closed" in str(event.exc_value) else before(event)
+    yield
+    sys.unraisablehook = before  # not after an error: the echoes of one come later
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
