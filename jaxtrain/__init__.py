@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Run": "build", "build": "build", "enable_compilation_cache": "cache", "Config": "config", "load_config": "config",
-    "make_config": "config", "UserError": "errors", "cross_entropy": "loss", "make_mesh": "mesh", "make_model": "models",
-    "sample": "sample", "Rules": "sharding", "constrain": "sharding", "rules": "sharding", "TrainStep": "standalone",
-    "make_train_step": "standalone", "TrainState": "state", "train": "train",
+    "make_config": "config", "UserError": "errors", "cross_entropy": "loss", "make_mesh": "mesh",
+    "make_model": "models", "sample": "sample", "Rules": "sharding", "constrain": "sharding", "rules": "sharding",
+    "TrainStep": "standalone", "make_train_step": "standalone", "TrainState": "state", "train": "train",
 }
 
-__all__ = [  # noqa: PLE0604 (names are imported when first used, so that `import jaxtrain` is quick)
+__all__ = [  # imported when first used, so that `import jaxtrain` is quick
     "Config", "Rules", "Run", "TrainState", "TrainStep", "UserError", "build", "constrain", "cross_entropy",
     "enable_compilation_cache", "load_config", "make_config", "make_mesh", "make_model", "make_train_step", "rules",
     "sample", "train",

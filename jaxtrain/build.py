@@ -1,9 +1,8 @@
 """Config -> Run: the frozen record of everything a run is made of. Building allocates nothing."""
 
 import sys
-import time
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -23,7 +22,8 @@ from jaxtrain.sharding import AnyMesh, Rules
 from jaxtrain.state import Layout, Skeleton, TrainState, abstract_state, initial_state, make_layout, with_shardings
 from jaxtrain.step import make_step
 
-BATCH_KEYS = {"tokens": np.int32, "targets": np.int32, "segments": np.int32, "positions": np.int32, "weights": np.float32}
+BATCH_KEYS = {"tokens": np.int32, "targets": np.int32, "segments": np.int32, "positions": np.int32,
+              "weights": np.float32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,8 @@ class Run:
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of a batch."""
         shape = self.config.data.global_batch_size, self.config.data.seq_len
-        return {key: jax.ShapeDtypeStruct(shape, dtype, sharding=self.layout.batch(2)) for key, dtype in BATCH_KEYS.items()}
+        where = self.layout.batch(2)
+        return {key: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for key, dtype in BATCH_KEYS.items()}
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         """Summed loss and weight of a batch: the function that is differentiated."""
@@ -110,16 +111,17 @@ class Run:
         from jaxtrain.data import Batches, PackedRows
 
         data = self.config.data
-        return Batches(PackedRows(self.corpus.train, data.seq_len), global_batch_size=data.global_batch_size, seed=data.seed)
+        return Batches(PackedRows(self.corpus.train, data.seq_len), global_batch_size=data.global_batch_size,
+                       seed=data.seed)
 
     @cached_property
     def eval_batches(self):
-        """Evaluation batches in order; together they hold every token of the evaluation split once."""
+        """Evaluation batches: together every token of the split once, shuffled so that the first ones are a fair part."""
         from jaxtrain.data import Batches, PackedRows
 
         data = self.config.data
         return Batches(PackedRows(self.corpus.eval, data.seq_len, pad_last=True),
-                       global_batch_size=data.global_batch_size, seed=data.seed, shuffle=False, repeat=False)
+                       global_batch_size=data.global_batch_size, seed=0, repeat=False)
 
     def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
         """Loss per token in nats, and per byte of text in bits, on the first `batches` of the evaluation split."""
@@ -152,7 +154,7 @@ class Run:
             first, last, _ = index[0].indices(size)
             return local[key][at[first]: at[last - 1] + 1]
 
-        return {key: jax.make_array_from_callback(shape, target, lambda index, key=key: piece(key, index)) for key in local}
+        return {key: jax.make_array_from_callback(shape, target, partial(piece, key)) for key in local}
 
     # ---------------------------------------------------------------------------------------------------------- report
     def report(self, file: Any = None) -> None:
@@ -185,14 +187,17 @@ class Run:
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -> Run:
     """Resolve a config against devices (all of them; an integer for an abstract mesh) and check that it fits."""
     m = config.mesh
-    mesh = mesh or make_mesh(*(getattr(m, axis) for axis in AXES), devices=jax.devices() if devices is None else devices)
+    devices = jax.devices() if devices is None else devices
+    mesh = mesh or make_mesh(*(getattr(m, axis) for axis in AXES), devices=devices)
     unknown = [name for name in m.overrides if name not in sharding.CONFIG_KEYS]
     if unknown:
-        raise UserError(f"mesh.overrides.{unknown[0]}", "no model speaks of this axis", nearest(unknown[0], sharding.CONFIG_KEYS))
+        raise UserError(f"mesh.overrides.{unknown[0]}", "no model speaks of this axis",
+                        nearest(unknown[0], sharding.CONFIG_KEYS))
     rules = sharding.rules(m.rules, **m.overrides)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else "abstract"
     compute = precision.resolve(config.train.precision, platform)
-    choose_backend(config.train.attention, platform, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len, config.model.head_dim)
+    choose_backend(config.train.attention, platform, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
+                   config.model.head_dim)
 
     model = Skeleton.of(nnx.eval_shape(lambda: _model(config, mesh, jax.random.key(0))))
     axes = model.axes()
@@ -219,8 +224,9 @@ def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
         raise UserError("data.global_batch_size", f"{size} does not divide over {shards} batch shards x "
                         f"train.accumulation={config.train.accumulation}", f"make it a multiple of {micro}")
     c = config.model
-    sizes = {"seq": config.data.seq_len, "block_seq": config.data.seq_len, "act_embed": c.embed_dim, "act_mlp": c.mlp_dim,
-             "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads, "act_head_dim": c.head_dim, "act_vocab": c.vocab_size}
+    sizes = {"seq": config.data.seq_len, "block_seq": config.data.seq_len, "act_embed": c.embed_dim,
+             "act_mlp": c.mlp_dim, "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads,
+             "act_head_dim": c.head_dim, "act_vocab": c.vocab_size}
     for name, length in sizes.items():
         spec = sharding.without_trivial_axes(rules.spec((name,)), mesh)
         sharding.check_divides((name,), (length,), spec, mesh, "an activation")
@@ -232,7 +238,8 @@ def _check_rules_used(config: Config, axes: Any) -> None:
         used.update(names)
     for name in config.mesh.overrides:
         if name not in used:
-            raise UserError(f"mesh.overrides.{name}", f"model {config.model.name!r} has no such axis", "remove the rule")
+            raise UserError(f"mesh.overrides.{name}", f"model {config.model.name!r} has no such axis",
+                            "remove the rule")
 
 
 def _check_mesh_used(rules: Rules, mesh: AnyMesh) -> None:
@@ -240,5 +247,5 @@ def _check_mesh_used(rules: Rules, mesh: AnyMesh) -> None:
     named = {axis for axes in rules.table.values() for axis in axes}
     for axis, size in mesh.shape.items():
         if size > 1 and axis not in named:
-            raise UserError(f"mesh.{axis}", f"no rule maps anything onto it, so its {size} devices would repeat the same work",
+            raise UserError(f"mesh.{axis}", f"no rule maps anything onto it: its {size} devices would repeat the same work",
                             "set it to 1 or use mesh.rules=fsdp_tp")

@@ -39,11 +39,11 @@ def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> o
     if c.name == "adafactor":
         # Like AdamW, decay is scaled by the learning rate; clipping is the step's own business.
         return optax.chain(
-            optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.add_decayed_weights(c.weight_decay, decays),
-            optax.scale_by_learning_rate(schedule))
+            optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0),
+            optax.add_decayed_weights(c.weight_decay, decays), optax.scale_by_learning_rate(schedule))
     return optax.contrib.muon(
         schedule, beta=c.b1, weight_decay=c.weight_decay, weight_decay_mask=decays,
-        muon_weight_dimension_numbers=_map(_muon_dimensions, axes, leaf=None),
+        muon_weight_dimension_numbers=_map(_muon_dimensions, axes),
         adam_b1=c.b1, adam_b2=c.b2, consistent_rms=0.2)  # 0.2: update sizes as AdamW's, so one learning rate fits both
 
 
@@ -63,7 +63,7 @@ def _muon_dimensions(names: tuple):
     return optax.contrib.MuonDimensionNumbers(reduction_axis=reduction, output_axis=output)
 
 
-def _map(function, axes, leaf=None):
+def _map(function, axes):
     return jax.tree.map(function, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 

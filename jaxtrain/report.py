@@ -19,12 +19,12 @@ def report(abstract: TrainState, layout: Layout) -> str:
             ", ".join(str(name) for name in axes) if axes else "-",
             ", ".join(_entry(entry) for entry in leaf.sharding.spec) or "-", f"{bytes_per_device(leaf):,}"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=False)), row[4].rjust(widths[4])])
-             for row in rows]
+    lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4].rjust(widths[4])]) for row in rows]
     lines.insert(1, "-" * len(lines[0]))
     mesh = " x ".join(f"{axis}={size}" for axis, size in layout.mesh.shape.items() if size > 1) or "one device"
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract.params))
-    lines += [f"mesh: {mesh}", f"parameters: {count:,} in {len(rows) - 1} arrays, {total(abstract.params):,} bytes per device",
+    lines += [f"mesh: {mesh}",
+              f"parameters: {count:,} in {len(rows) - 1} arrays, {total(abstract.params):,} bytes per device",
               f"optimizer state: {total(abstract.opt_state):,} bytes per device",
               f"whole state: {total(abstract):,} bytes per device"]
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """Causal attention: one entry point, a backend per platform. A backend that cannot do something says so by name.
 
-Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, R query heads per group (H = G R), K head width.
+Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, R query heads per group (H = G R),
+K head width.
 """
 
 import jax
@@ -114,7 +115,8 @@ class Attention(nnx.Module):
                  bias: bool = False, qk_norm_eps: float | None = None, window: int = 0, backend: str = "auto"):
         self.window, self.backend = window, backend
         kv = (dim, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), KV_HEADS
-        self.q = Linear("btd,dhk->bthk", (dim, heads, head_dim), ("embed", "heads", "head_dim"), HEADS, bias=bias, rngs=rngs)
+        q = (dim, heads, head_dim), ("embed", "heads", "head_dim"), HEADS
+        self.q = Linear("btd,dhk->bthk", *q, bias=bias, rngs=rngs)
         self.k = Linear("btd,dgk->btgk", *kv, bias=bias, rngs=rngs)
         self.v = Linear("btd,dgk->btgk", *kv, bias=bias, rngs=rngs)
         self.out = Linear("bthk,hkd->btd", (heads, head_dim, dim), ("heads", "head_dim", "embed"), RESIDUAL,

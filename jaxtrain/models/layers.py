@@ -1,6 +1,7 @@
 """The layers of which decoders are composed. They speak logical names only and run eagerly, on one device or a mesh.
 
-Shape suffixes: B batch, T and S sequence, D embedding, H query heads, G key/value heads, K head width, F MLP width, V vocabulary.
+Shape suffixes: B batch, T and S sequence, D embedding, H query heads, G key/value heads, K head width, F MLP width,
+V vocabulary.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ INSIDE: Names = ("batch", "seq", "act_embed")  # at the entrance of attention an
 
 
 def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Names, std: float = 0.02, value: float = 0.0) -> nnx.Param:
-    """A float32 parameter that knows its logical axis names: bell-shaped of width `std`, or all `value` if that is 0."""
+    """A float32 parameter that knows its logical names: bell-shaped of width `std`, or all `value` if that is 0."""
     weight = bell(rngs.params(), shape, std) if std else jnp.full(shape, value, jnp.float32)
     return nnx.Param(weight, axes=axes)
 
@@ -84,7 +85,8 @@ class GeluMLP(nnx.Module):
     """GPT-2's: up, tanh-GELU, down, with biases."""
 
     def __init__(self, dim: int, hidden: int, *, out_std: float, rngs: nnx.Rngs):
-        self.up = Linear("btd,df->btf", (dim, hidden), ("embed", "mlp"), ("batch", "seq", "act_mlp"), bias=True, rngs=rngs)
+        wide = ("batch", "seq", "act_mlp")
+        self.up = Linear("btd,df->btf", (dim, hidden), ("embed", "mlp"), wide, bias=True, rngs=rngs)
         self.down = Linear("btf,fd->btd", (hidden, dim), ("mlp", "embed"), RESIDUAL, bias=True, std=out_std, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
