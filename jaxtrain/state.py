@@ -121,7 +121,7 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
 
     def optimizer_leaf(path, leaf):
         # optax keeps per-parameter state in trees shaped like the parameters: the path ends with the parameter's.
-        owner = next((by_path[path[i:]] for i in range(len(path)) if path[i:] in by_path), None)
+        owner = next((by_path[path[i:]] for i in range(len(path) + 1) if path[i:] in by_path), None)
         return replicated if owner is None else _like(leaf.shape, *owner, mesh)
 
     params = treedef.unflatten(wide if zero_stage >= 3 else base)
