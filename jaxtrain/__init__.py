@@ -10,6 +10,8 @@ With a module and loss of your own: `jt.make_train_step`.
 """
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,3 +51,13 @@ def __getattr__(name: str):
 
 def __dir__():
     return __all__
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name, value):
+        # Importing the module jaxtrain.build would otherwise put it in the place of the function jaxtrain.build.
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
