@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import runpy
+import traceback
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -71,6 +72,9 @@ class MeshConfig:
                 raise UserError(f"mesh.{axis}", f"{size} is not supported yet", "set it to 1")
         if [self.data, self.fsdp, self.tensor].count(-1) > 1:
             raise UserError("mesh", "more than one axis is -1", "give all axes but one a size")
+        for name, axes in self.overrides.items():
+            if not isinstance(axes, str):
+                raise UserError(f"mesh.overrides.{name}", f"{axes!r} is not text", "give 'axis', 'a+b' or 'none'")
 
 
 @dataclass(frozen=True)
@@ -201,11 +205,30 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
     file = Path(file if file.endswith(".py") else file + ".py")
     if not file.is_file():
         raise UserError("--config", f"there is no file {file}", "give the path of a config such as configs/gpt.py")
-    get_config = runpy.run_path(str(file)).get("get_config")
-    if get_config is None:
-        raise UserError("--config", f"{file} has no get_config function", "define get_config(variant=None)")
-    filled = get_config(variant) if variant else get_config()
-    return make_config(filled.to_dict() if hasattr(filled, "to_dict") else filled, overrides)
+    filled = _run(file, variant)
+    if hasattr(filled, "to_dict"):
+        filled = filled.to_dict()
+    if not isinstance(filled, dict):
+        raise UserError("--config", f"get_config of {file} returned {filled!r}", "return a ConfigDict with sections")
+    return make_config(filled, overrides)
+
+
+def _run(file: Path, variant: str) -> Any:
+    """What get_config of this file returns. The file is the user's, so whatever it raises is told in one line."""
+    try:
+        get_config = runpy.run_path(str(file)).get("get_config")
+        if get_config is None:
+            raise UserError("--config", f"{file} has no get_config function", "define get_config(variant=None)")
+        return get_config(variant) if variant else get_config()
+    except UserError:
+        raise
+    except Exception as error:
+        if type(error) is ValueError:  # the way to refuse a variant: in the file's own words
+            raise UserError("--config", str(error), f"see {file}") from error
+        frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        line = error.lineno if isinstance(error, SyntaxError) else frames[-1] if frames else None
+        raise UserError("--config", f"{file} raised {type(error).__name__}: {error}",
+                        f"see its line {line}" if line else "put it right") from error
 
 
 def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None) -> Config:
@@ -213,10 +236,14 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
     sections = {section.name: {} for section in fields(Config)}
     for section, keys in values.items():
         _known(section, sections, section)
+        if not isinstance(keys, dict):
+            raise UserError(section, f"{keys!r} is not a section", "give a mapping from keys to values")
         sections[section].update(keys)
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         _known(section, sections, key)
+        if not name:
+            raise UserError(section, "it is a section, not a key", f"give {section}.KEY=VALUE")
         if section == "mesh" and name.startswith("overrides."):
             sections[section]["overrides"] = {**sections[section].get("overrides", {}),
                                               name.removeprefix("overrides."): str(value)}

@@ -27,7 +27,8 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
         raise UserError("--coordinator", "several processes need --coordinator, --num_processes and --process_id",
                         "give all three (or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID)")
     if not 0 <= process_id < num_processes:
-        raise UserError("--process_id", f"{process_id} is not below --num_processes={num_processes}", "number them from 0")
+        raise UserError("--process_id", f"{process_id} is not below --num_processes={num_processes}",
+                        "number them from 0")
     if num_processes > 1:
         jax.distributed.initialize(coordinator, num_processes, process_id)
 

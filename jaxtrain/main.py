@@ -18,13 +18,17 @@ def main(argv: list[str] | None = None) -> int:
         distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
         resolved = config.load_config(flags.config, overrides)
         if flags.print_config:
-            changed = {key: value for key, (value, _) in config.diff(resolved, config.load_config(flags.config)).items()}
-            print(json.dumps(changed if flags.print_config == "diff" else resolved.to_dict(), indent=2))
+            shown = resolved.to_dict()
+            if flags.print_config == "diff":
+                changes = config.diff(resolved, config.load_config(flags.config))
+                shown = {key: value for key, (value, _) in changes.items()}
+            print(json.dumps(shown, indent=2))
             return 0
         from jaxtrain.train import Interrupted, train
 
+        name = Path(flags.config.replace(".py", "").replace(":", "-")).name
         try:
-            train(resolved, flags.workdir or Path("runs") / Path(flags.config.replace(".py", "").replace(":", "-")).name)
+            train(resolved, flags.workdir or Path("runs", name))
         except Interrupted as stop:
             print(stop, file=sys.stderr)
             return 128 + stop.signal
@@ -32,12 +36,15 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as mistake:
         print(mistake, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped at once; what was saved before is kept", file=sys.stderr)
+        return 130
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     """The flags, and the dotted config overrides."""
-    parser = argparse.ArgumentParser(prog="python -m jaxtrain.main", allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", required=True, help="a config file such as configs/gpt.py, or configs/gpt.py:124m")
+    parser = argparse.ArgumentParser(prog="python -m jaxtrain.main", allow_abbrev=False)
+    parser.add_argument("--config", help="a config file such as configs/gpt.py, or configs/gpt.py:124m")
     parser.add_argument("--workdir", help="metrics, checkpoints and the resolved config go here; default runs/CONFIG")
     parser.add_argument("--print_config", nargs="?", const="all", choices=("all", "diff"),
                         help="print the resolved config (or what the overrides changed in it) and stop")
@@ -49,10 +56,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     overrides = {}
     for word in rest:
         key, equals, value = word.removeprefix("--config.").partition("=")
-        if not word.startswith("--config.") or not equals:
+        if word.startswith("--config.") and not equals:
+            raise UserError(word, "it has no value", f"write {word}=VALUE")
+        if not word.startswith("--config."):
             known = [f"--{name}" for name in vars(flags)] + ["--config.SECTION.KEY=VALUE"]
             raise UserError(word, "there is no such flag", nearest(word.partition("=")[0], known))
         overrides[key] = value
+    if not flags.config:
+        raise UserError("--config", "it is missing", "give a config file, such as --config=configs/gpt.py")
     return flags, overrides
 
 

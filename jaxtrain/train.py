@@ -1,5 +1,6 @@
 """The loop, from config to final state, on one page. The order of things matters; comments say why."""
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     Raises:
         Interrupted: SIGINT or SIGTERM came; everything done so far is saved.
     """
-    # ---------------------------------------------------------------- refuse what cannot work, before paying for anything
+    # -------------------------------------------------------------- refuse what cannot work, before paying for anything
     run, workdir, t = build(config), Path(workdir), config.train
     observe.check_workdir(workdir, config)
     run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
@@ -37,7 +38,7 @@ def train(config: Config, workdir: str | Path) -> TrainState:
                             data_manifest_hash=run.corpus.manifest_hash)
     say(summary(run, workdir))
 
-    # ------------------------------------------------------------------------ the state: from a checkpoint, or from nothing
+    # -------------------------------------------------------------------- the state: from a checkpoint, or from nothing
     checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     start = checkpoints.latest() or 0
     if start:
@@ -46,18 +47,26 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     else:
         state = run.init()
         checkpoint.preload()  # while the step compiles
-    step_function = run.compiled_step
+    step_function = run.compiled_step if start < t.steps else None
 
-    # ------------------------------------------------------------------------------------------------------------- the loop
+    # --------------------------------------------------------------------------------------------------------- the loop
+    def place(step, batches):
+        return run.placed(batches, step)
+
+    def due(step):
+        return step == t.steps or (t.eval_every and step % t.eval_every == 0)
+
     with (
         Interrupt() as interrupt,
-        prefetch(run.train_batches, start, t.steps - start, lambda n, batches: run.placed(batches, n), config.data.prefetch)
-        as batches,
+        contextlib.closing(checkpoints),  # waits: behind this block the state is on disk, whatever signals come
+        prefetch(run.train_batches, start, t.steps - start, place, config.data.prefetch) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run),
                               log_every=t.log_every, sinks=sinks(run, workdir, start)) as writer,
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
     ):
         done = start
+        if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
+            writer.write_eval(start, run.evaluate(state, t.eval_batches))
         for n, batch, waited in batches:
             state, metrics = step_function(state, batch)
             done = n + 1
@@ -66,14 +75,14 @@ def train(config: Config, workdir: str | Path) -> TrainState:
             stop = interrupt.requested(done)
             # Save before the next batch is drawn, so that what is saved and what was seen agree.
             if stop or done == t.steps or (config.checkpoint.every and done % config.checkpoint.every == 0):
+                writer.flush()  # a step that is saved is never run again, so its line must be there too
                 checkpoints.save(done, state, {"config": config.to_dict(), "step": done})
             if stop and done < t.steps:
                 break
-            if done == t.steps or (t.eval_every and done % t.eval_every == 0):
+            if due(done):
                 writer.write_eval(done, run.evaluate(state, t.eval_batches))
 
-    # -------------------------------------------------------------------------------------------------------- what came of it
-    checkpoints.close()  # waits: after this line the state is on disk
+    # -------------------------------------------------------------------------------------------------- what came of it
     if done < t.steps:
         raise Interrupted(done, interrupt.signal)
     if done == start:
@@ -85,10 +94,16 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     return state
 
 
+def evaluated(workdir: Path, step: int) -> bool:
+    """Whether metrics.jsonl has the evaluation of this step."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines() if (workdir / "metrics.jsonl").exists() else []
+    return any(line.startswith(f'{{"step": {step}, ') and '"eval_loss"' in line for line in lines)
+
+
 def constants(run: Run) -> observe.Constants:
     """What turns steps and seconds into tokens a second and utilisation."""
     data, matmuls = run.config.data, matmul_parameters(run.abstract, run.layout, run.config.model.tied_embeddings)
-    causal, full = (observe.flops_per_token(run.config.model, matmuls, data.seq_len, causal) for causal in (True, False))
+    causal, full = (observe.flops_per_token(run.config.model, matmuls, data.seq_len, look) for look in (True, False))
     peak = observe.device_peak(jax.devices()[0].device_kind)
     return observe.Constants(data.global_batch_size * data.seq_len, causal, full, peak and peak * run.mesh.size)
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import jax
 
@@ -19,6 +20,8 @@ class Interrupt:
 
     def __enter__(self) -> "Interrupt":
         handled = (signal.SIGINT,) if self._together else (signal.SIGINT, signal.SIGTERM)
+        if threading.current_thread() is not threading.main_thread():
+            handled = ()  # Python lets only the main thread handle signals
         self._before = {number: signal.signal(number, self._received) for number in handled}
         return self
 
@@ -41,5 +44,6 @@ class Interrupt:
         if self.signal and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = number
+        os.write(2, b"\nstopping after this step; Ctrl-C ends at once\n")  # print is not for signal handlers
         if self._together:
             os.kill(os.getpid(), signal.SIGTERM)
