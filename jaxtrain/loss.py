@@ -61,10 +61,9 @@ def _run(x, head, targets, weights, z_loss, chunks, gradients):
         return local(x, head, targets, weights, (), ())
     vocab = sharding.activation_spec("act_vocab")
     x_spec, head_spec = P(*tokens, None), P(None, *vocab)
-    names = [() if axes is None else axes for axes in (*tokens, *vocab)]
-    batch_axes = tuple(axis for axes in names[:2] for axis in ((axes,) if isinstance(axes, str) else axes))
+    batch_axes = tuple(axis for entry in tokens for axis in sharding.axes_of(entry))
     return jax.shard_map(
-        partial(local, batch_axes=batch_axes, vocab_axes=names[2]),
+        partial(local, batch_axes=batch_axes, vocab_axes=sharding.axes_of(vocab[0])),
         in_specs=(x_spec, head_spec, tokens, tokens),
         out_specs=(P(), x_spec, head_spec) if gradients else (P(),), check_vma=False,
     )(x, head, targets, weights)

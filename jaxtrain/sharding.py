@@ -6,7 +6,7 @@ use it is gathered over the axes that shard the batch: those devices see differe
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +74,7 @@ class Rules:
                             "map one of them elsewhere or to none")
         if gathered:
             axes = [tuple(axis for axis in dim if axis not in self.batch) for dim in axes]
-        return P(*(dim[0] if len(dim) == 1 else dim or None for dim in axes))
+        return P(*map(_entry, axes))
 
 
 def rules(preset: str = "fsdp_tp", **overrides: str | Sequence[str] | None) -> Rules:
@@ -99,17 +99,23 @@ def _axes(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
     return axes
 
 
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in one entry of a spec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _entry(axes: tuple[str, ...]) -> Any:
+    return axes[0] if len(axes) == 1 else axes or None
+
+
 def without_trivial_axes(spec: P, mesh: AnyMesh) -> P:
     """The same layout with axes of size 1 left out, so that equal layouts have equal types."""
-    def dim(axes):
-        kept = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if mesh.shape[axis] > 1)
-        return kept[0] if len(kept) == 1 else kept or None
-    return P(*map(dim, spec))
+    return P(*(_entry(tuple(axis for axis in axes_of(entry) if mesh.shape[axis] > 1)) for entry in spec))
 
 
 def shards(entry: Any, mesh: AnyMesh) -> int:
     """Into how many pieces one entry of a spec cuts its dimension."""
-    return math.prod(mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
+    return math.prod(mesh.shape[axis] for axis in axes_of(entry))
 
 
 def check_divides(names: Names, shape: Sequence[int], spec: P, mesh: AnyMesh, what: str) -> None:
@@ -120,8 +126,7 @@ def check_divides(names: Names, shape: Sequence[int], spec: P, mesh: AnyMesh, wh
     for name, size, entry in zip(names, shape, spec, strict=True):
         if size % shards(entry, mesh):
             key = CONFIG_KEYS.get(name or "", what)
-            over = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in
-                              ((entry,) if isinstance(entry, str) else entry or ()))
+            over = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes_of(entry))
             raise UserError(key, f"{size} does not divide over mesh axes {over} (axis {name!r} of {what})",
                             f"make it a multiple of {shards(entry, mesh)} or change the mesh")
 
@@ -136,7 +141,7 @@ def parameter_sharding(names: Names, shape: Sequence[int], rules: Rules, mesh: A
 def spread(sharding: NamedSharding, shape: Sequence[int], axis: str = "data") -> NamedSharding:
     """The same sharding with `axis` added where it fits best: ZeRO for an array that `axis` replicates."""
     mesh, size = sharding.mesh, sharding.mesh.shape[axis]
-    entries = [((e,) if isinstance(e, str) else tuple(e or ())) for e in sharding.spec]
+    entries = [axes_of(entry) for entry in sharding.spec]
     entries += [()] * (len(shape) - len(entries))
     if size == 1 or any(axis in entry for entry in entries):
         return sharding
@@ -146,7 +151,7 @@ def spread(sharding: NamedSharding, shape: Sequence[int], axis: str = "data") ->
     # Prefer a dimension that is gathered anyway, then the largest: one collective, contiguous pieces.
     best = max(fits, key=lambda d: ("fsdp" in entries[d], shape[d]))
     entries[best] = (*entries[best], axis)
-    return NamedSharding(mesh, P(*(e[0] if len(e) == 1 else e or None for e in entries)))
+    return NamedSharding(mesh, P(*map(_entry, entries)))
 
 
 # ---------------------------------------------------------------------------------------------------- inside models
@@ -205,7 +210,38 @@ def gather(weight: jax.Array, *names: str | None) -> jax.Array:
     return jax.reshard(weight, without_trivial_axes(rules.spec(names, gathered=True), mesh))
 
 
-def einsum(equation: str, x: jax.Array, weight: jax.Array, names: Names, out: Names) -> jax.Array:
-    """`x` times a weight with logical `names`, the result laid out as `out`."""
-    weight = gather(weight, *names)
-    return jnp.einsum(equation, x, weight, out_sharding=activation_spec(*out))
+def einsum(equation: str, x: jax.Array, weight: jax.Array, names: Names, out: Names,
+           bias: jax.Array | None = None) -> jax.Array:
+    """`x` times a weight with logical `names`, plus `bias`, laid out as `out`; x and result begin with batch, sequence.
+
+    Where only the batch is split this is one product of two matrices, [batch x sequence, ...] by [..., ...]: XLA on CPU
+    is up to 1.2 times as fast with it as with the dimensions apart, whose gradients need transposes.
+    """
+    weight, spec = gather(weight, *names), activation_spec(*out)
+    split = [] if spec is None else [*activation_spec(*names), *spec[1:]]  # batch axes never split a weight in use
+    if any(set(axes_of(entry)) - set(axes_of(spec[0])) for entry in split):
+        y = jnp.einsum(equation, x, weight, out_sharding=spec)
+        return y if bias is None else y + bias
+    left, right = equation.split("->")[0].split(",")
+    summed = sum(letter in right for letter in left)  # dimensions: the last of x, the first of the weight
+    assert left[2:] == right[:summed] and equation.endswith(f"->{left[:2]}{right[summed:]}"), equation
+    width, new = math.prod(weight.shape[:summed]), weight.shape[summed:]
+
+    def product(x):
+        y = x.reshape(-1, width) @ weight.reshape(width, -1)
+        return (y if bias is None else y + bias.reshape(-1)).reshape(-1, *new)
+
+    return by_row(product, x)
+
+
+def by_row(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """`f` on x with batch and sequence merged into one dimension, which is faster, or on x itself where that is split."""
+    here = current()
+    if here is None or not is_explicit(here[0]):
+        y = f(x.reshape(-1, *x.shape[2:]))
+        return y.reshape(*x.shape[:2], *y.shape[1:])
+    spec = jax.typeof(x).sharding.spec
+    if any(spec[1:]):
+        return f(x)
+    y = f(jax.lax.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]), out_sharding=P(spec[0], *spec[2:])))
+    return jax.lax.reshape(y, (*x.shape[:2], *y.shape[1:]), out_sharding=P(spec[0], *[None] * y.ndim))

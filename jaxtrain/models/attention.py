@@ -12,7 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain import sharding
 from jaxtrain.errors import UserError
-from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, RMSNorm
+from jaxtrain.models.functions import softmax
+from jaxtrain.models.layers import RESIDUAL, Linear, RMSNorm
 
 HEADS = ("batch", "seq", "act_heads", "act_head_dim")
 KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
@@ -54,13 +55,17 @@ def visible(q_len: int, k_len: int, segments_BT: jax.Array | None, window: int) 
 def _xla(q_BTHK, k_BSGK, v_BSGK, segments_BT, window):
     B, T, H, K = q_BTHK.shape
     S, G = k_BSGK.shape[1:3]
-    q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K)
-    scores = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BSGK, preferred_element_type=jnp.float32) * K**-0.5
-    mask = visible(T, S, segments_BT, window)[:, None, None]
+    R = H // G
+    # Heads before sequence, so that the matmuls need no transposes inside; the R query heads that share a key head
+    # stand one after the other as one long sequence, which keeps the arrays four-dimensional (XLA on CPU likes that).
+    q_BGNK = (q_BTHK * K**-0.5).reshape(B, T, G, R, K).transpose(0, 2, 3, 1, 4).reshape(B, G, R * T, K)
+    k_BGSK, v_BGSK = k_BSGK.transpose(0, 2, 1, 3), v_BSGK.transpose(0, 2, 1, 3)
+    scores = jnp.einsum("bgnk,bgsk->bgns", q_BGNK, k_BGSK, preferred_element_type=jnp.float32)
     # Every query sees at least itself, so a large finite number masks as well as -inf and has a gradient of zero.
-    scores = jnp.where(mask, scores, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSGK.dtype)
-    return jnp.einsum("bgrts,bsgk->btgrk", weights, v_BSGK).reshape(B, T, H, K)
+    mask_BNS = jnp.tile(jnp.where(visible(T, S, segments_BT, window), 0.0, -1e30), (1, R, 1))
+    weights = softmax(scores + mask_BNS[:, None]).astype(v_BSGK.dtype)
+    out_BGNK = jnp.einsum("bgns,bgsk->bgnk", weights, v_BGSK)
+    return out_BGNK.reshape(B, G, R, T, K).transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
 
 
 def _cudnn(q_BTHK, k_BSGK, v_BSGK, segments_BT, window):
@@ -132,6 +137,3 @@ class Attention(nnx.Module):
         if angles is not None:
             q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
         return self.out(attend(q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend))
-
-
-__all__ = ["INSIDE", "Attention", "Rotary", "attend", "choose_backend"]

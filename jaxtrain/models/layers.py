@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain import sharding
+from jaxtrain.models.functions import gelu, layer_norm, rms_norm, swiglu
 from jaxtrain.parallel.vocab import lookup
 from jaxtrain.sharding import Names
 
@@ -48,8 +49,8 @@ class Linear(nnx.Module):
         self.bias = param(rngs, tuple(shape[i] for i in new), self.bias_axes, std=0) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = sharding.einsum(self.equation, x, self.kernel[...], self.axes, self.out)
-        return y if self.bias is None else y + sharding.gather(self.bias[...], *self.bias_axes)
+        bias = None if self.bias is None else sharding.gather(self.bias[...], *self.bias_axes)
+        return sharding.einsum(self.equation, x, self.kernel[...], self.axes, self.out, bias)
 
 
 class LayerNorm(nnx.Module):
@@ -61,11 +62,8 @@ class LayerNorm(nnx.Module):
         self.bias = param(rngs, (dim,), ("norm",), std=0)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y = y - y.mean(-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
         scale, bias = (sharding.gather(p[...], "norm") for p in (self.scale, self.bias))
-        return (y * scale + bias).astype(x.dtype)
+        return sharding.by_row(lambda x: layer_norm(x, scale, bias, self.eps), x)
 
 
 class RMSNorm(nnx.Module):
@@ -76,9 +74,8 @@ class RMSNorm(nnx.Module):
         self.scale = param(rngs, (dim,), (axis,), std=0, value=1.0)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
-        return (y * sharding.gather(self.scale[...], self.axis)).astype(x.dtype)
+        scale = sharding.gather(self.scale[...], self.axis)
+        return sharding.by_row(lambda x: rms_norm(x, scale, self.eps), x)
 
 
 class GeluMLP(nnx.Module):
@@ -90,7 +87,7 @@ class GeluMLP(nnx.Module):
         self.down = Linear("btf,fd->btd", (hidden, dim), ("mlp", "embed"), RESIDUAL, bias=True, std=out_std, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(x_BTD), approximate=True))
+        return self.down(gelu(self.up(x_BTD)))
 
 
 class SwiGLU(nnx.Module):
@@ -103,7 +100,7 @@ class SwiGLU(nnx.Module):
         self.down = Linear("btf,fd->btd", (hidden, dim), ("mlp", "embed"), RESIDUAL, std=out_std, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return self.down(swiglu(self.gate(x_BTD), self.up(x_BTD)))
 
 
 class Embed(nnx.Module):

@@ -1,0 +1,111 @@
+"""Activations and norms with gradients written by hand: each keeps little more than its input for the backward pass.
+
+Automatic differentiation keeps several arrays of activation size for each of these. Under `lax.scan` they are all
+stacked over layers: measured on CPU, hand-written gradients make the whole step 1.12 times as fast, and the scanned loop
+as fast as the unrolled one (docs/benchmarks.md). All compute in float32 and return the dtype of their input.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+F32 = jnp.float32
+_LINEAR = -2 * math.sqrt(2 / math.pi)
+_CUBIC = _LINEAR * 0.044715
+
+
+@jax.custom_vjp
+def gelu(x: jax.Array) -> jax.Array:
+    """GELU in its tanh form: x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3)."""
+    y = x.astype(F32)
+    return (y / (1 + jnp.exp(y * (_LINEAR + _CUBIC * y * y)))).astype(x.dtype)
+
+
+def _gelu_backward(x, dy):
+    y = x.astype(F32)
+    s = 1 / (1 + jnp.exp(y * (_LINEAR + _CUBIC * y * y)))
+    return ((dy * (s - y * s * (1 - s) * (_LINEAR + 3 * _CUBIC * y * y))).astype(x.dtype),)
+
+
+gelu.defvjp(lambda x: (gelu(x), x), _gelu_backward)
+
+
+@jax.custom_vjp
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """SiLU of the gate, times up."""
+    g = gate.astype(F32)
+    return (g * jax.nn.sigmoid(g) * up).astype(up.dtype)
+
+
+def _swiglu_backward(saved, dy):
+    gate, up = saved
+    g = gate.astype(F32)
+    s = jax.nn.sigmoid(g)
+    return (dy * up * (s + g * s * (1 - s))).astype(gate.dtype), (dy * g * s).astype(up.dtype)
+
+
+swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
+
+
+@jax.custom_vjp
+def softmax(scores: jax.Array) -> jax.Array:
+    """Over the last axis."""
+    e = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return e * (1 / e.sum(-1, keepdims=True))
+
+
+def _softmax_forward(scores):
+    p = softmax(scores)
+    return p, p
+
+
+softmax.defvjp(_softmax_forward, lambda p, dp: (p * (dp - (p * dp).sum(-1, keepdims=True)),))
+
+
+@jax.custom_vjp
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Mean 0 and variance 1 over the last axis, then scale and bias."""
+    return _layer_norm_forward(x, scale, bias, eps)[0]
+
+
+def _layer_norm_forward(x, scale, bias, eps):
+    y = x.astype(F32)
+    mean = y.mean(-1, keepdims=True)
+    inverse = jax.lax.rsqrt(jnp.square(y - mean).mean(-1, keepdims=True) + eps)
+    return ((y - mean) * inverse * scale + bias).astype(x.dtype), (x, mean, inverse, scale, bias)
+
+
+def _layer_norm_backward(saved, dy):
+    x, mean, inverse, scale, bias = saved
+    dy, unit = dy.astype(F32), (x.astype(F32) - mean) * inverse
+    pull = dy * scale
+    dx = inverse * (pull - pull.mean(-1, keepdims=True) - unit * (pull * unit).mean(-1, keepdims=True))
+    rows = tuple(range(x.ndim - 1))
+    return dx.astype(x.dtype), (dy * unit).sum(rows).astype(scale.dtype), dy.sum(rows).astype(bias.dtype), None
+
+
+layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+
+
+@jax.custom_vjp
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Mean square 1 over the last axis, then scale."""
+    return _rms_norm_forward(x, scale, eps)[0]
+
+
+def _rms_norm_forward(x, scale, eps):
+    y = x.astype(F32)
+    inverse = jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    return (y * inverse * scale).astype(x.dtype), (x, inverse, scale)
+
+
+def _rms_norm_backward(saved, dy):
+    x, inverse, scale = saved
+    dy, unit = dy.astype(F32), x.astype(F32) * inverse
+    pull = dy * scale
+    dx = inverse * (pull - unit * (pull * unit).mean(-1, keepdims=True))
+    return dx.astype(x.dtype), (dy * unit).sum(tuple(range(x.ndim - 1))).astype(scale.dtype), None
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
