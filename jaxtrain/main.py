@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     """The flags, and the dotted config overrides."""
     parser = argparse.ArgumentParser(prog="python -m jaxtrain.main", allow_abbrev=False)
-    parser.add_argument("--config", help="a config file such as configs/gpt.py, or configs/gpt.py:124m")
+    parser.add_argument("--config", help="a config file such as configs/gpt.py, or configs/gpt.py:124m; any key of it "
+                                         "can be overridden with --config.SECTION.KEY=VALUE")
     parser.add_argument("--workdir", help="metrics, checkpoints and the resolved config go here; default runs/CONFIG")
     parser.add_argument("--print_config", nargs="?", const="all", choices=("all", "diff"),
                         help="print the resolved config (or what the overrides changed in it) and stop")

@@ -56,6 +56,10 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     def due(step):
         return step == t.steps or (t.eval_every and step % t.eval_every == 0)
 
+    def evaluation():
+        with jax.transfer_guard("allow"):  # it waits for its numbers anyway, and places its batches on this thread
+            return run.evaluate(state, t.eval_batches)
+
     with (
         Interrupt() as interrupt,
         contextlib.closing(checkpoints),  # waits: behind this block the state is on disk, whatever signals come
@@ -66,7 +70,7 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     ):
         done = start
         if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
-            writer.write_eval(start, run.evaluate(state, t.eval_batches))
+            writer.write_eval(start, evaluation())
         for n, batch, waited in batches:
             state, metrics = step_function(state, batch)
             done = n + 1
@@ -80,7 +84,7 @@ def train(config: Config, workdir: str | Path) -> TrainState:
             if stop and done < t.steps:
                 break
             if due(done):
-                writer.write_eval(done, run.evaluate(state, t.eval_batches))
+                writer.write_eval(done, evaluation())
 
     # -------------------------------------------------------------------------------------------------- what came of it
     if done < t.steps:

@@ -1,0 +1,152 @@
+"""The command line: its flags, what it prints, and the files that every run leaves."""
+
+import contextlib
+import io
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.config import load_config
+from jaxtrain.main import main
+
+ROOT = Path(__file__).parents[1]
+TINY = f"{ROOT}/configs/gpt.py:tiny"
+STEP = ["step", "grad_norm", "learning_rate", "loss", "skipped", "tokens", "step_time_s", "data_wait_s", "tokens_per_s"]
+HELP = """\
+usage: python -m jaxtrain.main [-h] [--config CONFIG] [--workdir WORKDIR] [--print_config [{all,diff}]]
+                               [--coordinator COORDINATOR] [--num_processes NUM_PROCESSES]
+                               [--process_id PROCESS_ID]
+
+options:
+  -h, --help            show this help message and exit
+  --config CONFIG       a config file such as configs/gpt.py, or configs/gpt.py:124m; any key of it can be
+                        overridden with --config.SECTION.KEY=VALUE
+  --workdir WORKDIR     metrics, checkpoints and the resolved config go here; default runs/CONFIG
+  --print_config [{all,diff}]
+                        print the resolved config (or what the overrides changed in it) and stop
+  --coordinator COORDINATOR
+                        host:port of process 0 in a run of several processes
+  --num_processes NUM_PROCESSES
+  --process_id PROCESS_ID
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """One cache for the whole session: programs are compiled once."""
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    before = jax.config.jax_compilation_cache_dir
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXTRAIN_CACHE", str(folder))
+        yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(500)))
+    keys = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32",
+            "data.global_batch_size=8", "train.steps=4", "train.eval_every=2", "train.sample_tokens=8",
+            "train.tensorboard=true", "checkpoint.every=2", f"data.source={text}"]
+    return [f"--config={TINY}", *(f"--config.{key}" for key in keys)]
+
+
+@pytest.fixture(scope="module")
+def ran(flags, tmp_path_factory):
+    """A workdir after one whole run from another current folder, with what was printed."""
+    folder, err = tmp_path_factory.mktemp("ran"), io.StringIO()
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with contextlib.chdir(folder), contextlib.redirect_stderr(err):
+        assert main(flags) == 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    return folder / "runs" / "gpt-tiny", err.getvalue()  # the default workdir
+
+
+def test_help(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "108")
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert (stop.value.code, capsys.readouterr().out) == (0, HELP)
+
+
+def test_print_config(capsys):
+    changed = ["--config.train.steps=7", "--config.mesh.overrides.mlp=none"]
+    assert main([f"--config={TINY}", *changed, "--print_config"]) == 0
+    wanted = load_config(TINY, {"train.steps": 7, "mesh.overrides.mlp": "none"}).to_dict()
+    assert json.loads(capsys.readouterr().out) == wanted
+    assert main([f"--config={TINY}", *changed, "--config.data.seed=0", "--print_config=diff"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"train.steps": 7, "mesh.overrides": {"mlp": "none"}}
+
+
+def test_metrics(flags, ran):
+    lines = [json.loads(line) for line in (ran[0] / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]
+    steps, evals = ([line for line in lines if ("eval_loss" in line) == kind] for kind in (False, True))
+    assert all(sorted(line) == sorted(STEP) for line in steps)  # no mfu: a CPU has no known peak
+    assert all(sorted(line) == ["eval_bits_per_byte", "eval_loss", "step"] for line in evals)
+    assert [line["tokens"] for line in steps] == [256, 512, 768, 1024]
+    assert steps[0]["step_time_s"] is None  # it holds the compilation
+    for line in steps[1:]:
+        assert line["tokens_per_s"] == pytest.approx(256 / line["step_time_s"])
+    losses = [line["loss"] for line in steps]
+    assert losses == sorted(losses, reverse=True) and abs(losses[0] - math.log(320)) < 0.5
+    # All of float32's digits: each number is one, and rounded to six digits it would be another.
+    assert all(float(np.float32(loss)) == loss for loss in losses)
+    assert any(float(np.float32(f"{loss:.6g}")) != loss for loss in losses)
+    assert all(line["eval_bits_per_byte"] == pytest.approx(line["eval_loss"] / math.log(2), rel=0.02) for line in evals)
+
+
+def test_files(flags, ran):
+    workdir, _ = ran
+    resolved = load_config(TINY, dict(flag.removeprefix("--config.").split("=") for flag in flags[1:]))
+    assert json.loads((workdir / "config.json").read_text()) == resolved.to_dict()
+    run = json.loads((workdir / "run.json").read_text())
+    assert run["config_hash"] == resolved.hash() and len(run["data_manifest_hash"]) == 64
+    assert run["mesh"] == {"data": 8, "fsdp": 1, "stage": 1, "context": 1, "expert": 1, "tensor": 1}
+    assert run["device_kind"] == "cpu" and run["process_count"] == 1 and run["packages"]["jax"] == jax.__version__
+    assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["2", "4"]
+    assert {path.name for path in workdir.iterdir()} == {
+        "checkpoints", "config.json", "metrics.jsonl", "run.json", "tensorboard"}
+
+
+def test_what_is_told(ran):
+    workdir, err = ran
+    assert "gpt2, 24,032 parameters in float32, on cpu (data=8)\n" in err
+    assert "4 steps of 8 x 32 tokens; workdir runs/gpt-tiny\n" in err
+    assert "step 4/4  loss " in err and "step 4/4  eval_loss " in err
+    assert len(err.split("a sample:\n")[1].rstrip("\n")) > 0
+    assert str(workdir) not in err and "Traceback" not in err
+
+
+def test_tensorboard(ran):
+    pytest.importorskip("tensorboardX")
+    (events,) = (ran[0] / "tensorboard").glob("events.out.tfevents.*")
+    content = events.read_bytes()
+    assert all(name in content for name in (b"loss", b"grad_norm", b"eval_loss", b"tokens_per_s"))
+
+
+def test_steps_zero(flags, tmp_path, capsys):
+    assert main([*flags, f"--workdir={tmp_path}", "--config.train.steps=0", "--config.optimizer.warmup_steps=0"]) == 0
+    assert "nothing to do" in capsys.readouterr().err and not (tmp_path / "checkpoints").exists()
+
+
+def test_a_constant_schedule_may_go_on(flags, tmp_path, capsys):
+    """Six steps in two commands are six steps in one."""
+    constant = [*flags, "--config.optimizer.schedule=constant", "--config.train.eval_every=0"]
+    for workdir, steps in (("two", 4), ("two", 6), ("one", 6)):
+        assert main([*constant, f"--config.train.steps={steps}", f"--workdir={tmp_path}/{workdir}"]) == 0
+    losses = [{line["step"]: line["loss"] for line in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
+               if "loss" in line} for name in ("one", "two")]
+    assert losses[0] == losses[1] and list(losses[0]) == [1, 2, 3, 4, 5, 6]
+    shutil.rmtree(tmp_path / "one" / "checkpoints")
+    capsys.readouterr()
+    assert main([*constant, "--config.train.steps=6", f"--workdir={tmp_path}/one"]) == 0  # all of it again
+    assert "resumed" not in capsys.readouterr().err
+    assert sum("loss" in line for line in map(json.loads, (tmp_path / "one" / "metrics.jsonl").open())) == 6

@@ -1,0 +1,267 @@
+"""Nothing committed is lost: stopped, killed or failed, a run goes on as if it had not been."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.build import Run, build
+from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.config import load_config
+from jaxtrain.errors import UserError
+from jaxtrain.main import main
+from jaxtrain.resilience import Interrupt
+
+ROOT = Path(__file__).parents[1]
+STEPS = 12
+TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
+        "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=3", "checkpoint.every=3"]
+# A process that takes its time over each batch, so that a signal comes in the middle of a run.
+SLOW = """
+import sys, time
+from jaxtrain.build import Run
+from jaxtrain.main import main
+
+def slowly(self, batches, step, placed=Run.placed):
+    time.sleep({seconds})
+    return placed(self, batches, step)
+
+Run.placed = slowly
+sys.exit(main())
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """One cache for the whole session: programs are compiled once."""
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    before = jax.config.jax_compilation_cache_dir
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXTRAIN_CACHE", str(folder))
+        yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(500)))
+    return [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{word}" for word in [*TINY, f"data.source={text}"])]
+
+
+@pytest.fixture(scope="module")
+def straight(flags, tmp_path_factory):
+    """A run that nothing interrupts."""
+    workdir = tmp_path_factory.mktemp("straight") / "work"
+    assert main([*flags, f"--workdir={workdir}"]) == 0
+    return workdir
+
+
+@pytest.fixture
+def halfway(straight, tmp_path):
+    """The same run as it was after step 9, where the last checkpoint but one is."""
+    shutil.copytree(straight, tmp_path / "halfway")
+    shutil.rmtree(tmp_path / "halfway" / "checkpoints" / str(STEPS))
+    return tmp_path / "halfway"
+
+
+@contextlib.contextmanager
+def process(flags, workdir, seconds=0.25):
+    command = [sys.executable, "-c", SLOW.format(seconds=seconds), *flags, f"--workdir={workdir}"]
+    started = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True)
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.communicate()
+
+
+def wait_for_lines(workdir, count, started, seconds=90):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and started.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            if (workdir / "metrics.jsonl").read_bytes().count(b"\n") >= count:
+                return
+        time.sleep(0.02)
+    pytest.fail(f"no {count} lines: {started.communicate()[1] if started.poll() is not None else 'too slow'}")
+
+
+def told(workdir):
+    """What metrics.jsonl says, but for the times."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.endswith(("_s", "_wait", "mfu"))} for line in lines]
+
+
+def saved(flags, workdir, step=STEPS):
+    config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
+    return jax.tree.leaves(jax.device_get(Checkpoints(workdir / "checkpoints").restore(step, build(config).abstract)))
+
+
+def assert_same_run(flags, workdir, straight):
+    assert told(workdir) == told(straight)
+    for ours, theirs in zip(saved(flags, workdir), saved(flags, straight), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_straight(flags, straight):
+    lines = told(straight)
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6, 9, 12]
+    assert saved(flags, straight)[0] == STEPS  # the state's own step
+    assert Checkpoints(straight / "checkpoints").meta(STEPS)["step"] == STEPS
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_stopped(flags, straight, tmp_path, number):
+    with process(flags, tmp_path) as started:
+        wait_for_lines(tmp_path, 3, started)
+        started.send_signal(number)
+        _, err = started.communicate(timeout=60)
+    assert started.returncode == 128 + number and "Traceback" not in err
+    step = Checkpoints(tmp_path / "checkpoints").latest()
+    assert 2 <= step < STEPS and err.endswith(f"saved at step {step}; run the same command again to resume\n")
+    assert "stopping after this step; Ctrl-C ends at once" in err
+    assert [line["step"] for line in told(tmp_path) if "loss" in line] == list(range(1, step + 1))
+    assert main([*flags, f"--workdir={tmp_path}"]) == 0
+    assert_same_run(flags, tmp_path, straight)
+
+
+def test_killed_twice(flags, straight, tmp_path, capsys):
+    for lines, newest in ((7, 3), (12, 6)):  # lines of 3 steps and an evaluation for each checkpoint
+        with process(flags, tmp_path) as started:
+            wait_for_lines(tmp_path, lines, started)
+            started.kill()
+        assert newest <= Checkpoints(tmp_path / "checkpoints").latest() < STEPS
+    capsys.readouterr()
+    assert main([*flags, f"--workdir={tmp_path}", "--config.checkpoint.every=5", "--config.checkpoint.keep=9"]) == 0
+    assert "resumed from step " in capsys.readouterr().err
+    assert_same_run(flags, tmp_path, straight)
+
+
+def test_second_interrupt_ends_at_once(flags, tmp_path):
+    with process(flags, tmp_path, seconds=2) as started:
+        wait_for_lines(tmp_path, 1, started)
+        started.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        started.send_signal(signal.SIGINT)
+        _, err = started.communicate(timeout=20)
+    assert started.returncode == 130 and err.endswith("stopped at once; what was saved before is kept\n")
+    assert "Traceback" not in err and Checkpoints(tmp_path / "checkpoints").latest() is None
+
+
+def test_on_another_mesh(flags, straight, halfway):
+    mesh = ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
+    assert main([*flags, *mesh, f"--workdir={halfway}"]) == 0
+    for ours, theirs in zip(told(halfway), told(straight), strict=True):
+        assert ours.keys() == theirs.keys() and ours["step"] == theirs["step"]
+        key = "loss" if "loss" in ours else "eval_loss"
+        np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-5)
+    for ours, theirs in zip(saved(flags, halfway), saved(flags, straight), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_finished(flags, straight, capsys):
+    files = {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()}
+    assert main([*flags, f"--workdir={straight}"]) == 0
+    assert capsys.readouterr().err.endswith(f"nothing to do: {straight} has all {STEPS} steps\n")
+    assert {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()} == files
+
+
+def test_an_evaluation_cut_off_is_made_up_for(flags, straight, tmp_path):
+    shutil.copytree(straight, tmp_path / "work")
+    lines = (straight / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "work" / "metrics.jsonl").write_text("".join(lines[:-1]))
+    assert main([*flags, f"--workdir={tmp_path}/work"]) == 0
+    assert_same_run(flags, tmp_path / "work", straight)
+
+
+def test_other_shapes_are_refused(flags, straight, tmp_path, capsys):
+    shutil.copytree(straight, tmp_path / "work")
+    other = [*flags, f"--workdir={tmp_path}/work", "--config.model.embed_dim=64"]
+    assert main(other) == 2
+    assert capsys.readouterr().err == (
+        f"--workdir: {tmp_path}/work holds a run with model.embed_dim=32, this config has 64; give another --workdir "
+        "or --config.model.embed_dim=32\n")
+    (tmp_path / "work" / "config.json").unlink()  # so that only the checkpoint knows
+    assert main(other) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "in the checkpoint" in line and "in this run; build the model and optimizer of that checkpoint" in line
+
+
+def test_a_checkpoint_that_cannot_be_read(flags, halfway, capsys):
+    broken = halfway / "checkpoints" / "9"
+    for file in broken.rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    assert main([*flags, f"--workdir={halfway}"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert f"{broken} cannot be read" in err.splitlines()[-1] and "move it away" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the disk is gone"), UserError("data.source", "it is gone", "find it")])
+def test_an_error_in_the_data_thread(flags, straight, tmp_path, monkeypatch, capsys, error):
+    """It surfaces as itself, and what was saved before it is whole."""
+    def failing(self, batches, step, placed=Run.placed):
+        if step == 7:
+            raise error
+        return placed(self, batches, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "placed", failing)
+        if isinstance(error, UserError):
+            assert main([*flags, f"--workdir={tmp_path}"]) == 2
+            assert capsys.readouterr().err.endswith("data.source: it is gone; find it\n")
+        else:
+            with pytest.raises(RuntimeError, match="the disk is gone"):
+                main([*flags, f"--workdir={tmp_path}"])
+    assert Checkpoints(tmp_path / "checkpoints").latest() == 6
+    assert main([*flags, f"--workdir={tmp_path}"]) == 0
+    assert_same_run(flags, tmp_path, straight)
+
+
+def test_an_error_in_the_metrics_thread(flags, tmp_path, monkeypatch):
+    from jaxtrain import observe
+
+    def full(self, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(observe.Progress, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        main([*flags, f"--workdir={tmp_path}"])
+
+
+def test_interrupt_leaves_handlers_as_they_were():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with Interrupt() as interrupt:
+        assert not interrupt.requested(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.requested(2) and interrupt.signal == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)  # impatient launchers send it twice
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_interrupt_on_another_thread():
+    """In a notebook's or a server's thread there are no signals to take; training works all the same."""
+    seen = []
+
+    def work():
+        with Interrupt() as interrupt:
+            seen.append(interrupt.requested(1))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False]
