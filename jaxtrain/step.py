@@ -54,10 +54,12 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
         spec = P(*layout.batch(x.ndim).spec[:1], *(None,) * x.ndim)
         return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=spec) if explicit else x.reshape(shape), 1, 0)
 
-    def update(params, opt_state, grads):
-        # Under ZeRO each device updates the piece whose moments it holds; the result is then laid out as at rest.
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+    def update(params, opt_state, grads, finite):
+        def apply():
+            # Under ZeRO each device updates the piece whose moments it holds; the result is then laid out as at rest.
+            updates, new_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), new_state
+        return jax.lax.cond(finite, apply, lambda: (params, opt_state))
 
     if explicit:  # any optax transformation must work, so here the compiler finds the shardings of what lies between
         specs = jax.tree.map(lambda s: s.spec, (layout.state.params, layout.state.opt_state))
@@ -75,9 +77,7 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
             grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
         mean = total / jnp.maximum(weight, 1e-8)
         finite = jnp.isfinite(norm) & jnp.isfinite(mean)
-        params, opt_state = update(state.params, state.opt_state, grads)
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state))
+        params, opt_state = update(state.params, state.opt_state, grads, finite)
         skipped = state.skipped + ~finite
         metrics = {"loss": mean, "grad_norm": norm, "skipped": skipped}
         if schedule is not None:
