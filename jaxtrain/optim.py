@@ -41,10 +41,12 @@ def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> o
         return optax.chain(
             optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0),
             optax.add_decayed_weights(c.weight_decay, decays), optax.scale_by_learning_rate(schedule))
-    return optax.contrib.muon(
-        schedule, beta=c.b1, weight_decay=c.weight_decay, weight_decay_mask=decays,
-        muon_weight_dimension_numbers=_map(_muon_dimensions, axes),
+    # Muon's own decay would leave out what is Adam's: embeddings and the head.
+    update = optax.contrib.muon(
+        -1.0, beta=c.b1, eps=c.eps, muon_weight_dimension_numbers=_map(_muon_dimensions, axes),
         adam_b1=c.b1, adam_b2=c.b2, consistent_rms=0.2)  # 0.2: update sizes as AdamW's, so one learning rate fits both
+    decay = optax.add_decayed_weights(c.weight_decay, decays)
+    return optax.chain(update, decay, optax.scale_by_learning_rate(schedule))
 
 
 def is_matrix(names: tuple) -> bool:
