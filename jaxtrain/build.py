@@ -125,7 +125,8 @@ class Run:
 
     def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
         """Loss per token in nats, and per byte of text in bits, on the first `batches` of the evaluation split."""
-        many = min(batches or self.eval_batches.num_batches, self.eval_batches.num_batches)
+        all_of_them = self.eval_batches.num_batches or 0
+        many = min(batches or all_of_them, all_of_them)
         sums = [self.compiled_eval(state.params, self.placed(self.eval_batches, n)) for n in range(many)]
         total, weight = np.sum(jax.device_get(sums), axis=0)
         nats = float(total / weight)
@@ -145,7 +146,7 @@ class Run:
             return jax.device_put(batches[step], target)
         shape = (size, self.config.data.seq_len)
         held = {tuple(i.indices(n)[:2] for i, n in zip(index, shape, strict=True)): index
-                for index in target.addressable_devices_indices_map(shape).values()}
+                for index in target.addressable_devices_indices_map(shape).values() if index is not None}
         rows = sorted({row for (first, last), _ in held for row in range(first, last)})
         local = batches.rows(step, rows)
         at = {row: i for i, row in enumerate(rows)}

@@ -18,7 +18,7 @@ def enable_compilation_cache() -> None:
 
     XLA's own key leaves out the CPU's features, and a program of another machine may crash: so one folder per CPU.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla" / _processor()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 

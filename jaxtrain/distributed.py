@@ -18,12 +18,11 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     num_processes = _number("num_processes", num_processes, "JAX_NUM_PROCESSES")
     process_id = _number("process_id", process_id, "JAX_PROCESS_ID")
-    given = [value is not None for value in (coordinator, num_processes, process_id)]
-    if not any(given):
+    if coordinator is None and num_processes is None and process_id is None:
         if any(name in os.environ for name in _CLUSTERS) and int(os.environ.get("SLURM_NTASKS", "2")) > 1:
             jax.distributed.initialize()
         return
-    if not all(given):
+    if coordinator is None or num_processes is None or process_id is None:
         raise UserError("--coordinator", "several processes need --coordinator, --num_processes and --process_id",
                         "give all three (or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID)")
     if not 0 <= process_id < num_processes:

@@ -8,6 +8,7 @@ Shape suffixes: B batch, T sequence, N tokens, D embedding, V vocabulary.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,22 +55,21 @@ def _backward(z_loss, chunks, saved, g):
 _summed.defvjp(_forward, _backward)
 
 
-def _run(x, head, targets, weights, z_loss, chunks, gradients):
+def _run(x, head, targets, weights, z_loss, chunks, gradients) -> Any:
     local = partial(_local, z_loss=z_loss, chunks=chunks, gradients=gradients)
-    tokens = sharding.activation_spec("batch", "seq")
-    if tokens is None:
+    if sharding.activation_spec() is None:
         return local(x, head, targets, weights, (), ())
-    vocab = sharding.activation_spec("act_vocab")
-    x_spec, head_spec = P(*tokens, None), P(None, *vocab)
-    batch_axes = tuple(axis for entry in tokens for axis in sharding.axes_of(entry))
+    batch, seq, vocab = map(sharding.split_by, ("batch", "seq", "act_vocab"))
+    tokens, x_spec, head_spec = P(batch, seq), P(batch, seq, None), P(None, vocab)
+    batch_axes = sharding.axes_of(batch) + sharding.axes_of(seq)
     return jax.shard_map(
-        partial(local, batch_axes=batch_axes, vocab_axes=sharding.axes_of(vocab[0])),
+        partial(local, batch_axes=batch_axes, vocab_axes=sharding.axes_of(vocab)),
         in_specs=(x_spec, head_spec, tokens, tokens),
         out_specs=(P(), x_spec, head_spec) if gradients else (P(),), check_vma=False,
     )(x, head, targets, weights)
 
 
-def _local(x_BTD, head_DV, targets_BT, weights_BT, batch_axes, vocab_axes, *, z_loss, chunks, gradients):
+def _local(x_BTD, head_DV, targets_BT, weights_BT, batch_axes, vocab_axes, *, z_loss, chunks, gradients) -> Any:
     """One device's share: its tokens against its part of the vocabulary."""
     N, D, V = targets_BT.size, *head_DV.shape
     chunks = chunks or default_chunks(N, V)
@@ -78,7 +78,7 @@ def _local(x_BTD, head_DV, targets_BT, weights_BT, batch_axes, vocab_axes, *, z_
     largest = partial(lax.pmax, axis_name=vocab_axes) if vocab_axes else lambda value: value
     over_batch = partial(lax.psum, axis_name=batch_axes) if batch_axes else lambda value: value
 
-    def chunk(carry, inputs):
+    def chunk(carry, inputs) -> Any:
         loss, dhead_DV = carry
         x_ND, target_N, weight_N = inputs
         logits_NV = jnp.dot(x_ND, head_DV, preferred_element_type=F32)
@@ -97,7 +97,7 @@ def _local(x_BTD, head_DV, targets_BT, weights_BT, batch_axes, vocab_axes, *, z_
         return (loss, dhead_DV), dx_ND
 
     inputs = (x_BTD.reshape(chunks, -1, D), targets_BT.reshape(chunks, -1), weights_BT.reshape(chunks, -1))
-    start = (jnp.zeros((), F32), jnp.zeros((D, V), F32) if gradients else None)
+    start: Any = (jnp.zeros((), F32), jnp.zeros((D, V), F32) if gradients else None)
     if chunks == 1:  # no loop: small models on CPU
         (loss, dhead_DV), dx = chunk(start, jax.tree.map(lambda a: a[0], inputs))
     else:

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from jaxtrain.errors import UserError, nearest
 
@@ -68,7 +69,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     return flags, overrides
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str) -> NoReturn:
     raise UserError("command line", message, "see --help")
 
 

@@ -35,7 +35,7 @@ ACTIVATION_NAMES = {
 CONFIG_KEYS = PARAMETER_NAMES | ACTIVATION_NAMES
 
 _BATCH = ("data", "fsdp")
-_DATA: dict[str, tuple[str, ...]] = {name: () for name in CONFIG_KEYS} | {"batch": _BATCH}
+_DATA: dict[str, tuple[str, ...]] = {**dict.fromkeys(CONFIG_KEYS, ()), "batch": _BATCH}
 _FSDP = _DATA | {"embed": ("fsdp",), "norm": ("fsdp",)}
 _FSDP_TP = _FSDP | {name: ("tensor",) for name in (
     "vocab", "mlp", "heads", "kv_heads", "act_mlp", "act_heads", "act_kv_heads", "act_vocab",
@@ -190,6 +190,11 @@ def activation_spec(*names: str | None) -> P | None:
     return without_trivial_axes(here[1].spec(names), here[0])
 
 
+def split_by(name: str) -> Any:
+    """The entry of a spec for one dimension of this name, here; None where nothing splits it."""
+    return (activation_spec(name) or (None,))[0]
+
+
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Lay `x` out as its logical names say: a reshard on an explicit mesh, a constraint on an auto one."""
     here = current()
@@ -217,10 +222,9 @@ def einsum(equation: str, x: jax.Array, weight: jax.Array, names: Names, out: Na
     Where only the batch is split this is one product of two matrices, [batch x sequence, ...] by [..., ...]: XLA on CPU
     is up to 1.2 times as fast with it as with the dimensions apart, whose gradients need transposes.
     """
-    weight, spec = gather(weight, *names), activation_spec(*out)
-    split = [] if spec is None else [*activation_spec(*names), *spec[1:]]  # batch axes never split a weight in use
-    if any(set(axes_of(entry)) - set(axes_of(spec[0])) for entry in split):
-        y = jnp.einsum(equation, x, weight, out_sharding=spec)
+    weight = gather(weight, *names)
+    if any(map(_splits_a_product, (*names, *out[1:]))):
+        y = jnp.einsum(equation, x, weight, out_sharding=activation_spec(*out))
         return y if bias is None else y + bias
     left, right = equation.split("->")[0].split(",")
     summed = sum(letter in right for letter in left)  # dimensions: the last of x, the first of the weight
@@ -232,6 +236,13 @@ def einsum(equation: str, x: jax.Array, weight: jax.Array, names: Names, out: Na
         return (y if bias is None else y + bias.reshape(-1)).reshape(-1, *new)
 
     return by_row(product, x)
+
+
+def _splits_a_product(name: str | None) -> bool:
+    """Whether a dimension of this name is split, here, over an axis that the batch is not (those split no product)."""
+    here = current()
+    return here is not None and any(here[0].shape[axis] > 1 and axis not in here[1].batch
+                                    for axis in (here[1][name] if name else ()))
 
 
 def by_row(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

@@ -25,10 +25,10 @@ from jaxtrain.sharding import AnyMesh, Names, Rules
 class TrainState:
     """All that a run carries from step to step; every array of it is checkpointed."""
 
-    step: jax.Array  # optimizer steps taken or skipped: the whole data state
+    step: Any  # optimizer steps taken or skipped: the whole data state
     params: Any
     opt_state: Any
-    skipped: jax.Array  # steps whose gradient was not finite
+    skipped: Any  # steps whose gradient was not finite
     loss_scale: LossScale | None = None
 
 

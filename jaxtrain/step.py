@@ -1,7 +1,7 @@
 """Loss -> gradients -> update, as one pure function to compile: accumulation, clipping, the non-finite guard."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
 
     if explicit:  # any optax transformation must work, so here the compiler finds the shardings of what lies between
         specs = jax.tree.map(lambda s: s.spec, (layout.state.params, layout.state.opt_state))
-        update = jax.sharding.auto_axes(update, out_sharding=specs)
+        update = cast(Any, jax.sharding.auto_axes(update, out_sharding=specs))
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         scale = state.loss_scale.scale if state.loss_scale is not None else None
@@ -82,7 +82,7 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
         metrics = {"loss": mean, "grad_norm": norm, "skipped": skipped}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
-        loss_scale = None if scale is None else state.loss_scale.update(finite)
+        loss_scale = state.loss_scale and state.loss_scale.update(finite)
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale.scale
         return TrainState(state.step + 1, params, opt_state, skipped, loss_scale), metrics

@@ -62,7 +62,7 @@ class Checkpoints:
                     raise FileNotFoundError("it holds no state")
                 self._compare(step, saved, wanted)
                 arrays = ocp.args.StandardRestore(wanted)
-                loaded = self._manager.restore(step, args=ocp.args.Composite(state=arrays)).state
+                loaded = self._manager.restore(step, args=ocp.args.Composite(state=arrays))["state"]
         except UserError:
             raise
         except Exception as error:
@@ -73,7 +73,7 @@ class Checkpoints:
         """What was saved beside the state at `step`."""
         ocp = _orbax()
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+            return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         except Exception as error:
             raise self._unreadable(step, error) from None
 

@@ -6,7 +6,7 @@ number alone says which rows a batch holds, so a restart needs no state, and pro
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Batches:
 
         if seed < 0:
             raise UserError("data.seed", f"{seed} is negative", "use 0 or more")
-        order = grain.MapDataset.source(rows).seed(seed)
+        order = grain.MapDataset.source(cast(Any, rows)).seed(seed)
         order = order.shuffle() if shuffle else order
         self._order = order.repeat() if repeat else order  # shuffle before repeat: each epoch is a permutation
         self._pad = None if repeat else {name: np.zeros_like(column) for name, column in rows[0].items()}
@@ -54,7 +54,8 @@ class Batches:
         if not 0 <= index < self.global_batch_size:
             raise IndexError(f"row {index} of a batch of {self.global_batch_size}")
         place = int(step) * self.global_batch_size + index
-        return self._order[place] if self._pad is None or place < len(self._order) else self._pad
+        inside = self._pad is None or place < len(self._order)
+        return cast(dict, self._order[place] if inside else self._pad)
 
 
 class prefetch(Iterator[tuple[int, Any, float]]):

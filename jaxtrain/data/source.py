@@ -8,12 +8,14 @@ import hashlib
 import mmap
 import os
 import sysconfig
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
 from jaxtrain.errors import UserError
 
+Split = Literal["train", "eval"]
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 _FIX = "name a folder or file of UTF-8 text, or use 'stdlib'"
 
@@ -66,7 +68,7 @@ def _library() -> tuple[Path, list[Path]]:
     return root, [path for path in _walk(root, skip=_NOT_LIBRARY) if path.suffix == ".py"]
 
 
-def _walk(root: Path, skip: set[str] = frozenset()) -> list[Path]:
+def _walk(root: Path, skip: Set[str] = frozenset()) -> list[Path]:
     found = []
     for folder, folders, files in os.walk(root, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
@@ -74,10 +76,10 @@ def _walk(root: Path, skip: set[str] = frozenset()) -> list[Path]:
     return [path for path in found if os.path.isfile(path)]  # no sockets, pipes or dangling links
 
 
-def _split(names: list[str], eval_fraction: float) -> dict[str, Literal["train", "eval"]]:
+def _split(names: list[str], eval_fraction: float) -> dict[str, Split]:
     """Each name falls by its own hash, so that adding a file moves no other; neither side is left empty."""
     rank = {name: int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8]) / 2**64 for name in names}
-    split = {name: "eval" if rank[name] < eval_fraction else "train" for name in names}
+    split: dict[str, Split] = {name: "eval" if rank[name] < eval_fraction else "train" for name in names}
     split[min(names, key=rank.__getitem__)] = "eval"
     split[max(names, key=rank.__getitem__)] = "train"
     return split
@@ -94,8 +96,9 @@ def _cut(name: str, path: Path, size: int, eval_fraction: float) -> list[Documen
             at -= 1
     if not 0 < at < size:
         raise UserError("data.source", f"{path} is too short to be cut in a train and an eval part", _FIX)
-    return [Document(name, path, start, stop, _text_digest(path, start, stop), split)
-            for start, stop, split in ((0, at, "train"), (at, size, "eval"))]
+    parts: tuple[tuple[int, int, Split], ...] = ((0, at, "train"), (at, size, "eval"))
+    return [Document(name, path, start, stop, _text_digest(path, start, stop) or "", split)
+            for start, stop, split in parts]
 
 
 def _size(path: Path) -> int:

@@ -126,13 +126,14 @@ class Attention(nnx.Module):
         self.v = Linear("btd,dgk->btgk", *kv, bias=bias, rngs=rngs)
         self.out = Linear("bthk,hkd->btd", (heads, head_dim, dim), ("heads", "head_dim", "embed"), RESIDUAL,
                           bias=bias, std=out_std, rngs=rngs)
-        norm = None if qk_norm_eps is None else (head_dim, qk_norm_eps)
-        self.q_norm = RMSNorm(*norm, axis="head_dim", rngs=rngs) if norm else None
-        self.k_norm = RMSNorm(*norm, axis="head_dim", rngs=rngs) if norm else None
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(head_dim, qk_norm_eps, axis="head_dim", rngs=rngs)
+            self.k_norm = RMSNorm(head_dim, qk_norm_eps, axis="head_dim", rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles=None) -> jax.Array:
         q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if angles is not None:
             q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)

@@ -32,8 +32,8 @@ def bell(key: jax.Array, shape: tuple[int, ...], std: float = 1.0) -> jax.Array:
     rounds. jax.random.normal's polynomials round differently where a compiler vectorises shards of different shape.
     """
     a, b = (jax.random.bits(k, shape, jnp.uint32) for k in jax.random.split(key))
-    total = sum((word & 0xFFFF) + (word >> 16) for word in (a, b)).astype(jnp.int32) - 2 * 0xFFFF
-    return total.astype(jnp.float32) * (std * (3 / (2**32 - 1)) ** 0.5)
+    total = (a & 0xFFFF) + (a >> 16) + (b & 0xFFFF) + (b >> 16)
+    return (total.astype(jnp.int32) - 2 * 0xFFFF).astype(jnp.float32) * (std * (3 / (2**32 - 1)) ** 0.5)
 
 
 class Linear(nnx.Module):

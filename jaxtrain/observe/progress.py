@@ -22,7 +22,7 @@ class Progress:
 
     def write(self, record: Record) -> None:
         """Show a line of metrics.jsonl."""
-        step, text = int(record["step"]), _text(record, self._steps)
+        step, text = int(record["step"] or 0), _text(record, self._steps)
         if self._live is None:
             tenth = 10 * step // self._steps
             if "eval_loss" in record or tenth > self._tenth:
@@ -55,7 +55,7 @@ def _live(stream: TextIO, steps: int, start_step: int):
 
 
 def _text(record: Record, steps: int) -> str:
-    step = record["step"]
+    step = int(record["step"] or 0)
     parts = [f"step {step}/{steps}"]
     if "eval_loss" in record:
         parts += [f"{key} {_value(record[key])}" for key in ("eval_loss", "eval_bits_per_byte") if key in record]

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 
 # What a resumed run may change: where and how fast the same mathematics is done, and what is told about it.
-_FREE = {
+_FREE: dict[str, Set[str] | None] = {
     "mesh": None, "checkpoint": None,  # all of their keys
     "data": {"cache_dir", "prefetch"},
     "optimizer": {"zero_stage"},
@@ -76,7 +76,8 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
 def _free(section: str, key: str, config: Config) -> bool:
     if (section, key) == ("train", "steps"):  # every schedule but this one is a function of the last step
         return config.optimizer.schedule == "constant"
-    return section in _FREE and (_FREE[section] is None or key in _FREE[section])
+    free = _FREE.get(section, frozenset())
+    return free is None or key in free
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class TensorBoard:
         """Write a line's numbers at its step; null is left out."""
         for key, value in record.items():
             if key != "step" and value is not None:
-                self._writer.add_scalar(key, value, record["step"])
+                self._writer.add_scalar(key, value, int(record["step"] or 0))
 
     def close(self) -> None:
         """Write what is buffered."""

@@ -13,12 +13,11 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     out = sharding.activation_spec("batch", "block_seq", "act_embed")
     if out is None:
         return table_VD[tokens_BT]
-    axes = sharding.activation_spec("act_vocab")[0]
+    axes, tokens_spec = sharding.split_by("act_vocab"), P(*map(sharding.split_by, ("batch", "seq")))
     if axes is None:
         whole = sharding.activation_spec("batch", "seq", "act_embed")
         return sharding.constrain(table_VD.at[tokens_BT].get(out_sharding=whole), "batch", "block_seq", "act_embed")
     scatter_sequence = out[1] == axes  # sum and split in one collective, straight into the layout between blocks
-    tokens_spec = sharding.activation_spec("batch", "seq")
 
     def local(table, tokens):
         rows = tokens - lax.axis_index(axes) * table.shape[0]

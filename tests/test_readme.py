@@ -1,0 +1,92 @@
+"""Every command and every Python block that the documentation shows is run, made small."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CODE = [path for folder in ("configs", "examples", "tools", "jaxtrain")
+        for path in sorted((ROOT / folder).rglob("*.py"))]
+COMMAND = re.compile(r"^\s*`{0,2}((?:[A-Z_]+=\S+ )*(?:\S*/)?python3? (?:-m jaxtrain|tools/|examples/)[^`#\n]*)", re.M)
+SMALL = ["--config.train.steps=2", "--config.optimizer.warmup_steps=1", "--config.train.eval_every=0",
+         "--config.train.eval_batches=1", "--config.train.sample_tokens=8", "--config.checkpoint.every=0"]
+SETUP = re.compile(r"^python3 -m venv \.venv && \.venv/bin/pip install -q -e \S+ && (\.venv/bin/python .*)$", re.M)
+
+
+def shown() -> list[str]:
+    """Every command, once, in the order of the documentation."""
+    found = []
+    for path in DOCS + CODE:
+        text = path.read_text()
+        for command in [*SETUP.findall(text), *COMMAND.findall(text)]:
+            is_template = re.search(r"[\[\]<>]|\.\.\.|\b[A-Z]{4,}\b(?![.=])|DIR\b", re.sub(r"^([A-Z_]+=\S+ )*", "", command))
+            if not is_template and command.strip() not in found:
+                found.append(command.strip())
+    return found
+
+
+def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
+    """The same command on this interpreter, with fewer steps and, for a large model, its tiny variant."""
+    words = shlex.split(command)
+    environment = {}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    words = [sys.executable, *(word.replace("/path/to/text", str(ROOT / "jaxtrain")) for word in words[1:])]
+    if words[1:3] == ["-m", "jaxtrain.main"]:
+        where = [i for i, word in enumerate(words) if word.startswith("--config=")]
+        for i in where:
+            if not words[i].endswith(("gpt.py", ":tiny")):
+                words[i] = re.sub(r"\.py(:\w+)?$", ".py:tiny", words[i])
+        words += [] if any("--print_config" in word for word in words) else SMALL
+        named = [i for i, word in enumerate(words) if word.startswith("--workdir=")]
+        for i in named:
+            words[i] = f"--workdir={workdirs / words[i].rpartition('/')[2]}"
+        words += [] if named else [f"--workdir={workdirs / re.sub(r'[^a-z0-9]+', '-', command)}"]
+        words += [f"--config.mesh.{axis}={1 if axis != 'data' else -1}" for axis in ("data", "fsdp", "tensor")
+                  if ":tiny" in words[where[0]] and "configs/gpt" not in words[where[0]]]
+    return words, environment
+
+
+def run(words: list[str], environment: dict[str, str]) -> None:
+    environment = {"XLA_FLAGS": "", **environment}
+    done = subprocess.run(words, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
+                          timeout=300)
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.fixture(scope="module")
+def workdirs(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+def test_readme_begins_with_the_two_commands_and_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 120
+    first = [line for line in lines if line.startswith("python3 -m venv")]
+    assert len(first) == 2 and "jaxtrain.main" in first[0] and "pytest" in first[1]
+    assert lines.index(first[1]) < 10
+
+
+@pytest.mark.parametrize("command", [c for c in shown() if "pytest" not in c and "tools/bench" not in c])
+def test_shown_command_runs(command, workdirs):
+    run(*small(command, workdirs))
+
+
+@pytest.mark.parametrize("command", [c for c in shown() if "pytest" in c])
+def test_shown_test_command_collects(command):
+    run([*small(command, Path())[0], "--collect-only", "-p", "no:cacheprovider"], {})
+
+
+@pytest.mark.parametrize("path,number", [
+    (path, number) for path in DOCS for number in range(len(re.findall(r"^```python\n", path.read_text(), re.M)))],
+    ids=lambda value: value.name if isinstance(value, Path) else str(value))
+def test_shown_python_runs(path, number):
+    block = re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)[number]
+    run([sys.executable, "-c", block], {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
