@@ -1,0 +1,79 @@
+"""The collectives of a compiled program: kind, shapes, bytes on each device, and how often a step executes them."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
+BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2,
+         "s8": 1, "u8": 1, "pred": 1}
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r" = (\([^=]*?\)|\S+) ([a-z][a-z\-]*)\(")
+_ARRAY = re.compile(r"\b([a-z]+[0-9]*)\[([0-9,]*)\]")
+_CALLED = re.compile(r"(?:to_apply|calls|body|(?:true|false)_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction; its result may be several arrays."""
+
+    kind: str
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]  # (dtype, dimensions) of each result, on one device
+    times: int  # executions in one call of the program
+    operation: str  # where in the model it comes from
+
+    @property
+    def bytes(self) -> int:
+        """Of the result on one device, over all executions."""
+        return self.times * sum(math.prod(dims) * BYTES[dtype] for dtype, dims in self.arrays)
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{dtype}{list(dims)}" for dtype, dims in self.arrays)
+        return f"{self.bytes:>9,} B  {self.kind} {self.times} x ({shapes})  {self.operation}"
+
+
+def collectives(text: str) -> list[Collective]:
+    """Of a program's text (`compiled.as_text()`), loops multiplied by their trip counts."""
+    computations, entry = _computations(text)
+    return list(_walk(computations, entry, 1))
+
+
+def total(found: list[Collective], kind: str) -> int:
+    """Bytes of all collectives of one kind."""
+    return sum(c.bytes for c in found if c.kind == kind)
+
+
+def table(found: list[Collective]) -> str:
+    """For failure messages: one collective a line, the largest first."""
+    return "\n".join(str(c) for c in sorted(found, key=lambda c: -c.bytes))
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    found, entry, lines = {}, "", []
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+        if match := _COMPUTATION.match(line):
+            lines = found[match[2]] = []
+            entry = match[2] if match[1] else entry
+        elif _INSTRUCTION.search(line):
+            lines.append(line)
+    return found, entry
+
+
+def _walk(computations: dict[str, list[str]], name: str, times: int) -> Iterator[Collective]:
+    for line in computations[name]:
+        result, operation = _INSTRUCTION.search(line).groups()
+        kind = operation.removesuffix("-start")
+        if kind in KINDS:
+            arrays = tuple((dtype, tuple(int(n) for n in dims.split(",") if n))
+                           for dtype, dims in _ARRAY.findall(result))
+            origin = re.search(r'op_name="([^"]*)"', line)
+            yield Collective(kind, arrays, times, origin[1] if origin else "")
+        elif operation in ("while", "call", "conditional", "fusion", "async-start"):
+            trips = _TRIPS.search(line)
+            assert operation != "while" or trips, f"a loop of unknown length: {line}"
+            for one, several in _CALLED.findall(line):
+                for called in [one] if one else [name.strip().lstrip("%") for name in several.split(",")]:
+                    yield from _walk(computations, called, times * (int(trips[1]) if operation == "while" else 1))

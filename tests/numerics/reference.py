@@ -1,0 +1,227 @@
+"""What the numbers should be: GPT-2, Llama and Qwen3, loss, clipping and AdamW in plain float32 `jnp`, from scratch.
+
+Nothing of jaxtrain computes here; only its names of parameters are used. And the tiny runs that tests compare with it.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxtrain as jt
+
+VOCAB, SEQ, BATCH, STEPS = 64, 16, 32, 20
+EIGHT = [(d, f, 8 // d // f) for d in (8, 4, 2, 1) for f in (1, 2, 4, 8) if d * f in (1, 2, 4, 8)]  # data, fsdp, tensor
+
+# Everything that a mesh of 8 cuts divides by 8; heads and mlp are no multiples of each other, so no size is met twice.
+FAMILIES = {
+    "gpt2": dict(name="gpt2", num_heads=8),
+    "llama": dict(name="llama", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, tied_embeddings=False,
+                  rope_theta=100.0),
+    "qwen3": dict(name="qwen3", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, window=5),
+    "gpt2_untied": dict(name="gpt2", num_heads=8, tied_embeddings=False, window=6),
+}
+
+
+def tiny(family: str = "gpt2", **keys) -> jt.Config:
+    """A config of two narrow layers; keys as on a command line, `mesh__tensor=2`, override it."""
+    return jt.make_config({
+        "model": dict(vocab_size=VOCAB, num_layers=2, embed_dim=32, max_seq_len=SEQ) | FAMILIES[family],
+        "mesh": dict(data=1), "data": dict(seq_len=SEQ, global_batch_size=BATCH),
+        "optimizer": dict(learning_rate=1e-2, warmup_steps=4, weight_decay=0.1, clip_norm=0.7, schedule="linear"),
+        "train": dict(steps=STEPS),
+    }, {key.replace("__", "."): value for key, value in keys.items()})
+
+
+def build(family: str = "gpt2", mesh: tuple[int, int, int] = (1, 1, 1), **keys) -> jt.Run:
+    """A run on data x fsdp x tensor devices."""
+    data, fsdp, tensor = mesh
+    config = tiny(family, mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor, **keys)
+    return jt.build(config, devices=jax.devices()[: math.prod(mesh)])
+
+
+def compiled(run: jt.Run):
+    """The run's step as it is, but with little effort spent on machine code: it compiles in half the time."""
+    return run.lower().compile(compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
+def initial(family: str = "gpt2"):
+    """The parameters at step 0, on the host, as one device makes them."""
+    run = build(family)
+    init = run.compiled_init.lower(jax.random.key(0)).compile(compiler_options={"xla_backend_optimization_level": 0})
+    return jax.device_get(init(jax.random.key(run.config.train.seed)).params)
+
+
+def start(run: jt.Run, family: str = "gpt2"):
+    """The state at step 0 on the run's mesh, without compiling its own initialisation (which has a test of its own)."""
+    params = initial(family)
+    opt_state = jax.tree.map(np.array, jax.jit(run.optimizer.init)(params))
+    state = run.abstract.__class__(np.int32(0), params, opt_state, np.int32(0), run.abstract.loss_scale and _scale())
+    return jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), state, run.layout.state)
+
+
+def _scale():
+    from jaxtrain.precision import LossScale
+    return jax.tree.map(np.asarray, LossScale.initial())
+
+
+def batch(step: int, rows: int = BATCH, seq: int = SEQ, vocab: int = VOCAB) -> dict[str, np.ndarray]:
+    """A packed batch: segments of several lengths, positions that start again, padding, weights from 0 to 2.
+
+    The text can be learnt (each token decides the next), so that 20 steps take the loss down.
+    """
+    rng = np.random.default_rng(step)
+    tokens = np.zeros((rows, seq + 1), np.int64)
+    tokens[:, 0] = rng.integers(vocab, size=rows)
+    for t in range(seq):
+        tokens[:, t + 1] = (3 * tokens[:, t] + 1 + (rng.random(rows) < 0.1)) % vocab
+    starts = rng.random((rows, seq)) < 0.2
+    starts[:, 0] = True
+    segments = np.cumsum(starts, 1)
+    positions = np.arange(seq) - np.maximum.accumulate(np.where(starts, np.arange(seq), 0), 1)
+    weights = rng.choice([0, 0.25, 1, 2], size=(rows, seq)) * rng.choice([0.5, 1, 3], size=(rows, 1))
+    weights[rng.permutation(rows)[: rows // 8]] = 0  # whole rows that do not count
+    padding = np.arange(seq) >= seq - rng.integers(0, 4, size=(rows, 1))
+    segments, weights = np.where(padding, 0, segments), np.where(padding, 0, weights)
+    arrays = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], segments=segments, positions=positions)
+    return {key: x.astype(np.int32) for key, x in arrays.items()} | {"weights": weights.astype(np.float32)}
+
+
+# ------------------------------------------------------------------------------------------------------- plain models
+
+def softmax(x):
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def layer_norm(p, x, eps):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + eps) * p["scale"] + p["bias"]
+
+
+def rms_norm(p, x, eps):
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * p["scale"]
+
+
+def rotate(x, positions, theta):
+    """x [B, T, H, K]: the pair (i, i + K/2) turns by position x theta^(-2i/K)."""
+    half = x.shape[-1] // 2
+    angle = positions[:, :, None, None] * theta ** (-jnp.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
+
+
+def attention(q, k, v, segments, window=0):
+    """One query head at a time, a mask written out, scores of all pairs."""
+    T, repeat = q.shape[1], q.shape[2] // k.shape[2]
+    i, j = np.arange(T)[:, None], np.arange(T)[None, :]
+    mask = (j <= i) & ((i - j < window) if window else True)
+    mask = mask & (segments[:, :, None] == segments[:, None, :])
+    heads = []
+    for h in range(q.shape[2]):
+        scores = q[:, :, h] @ k[:, :, h // repeat].swapaxes(1, 2) / np.sqrt(q.shape[-1])
+        heads.append(softmax(jnp.where(mask, scores, -jnp.inf)) @ v[:, :, h // repeat])
+    return jnp.stack(heads, 2)
+
+
+def hidden(c, p, b):
+    """Activations after the last norm; `c` is the model's section of the config."""
+    gpt2, eps = c.name == "gpt2", c.norm_eps
+    norm = layer_norm if gpt2 else rms_norm
+    x = p["embed"]["table"][b["tokens"]]
+    if gpt2:
+        x = x + p["positions"]["table"][b["positions"]]
+    for layer in range(c.num_layers):
+        w = jax.tree.map(lambda a, layer=layer: a[layer], p["blocks"]["layer"])
+        a, m = w["attention"], w["mlp"]
+        h = norm(w["attention_norm"], x, eps)
+        q, k, v = (jnp.tensordot(h, a[n]["kernel"], 1) + (a[n]["bias"] if gpt2 else 0) for n in "qkv")
+        if c.name == "qwen3":
+            q, k = rms_norm(a["q_norm"], q, eps), rms_norm(a["k_norm"], k, eps)
+        if not gpt2:
+            q, k = (rotate(y, b["positions"], c.rope_theta) for y in (q, k))
+        y = jnp.tensordot(attention(q, k, v, b["segments"], c.window), a["out"]["kernel"], 2)
+        x = x + y + (a["out"]["bias"] if gpt2 else 0)
+        h = norm(w["mlp_norm"], x, eps)
+        if gpt2:
+            u = h @ m["up"]["kernel"] + m["up"]["bias"]
+            u = 0.5 * u * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
+            x = x + u @ m["down"]["kernel"] + m["down"]["bias"]
+        else:
+            gate = h @ m["gate"]["kernel"]
+            x = x + (gate / (1 + jnp.exp(-gate)) * (h @ m["up"]["kernel"])) @ m["down"]["kernel"]
+    return norm(p["norm"], x, eps)
+
+
+def loss(c, p, b, z_loss=0.0):
+    """The weighted mean over tokens of cross-entropy and z-loss."""
+    head = p["embed"]["table"].T if c.tied_embeddings else p["output"]["kernel"]
+    logits = hidden(c, p, b) @ head
+    top = logits.max(-1)
+    log_partition = top + jnp.log(jnp.exp(logits - top[..., None]).sum(-1))
+    correct = (logits * (b["targets"][..., None] == np.arange(logits.shape[-1]))).sum(-1)
+    each = log_partition - correct + z_loss * log_partition**2
+    return (b["weights"] * each).sum() / b["weights"].sum()
+
+
+# ------------------------------------------------------------------------------------------------------ plain training
+
+def norm_of(tree) -> jax.Array:
+    return jnp.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(tree)))
+
+
+def learning_rate(config, n: int) -> float:
+    """Linear warm-up that starts at 1/warmup of the peak, then linear decay."""
+    c, steps = config.optimizer, config.train.steps
+    if n < c.warmup_steps:
+        return c.learning_rate * (n + 1) / c.warmup_steps
+    done = (n - c.warmup_steps) / (steps - c.warmup_steps)
+    return c.learning_rate * (1 - done * (1 - c.final_fraction))
+
+
+def adamw(c, p, g, m, v, rate, n):
+    """Loshchilov and Hutter's; norms and biases do not decay. -> parameters and both moments."""
+    def one(path, p, g, m, v):
+        keys = [k.key for k in path]
+        decay = c.weight_decay * (keys[-1] not in ("scale", "bias"))
+        m, v = c.b1 * m + (1 - c.b1) * g, c.b2 * v + (1 - c.b2) * g**2
+        step = (m / (1 - c.b1 ** (n + 1))) / (jnp.sqrt(v / (1 - c.b2 ** (n + 1))) + c.eps)
+        return p - rate * (step + decay * p), m, v
+    out = jax.tree_util.tree_map_with_path(one, p, g, m, v)
+    return [jax.tree.map(lambda o, i=i: o[i], out, is_leaf=lambda x: isinstance(x, tuple)) for i in range(3)]
+
+
+@functools.cache
+def trained(family: str = "gpt2", z_loss: float = 0.0):
+    """-> the losses of all steps; and of step 0 the gradient (not yet clipped) and its norm."""
+    config = tiny(family)
+    p = jax.tree.map(jnp.asarray, initial(family))
+    m = v = jax.tree.map(jnp.zeros_like, p)
+
+    @jax.jit
+    def step(p, m, v, rate, n, b):
+        value, g = jax.value_and_grad(lambda p: loss(config.model, p, b, z_loss))(p)
+        size, clip = norm_of(g), config.optimizer.clip_norm
+        clipped = jax.tree.map(lambda x: x * jnp.minimum(1, clip / size), g)
+        p, m, v = adamw(config.optimizer, p, clipped, m, v, rate, n)
+        return p, m, v, value, g, size
+
+    losses = []
+    for n in range(STEPS):
+        p, m, v, value, g, size = step(p, m, v, jnp.float32(learning_rate(config, n)), jnp.float32(n), batch(n))
+        losses.append(float(value))
+        if n == 0:
+            first = jax.device_get((g, size))
+    return np.array(losses), *first
+
+
+def worst(got, want, floor: float = 0.0):
+    """The leaf that is furthest from what it should be: (error relative to its largest element, name)."""
+    def error(path, g, w):
+        scale = max(np.abs(w).max(initial=0), floor)
+        return float(np.abs(np.asarray(g, np.float64) - w).max(initial=0) / (scale or 1)), jax.tree_util.keystr(path)
+    errors = jax.tree_util.tree_map_with_path(error, jax.device_get(got), jax.device_get(want))
+    return max(jax.tree.leaves(errors, is_leaf=lambda x: isinstance(x, tuple)))

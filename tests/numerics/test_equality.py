@@ -1,0 +1,115 @@
+"""Any mesh, same numbers: 20 steps on every factorisation of 8 devices against plain training on one, written apart.
+
+Loss of every step and gradients of the first, within 1e-5 relative in float32. What may not change them: data, fsdp and
+tensor parallelism, the ZeRO stage, accumulation, scanned or unrolled layers, rematerialisation, chunks of the loss.
+"""
+
+import collections
+import itertools
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from tests.numerics import reference
+
+TOLERANCE = 1e-5
+REMAT = ("none", "full", "dots", "attention", "attention_and_dots")
+
+
+def cases():
+    """Every mesh x ZeRO stage x accumulation x scan; family, remat and chunks dealt out evenly, always alike."""
+    every = [(mesh, zero, accumulation, unroll) for mesh in reference.EIGHT for zero in range(4 if mesh[0] > 1 else 1)
+             for accumulation, unroll in itertools.product((1, 4), (1, 0))]
+    deal = random.Random(0)
+    columns = []
+    for values in (tuple(reference.FAMILIES), REMAT, (0, 4)):
+        column = list(itertools.islice(itertools.cycle(values), len(every)))
+        deal.shuffle(column)
+        columns.append(column)
+    return [(*case, *dealt) for case, *dealt in zip(every, *columns, strict=True)]
+
+
+def quick(every):
+    """Two cases of each mesh, spread over the other choices."""
+    chosen = []
+    for i, mesh in enumerate(reference.EIGHT):
+        own = [case for case in every if case[0] == mesh]
+        chosen += [own[(4 * ((i + shift) % 4) + (i + shift + 1) % 4) % len(own)] for shift in (0, 2)]
+    return chosen
+
+
+CASES = cases()
+QUICK = quick(CASES)
+
+
+def name(case):
+    (data, fsdp, tensor), zero, accumulation, unroll, family, remat, chunks = case
+    return (f"{family}-data{data}-fsdp{fsdp}-tensor{tensor}-zero{zero}-accumulate{accumulation}-"
+            f"{'scan' if unroll else 'unrolled'}-remat_{remat}-chunks{chunks}")
+
+
+def check(run, family):
+    want, gradient, norm = reference.trained(family)
+    step, state, losses = reference.compiled(run), reference.start(run, family), []
+    for n in range(reference.STEPS):
+        state, metrics = step(state, run.place(reference.batch(n)))
+        losses.append(float(metrics["loss"]))
+        if n == 0:  # Adam's first moment is now (1 - b1) x the clipped gradient
+            c, size = run.config.optimizer, float(metrics["grad_norm"])
+            got = jax.tree.map(lambda m: np.asarray(m) / (1 - c.b1) / min(1, c.clip_norm / size), moments(state))
+            assert size == pytest.approx(float(norm), rel=TOLERANCE), "the gradient's norm differs in the first step"
+            # A key's bias shifts all scores of a query alike: its gradient is zero but for rounding, hence the floor.
+            error, leaf = reference.worst(got, gradient, floor=1e-3 * float(norm))
+            assert error < TOLERANCE, f"the first gradient of {leaf} is off by {error:.1e} of its largest element"
+    off = np.abs(np.array(losses) / want - 1)
+    assert off.max() < TOLERANCE, (f"the loss of step {off.argmax()} is off by {off.max():.1e}; "
+                                   f"the first over the tolerance is step {(off > TOLERANCE).argmax()}")
+    assert want[-1] < 0.7 * want[0], "the reference itself does not learn, so it proves little"
+
+
+def moments(state):
+    return next(s.mu for s in jax.tree.leaves(state.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
+
+
+@pytest.mark.parametrize("case", QUICK, ids=name)
+def test_any_mesh_gives_the_numbers_of_one_device(case):
+    mesh, zero, accumulation, unroll, family, remat, chunks = case
+    run = reference.build(family, mesh, optimizer__zero_stage=zero, train__accumulation=accumulation,
+                          train__unroll=unroll, train__remat=remat, train__loss_chunks=chunks)
+    check(run, family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK], ids=name)
+def test_any_mesh_gives_the_numbers_of_one_device_everywhere(case):
+    test_any_mesh_gives_the_numbers_of_one_device(case)
+
+
+@pytest.mark.parametrize("family", reference.FAMILIES)
+def test_one_device_gives_the_numbers_of_the_plain_model(family):
+    check(reference.build(family), family)
+
+
+@pytest.mark.parametrize(("cases", "least"), [(QUICK, 2), (CASES, 6)], ids=["quick", "all"])
+def test_the_cases_cover_every_choice_on_several_meshes(cases, least):
+    assert {case[0] for case in cases} == set(reference.EIGHT) and len(reference.EIGHT) == 10
+    for column, what in enumerate(("zero stage", "accumulation", "unroll", "family", "remat", "chunks"), 1):
+        meshes = collections.defaultdict(set)
+        for case in cases:
+            meshes[case[column]].add(case[0])
+        few = {value: len(on) for value, on in meshes.items() if len(on) < least}
+        assert not few, f"these values of {what} occur on too few meshes: {few}"
+
+
+@pytest.mark.parametrize("mesh", reference.EIGHT, ids=str)
+def test_initial_values_do_not_depend_on_the_mesh(mesh):
+    """To the last bit, and laid out as the state is from the start: compiled as users compile it."""
+    run = reference.build("gpt2", mesh, optimizer__zero_stage=3)
+    state = run.init()
+    leaves = jax.tree_util.tree_flatten_with_path(state.params)[0]
+    wanted = jax.tree.leaves(reference.initial("gpt2")), jax.tree.leaves(run.layout.state.params)
+    for (path, got), want, where in zip(leaves, *wanted, strict=True):
+        assert np.array_equal(np.asarray(got), want), f"{jax.tree_util.keystr(path)} starts with other values"
+        assert got.sharding.is_equivalent_to(where, got.ndim), f"{jax.tree_util.keystr(path)} starts in another place"

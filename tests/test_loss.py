@@ -1,0 +1,136 @@
+"""The loss head against plain log_softmax over all logits, and what it costs."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain import sharding
+
+B, T, D, V = 8, 8, 16, 64
+MESHES = {"one": {}, "batch": dict(data=4, fsdp=2), "vocab": dict(tensor=8), "both": dict(data=2, fsdp=2, tensor=2)}
+
+
+@functools.cache
+def inputs():
+    rng = np.random.default_rng(0)
+    weights = rng.choice([0, 0.5, 1, 3], size=(B, T))
+    weights[3] = 0
+    return (rng.normal(size=(B, T, D)).astype(np.float32), rng.normal(size=(D, V)).astype(np.float32) * 0.5,
+            rng.integers(V, size=(B, T)).astype(np.int32), weights.astype(np.float32))
+
+
+@functools.cache
+def plain(z_loss):
+    """Loss and gradients by x and head, in float64."""
+    x, head, targets, weights = (a.astype(np.float64) if a.dtype == np.float32 else a for a in inputs())
+    logits = x @ head
+    lse = np.log(np.exp(logits).sum(-1))
+    hit = targets[..., None] == np.arange(V)
+    loss = (weights * (lse - (logits * hit).sum(-1) + z_loss * lse**2)).sum()
+    dlogits = weights[..., None] * (np.exp(logits - lse[..., None]) * (1 + 2 * z_loss * lse)[..., None] - hit)
+    return loss, dlogits @ head.T, np.einsum("btd,btv->dv", x, dlogits)
+
+
+def place(arrays):
+    names = [("batch", "seq", "act_embed"), (None, "act_vocab"), ("batch", "seq"), ("batch", "seq")]
+    return [sharding.constrain(jnp.asarray(a), *n) for a, n in zip(arrays, names, strict=True)]
+
+
+def value_and_grad(arrays, mesh, **keys):
+    with sharding.use(jt.make_mesh(**mesh), jt.rules("fsdp_tp")):
+        x, head, targets, weights = place(arrays)
+
+        def f(x, head):
+            return jt.cross_entropy(x, head, targets, weights, **keys)
+        loss, (dx, dhead) = jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x, head)
+        alone = jax.jit(f)(x, head)
+    np.testing.assert_allclose(alone, loss, rtol=1e-6, err_msg="the loss depends on whether gradients are wanted")
+    return float(loss), np.asarray(dx, np.float64), np.asarray(dhead, np.float64)
+
+
+def close(got, want, tolerance):
+    for what, g, w in zip(("loss", "dx", "dhead"), got, want, strict=True):
+        off = np.abs(g - w).max() / np.abs(w).max()
+        assert off < tolerance, f"{what} is off by {off:.1e} of its largest element"
+
+
+@pytest.mark.parametrize(("mesh", "chunks", "z_loss"), list(itertools.product(MESHES, (0, 4), (0.0, 1e-2))))
+def test_loss_and_gradients_are_those_of_plain_log_softmax(mesh, chunks, z_loss):
+    close(value_and_grad(inputs(), MESHES[mesh], chunks=chunks, z_loss=z_loss), plain(z_loss), 1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["one", "both"])
+def test_bfloat16_inputs_give_a_float32_loss(mesh):
+    x, head, targets, weights = inputs()
+    rounded = (jnp.bfloat16(x), jnp.bfloat16(head), targets, weights)
+    got = value_and_grad(rounded, MESHES[mesh], chunks=2)
+    close(got, plain(0.0), 2e-2)
+    exact = value_and_grad(tuple(np.asarray(a, np.float32) if a.dtype == jnp.bfloat16 else a for a in rounded), {})
+    assert abs(got[0] / exact[0] - 1) < 1e-6, "logits of bfloat16 inputs are not computed and summed in float32"
+
+
+def test_large_logits_do_not_overflow():
+    x, head, targets, weights = inputs()
+    loss, dx, dhead = value_and_grad((x * 1e3, head, targets, weights), MESHES["both"])
+    assert np.isfinite(loss) and np.isfinite(dx).all() and np.isfinite(dhead).all()
+
+
+def test_a_token_of_weight_zero_has_no_gradient():
+    _, dx, _ = value_and_grad(inputs(), MESHES["vocab"], z_loss=1e-2)
+    assert (dx[inputs()[3] == 0] == 0).all()
+
+
+def test_the_gradient_follows_what_comes_after_the_loss():
+    """A scaled loss has a scaled gradient: as float16's loss scale and the division by the tokens' weight need."""
+    x, head, targets, weights = map(jnp.asarray, inputs())
+    got = jax.grad(lambda x: 3 * jt.cross_entropy(x, head, targets, weights) / weights.sum())(x)
+    np.testing.assert_allclose(got, plain(0.0)[1] * 3 / inputs()[3].sum(), rtol=0, atol=1e-6)
+
+
+# -------------------------------------------------------------------------------------------------------- what it costs
+
+def abstract(tokens, vocab, dim, dtype=jnp.float32):
+    shapes = [((1, tokens, dim), dtype), ((dim, vocab), dtype), ((1, tokens), jnp.int32), ((1, tokens), jnp.float32)]
+    return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+def differentiated(x, head, targets, weights):
+    return jax.value_and_grad(jt.cross_entropy, argnums=(0, 1))(x, head, targets, weights)
+
+
+def test_memory_at_a_vocabulary_of_128k_is_a_twentieth_of_all_logits():
+    tokens, vocab, dim = 32_768, 128 * 1024, 64
+    memory = jax.jit(differentiated).lower(*abstract(tokens, vocab, dim)).compile().memory_analysis()
+    logits, head = tokens * vocab * 4, dim * vocab * 4
+    # dhead accumulates in float32 beside the result: that is memory of the head, not of the logits.
+    temporary = memory.temp_size_in_bytes - head
+    assert temporary < 0.05 * logits, f"{temporary:,} bytes, {temporary / logits:.1%} of all logits"
+
+
+def matmuls(jaxpr, size):
+    """Multiply-adds of all dot products of a jaxpr in units of `size`, loops multiplied."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            inner = np.prod([eqn.invars[0].aval.shape[i] for i in contract])
+            count += inner * np.prod(eqn.outvars[0].aval.shape) / size
+        for value in eqn.params.values():
+            for inner in jax.tree.leaves(value, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    count += matmuls(inner, size) * eqn.params.get("length", 1)
+    return count
+
+
+@pytest.mark.parametrize("vocab", [64, 128 * 1024], ids=["one_chunk", "chunks"])
+def test_three_matmuls_with_gradients_and_one_without(vocab):
+    tokens, dim = 4096, 16
+    shapes, size = abstract(tokens, vocab, dim), tokens * vocab * dim
+    assert matmuls(jax.make_jaxpr(differentiated)(*shapes).jaxpr, size) == 3
+    assert matmuls(jax.make_jaxpr(jt.cross_entropy)(*shapes).jaxpr, size) == 1

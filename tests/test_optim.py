@@ -1,0 +1,131 @@
+"""Each optimizer on meshes and under ZeRO as on one device; schedules; what decays; what Muon orthogonalises."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.config import OptimizerConfig
+from jaxtrain.optim import make_optimizer, make_schedule
+from tests.numerics import reference
+
+OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd", "muon")
+RATES = {"lion": 3e-3, "sgd": 0.3}
+# Adafactor factors only dimensions of 128 and more.
+SHAPES = {"adafactor": dict(model__embed_dim=128, model__vocab_size=128, model__mlp_dim=256)}
+
+
+def build(name, mesh, **keys):
+    return reference.build("gpt2", mesh, **SHAPES.get(name, {}), optimizer__name=name, optimizer__warmup_steps=0,
+                           optimizer__learning_rate=RATES.get(name, 1e-2), **keys)
+
+
+@functools.cache
+def start(name):
+    return jax.device_get(build(name, (1, 1, 1)).init())
+
+
+def losses(name, mesh, stage=0):
+    run = build(name, mesh, optimizer__zero_stage=stage)
+    step, state = reference.compiled(run), jax.tree.map(jax.device_put, start(name), run.layout.state)
+    out = []
+    for n in range(5):
+        state, metrics = step(state, run.place(reference.batch(n)))
+        out.append(float(metrics["loss"]))
+    return np.array(out)
+
+
+@functools.cache
+def alone(name):
+    return losses(name, (1, 1, 1))
+
+
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_same_losses_on_a_mesh_and_under_zero(name, stage):
+    off = np.abs(losses(name, (2, 2, 2), stage) / alone(name) - 1).max()
+    assert off < 1e-5, f"{name} at zero_stage={stage} on data 2 x fsdp 2 x tensor 2 is off by {off:.1e} from one device"
+    assert alone(name)[-1] < alone(name)[0] - 0.05, f"{name} does not learn: {alone(name)}"
+
+
+# ----------------------------------------------------------------------------------------------------------- schedules
+
+PEAK, STEPS, WARMUP, FINAL, DECAY = 1e-2, 100, 10, 0.1, 0.2
+AFTER = STEPS - WARMUP
+
+
+def cosine(n):
+    return FINAL + (1 - FINAL) * (1 + math.cos(math.pi * (n - WARMUP) / AFTER)) / 2
+
+
+def linear(n):
+    return 1 - (1 - FINAL) * (n - WARMUP) / AFTER
+
+
+def wsd(n):
+    return 1 - (1 - FINAL) * max(0, n - STEPS * (1 - DECAY)) / (STEPS * DECAY)
+
+
+@pytest.mark.parametrize(("name", "form"), [
+    ("cosine", cosine), ("linear", linear), ("wsd", wsd), ("constant", lambda n: 1)])
+def test_schedules_are_their_closed_forms(name, form):
+    schedule = make_schedule(OptimizerConfig(learning_rate=PEAK, schedule=name, warmup_steps=WARMUP,
+                                             final_fraction=FINAL, decay_fraction=DECAY), STEPS)
+    for n in (0, 1, WARMUP - 1, WARMUP, 30, STEPS // 2, 80, 85, STEPS - 1, STEPS):
+        want = PEAK * ((n + 1) / WARMUP if n < WARMUP else form(n))
+        assert float(schedule(n)) == pytest.approx(want, rel=1e-5), f"{name} at step {n}"
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_without_warm_up_the_first_step_has_the_peak(warmup):
+    schedule = make_schedule(OptimizerConfig(learning_rate=PEAK, warmup_steps=warmup), STEPS)
+    assert float(schedule(0)) == pytest.approx(PEAK)
+
+
+def test_an_end_at_zero_is_zero():
+    for name in ("cosine", "linear", "wsd"):
+        schedule = make_schedule(OptimizerConfig(learning_rate=PEAK, schedule=name, final_fraction=0.0), STEPS)
+        assert float(schedule(STEPS)) == pytest.approx(0, abs=1e-9)
+
+
+# ------------------------------------------------------------------------------------- which parameters are treated how
+
+def updates(name, family, gradient, **keys):
+    """The first update of each parameter, by path; parameters are drawn, so that a vector that decays is seen to."""
+    run = reference.build(family)
+    optimizer = make_optimizer(OptimizerConfig(name=name, **keys), lambda n: PEAK, run.layout.axes)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), run.abstract.params)
+    grads = jax.tree.map(lambda p: jnp.asarray(gradient * rng.normal(size=p.shape), jnp.float32), params)
+    moved, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+    flat = zip(jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(moved), strict=True)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): (np.asarray(param), np.asarray(update))
+            for (path, param), update in flat}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_matrices_decay_and_vectors_do_not(name, family):
+    for path, (param, update) in updates(name, family, gradient=0.0, weight_decay=0.5).items():
+        want = -PEAK * 0.5 * param if path.endswith(("kernel", "table")) else np.zeros_like(param)
+        np.testing.assert_allclose(update, want, rtol=1e-5, atol=1e-8, err_msg=f"{name}, gradient of zero: {path}")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_muon_turns_hidden_matrices_into_orthogonal_ones_and_leaves_the_rest_to_adam(family):
+    for path, (_, update) in updates("muon", family, gradient=1.0, weight_decay=0.0).items():
+        update = update / PEAK
+        if not (path.startswith("blocks") and path.endswith("kernel")):
+            first = 1 + 0.9 / 1.9  # of Adam with Nesterov's momentum: 1 + b1 / (1 + b1), and the sign of the gradient
+            np.testing.assert_allclose(np.abs(update), first, rtol=1e-3, err_msg=f"{path} is not moved as by Adam")
+            continue
+        for layer in update:  # [L, D, ...] or [L, ..., D]: D is one side, whatever else there is the other
+            last = path.endswith(("out/kernel", "down/kernel"))
+            side = layer.reshape(-1, layer.shape[-1]) if last else layer.reshape(len(layer), -1)
+            values = np.linalg.svd(side, compute_uv=False)
+            even = np.median(values) * 0.5 < values.min() and values.max() < np.median(values) * 1.6
+            assert even, f"{path} is not orthogonalised layer by layer, its singular values are {values.round(2)}"
+            assert 0.15 < np.sqrt((side**2).mean()) < 0.25, f"{path} does not move as far as by AdamW"
