@@ -105,8 +105,8 @@ class TrainStep:
                 return jax.jit(lambda: finish(_parameters(x())), out_shardings=self.layout.state)()
             shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
             params = jax.tree.map(jax.device_put, _parameters(x), shardings)
-            # Copied, since what lay in place already is still the caller's and the step will donate it.
-            return jax.jit(lambda p: finish(jax.tree.map(jnp.copy, p)), out_shardings=self.layout.state)(params)
+            # Not donated: what lay in place already is still the caller's, and the state must be a copy of it.
+            return jax.jit(finish, out_shardings=self.layout.state)(params)
 
     def abstract(self, x: Any) -> TrainState:
         """What `init(x)` returns as shapes, dtypes and shardings, nothing allocated: to lower, report or restore."""

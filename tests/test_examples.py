@@ -1,0 +1,66 @@
+"""The examples run as they stand: the script as a reader would start it, the notebook cell by cell."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from ipykernel.kernelspec import get_kernel_dict
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "examples/mesh_shapes.ipynb"
+
+
+class ThisInterpreter(KernelSpecManager):
+    """The kernel is the Python that runs the tests, whatever kernels are installed and under whatever name."""
+
+    def get_kernel_spec(self, kernel_name):
+        return KernelSpec(**get_kernel_dict())
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **extra}
+
+
+def execute(notebook, folder: Path, tmp_path: Path) -> str:
+    """Run all cells in a fresh kernel; what they printed."""
+    manager = AsyncKernelManager(kernel_spec_manager=ThisInterpreter(), connection_file=str(tmp_path / "kernel.json"))
+    client = NotebookClient(notebook, km=manager, timeout=120, resources={"metadata": {"path": str(folder)}})
+    client.execute(env=environment(XLA_FLAGS="", JUPYTER_PATH=str(tmp_path)))
+    return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+
+
+def test_script():
+    done = subprocess.run([sys.executable, "examples/embed_train_step.py"], cwd=ROOT, env=environment(XLA_FLAGS=""),
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal within 1e-5") == 2  # the module and the pytree
+    assert "mesh: data=2 x fsdp=2 x tensor=2" in done.stdout
+    assert "Warning" not in done.stderr
+
+
+def test_notebook(tmp_path):
+    printed = execute(nbformat.read(NOTEBOOK, as_version=4), NOTEBOOK.parent, tmp_path)
+    assert "mesh: data=2 x fsdp=2 x tensor=2" in printed
+    assert "mesh: fsdp=256 x tensor=8" in printed
+
+
+@pytest.mark.parametrize("folder", [".", "examples"])
+def test_notebook_finds_the_configs(folder, tmp_path):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    notebook.cells = [code[0], nbformat.v4.new_code_cell("import sys; print(configs, sys.executable)")]
+    assert execute(notebook, ROOT / folder, tmp_path).split() == [str(ROOT / "configs"), sys.executable]
+
+
+def test_notebook_is_clean():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        assert not cell.get("outputs") and cell.get("execution_count") is None, "clear the outputs"
+    assert notebook.metadata.kernelspec.name == "python3"
