@@ -31,7 +31,7 @@ def bell(key: jax.Array, shape: tuple[int, ...], std: float = 1.0) -> jax.Array:
     The sum of four 16-bit integers is close to normal (cut off at 3.46 deviations) and exact; only the final product
     rounds. jax.random.normal's polynomials round differently where a compiler vectorises shards of different shape.
     """
-    a, b = (jax.random.bits(k, shape, jnp.uint32) for k in jax.random.split(key))
+    a, b = jax.random.bits(key, (2, *shape), jnp.uint32)
     total = (a & 0xFFFF) + (a >> 16) + (b & 0xFFFF) + (b >> 16)
     return (total.astype(jnp.int32) - 2 * 0xFFFF).astype(jnp.float32) * (std * (3 / (2**32 - 1)) ** 0.5)
 
