@@ -126,10 +126,12 @@ class Attention(nnx.Module):
         self.v = Linear("btd,dgk->btgk", *kv, bias=bias, rngs=rngs)
         self.out = Linear("bthk,hkd->btd", (heads, head_dim, dim), ("heads", "head_dim", "embed"), RESIDUAL,
                           bias=bias, std=out_std, rngs=rngs)
-        self.q_norm = self.k_norm = None
-        if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(head_dim, qk_norm_eps, axis="head_dim", rngs=rngs)
-            self.k_norm = RMSNorm(head_dim, qk_norm_eps, axis="head_dim", rngs=rngs)
+
+        def norm() -> RMSNorm | None:
+            return None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps, axis="head_dim", rngs=rngs)
+
+        # Assigned once: NNX tells at the first assignment whether an attribute holds parameters.
+        self.q_norm, self.k_norm = norm(), norm()
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles=None) -> jax.Array:
         q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
