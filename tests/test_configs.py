@@ -55,19 +55,23 @@ def test_tiny_trains(file, text, tmp_path):
     assert abs(losses[0] - math.log(320)) < 0.3 and losses[1] < losses[0] and int(state.step) == 2
 
 
-@pytest.mark.xfail(raises=ValueError, reason="Run.lower does not yet tell JAX a platform for an abstract mesh")
 @pytest.mark.parametrize("name, devices, overrides", [
     ("llama3_8b.py", 32, {}),
     ("llama3_70b.py", 256, {}),
     ("llama3_405b.py", 256, {"data.global_batch_size": 64}),
-    ("llama3_70b.py", 2048, {}),
+    ("llama3_70b.py", 2048, {"data.global_batch_size": 1024}),
     ("llama3_405b.py", 2048, {}),
     ("llama3_405b.py", 2048, {"mesh.data": 4}),
 ])
 def test_large_ones_lower_without_their_devices(name, devices, overrides):
     start = time.perf_counter()
     run = build(load_config(CONFIGS[0].parent / name, overrides), devices=devices)
-    lowered = run.lower().as_text()
+    try:
+        lowered = run.lower().as_text()
+    except ValueError as error:
+        if "lowering_platforms" in str(error):
+            pytest.xfail("Run.lower does not yet tell JAX a platform for an abstract mesh")
+        raise
     mesh = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1)
     print(f"{name} on {mesh}: lowered in {time.perf_counter() - start:.1f} s")
     assert f"x{run.config.model.embed_dim}x" in lowered and "sdy.mesh" in lowered
