@@ -78,7 +78,9 @@ class Run:
                          clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule)
         out = (self.layout.state, None)
         with sharding.use(self.mesh, self.rules), self._matmul_precision():
-            return jax.jit(step, donate_argnums=0, out_shardings=out).lower(self.abstract, self.abstract_batch)
+            traced = jax.jit(step, donate_argnums=0, out_shardings=out).trace(self.abstract, self.abstract_batch)
+            here = isinstance(self.mesh, jax.sharding.Mesh)
+            return traced.lower(lowering_platforms=None if here else (jax.default_backend(),))
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -206,6 +206,22 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.reshard(x, spec) if is_explicit(mesh) else jax.lax.with_sharding_constraint(x, spec)
 
 
+def enter(x: jax.Array, *names: str | None) -> jax.Array:
+    """`constrain`, for an activation that several matmuls share: their gradients are summed here before devices are.
+
+    Where the matmuls' other dimension is split, each device has a part of every gradient. The type says so (`reduced`),
+    and one collective sums what otherwise each matmul would sum for itself.
+    """
+    here = current()
+    if here is None or not is_explicit(here[0]):
+        return constrain(x, *names)
+    mesh, rules = here
+    spec = without_trivial_axes(rules.spec(names), mesh)
+    taken = {axis for entry in spec for axis in axes_of(entry)}
+    summed = {axis for name in ("act_heads", "act_kv_heads", "act_mlp") for axis in rules[name] if mesh.shape[axis] > 1}
+    return jax.reshard(x, P(*spec, reduced=summed - taken))
+
+
 def gather(weight: jax.Array, *names: str | None) -> jax.Array:
     """Bring a weight from its layout at rest to its layout in use (an all-gather, whose transpose reduces)."""
     here = current()

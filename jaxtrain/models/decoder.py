@@ -29,9 +29,9 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def __call__(self, x_BTD: jax.Array, segments_BT, angles) -> jax.Array:
-        h = sharding.constrain(self.attention_norm(x_BTD), *INSIDE)
+        h = sharding.enter(self.attention_norm(x_BTD), *INSIDE)
         x_BTD = x_BTD + self.attention(h, segments_BT, angles)
-        h = sharding.constrain(self.mlp_norm(x_BTD), *INSIDE)
+        h = sharding.enter(self.mlp_norm(x_BTD), *INSIDE)
         return x_BTD + self.mlp(h)
 
 

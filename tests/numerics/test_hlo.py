@@ -62,10 +62,9 @@ def expected(run):
         reduce += sum(size for *_, size, _ in parameters(run)) + (table if tied else 0)
     if tensor > 1:
         # Each layer, forward: the sequence is gathered at the entrance of attention and MLP, and summed at their exits.
-        # Backward: the same gathers, mirrored, and a sum for each matmul that shares an entrance (q, k, v; gate, up).
-        entrances = 3 + (1 if gpt2 else 2)
+        # Backward: the same, mirrored; one sum an entrance, however many matmuls share it (q, k, v; gate, up).
         gather += L * 4 * A
-        reduce += L * (2 + entrances) * A
+        reduce += L * (2 + 2) * A
         # The end of the stack is gathered for the head, whose input gradient is summed. The lookup sums and splits its
         # rows in one; its gradient is gathered. Learned positions are looked up whole: their gradient is gathered too.
         gather += A + A + (A if gpt2 else 0)
