@@ -120,7 +120,7 @@ class Run:
 
     @cached_property
     def eval_batches(self):
-        """Evaluation batches: together every token of the split once, shuffled so that the first ones are a fair part."""
+        """Evaluation batches: every token of the split once, shuffled so that the first ones are a fair part."""
         from jaxtrain.data import Batches, PackedRows
 
         data = self.config.data
@@ -252,5 +252,5 @@ def _check_mesh_used(rules: Rules, mesh: AnyMesh) -> None:
     named = {axis for axes in rules.table.values() for axis in axes}
     for axis, size in mesh.shape.items():
         if size > 1 and axis not in named:
-            raise UserError(f"mesh.{axis}", f"no rule maps anything onto it: its {size} devices would repeat the same work",
+            raise UserError(f"mesh.{axis}", f"no rule uses it: its {size} devices would repeat the same work",
                             "set it to 1 or use mesh.rules=fsdp_tp")

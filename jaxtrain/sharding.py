@@ -262,7 +262,7 @@ def _splits_a_product(name: str | None) -> bool:
 
 
 def by_row(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`f` on x with batch and sequence merged into one dimension, which is faster, or on x itself where that is split."""
+    """`f` on x with batch and sequence merged into one dimension, which is faster; on x itself where that is split."""
     here = current()
     if here is None or not is_explicit(here[0]):
         y = f(x.reshape(-1, *x.shape[2:]))

@@ -47,7 +47,8 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     else:
         state = run.init()
         checkpoint.preload()  # while the step compiles
-    step_function = run.compiled_step if start < t.steps else None
+    if start < t.steps:
+        run.compiled_step  # noqa: B018 (compiles, while nothing else wants the processor)
 
     # --------------------------------------------------------------------------------------------------------- the loop
     def place(step, batches):
@@ -72,7 +73,7 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
             writer.write_eval(start, evaluation())
         for n, batch, waited in batches:
-            state, metrics = step_function(state, batch)
+            state, metrics = run.compiled_step(state, batch)
             done = n + 1
             # Nothing here waits for the device: the writer reads the numbers on its own thread, one step late.
             writer.push(done, metrics, {"data_wait_s": waited})

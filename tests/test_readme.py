@@ -14,6 +14,7 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = [path for folder in ("configs", "examples", "tools", "jaxtrain")
         for path in sorted((ROOT / folder).rglob("*.py"))]
 COMMAND = re.compile(r"^\s*`{0,2}((?:[A-Z_]+=\S+ )*(?:\S*/)?python3? (?:-m jaxtrain|tools/|examples/)[^`#\n]*)", re.M)
+TEMPLATE = re.compile(r"[\[\]<>]|\.\.\.|\b[A-Z]{4,}\b(?![.=])|DIR\b")
 SMALL = ["--config.train.steps=2", "--config.optimizer.warmup_steps=1", "--config.train.eval_every=0",
          "--config.train.eval_batches=1", "--config.train.sample_tokens=8", "--config.checkpoint.every=0"]
 SETUP = re.compile(r"^python3 -m venv \.venv && \.venv/bin/pip install -q -e \S+ && (\.venv/bin/python .*)$", re.M)
@@ -25,7 +26,7 @@ def shown() -> list[str]:
     for path in DOCS + CODE:
         text = path.read_text()
         for command in [*SETUP.findall(text), *COMMAND.findall(text)]:
-            is_template = re.search(r"[\[\]<>]|\.\.\.|\b[A-Z]{4,}\b(?![.=])|DIR\b", re.sub(r"^([A-Z_]+=\S+ )*", "", command))
+            is_template = TEMPLATE.search(re.sub(r"^([A-Z_]+=\S+ )*", "", command))
             if not is_template and command.strip() not in found:
                 found.append(command.strip())
     return found

@@ -52,7 +52,7 @@ def test_presets_build_on_each_other_and_overrides_win():
     (lambda: build(mesh__overrides__mpl="tensor"), "mesh.overrides.mpl", "did you mean 'mlp'"),
     (lambda: build(mesh__overrides__mlp="tensro"), "mesh.overrides.mlp", "did you mean 'tensor'"),
     (lambda: build(model__name="llama", mesh__overrides__positions="fsdp"), "mesh.overrides.positions", "no such axis"),
-    (lambda: build(mesh__rules="fsdp"), "mesh.tensor", "no rule maps anything onto it"),
+    (lambda: build(mesh__rules="fsdp"), "mesh.tensor", "no rule uses it"),
     (lambda: build(model__vocab_size=63), "model.vocab_size", "make it a multiple of 2"),
     (lambda: build(model__mlp_dim=33), "model.mlp_dim", "make it a multiple of 2"),
     (lambda: build(model__num_heads=3, model__head_dim=8), "heads", "make it a multiple of 2"),
