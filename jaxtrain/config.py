@@ -92,6 +92,8 @@ class DataConfig:
 
     def __post_init__(self):
         _positive(self, "data", "seq_len global_batch_size prefetch")
+        if self.prefetch > 1000:
+            raise UserError("data.prefetch", f"{self.prefetch} batches would fill the memory", "use 1000 or fewer")
         if not 0 < self.eval_fraction < 1:
             raise UserError("data.eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.05")
         _one_of("data.tokenizer", self.tokenizer, ("bytes",))
@@ -150,6 +152,8 @@ class TrainConfig:
     def __post_init__(self):
         _positive(self, "train", "accumulation log_every eval_batches")
         _not_negative(self, "train", "steps unroll loss_chunks z_loss eval_every sample_tokens")
+        if self.steps >= 2**31:
+            raise UserError("train.steps", f"{self.steps} is more than a 32-bit counter holds", "use fewer than 2^31")
         _one_of("train.precision", self.precision, ("auto", "float32", "bfloat16", "float16"))
         _one_of("train.attention", self.attention, ("auto", "xla", "cudnn"))
         _one_of("train.remat", self.remat, ("none", "full", "dots", "attention", "attention_and_dots"))
