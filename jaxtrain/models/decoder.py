@@ -42,7 +42,8 @@ class Decoder(nnx.Module):
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
                  rotary: Rotary | None = None, head: Head | None = None):
         self.embed, self.positions, self.rotary = embed, positions, rotary
-        self.blocks = Stack(block, num_layers, remat=remat(compute.remat), unroll=compute.unroll, rngs=rngs)
+        loop = 0 < compute.unroll < num_layers
+        self.blocks = Stack(block, num_layers, remat=remat(compute.remat, loop), unroll=compute.unroll, rngs=rngs)
         self.norm, self.output = norm, head
 
     def hidden(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,
@@ -69,12 +70,15 @@ class Decoder(nnx.Module):
                           out_sharding=sharding.activation_spec("batch", "seq", "act_vocab"))
 
 
-def remat(name: str) -> Callable[[Callable], Callable]:
-    """What of a layer's forward pass is kept for the backward pass; the rest is computed again."""
+def remat(name: str, loop: bool) -> Callable[[Callable], Callable]:
+    """What of a layer's forward pass is kept for the backward pass; the rest is computed again.
+
+    Without a `loop` around layers the compiler sees both computations side by side and must be kept from merging them.
+    """
     policies = jax.checkpoint_policies
     dots, attention = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("attention")
     policy = {"full": None, "dots": dots, "attention": attention,
               "attention_and_dots": policies.save_from_both_policies(dots, attention)}
     if name == "none":
         return lambda layer: layer
-    return lambda layer: jax.checkpoint(layer, policy=policy[name], prevent_cse=False)
+    return lambda layer: jax.checkpoint(layer, policy=policy[name], prevent_cse=not loop)
