@@ -134,8 +134,9 @@ class Run:
         sums = [self.compiled_eval(state.params, self.placed(self.eval_batches, n)) for n in range(many)]
         total, weight = np.sum(jax.device_get(sums), axis=0)
         nats = float(total / weight)
-        tokens_per_byte = self.corpus.eval.num_tokens / self.corpus.eval.num_bytes
-        return {"eval_loss": nats, "eval_bits_per_byte": nats * tokens_per_byte / float(np.log(2))}
+        text = self.corpus.eval
+        predicted = text.num_tokens - (len(text.offsets) - 1)  # the first token of a document follows nothing
+        return {"eval_loss": nats, "eval_bits_per_byte": nats * predicted / text.num_bytes / float(np.log(2))}
 
     def place(self, batch: Any) -> Any:
         """Put a whole batch of numpy arrays on the mesh; what is there already stays."""
@@ -199,6 +200,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
         raise UserError(f"mesh.overrides.{unknown[0]}", "no model speaks of this axis",
                         nearest(unknown[0], sharding.CONFIG_KEYS))
     rules = sharding.rules(m.rules, **m.overrides)
+    _check_rules_agree(rules)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else "abstract"
     compute = precision.resolve(config.train.precision, platform)
     choose_backend(config.train.attention, platform, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
@@ -228,6 +230,10 @@ def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
     if size % micro:
         raise UserError("data.global_batch_size", f"{size} does not divide over {shards} batch shards x "
                         f"train.accumulation={config.train.accumulation}", f"make it a multiple of {micro}")
+    tokens, chunks = size // micro * config.data.seq_len, config.train.loss_chunks
+    if chunks and tokens % chunks:
+        raise UserError("train.loss_chunks", f"{chunks} does not divide the {tokens} tokens of a device's micro-batch",
+                        "choose a divisor, or 0")
     c = config.model
     sizes = {"seq": config.data.seq_len, "block_seq": config.data.seq_len, "act_embed": c.embed_dim,
              "act_mlp": c.mlp_dim, "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads,
@@ -235,6 +241,23 @@ def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
     for name, length in sizes.items():
         spec = sharding.without_trivial_axes(rules.spec((name,)), mesh)
         sharding.check_divides((name,), (length,), spec, mesh, "an activation")
+
+
+def _check_rules_agree(rules: Rules) -> None:
+    """A matmul's weight and its result are split alike, and what no model splits yet is whole."""
+    def split(name):
+        return [axis for axis in rules[name] if axis not in rules.batch]
+    for weight in ("vocab", "mlp", "heads", "kv_heads"):
+        if split(weight) != split(f"act_{weight}"):
+            raise UserError(f"mesh.overrides.{weight}", f"it maps onto {'+'.join(split(weight)) or 'none'} and "
+                            f"act_{weight} onto {'+'.join(split(f'act_{weight}')) or 'none'}", "map both alike")
+    for name in ("seq", "act_embed", "act_head_dim"):
+        if rules[name]:
+            raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(rules[name])}", "use none")
+    for name in ("embed", "norm", "head_dim", "positions"):
+        if split(name):
+            raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(split(name))}",
+                            "use none or an axis of the batch")
 
 
 def _check_rules_used(config: Config, axes: Any) -> None:

@@ -38,6 +38,9 @@ class ModelConfig:
         _positive(self, "model", "vocab_size num_layers embed_dim num_heads max_seq_len norm_eps rope_theta "
                                  "rope_scaling rope_original_len")
         _not_negative(self, "model", "num_kv_heads head_dim mlp_dim window")
+        for field_ in fields(self):
+            if isinstance(value := getattr(self, field_.name), int) and value >= 2**31:
+                raise UserError(f"model.{field_.name}", f"{value} is no size of an array", "use less than 2^31")
         if not self.head_dim and self.embed_dim % self.num_heads:
             raise UserError("model.num_heads", f"{self.num_heads} does not divide model.embed_dim={self.embed_dim}",
                             "choose a divisor or set model.head_dim")
@@ -108,7 +111,7 @@ class OptimizerConfig:
     schedule: str = "cosine"
     warmup_steps: int = 0
     decay_fraction: float = 0.2  # the last part of a "wsd" schedule
-    final_fraction: float = 0.1  # of learning_rate, reached at the last step
+    final_fraction: float = 0.1  # of learning_rate, where the decay ends: behind the last step
     weight_decay: float = 0.1
     clip_norm: float = 1.0  # 0: no clipping
     b1: float = 0.9
@@ -139,7 +142,7 @@ class TrainConfig:
     precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU
     attention: str = "auto"
     remat: str = "none"
-    unroll: int = 1  # layers per scan iteration; 0: all of them
+    unroll: int = 1  # layers per scan iteration; 0: all of them. With remat always 1
     loss_chunks: int = 0  # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
     z_loss: float = 0.0
     log_every: int = 1
@@ -152,8 +155,10 @@ class TrainConfig:
     def __post_init__(self):
         _positive(self, "train", "accumulation log_every eval_batches")
         _not_negative(self, "train", "steps unroll loss_chunks z_loss eval_every sample_tokens")
-        if self.steps >= 2**31:
-            raise UserError("train.steps", f"{self.steps} is more than a 32-bit counter holds", "use fewer than 2^31")
+        for name in ("steps", "seed"):
+            if not -(2**31) <= getattr(self, name) < 2**31:
+                raise UserError(f"train.{name}", f"{getattr(self, name)} is more than 32 bits hold",
+                                "use less than 2^31")
         _one_of("train.precision", self.precision, ("auto", "float32", "bfloat16", "float16"))
         _one_of("train.attention", self.attention, ("auto", "xla", "cudnn"))
         _one_of("train.remat", self.remat, ("none", "full", "dots", "attention", "attention_and_dots"))
@@ -249,7 +254,8 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
         if not name:
             raise UserError(section, "it is a section, not a key", f"give {section}.KEY=VALUE")
         if section == "mesh" and name.startswith("overrides."):
-            sections[section]["overrides"] = {**sections[section].get("overrides", {}),
+            before = sections[section].get("overrides", {})
+            sections[section]["overrides"] = {**(before if isinstance(before, dict) else {}),
                                               name.removeprefix("overrides."): str(value)}
         else:
             sections[section][name] = _Text(value) if isinstance(value, str) else value

@@ -34,7 +34,9 @@ def default_chunks(tokens: int, vocab: int) -> int:
     if tokens * vocab * 4 <= 2**26:
         return 1
     wanted = max(1, min(64, tokens // 256))
-    return next(n for n in range(wanted, tokens + 1) if tokens % n == 0)
+    above = next(n for n in range(wanted, tokens + 1) if tokens % n == 0)
+    # Lengths with few divisors: rather larger chunks than a great many tiny ones.
+    return above if above <= 4 * wanted else next(n for n in range(wanted, 0, -1) if tokens % n == 0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -44,12 +46,12 @@ def _summed(x, head, targets, weights, z_loss, chunks):
 
 def _forward(x, head, targets, weights, z_loss, chunks):
     loss, dx, dhead = _run(x, head, targets, weights, z_loss, chunks, gradients=True)
-    return loss, (dx, dhead)
+    return loss, (dx, dhead, jnp.zeros((), head.dtype))
 
 
 def _backward(z_loss, chunks, saved, g):
-    dx, dhead = saved
-    return (g * dx).astype(dx.dtype), (g * dhead).astype(dhead.dtype), None, None
+    dx, dhead, head = saved
+    return (g * dx).astype(dx.dtype), (g * dhead).astype(head.dtype), None, None
 
 
 _summed.defvjp(_forward, _backward)
@@ -104,4 +106,6 @@ def _local(x_BTD, head_DV, targets_BT, weights_BT, batch_axes, vocab_axes, *, z_
         (loss, dhead_DV), dx = lax.scan(chunk, start, inputs)
     if not gradients:
         return (over_batch(loss),)
-    return over_batch(loss), dx.reshape(x_BTD.shape), over_batch(dhead_DV).astype(head_DV.dtype)
+    # A sum over tokens may be too large for float16 until the backward pass has divided it.
+    dtype = F32 if head_DV.dtype == jnp.float16 else head_DV.dtype
+    return over_batch(loss), dx.reshape(x_BTD.shape), over_batch(dhead_DV).astype(dtype)

@@ -35,6 +35,9 @@ def make_mesh(
 
 def axis_sizes(sizes: Sequence[int], available: int, exact: bool = True) -> tuple[int, ...]:
     """Fill in the one -1 and check the product against the number of devices."""
+    for axis, size in zip(AXES, sizes, strict=True):
+        if size < 1 and size != -1:
+            raise UserError(f"mesh.{axis}", f"{size} is no axis size", "give a positive number or -1")
     product = math.prod(size for size in sizes if size != -1)
     asked = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size != 1) or "one device"
     if list(sizes).count(-1) > 1:

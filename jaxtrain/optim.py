@@ -10,9 +10,9 @@ from jaxtrain.config import OptimizerConfig
 
 
 def make_schedule(c: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Warm-up from zero, then the named decay to `final_fraction` of the peak at the last step."""
+    """A linear warm-up from 1/n of the peak, then the named decay; behind the last step it is at `final_fraction`."""
     peak, final, after = c.learning_rate, c.learning_rate * c.final_fraction, max(1, steps - c.warmup_steps)
-    decay = max(1, round(c.decay_fraction * steps))
+    decay = max(1, min(after, round(c.decay_fraction * steps)))
     body = {
         "constant": lambda: optax.constant_schedule(peak),
         "cosine": lambda: optax.cosine_decay_schedule(peak, after, alpha=c.final_fraction),

@@ -20,7 +20,8 @@ def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200,
     Every step computes the whole window again, without a cache: fine for a look at what a run has learned.
     """
     tokenizer = run.corpus.tokenizer
-    start = np.asarray([tokenizer.eod, *tokenizer.encode(prompt.encode())], np.int32)[: run.config.data.seq_len - 1]
+    # A document's first token has no predecessor in training, so an empty prompt starts behind a line's end.
+    start = np.asarray(tokenizer.encode((prompt or "\n").encode()), np.int32)[-(run.config.data.seq_len - 1):]
     stop = min(len(start) + length, run.config.data.seq_len)
     # One row for every piece the batch is cut into: the mesh is busy either way.
     tokens = np.zeros((run.layout.batch_shards, run.config.data.seq_len), np.int32)
@@ -46,4 +47,4 @@ def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200,
     with sharding.use(run.mesh, run.rules):
         out = jax.jit(generate)(state.params, placed, key)
     row = np.asarray(out.addressable_shards[0].data)[0]
-    return tokenizer.decode(row[1:stop])
+    return tokenizer.decode(row[:stop] if prompt else row[1:stop])

@@ -55,9 +55,6 @@ class Rules:
             raise UserError(f"logical axis {name!r}", "no rule names it", nearest(name, self.table))
         return self.table[name]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.table
-
     @property
     def batch(self) -> tuple[str, ...]:
         """The mesh axes over which examples are spread."""
@@ -206,20 +203,17 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.reshard(x, spec) if is_explicit(mesh) else jax.lax.with_sharding_constraint(x, spec)
 
 
-def enter(x: jax.Array, *names: str | None) -> jax.Array:
-    """`constrain`, for an activation that several matmuls share: their gradients are summed here before devices are.
+def enter(x: jax.Array, names: Names, shared_by: tuple[str, ...]) -> jax.Array:
+    """`constrain(x, *names)`, for an activation that several matmuls share, whose outputs are `shared_by`'s dimensions.
 
-    Where the matmuls' other dimension is split, each device has a part of every gradient. The type says so (`reduced`),
-    and one collective sums what otherwise each matmul would sum for itself.
+    Where all of those are split, each device has a part of every matmul's gradient. The type says so (`reduced`), and
+    one collective then sums what otherwise each matmul would sum for itself.
     """
     here = current()
     if here is None or not is_explicit(here[0]):
         return constrain(x, *names)
-    mesh, rules = here
-    spec = without_trivial_axes(rules.spec(names), mesh)
-    taken = {axis for entry in spec for axis in axes_of(entry)}
-    summed = {axis for name in ("act_heads", "act_kv_heads", "act_mlp") for axis in rules[name] if mesh.shape[axis] > 1}
-    return jax.reshard(x, P(*spec, reduced=summed - taken))
+    spec, splits = activation_spec(*names) or P(), {axes_of(split_by(name)) for name in shared_by}
+    return jax.reshard(x, P(*spec, reduced=set(*splits)) if len(splits) == 1 else spec)
 
 
 def gather(weight: jax.Array, *names: str | None) -> jax.Array:
@@ -268,7 +262,7 @@ def by_row(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         y = f(x.reshape(-1, *x.shape[2:]))
         return y.reshape(*x.shape[:2], *y.shape[1:])
     spec = jax.typeof(x).sharding.spec
-    if any(spec[1:]):
+    if any(spec[1:]) or spec.reduced:
         return f(x)
     y = f(jax.lax.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]), out_sharding=P(spec[0], *spec[2:])))
     return jax.lax.reshape(y, (*x.shape[:2], *y.shape[1:]), out_sharding=P(spec[0], *[None] * y.ndim))

@@ -113,6 +113,7 @@ class TrainStep:
         plan = self._make_plan(x)
         if self._plan is None or self._plan.identity != plan.identity:
             self._compiled = {}
+            self.__dict__.pop("_evaluate", None)
         self._plan = plan
         return plan.abstract
 

@@ -11,6 +11,7 @@ from jaxtrain import checkpoint, observe
 from jaxtrain.build import Run, build
 from jaxtrain.config import Config
 from jaxtrain.data import prefetch
+from jaxtrain.errors import UserError
 from jaxtrain.report import matmul_parameters
 from jaxtrain.resilience import Interrupt
 from jaxtrain.state import TrainState
@@ -33,6 +34,8 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     # -------------------------------------------------------------- refuse what cannot work, before paying for anything
     run, workdir, t = build(config), Path(workdir), config.train
     observe.check_workdir(workdir, config)
+    if t.tensorboard:
+        observe.summary_writer()
     run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
     observe.write_run_files(workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
                             data_manifest_hash=run.corpus.manifest_hash)
@@ -41,6 +44,9 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     # -------------------------------------------------------------------- the state: from a checkpoint, or from nothing
     checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     start = checkpoints.latest() or 0
+    if start > t.steps:
+        raise UserError("train.steps", f"{t.steps} is less than the {start} steps that {workdir} has",
+                        "give more steps or another --workdir")
     if start:
         state = checkpoints.restore(start, run.abstract)
         say(f"resumed from step {start}")

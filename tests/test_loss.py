@@ -134,3 +134,12 @@ def test_three_matmuls_with_gradients_and_one_without(vocab):
     shapes, size = abstract(tokens, vocab, dim), tokens * vocab * dim
     assert matmuls(jax.make_jaxpr(differentiated)(*shapes).jaxpr, size) == 3
     assert matmuls(jax.make_jaxpr(jt.cross_entropy)(*shapes).jaxpr, size) == 1
+
+
+def test_a_sum_too_large_for_float16_is_divided_before_it_is_rounded():
+    """The head's gradient adds up tokens: 131,072 alike make more than float16 holds, their mean does not."""
+    tokens, vocab = 2**17, 16
+    x, head = jnp.ones((1, tokens, 8), jnp.float16), jnp.zeros((8, vocab), jnp.float16)
+    targets, weights = jnp.zeros((1, tokens), jnp.int32), jnp.ones((1, tokens), jnp.float32)
+    gradient = jax.grad(lambda head: jt.cross_entropy(x, head, targets, weights) / tokens)(head)
+    np.testing.assert_allclose(gradient[:, 0], -15 / 16, rtol=1e-3)

@@ -129,3 +129,9 @@ def test_muon_turns_hidden_matrices_into_orthogonal_ones_and_leaves_the_rest_to_
             even = np.median(values) * 0.5 < values.min() and values.max() < np.median(values) * 1.6
             assert even, f"{path} is not orthogonalised layer by layer, its singular values are {values.round(2)}"
             assert 0.15 < np.sqrt((side**2).mean()) < 0.25, f"{path} does not move as far as by AdamW"
+
+
+def test_a_decay_longer_than_the_run_still_ends_where_it_should():
+    config = OptimizerConfig(learning_rate=PEAK, schedule="wsd", warmup_steps=WARMUP, decay_fraction=1.0,
+                             final_fraction=0.1)
+    assert float(make_schedule(config, STEPS)(STEPS)) == pytest.approx(0.1 * PEAK)

@@ -398,3 +398,19 @@ def test_idle_mesh_axis_is_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jt.make_train_step(tree_loss, optimizer(), mesh=mesh, axes=AXES).abstract(make_tree)
+
+
+def test_another_module_is_evaluated_as_itself():
+    class Scaled(nnx.Module):
+        def __init__(self, by):
+            self.by, self.weight = by, nnx.Param(jnp.ones(()))
+
+        def __call__(self):
+            return self.by * self.weight[...]
+
+    step = jt.make_train_step(lambda module, batch: module() * batch.mean(), optax.sgd(0.0), mesh=jt.make_mesh())
+    batch = np.ones((8,), np.float32)
+    for by in (2.0, 5.0):
+        state = step.init(Scaled(by))
+        total, weight = step.evaluate(state, batch)
+        assert float(total / weight) == by

@@ -23,6 +23,10 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
            window: int = 0, backend: str = "auto") -> jax.Array:
     """Causal attention of queries over keys of the same segment and, with `window`, of the last `window` tokens."""
     backend = choose_backend(backend, jax.default_backend(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3])
+    if sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
+        # Fewer key/value heads than devices: each device takes those that its query heads look at.
+        repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
+        k_BSGK, v_BSGK = (sharding.constrain(jnp.repeat(x, repeats, axis=2), *HEADS) for x in (k_BSGK, v_BSGK))
     out = _BACKENDS[backend](q_BTHK, k_BSGK, v_BSGK, segments_BT, window)
     return checkpoint_name(out, "attention")
 
@@ -78,9 +82,8 @@ def _cudnn(q_BTHK, k_BSGK, v_BSGK, segments_BT, window):
     q_spec = sharding.activation_spec(*HEADS)
     if q_spec is None:
         return local(q_BTHK, k_BSGK, v_BSGK, segments_BT)
-    kv_spec = sharding.activation_spec(*KV_HEADS)
     segment_spec = None if segments_BT is None else sharding.activation_spec("batch", "seq")
-    return jax.shard_map(local, in_specs=(q_spec, kv_spec, kv_spec, segment_spec), out_specs=q_spec, check_vma=False)(
+    return jax.shard_map(local, in_specs=(q_spec, q_spec, q_spec, segment_spec), out_specs=q_spec, check_vma=False)(
         q_BTHK, k_BSGK, v_BSGK, segments_BT)
 
 

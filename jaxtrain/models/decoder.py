@@ -29,9 +29,9 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def __call__(self, x_BTD: jax.Array, segments_BT, angles) -> jax.Array:
-        h = sharding.enter(self.attention_norm(x_BTD), *INSIDE)
+        h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=("act_heads", "act_kv_heads"))
         x_BTD = x_BTD + self.attention(h, segments_BT, angles)
-        h = sharding.enter(self.mlp_norm(x_BTD), *INSIDE)
+        h = sharding.enter(self.mlp_norm(x_BTD), INSIDE, shared_by=("act_mlp",))
         return x_BTD + self.mlp(h)
 
 
@@ -42,8 +42,9 @@ class Decoder(nnx.Module):
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
                  rotary: Rotary | None = None, head: Head | None = None):
         self.embed, self.positions, self.rotary = embed, positions, rotary
-        loop = 0 < compute.unroll < num_layers
-        self.blocks = Stack(block, num_layers, remat=remat(compute.remat, loop), unroll=compute.unroll, rngs=rngs)
+        # What is to be computed again stays in a loop: side by side, JAX 0.10's compiler merges both computations.
+        unroll = compute.unroll if compute.remat == "none" else 1
+        self.blocks = Stack(block, num_layers, remat=remat(compute.remat), unroll=unroll, rngs=rngs)
         self.norm, self.output = norm, head
 
     def hidden(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,
@@ -70,15 +71,12 @@ class Decoder(nnx.Module):
                           out_sharding=sharding.activation_spec("batch", "seq", "act_vocab"))
 
 
-def remat(name: str, loop: bool) -> Callable[[Callable], Callable]:
-    """What of a layer's forward pass is kept for the backward pass; the rest is computed again.
-
-    Without a `loop` around layers the compiler sees both computations side by side and must be kept from merging them.
-    """
+def remat(name: str) -> Callable[[Callable], Callable]:
+    """What of a layer's forward pass is kept for the backward pass; the rest is computed again."""
     policies = jax.checkpoint_policies
     dots, attention = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("attention")
     policy = {"full": None, "dots": dots, "attention": attention,
               "attention_and_dots": policies.save_from_both_policies(dots, attention)}
     if name == "none":
         return lambda layer: layer
-    return lambda layer: jax.checkpoint(layer, policy=policy[name], prevent_cse=not loop)
+    return lambda layer: jax.checkpoint(layer, policy=policy[name], prevent_cse=False)

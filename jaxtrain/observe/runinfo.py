@@ -18,7 +18,7 @@ from jaxtrain.errors import UserError
 # What a resumed run may change: where and how fast the same mathematics is done, and what is told about it.
 _FREE: dict[str, Set[str] | None] = {
     "mesh": None, "checkpoint": None,  # all of their keys
-    "data": {"cache_dir", "prefetch"},
+    "data": {"cache_dir", "prefetch", "source"},  # the same text elsewhere is the same data: the manifest's hash tells
     "optimizer": {"zero_stage"},
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
               "eval_batches", "sample_tokens", "progress", "tensorboard"},
@@ -40,7 +40,7 @@ def check_workdir(workdir: str | Path, config: Config, data_manifest_hash: str |
     for section, keys in config.to_dict().items():
         for key, value in keys.items():
             before = started.get(section, {}).get(key, value)
-            if before != value and not _free(section, key, config):
+            if before != value and ("float16" in (before, value) or not _free(section, key, config)):
                 raise UserError("--workdir", f"{workdir} holds a run with {section}.{key}={before}, this config has "
                                 f"{value}", f"give another --workdir or --config.{section}.{key}={before}")
     if recorded_data and data_manifest_hash and recorded_data != data_manifest_hash:

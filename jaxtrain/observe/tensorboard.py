@@ -1,9 +1,20 @@
 """TensorBoard as a sink of the run's numbers."""
 
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.errors import UserError
 from jaxtrain.observe.metrics import Record
+
+
+def summary_writer() -> Any:
+    """tensorboardX's class, or a `UserError` that names the extra."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise UserError("train.tensorboard", "the package tensorboardX is not installed",
+                        "pip install 'jaxtrain[tensorboard]' or set it to false") from None
+    return SummaryWriter
 
 
 class TensorBoard:
@@ -11,12 +22,7 @@ class TensorBoard:
 
     def __init__(self, directory: str | Path, *, start_step: int = 0):
         """Open the event files of a run that has completed `start_step` steps; later points are hidden."""
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise UserError("train.tensorboard", "the package tensorboardX is not installed",
-                            "pip install 'jaxtrain[tensorboard]' or set it to false") from None
-        self._writer = SummaryWriter(str(directory), purge_step=start_step + 1)
+        self._writer = summary_writer()(str(directory), purge_step=start_step + 1)
 
     def write(self, record: Record) -> None:
         """Write a line's numbers at its step; null is left out."""
