@@ -313,7 +313,7 @@ def print_import_time(times: int = 5) -> None:
     codes = {
         "python alone": "", "import jax": "import jax", "import jaxtrain": "import jaxtrain",
         "all that a run imports before its first step": run,
-        "and Orbax, imported while the step compiles": f"{run}; from jaxtrain.checkpoint import preload; preload().join()"}
+        "and Orbax, while the step compiles": f"{run}; from jaxtrain.checkpoint import preload as p; p().join()"}
     print(f"\nCPU seconds, median of {times}")
     for name, code in codes.items():
         seconds = []
