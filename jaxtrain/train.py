@@ -52,7 +52,6 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         say(f"resumed from step {start}")
     else:
         state = run.init()
-        checkpoint.preload()  # while the step compiles
     if start < t.steps:
         run.compiled_step  # noqa: B018 (compiles, while nothing else wants the processor)
 

@@ -312,8 +312,7 @@ def print_import_time(times: int = 5) -> None:
     run = "import jaxtrain.main, jaxtrain.cache, jaxtrain.distributed, jaxtrain.train, ml_collections, grain"
     codes = {
         "python alone": "", "import jax": "import jax", "import jaxtrain": "import jaxtrain",
-        "all that a run imports before its first step": run,
-        "and Orbax, while the step compiles": f"{run}; from jaxtrain.checkpoint import preload as p; p().join()"}
+        "all that a run imports before its first step": run}
     print(f"\nCPU seconds, median of {times}")
     for name, code in codes.items():
         seconds = []

@@ -1,5 +1,5 @@
 """Whole checkpoints or none: saved in the background, restored on any mesh."""
 
-from jaxtrain.checkpoint.store import Checkpoints, preload
+from jaxtrain.checkpoint.store import Checkpoints
 
-__all__ = ["Checkpoints", "preload"]
+__all__ = ["Checkpoints"]

@@ -2,14 +2,13 @@
 
 On disk a checkpoint is `directory/STEP/` with a flat mapping from paths such as `params/layers/query` to arrays, and a
 JSON `meta`. Tree structure (dataclasses, optax's tuples, None) is not stored: it comes from the state that is restored.
-Orbax (a quarter of a second to import) is loaded at the first save or restore, or ahead of time by `preload`.
+Orbax (a quarter of a second to import) is loaded at the first save or restore, or by Grain where a run reads data.
 """
 
 import contextlib
 import functools
 import logging
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -118,29 +117,13 @@ class Checkpoints:
                          "move it away, and the run resumes from the checkpoint before it")
 
 
-def preload() -> threading.Thread:
-    """Import Orbax on a thread, so that the first save need not.
-
-    The interpreter does one thing at a time: start it just before a wait that releases it, such as compilation. Import
-    everything else first. (Two threads that enter one package from different ends can see half of it; nothing here but
-    this file imports Orbax.)
-    """
-    thread = threading.Thread(target=_orbax, name="import orbax", daemon=True)
-    thread.start()
-    return thread
-
-
-_import = threading.Lock()
-
-
 def _orbax():
     """The package, muted below errors; its news would break up the progress line."""
-    with _import:
-        import orbax.checkpoint as ocp
+    import orbax.checkpoint as ocp
 
-        logger = logging.getLogger("absl")  # shared by all users of absl: silence a source, not the logger
-        if _not_news not in logger.filters:
-            logger.addFilter(_not_news)
+    logger = logging.getLogger("absl")  # shared by all users of absl: silence a source, not the logger
+    if _not_news not in logger.filters:
+        logger.addFilter(_not_news)
     return ocp
 
 

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint import Checkpoints, preload
+from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.errors import UserError
 
 
@@ -230,12 +230,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     store.save(3, state)
     store.close()
     assert store.latest() == 3 and sorted(path.name for path in folder.iterdir()) == ["1", "3"]  # half of 2 is gone
-
-
-def test_preload():
-    thread = preload()
-    thread.join(60)
-    assert not thread.is_alive() and "orbax.checkpoint" in sys.modules
 
 
 def test_two_processes(tmp_path):
