@@ -26,6 +26,7 @@ def shown() -> list[str]:
     for path in DOCS + CODE:
         text = path.read_text()
         for command in [*SETUP.findall(text), *COMMAND.findall(text)]:
+            command = command.split("  ")[0]  # what stands apart explains
             is_template = TEMPLATE.search(re.sub(r"^([A-Z_]+=\S+ )*", "", command))
             if not is_template and command.strip() not in found:
                 found.append(command.strip())
