@@ -1,8 +1,8 @@
 """Activations and norms with gradients written by hand: each keeps little more than its input for the backward pass.
 
 Automatic differentiation keeps several arrays of activation size for each of these, and under `lax.scan` stacks them
-over layers: measured on CPU, hand-written gradients make the whole step 1.12 times as fast, and the scanned loop
-as fast as the unrolled one (docs/benchmarks.md). All compute in float32 and return the dtype of their input.
+over layers. Measured on CPU, these three of softmax, GELU and LayerNorm made the whole step 1.12 times as fast, and
+scanned layers gained most (docs/benchmarks.md). All compute in float32 and return the dtype of their input.
 """
 
 import math
