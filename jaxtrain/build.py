@@ -179,11 +179,26 @@ class Run:
             return self._loss(precision.cast(params, self.precision), batch, 0.0)
 
     def _loss(self, params: Any, batch: Any, z_loss: float) -> tuple[jax.Array, jax.Array]:
+        batch = {key: sharding.constrain(x, "batch", "seq") for key, x in batch.items()}
+        x_BTD, penalty, _ = self._middle(params, self._begin(params, batch), batch)
+        return self._end(params, x_BTD, batch, z_loss) + penalty, batch["weights"].sum()
+
+    # The three parts of the loss, which a pipeline runs on different stages.
+    def _begin(self, params: Any, batch: Any) -> jax.Array:
+        """Embeddings."""
+        return self.model.merge(params).begin(batch["tokens"], batch["positions"])
+
+    def _middle(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """All layers that `params` holds -> activations, summed penalties, and what else is summed for metrics."""
+        x_BTD, aux = self.model.merge(params).through(x_BTD, batch["segments"], batch["positions"])
+        penalty_LB = aux.pop("penalty", jnp.zeros((), jnp.float32))
+        return x_BTD, (penalty_LB * batch["weights"].sum(1)).sum(), aux
+
+    def _end(self, params: Any, x_BTD: jax.Array, batch: Any, z_loss: float) -> jax.Array:
+        """The summed loss of the head."""
         model = self.model.merge(params)
-        x_BTD = model.hidden(batch["tokens"], batch["segments"], batch["positions"])
-        total = cross_entropy(x_BTD, model.head(), batch["targets"], batch["weights"],
-                              z_loss=z_loss, chunks=self.config.train.loss_chunks)
-        return total, batch["weights"].sum()
+        return cross_entropy(model.finish(x_BTD), model.head(), batch["targets"], batch["weights"],
+                             z_loss=z_loss, chunks=self.config.train.loss_chunks)
 
     def _matmul_precision(self):
         # Accelerators round float32 matmuls to fewer bits unless told not to.
@@ -246,18 +261,22 @@ def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
 def _check_rules_agree(rules: Rules) -> None:
     """A matmul's weight and its result are split alike, and what no model splits yet is whole."""
     def split(name):
-        return [axis for axis in rules[name] if axis not in rules.batch]
-    for weight in ("vocab", "mlp", "heads", "kv_heads"):
+        return [axis for axis in rules[name] if axis not in rules.tokens]
+    for weight in ("vocab", "mlp", "heads", "kv_heads", "expert_mlp"):
         if split(weight) != split(f"act_{weight}"):
             raise UserError(f"mesh.overrides.{weight}", f"it maps onto {'+'.join(split(weight)) or 'none'} and "
                             f"act_{weight} onto {'+'.join(split(f'act_{weight}')) or 'none'}", "map both alike")
-    for name in ("seq", "act_embed", "act_head_dim"):
+    for name, axis in (("seq", "context"), ("layers", "stage"), ("experts", "expert")):
+        if rules[name] not in ((), (axis,)):
+            raise UserError(f"mesh.overrides.{name}", f"it cannot be split over {'+'.join(rules[name])}",
+                            f"use none or {axis}")
+    for name in ("act_embed", "act_head_dim"):
         if rules[name]:
             raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(rules[name])}", "use none")
-    for name in ("embed", "norm", "head_dim", "positions"):
+    for name in ("embed", "norm", "head_dim", "positions", "expert_embed"):
         if split(name):
             raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(split(name))}",
-                            "use none or an axis of the batch")
+                            "use none or an axis of the batch or the sequence")
 
 
 def _check_rules_used(config: Config, axes: Any) -> None:

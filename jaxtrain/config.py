@@ -13,6 +13,8 @@ from typing import Any, get_origin, get_type_hints
 
 from jaxtrain.errors import UserError, nearest
 
+_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")  # as in mesh.py, which imports JAX
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -68,12 +70,10 @@ class MeshConfig:
     overrides: dict[str, str] = field(default_factory=dict, hash=False)  # logical name -> "axis", "a+b" or "none"
 
     def __post_init__(self):
-        for axis in ("data", "fsdp", "stage", "context", "expert", "tensor"):
+        for axis in _AXES:
             if (size := getattr(self, axis)) < 1 and size != -1:
                 raise UserError(f"mesh.{axis}", f"{size} is no axis size", "give a positive number or -1")
-            if axis in ("stage", "context", "expert") and size != 1:
-                raise UserError(f"mesh.{axis}", f"{size} is not supported yet", "set it to 1")
-        if [self.data, self.fsdp, self.tensor].count(-1) > 1:
+        if [getattr(self, axis) for axis in _AXES].count(-1) > 1:
             raise UserError("mesh", "more than one axis is -1", "give all axes but one a size")
         for name, axes in self.overrides.items():
             if not isinstance(axes, str):

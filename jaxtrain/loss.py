@@ -64,10 +64,10 @@ def _run(x, head, targets, weights, z_loss, chunks, gradients) -> Any:
     batch, seq, vocab = map(sharding.split_by, ("batch", "seq", "act_vocab"))
     tokens, x_spec, head_spec = P(batch, seq), P(batch, seq, None), P(None, vocab)
     batch_axes = sharding.axes_of(batch) + sharding.axes_of(seq)
-    return jax.shard_map(
+    return sharding.island(
         partial(local, batch_axes=batch_axes, vocab_axes=sharding.axes_of(vocab)),
         in_specs=(x_spec, head_spec, tokens, tokens),
-        out_specs=(P(), x_spec, head_spec) if gradients else (P(),), check_vma=False,
+        out_specs=(P(), x_spec, head_spec) if gradients else (P(),),
     )(x, head, targets, weights)
 
 

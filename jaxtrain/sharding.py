@@ -1,7 +1,10 @@
 """Logical axis names -> mesh axes -> shardings. The only place where the two vocabularies meet.
 
 A parameter has two layouts. At rest it is sharded over everything its rules name (and, under ZeRO-3, over `data`). In
-use it is gathered over the axes that shard the batch: those devices see different tokens and need the same weights.
+use it is gathered over the axes that shard the tokens: those devices see different tokens and need the same weights.
+
+An axis that a surrounding `shard_map` has made manual (parallel/pipeline.py does) is no longer part of any type: there,
+arrays are one device's part along it, and the specs made here leave it out.
 """
 
 import contextlib
@@ -26,21 +29,28 @@ PARAMETER_NAMES = {
     "layers": "model.num_layers", "vocab": "model.vocab_size", "embed": "model.embed_dim", "mlp": "model.mlp_dim",
     "heads": "model.num_heads", "kv_heads": "model.num_kv_heads", "head_dim": "model.head_dim",
     "positions": "model.max_seq_len", "norm": "model.embed_dim",
+    "experts": "model.num_experts", "expert_embed": "model.embed_dim", "expert_mlp": "model.expert_mlp_dim",
 }
 ACTIVATION_NAMES = {
     "batch": "data.global_batch_size", "seq": "data.seq_len", "block_seq": "data.seq_len",
     "act_embed": "model.embed_dim", "act_mlp": "model.mlp_dim", "act_heads": "model.num_heads",
     "act_kv_heads": "model.num_kv_heads", "act_head_dim": "model.head_dim", "act_vocab": "model.vocab_size",
+    "act_expert_mlp": "model.expert_mlp_dim",
 }
 CONFIG_KEYS = PARAMETER_NAMES | ACTIVATION_NAMES
 
-_BATCH = ("data", "fsdp")
-_DATA: dict[str, tuple[str, ...]] = {**dict.fromkeys(CONFIG_KEYS, ()), "batch": _BATCH}
-_FSDP = _DATA | {"embed": ("fsdp",), "norm": ("fsdp",)}
+# Experts' devices take part in everything else as data-parallel ones: the batch is split over `expert` too.
+_DATA: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(CONFIG_KEYS, ()), "layers": ("stage",), "experts": ("expert",),
+    "batch": ("data", "fsdp", "expert"), "seq": ("context",), "block_seq": ("context",),
+}
+_FSDP = _DATA | dict.fromkeys(("embed", "norm"), ("fsdp", "context", "expert")) | {"expert_embed": ("fsdp", "context")}
 _FSDP_TP = _FSDP | {name: ("tensor",) for name in (
-    "vocab", "mlp", "heads", "kv_heads", "act_mlp", "act_heads", "act_kv_heads", "act_vocab",
-    "block_seq",  # between blocks the sequence is split over tensor, so norms and residuals are too
-)}
+    "vocab", "mlp", "heads", "kv_heads", "act_mlp", "act_heads", "act_kv_heads", "act_vocab", "expert_mlp",
+    "act_expert_mlp")} | {
+    # Between blocks the sequence is split over tensor, so norms and residuals are too.
+    "block_seq": ("context", "tensor"),
+}
 PRESETS = {"data": _DATA, "fsdp": _FSDP, "fsdp_tp": _FSDP_TP}
 
 
@@ -60,6 +70,11 @@ class Rules:
         """The mesh axes over which examples are spread."""
         return self["batch"]
 
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The mesh axes over which tokens are spread: examples, and the parts of a long one."""
+        return self["batch"] + self["seq"]
+
     def spec(self, names: Names, *, gathered: bool = False) -> P:
         """The partition spec of an array with these logical names; `gathered`: of a weight as it is used."""
         axes = [self[name] if name else () for name in names]
@@ -70,7 +85,8 @@ class Rules:
             raise UserError(f"rules for {both}", f"both map onto mesh axis {twice!r} in one array {names}",
                             "map one of them elsewhere or to none")
         if gathered:
-            axes = [tuple(axis for axis in dim if axis not in self.batch) for dim in axes]
+            axes = [dim if name == "experts" else tuple(axis for axis in dim if axis not in self.tokens)
+                    for name, dim in zip(names, axes, strict=True)]
         return P(*map(_entry, axes))
 
 
@@ -106,8 +122,15 @@ def _entry(axes: tuple[str, ...]) -> Any:
 
 
 def without_trivial_axes(spec: P, mesh: AnyMesh) -> P:
-    """The same layout with axes of size 1 left out, so that equal layouts have equal types."""
-    return P(*(_entry(tuple(axis for axis in axes_of(entry) if mesh.shape[axis] > 1)) for entry in spec))
+    """The same layout with axes of size 1, and manual ones, left out, so that equal layouts have equal types."""
+    seen = {axis for axis in free_axes(mesh) if mesh.shape[axis] > 1}
+    return P(*(_entry(tuple(axis for axis in axes_of(entry) if axis in seen)) for entry in spec))
+
+
+def free_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """The axes that no surrounding `shard_map` has made manual."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(axis for axis, kind in kinds if kind != AxisType.Manual)
 
 
 def shards(entry: Any, mesh: AnyMesh) -> int:
@@ -176,7 +199,7 @@ def current() -> tuple[AbstractMesh, Rules] | None:
 
 def is_explicit(mesh: AnyMesh) -> bool:
     """Whether shardings are part of types on this mesh."""
-    return all(kind == AxisType.Explicit for kind in mesh.axis_types)
+    return AxisType.Auto not in mesh.axis_types
 
 
 def activation_spec(*names: str | None) -> P | None:
@@ -216,6 +239,12 @@ def enter(x: jax.Array, names: Names, shared_by: tuple[str, ...]) -> jax.Array:
     return jax.reshard(x, P(*spec, reduced=set(*splits)) if len(splits) == 1 else spec)
 
 
+def island(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`f` on each device's own part of its arguments, with collectives by name: a `shard_map` over every free axis."""
+    mesh, _ = current() or (jax.sharding.get_abstract_mesh(), None)
+    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(free_axes(mesh)), check_vma=False)
+
+
 def gather(weight: jax.Array, *names: str | None) -> jax.Array:
     """Bring a weight from its layout at rest to its layout in use (an all-gather, whose transpose reduces)."""
     here = current()
@@ -251,8 +280,8 @@ def einsum(equation: str, x: jax.Array, weight: jax.Array, names: Names, out: Na
 def _splits_a_product(name: str | None) -> bool:
     """Whether a dimension of this name is split, here, over an axis that the batch is not (those split no product)."""
     here = current()
-    return here is not None and any(here[0].shape[axis] > 1 and axis not in here[1].batch
-                                    for axis in (here[1][name] if name else ()))
+    return here is not None and name is not None and any(
+        axis not in here[1].batch for axis in axes_of(split_by(name)))
 
 
 def by_row(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

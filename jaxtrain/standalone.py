@@ -240,7 +240,7 @@ class TrainStep:
         """The parameters' layout at rest less the axes that split the batch."""
         def whole(at_rest):
             entries = [(entry,) if isinstance(entry, str) else entry or () for entry in at_rest.spec]
-            kept = [tuple(axis for axis in entry if axis not in self.rules.batch) or None for entry in entries]
+            kept = [tuple(axis for axis in entry if axis not in self.rules.tokens) or None for entry in entries]
             return NamedSharding(self.mesh, P(*kept))
         return jax.tree.map(whole, self.layout.state.params)
 

@@ -13,6 +13,9 @@ from jaxtrain.sharding import parameter_sharding, spread, without_trivial_axes
 CUBE = dict(data=2, fsdp=2, tensor=2)
 
 
+BATCH, FSDP = ("data", "fsdp", "expert"), ("fsdp", "context", "expert")
+
+
 def build(**keys):
     """On an abstract mesh of 8: refusals come before anything is allocated."""
     config = jt.make_config({
@@ -22,22 +25,23 @@ def build(**keys):
 
 
 @pytest.mark.parametrize(("names", "at_rest", "in_use"), [
-    (("embed", "mlp"), P("fsdp", "tensor"), P(None, "tensor")),
-    (("vocab", "embed"), P("tensor", "fsdp"), P("tensor", None)),
-    (("layers", "norm"), P(None, "fsdp"), P(None, None)),
-    (("batch", "seq", "act_embed"), P(("data", "fsdp"), None, None), P(None, None, None)),
-    (("batch", "block_seq", "act_embed"), P(("data", "fsdp"), "tensor", None), P(None, "tensor", None)),
+    (("embed", "mlp"), P(FSDP, "tensor"), P(None, "tensor")),
+    (("vocab", "embed"), P("tensor", FSDP), P("tensor", None)),
+    (("layers", "norm"), P("stage", FSDP), P("stage", None)),
+    (("experts", "expert_embed", "expert_mlp"), P("expert", FSDP[:2], "tensor"), P("expert", None, "tensor")),
+    (("batch", "seq", "act_embed"), P(BATCH, "context", None), P(None, None, None)),
+    (("batch", "block_seq", "act_embed"), P(BATCH, ("context", "tensor"), None), P(None, "tensor", None)),
     ((None, "heads"), P(None, "tensor"), P(None, "tensor")),
 ])
 def test_names_resolve_by_the_rules(names, at_rest, in_use):
     rules = jt.rules("fsdp_tp")
     assert rules.spec(names) == at_rest
-    assert rules.spec(names, gathered=True) == in_use, "in use, a weight is whole over the axes that shard the batch"
+    assert rules.spec(names, gathered=True) == in_use, "in use, a weight is whole over the axes that shard tokens"
 
 
 def test_presets_build_on_each_other_and_overrides_win():
     assert jt.rules("data").spec(("embed", "mlp")) == P(None, None)
-    assert jt.rules("fsdp").spec(("embed", "mlp")) == P("fsdp", None)
+    assert jt.rules("fsdp").spec(("embed", "mlp")) == P(FSDP, None)
     assert jt.rules("fsdp", mlp="tensor", embed=None).spec(("embed", "mlp")) == P(None, "tensor")
     assert jt.rules("fsdp", mlp="fsdp+tensor", embed="none").spec(("embed", "mlp")) == P(None, ("fsdp", "tensor"))
     assert jt.rules("fsdp", mine=("data", "tensor"))["mine"] == ("data", "tensor"), "a name of one's own is welcome"

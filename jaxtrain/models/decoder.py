@@ -28,11 +28,11 @@ class Block(nnx.Module):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
-    def __call__(self, x_BTD: jax.Array, segments_BT, angles) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, segments_BT, angles) -> tuple[jax.Array, dict[str, jax.Array]]:
         h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=("act_heads", "act_kv_heads"))
         x_BTD = x_BTD + self.attention(h, segments_BT, angles)
         h = sharding.enter(self.mlp_norm(x_BTD), INSIDE, shared_by=("act_mlp",))
-        return x_BTD + self.mlp(h)
+        return x_BTD + self.mlp(h), {}
 
 
 class Decoder(nnx.Module):
@@ -52,11 +52,23 @@ class Decoder(nnx.Module):
         """The final normalised activations, one vector per token."""
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        x_BTD, _ = self.through(self.begin(tokens_BT, positions_BT), segments_BT, positions_BT)
+        return self.finish(x_BTD)
+
+    # The three parts of `hidden`; a pipeline runs them on different stages.
+    def begin(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Embeddings."""
         x_BTD = self.embed(tokens_BT)
-        if self.positions is not None:
-            x_BTD = x_BTD + self.positions(positions_BT)
+        return x_BTD if self.positions is None else x_BTD + self.positions(positions_BT)
+
+    def through(self, x_BTD: jax.Array, segments_BT: jax.Array | None,
+                positions_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """All layers; and what layers report besides, by name, stacked over layers."""
         angles = self.rotary.angles(positions_BT) if self.rotary is not None else None
-        x_BTD = self.blocks(x_BTD, segments_BT, angles)
+        return self.blocks(x_BTD, segments_BT, angles)
+
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """The last norm."""
         return sharding.constrain(self.norm(x_BTD), *INSIDE)
 
     def head(self) -> jax.Array:

@@ -144,6 +144,7 @@ class LearnedPositions(nnx.Module):
 class Stack(nnx.Module):
     """`num_layers` equal layers with their parameters stacked, applied by `lax.scan`.
 
+    A layer returns the activation and a dict of what else it has to tell, which comes back stacked over layers.
     `unroll` layers make one iteration of the loop (0: all, so no loop is left); `remat` wraps each layer. Neither
     changes the parameters, so checkpoints fit either way.
     """
@@ -157,10 +158,10 @@ class Stack(nnx.Module):
             if isinstance(weight, nnx.Param):
                 weight.set_metadata(axes=("layers", *weight.get_metadata()["axes"]))
 
-    def __call__(self, x: jax.Array, *args) -> jax.Array:
+    def __call__(self, x: jax.Array, *args) -> tuple[jax.Array, dict[str, jax.Array]]:
         graphdef, weights = nnx.split(self.layer)
 
         def apply(x, weights):
-            return nnx.merge(graphdef, weights)(x, *args), None
+            return nnx.merge(graphdef, weights)(x, *args)
 
-        return jax.lax.scan(self.remat(apply), x, weights, unroll=self.unroll or self.num_layers)[0]
+        return jax.lax.scan(self.remat(apply), x, weights, unroll=self.unroll or self.num_layers)

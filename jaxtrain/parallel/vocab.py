@@ -17,7 +17,8 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     if axes is None:
         whole = sharding.activation_spec("batch", "seq", "act_embed")
         return sharding.constrain(table_VD.at[tokens_BT].get(out_sharding=whole), "batch", "block_seq", "act_embed")
-    scatter_sequence = out[1] == axes  # sum and split in one collective, straight into the layout between blocks
+    # Sum and split in one collective, straight into the layout between blocks.
+    scatter_sequence = sharding.axes_of(out[1]) == (*sharding.axes_of(tokens_spec[1]), *sharding.axes_of(axes))
 
     def local(table, tokens):
         rows = tokens - lax.axis_index(axes) * table.shape[0]
@@ -25,6 +26,6 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         x = jnp.where(mine[..., None], table[jnp.where(mine, rows, 0)], 0)
         return lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True) if scatter_sequence else lax.psum(x, axes)
 
-    x = jax.shard_map(local, in_specs=(P(axes, None), tokens_spec),
-                      out_specs=out if scatter_sequence else P(*tokens_spec, None))(table_VD, tokens_BT)
+    x = sharding.island(local, in_specs=(P(axes, None), tokens_spec),
+                        out_specs=out if scatter_sequence else P(*tokens_spec, None))(table_VD, tokens_BT)
     return x if scatter_sequence else sharding.constrain(x, "batch", "block_seq", "act_embed")
