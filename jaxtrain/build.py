@@ -16,8 +16,11 @@ from jaxtrain.config import Config
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.loss import cross_entropy
 from jaxtrain.mesh import AXES, make_mesh
-from jaxtrain.models import Compute, make_model
+from jaxtrain.models import Compute, Decoder, make_model
 from jaxtrain.models.attention import choose_backend
+from jaxtrain.parallel.pipeline import Parts, Pipeline, make_schedules
+from jaxtrain.parallel.placement import Placement
+from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.sharding import AnyMesh, Rules
 from jaxtrain.state import Layout, Skeleton, TrainState, abstract_state, initial_state, make_layout, with_shardings
 from jaxtrain.step import make_step
@@ -39,6 +42,7 @@ class Run:
     precision: str
     abstract: TrainState  # shapes, dtypes and shardings
     layout: Layout
+    schedules: tuple[Schedule, Schedule] | None  # of the pipeline: for training, and for evaluation
 
     # ------------------------------------------------------------------------------------------------ the three calls
     def init(self, seed: int | None = None) -> TrainState:
@@ -75,7 +79,8 @@ class Run:
     def lower(self) -> jax.stages.Lowered:
         """The step, traced and lowered for this mesh: no device memory is used, and none need exist."""
         step = make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
-                         clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule)
+                         clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule,
+                         differentiate=self._pipelined if self.schedules else None)
         out = (self.layout.state, None)
         with sharding.use(self.mesh, self.rules), self._matmul_precision():
             traced = jax.jit(step, donate_argnums=0, out_shardings=out).trace(self.abstract, self.abstract_batch)
@@ -179,18 +184,37 @@ class Run:
             return self._loss(precision.cast(params, self.precision), batch, 0.0)
 
     def _loss(self, params: Any, batch: Any, z_loss: float) -> tuple[jax.Array, jax.Array]:
-        batch = {key: sharding.constrain(x, "batch", "seq") for key, x in batch.items()}
+        batch = self._arranged(batch)
+        if self.schedules:
+            return self._pipeline(z_loss).loss(params, batch), batch["weights"].sum()
         x_BTD, penalty, _ = self._middle(params, self._begin(params, batch), batch)
         return self._end(params, x_BTD, batch, z_loss) + penalty, batch["weights"].sum()
+
+    def _pipelined(self, params: Any, batch: Any, scale: Any) -> Any:
+        batch = self._arranged(batch)
+        weight = batch["weights"].sum()
+        pipeline = self._pipeline(self.config.train.z_loss)
+        total, _, grads = pipeline.gradient(params, batch, scale / jnp.maximum(weight, 1e-8))
+        return (total, weight), grads
+
+    def _pipeline(self, z_loss: float) -> Pipeline:
+        assert self.schedules
+        parts = Parts(stacks(self.model.params()), self._begin, self._middle, partial(self._end, z_loss=z_loss))
+        at_rest = jax.tree.map(lambda s: s.spec, self.layout.gradients)
+        return Pipeline(parts, *self.schedules, self.rules, self.layout.axes, at_rest)
+
+    def _arranged(self, batch: Any) -> Any:
+        return {key: sharding.constrain(x, "batch", "seq") for key, x in batch.items()}
 
     # The three parts of the loss, which a pipeline runs on different stages.
     def _begin(self, params: Any, batch: Any) -> jax.Array:
         """Embeddings."""
         return self.model.merge(params).begin(batch["tokens"], batch["positions"])
 
-    def _middle(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def _middle(self, params: Any, x_BTD: jax.Array, batch: Any,
+                real: Any = None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """All layers that `params` holds -> activations, summed penalties, and what else is summed for metrics."""
-        x_BTD, aux = self.model.merge(params).through(x_BTD, batch["segments"], batch["positions"])
+        x_BTD, aux = self.model.merge(params).through(x_BTD, batch["segments"], batch["positions"], real)
         penalty_LB = aux.pop("penalty", jnp.zeros((), jnp.float32))
         return x_BTD, (penalty_LB * batch["weights"].sum(1)).sum(), aux
 
@@ -216,6 +240,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
                         nearest(unknown[0], sharding.CONFIG_KEYS))
     rules = sharding.rules(m.rules, **m.overrides)
     _check_rules_agree(rules)
+    _check_mesh_used(rules, mesh)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else "abstract"
     compute = precision.resolve(config.train.precision, platform)
     choose_backend(config.train.attention, platform, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
@@ -227,10 +252,20 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
     schedule = optim.make_schedule(config.optimizer, config.train.steps)
     optimizer = optim.make_optimizer(config.optimizer, schedule, axes)
     abstract = abstract_state(model.params(), optimizer, compute == "float16")
+    schedules = None
+    if (stages := mesh.shape["stage"]) > 1:
+        schedules = make_schedules(config, stages, sharding.shards(rules.batch, mesh))
+        if not Placement.of(stacks(model.params()), schedules[0].position).even:
+            rules = sharding.Rules({**rules.table, "layers": ()})  # spread otherwise in make_layout
     layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage)
     _check_activations(config, rules, mesh)
-    _check_mesh_used(rules, mesh)
-    return Run(config, mesh, rules, model, optimizer, schedule, compute, with_shardings(abstract, layout.state), layout)
+    return Run(config, mesh, rules, model, optimizer, schedule, compute, with_shardings(abstract, layout.state), layout,
+               schedules)
+
+
+def stacks(params: Any) -> dict[str, int]:
+    """Which of the parameters are stacks of layers, in order, and how many layers each has."""
+    return {key: len(jax.tree.leaves(params[key])[0]) for key in Decoder.STACKS if key in params}
 
 
 def _model(config: Config, mesh: AnyMesh, key: jax.Array) -> nnx.Module:

@@ -81,6 +81,22 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class PipelineConfig:
+    """How micro-batches pass the stages, where mesh.stage is more than 1."""
+
+    schedule: str = "1f1b"
+    microbatches: int = 0  # of each batch, or of each part of it under train.accumulation; 0: chosen
+    chunks: int = 0  # of layers on each stage; 0: 2 for interleaved and zb_v, else 1
+    overlap: bool = False  # give transfers between stages a tick of their own: hidden, for a longer bubble
+    table: str = ""  # a file with a schedule of one's own, CSV or JSON
+
+    def __post_init__(self):
+        _one_of("pipeline.schedule", self.schedule, ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"))
+        _not_negative(self, "pipeline", "microbatches chunks")
+        _derive(self, "chunks", 2 if self.schedule in ("interleaved", "zb_v") else 1)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Which text, how it becomes tokens, and how many of them make a step."""
 
@@ -182,6 +198,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

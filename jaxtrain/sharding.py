@@ -233,8 +233,8 @@ def enter(x: jax.Array, names: Names, shared_by: tuple[str, ...]) -> jax.Array:
     one collective then sums what otherwise each matmul would sum for itself.
     """
     here = current()
-    if here is None or not is_explicit(here[0]):
-        return constrain(x, *names)
+    if here is None or AxisType.Auto in here[0].axis_types or AxisType.Manual in here[0].axis_types:
+        return constrain(x, *names)  # among manual axes JAX 0.10 cannot differentiate such a type
     spec, splits = activation_spec(*names) or P(), {axes_of(split_by(name)) for name in shared_by}
     return jax.reshard(x, P(*spec, reduced=set(*splits)) if len(splits) == 1 else spec)
 
@@ -295,3 +295,13 @@ def by_row(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         return f(x)
     y = f(jax.lax.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]), out_sharding=P(spec[0], *spec[2:])))
     return jax.lax.reshape(y, (*x.shape[:2], *y.shape[1:]), out_sharding=P(spec[0], *[None] * y.ndim))
+
+
+def micro_batches(x: jax.Array, parts: int) -> jax.Array:
+    """[B, ...] to [parts, B / parts, ...]: part a has the rows a, a + parts, ..., so each device cuts up its own."""
+    shape = (x.shape[0] // parts, parts, *x.shape[1:])
+    here = current()
+    if here is None or not is_explicit(here[0]):
+        return jnp.moveaxis(x.reshape(shape), 1, 0)
+    batch, *rest = jax.typeof(x).sharding.spec
+    return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=P(batch, None, *rest)), 1, 0)

@@ -6,7 +6,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 from jaxtrain import precision as precisions
 from jaxtrain import sharding
@@ -15,12 +14,15 @@ from jaxtrain.state import Layout, TrainState
 
 # A loss is a sum and the weight to divide it by, so that micro-batches of unequal weight add up to the whole batch.
 WeightedLoss = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
+# Parameters as they compute, batch, scale -> (total, weight), and the gradient of the mean loss times the scale.
+Gradient = Callable[[Any, Any, Any], tuple[tuple[jax.Array, jax.Array], Any]]
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layout: Layout, *, accumulation: int = 1,
-              clip_norm: float = 0.0, precision: str = "float32", schedule: optax.Schedule | None = None) -> Step:
-    """The step to be jitted with its state donated."""
+              clip_norm: float = 0.0, precision: str = "float32", schedule: optax.Schedule | None = None,
+              differentiate: Gradient | None = None) -> Step:
+    """The step to be jitted with its state donated. `differentiate` stands in for `jax.grad` of the loss."""
     explicit = sharding.is_explicit(layout.mesh)
 
     def place(tree, shardings):
@@ -29,6 +31,10 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
 
     def gradient(params, batch, scale):
         """Of the mean loss of one micro-batch, times `scale`."""
+        if differentiate is not None:
+            sums, grads = differentiate(precisions.cast(params, precision), batch, 1.0 if scale is None else scale)
+            return sums, place(grads, layout.gradients)
+
         def scaled(params):
             total, weight = loss(precisions.cast(params, precision), batch)
             mean = total / jnp.maximum(weight, 1e-8)
@@ -44,15 +50,9 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
 
         zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), layout.gradients)
         none = jnp.zeros((), jnp.float32)
-        micro_batches = jax.tree.map(split, batch)
+        micro_batches = jax.tree.map(lambda x: sharding.micro_batches(x, accumulation), batch)
         ((total, weight), grads), _ = jax.lax.scan(add, ((none, none), zeros), micro_batches)
         return (total, weight), jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-8), grads)
-
-    def split(x):
-        """[B, ...] to [accumulation, B / accumulation, ...]: each device cuts up its own examples."""
-        shape = (x.shape[0] // accumulation, accumulation, *x.shape[1:])
-        spec = P(*layout.batch(x.ndim).spec[:1], *(None,) * x.ndim)
-        return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=spec) if explicit else x.reshape(shape), 1, 0)
 
     def update(params, opt_state, grads, finite):
         def apply():

@@ -1,7 +1,8 @@
 """A decoder-only transformer, put together from the parts that a model file hands in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,8 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Tokens to logits. `hidden` and `head` are apart so that the loss never has to hold all logits."""
 
+    STACKS = ("blocks",)  # what may be spread over the stages of a pipeline, in order
+
     def __init__(self, embed: Embed, block: Callable[[nnx.Rngs], Block], num_layers: int, norm: nnx.Module, *,
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
                  rotary: Rotary | None = None, head: Head | None = None):
@@ -61,11 +64,11 @@ class Decoder(nnx.Module):
         x_BTD = self.embed(tokens_BT)
         return x_BTD if self.positions is None else x_BTD + self.positions(positions_BT)
 
-    def through(self, x_BTD: jax.Array, segments_BT: jax.Array | None,
-                positions_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """All layers; and what layers report besides, by name, stacked over layers."""
+    def through(self, x_BTD: jax.Array, segments_BT: jax.Array | None, positions_BT: jax.Array,
+                real: Mapping[str, Any] | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """All layers, or of each stack the `real` ones; and what layers report besides, stacked over layers."""
         angles = self.rotary.angles(positions_BT) if self.rotary is not None else None
-        return self.blocks(x_BTD, segments_BT, angles)
+        return self.blocks(x_BTD, segments_BT, angles, real=(real or {}).get("blocks"))
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """The last norm."""

@@ -158,10 +158,20 @@ class Stack(nnx.Module):
             if isinstance(weight, nnx.Param):
                 weight.set_metadata(axes=("layers", *weight.get_metadata()["axes"]))
 
-    def __call__(self, x: jax.Array, *args) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(self, x: jax.Array, *args, real: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """`real`: which of the layers there are; the others let `x` pass (stages of a pipeline may have fewer)."""
         graphdef, weights = nnx.split(self.layer)
 
+        @self.remat
         def apply(x, weights):
             return nnx.merge(graphdef, weights)(x, *args)
 
-        return jax.lax.scan(self.remat(apply), x, weights, unroll=self.unroll or self.num_layers)
+        def apply_if_real(x, given):
+            weights, there = given
+            none = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(apply, x, weights)[1])
+            return jax.lax.cond(there, apply, lambda x, _: (x, none), x, weights)
+
+        layers = len(jax.tree.leaves(weights)[0])  # of the stack, or of the part that a stage of a pipeline has
+        if real is None:
+            return jax.lax.scan(apply, x, weights, unroll=self.unroll or layers)
+        return jax.lax.scan(apply_if_real, x, (weights, real), unroll=self.unroll or layers)
