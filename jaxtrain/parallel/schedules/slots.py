@@ -48,7 +48,11 @@ class Table:
 
 
 def table(schedule: Schedule) -> Table:
-    """The arrays the executor runs, with as few slots as values live at once on some stage."""
+    """The arrays the executor runs, with as few slots as values live at once on some stage.
+
+    An activation lives from its arrival (at position 0: from F) until the end of its B; a gradient from its arrival
+    until the end of its B; what waits for W from B until the end of W.
+    """
     at = schedule.at
     lives: dict[str, dict[tuple[int, Op], tuple[int, int]]] = {"act": {}, "grad": {}, "weight": {}}
 
@@ -79,24 +83,22 @@ def table(schedule: Schedule) -> Table:
         array[..., list(columns)] = counts[kind]
     array[..., [Column.F_TO, Column.B_TO]] = Hop.NOWHERE
     for (stage, op), tick in at.items():
-        row, forward = array[tick, stage], replace(op, kind="F")
-        on = Column[f"{op.kind}_ON"]
+        row, on = array[tick, stage], Column[f"{op.kind}_ON"]
         row[on:on + 3] = 1, op.microbatch, op.chunk
-        if op.kind == "W":
-            row[Column.W_FROM] = slots["weight"][stage, replace(op, kind="B")]
-            continue
-        hop, target, chunk = schedule.hop(stage, op)
         kind = "act" if op.kind == "F" else "grad"
         if op.kind == "F":
             row[Column.F_IN] = slots["act"][stage, op]
-        else:
-            row[Column.B_IN] = slots["act"][stage, forward]
+        elif op.kind == "B":
+            row[Column.B_IN] = slots["act"][stage, replace(op, kind="F")]
             row[Column.B_GRAD] = slots["grad"].get((stage, op), counts["grad"])
             row[Column.B_STORE] = slots["weight"].get((stage, op), counts["weight"])
-        row[Column[f"{op.kind}_TO"]] = hop
+        else:
+            row[Column.W_FROM] = slots["weight"][stage, replace(op, kind="B")]
+        hop, target, chunk = schedule.hop(stage, op)
         if hop == Hop.NOWHERE:
             continue
         slot = slots[kind][target, replace(op, chunk=chunk)]
+        row[Column[f"{op.kind}_TO"]] = hop
         if hop == Hop.SELF:
             row[Column[f"{op.kind}_SELF"]] = slot
         else:
@@ -105,15 +107,14 @@ def table(schedule: Schedule) -> Table:
     return Table(array, counts["act"], counts["grad"], counts["weight"])
 
 
-def _colour(lives: Mapping[tuple[int, Op], tuple[int, int]],
-            stages: int) -> tuple[dict[tuple[int, Op], int], int]:
+def _colour(lives: Mapping[tuple[int, Op], tuple[int, int]], stages: int) -> tuple[dict[tuple[int, Op], int], int]:
     """A slot for each value, none shared while both live; and how many that takes, the same on every stage."""
-    slots: dict[tuple[int, Op], int] = {}
-    count = 0
+    slots, count = {}, 0
     for stage in range(stages):
         free_from: list[int] = []  # of each slot
-        mine = sorted(((life, key) for key, life in lives.items() if key[0] == stage), key=lambda item: item[0])
-        for (begin, end), key in mine:
+        mine = sorted((key for key in lives if key[0] == stage), key=lives.__getitem__)
+        for key in mine:
+            begin, end = lives[key]
             slot = next((i for i, tick in enumerate(free_from) if tick <= begin), len(free_from))
             free_from[slot:slot + 1] = [end + 1]
             slots[key] = slot
