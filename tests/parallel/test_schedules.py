@@ -79,8 +79,11 @@ def test_zb_v_leaves_no_stage_idle_once_it_has_begun_in_the_memory_of_1f1b(p, m)
     made = make("zb_v", p, m, 2)
     assert made.length == 6 * m + p - 1  # no schedule is shorter: the last stage begins at tick p - 1
     assert max(made.in_flight(stage, until="W") for stage in range(p)) == 2 * p  # half a stage each
-    if m >= 2 * p:
+    for latency in (1, 2):
+        m = max(m, 2 * latency * p)
+        made = make("zb_v", p, m, 2, latency=latency)
         assert each(made.bubble, made) == [0] * p
+        assert made.length == 6 * m + latency * (p - 1)
 
 
 @pytest.mark.parametrize("p, m", PUBLISHED)
@@ -443,6 +446,9 @@ def test_the_command_line_draws(capsys, tmp_path):
     out = capsys.readouterr().out
     assert "stage 0  F0 F1 .  B0 .  B1" in out and "6, 33.3% empty" in out and "\033" not in out
     assert svg.read_text().count("<text") == 8 and ">B1</text>" in svg.read_text()
+    assert main(["--paired", "--stages=1", "--microbatches=1", f"--svg={svg}"]) == 0
+    assert 'y="14" width="28" height="14"' in svg.read_text()  # B below F, in one cell
+    capsys.readouterr()
     assert main(["--schedule=zb_v", "--latency=2"]) == 0 and "until W" in capsys.readouterr().out
     path = tmp_path / "mine.csv"
     schedules.to_csv(make("gpipe", 2, 3), path)

@@ -123,10 +123,10 @@ def _in_order(empty: Schedule, paired: bool) -> Schedule:
 
 
 def _zb_v(empty: Schedule) -> Schedule:
-    """Greedy within the memory of 1f1b: W as soon as memory is short, else forwards, else B, W to fill in.
+    """Greedy within the memory of 1f1b: W once memory is short, else a forward, else B, and W when nothing else can be.
 
-    The order of the other four was found by trying all: of the orders that leave no stage idle once it has begun, for
-    all sizes tried with twice as many micro-batches as stages, this one is the simplest.
+    Of all orders of the four F and B this one and its like leave no stage idle between its first and last operation,
+    from 2 x latency x stages micro-batches on. The first micro-batch is back on a stage just before the room is full.
     """
     m = empty.microbatches
     room = 2 * (empty.latency * (empty.stages - 1) + 1)
@@ -136,10 +136,10 @@ def _zb_v(empty: Schedule) -> Schedule:
     def turn(stage: int, place: Place) -> None:
         mine = done[stage]
         held = sum(mine["F", chunk] - mine["W", chunk] for chunk in range(2))
-        # The first chunk leaves the last place to the second, or nothing that has entered could leave.
-        forwards = [("F", 1)] * (held < room) + [("F", 0)] * (held < room - 1)
-        weights = sorted((("W", chunk) for chunk in range(2)), key=lambda w: mine[w] - mine["B", w[1]])
         short = held >= room - 1 and mine["F", 1] < m
+        forwards = (("F", 1), ("F", 0)) if held < room else ()
+        # Of the chunks that have W waiting, the one with more.
+        weights = sorted((("W", chunk) for chunk in range(2)), key=lambda w: mine[w] - mine["B", w[1]])
         for kind, chunk in [*(weights if short else ()), *forwards, ("B", 0), ("B", 1), *weights]:
             count = mine[kind, chunk]
             if count < m and place(Op(kind, count, chunk)):
