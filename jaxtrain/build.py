@@ -18,9 +18,10 @@ from jaxtrain.loss import cross_entropy
 from jaxtrain.mesh import AXES, make_mesh
 from jaxtrain.models import Compute, Decoder, make_model
 from jaxtrain.models.attention import choose_backend
-from jaxtrain.parallel.pipeline import Parts, Pipeline, make_schedules
+from jaxtrain.parallel.pipeline import Pipeline, make_schedules
 from jaxtrain.parallel.placement import Placement
 from jaxtrain.parallel.schedules import Schedule
+from jaxtrain.parallel.stage import Parts
 from jaxtrain.sharding import AnyMesh, Rules
 from jaxtrain.state import Layout, Skeleton, TrainState, abstract_state, initial_state, make_layout, with_shardings
 from jaxtrain.step import make_step

@@ -12,6 +12,8 @@ from flax import nnx
 
 from jaxtrain import sharding
 from jaxtrain.models.functions import gelu, layer_norm, rms_norm, swiglu
+from jaxtrain.parallel import deferred
+from jaxtrain.parallel.deferred import Deferred
 from jaxtrain.parallel.vocab import lookup
 from jaxtrain.sharding import Names
 
@@ -49,8 +51,16 @@ class Linear(nnx.Module):
         self.bias = param(rngs, tuple(shape[i] for i in new), self.bias_axes, std=0) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        bias = None if self.bias is None else sharding.gather(self.bias[...], *self.bias_axes)
-        return sharding.einsum(self.equation, x, self.kernel[...], self.axes, self.out, bias)
+        kernel, bias = self.kernel.get_value(), self.bias
+        bias = None if bias is None else sharding.gather(bias[...], *self.bias_axes)
+        if isinstance(kernel, Deferred):
+            y = deferred.multiply(self.product, x, kernel)
+            return y if bias is None else y + bias
+        return self.product(x, kernel, bias)
+
+    def product(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        """Input times weight, plus bias."""
+        return sharding.einsum(self.equation, x, kernel, self.axes, self.out, bias)
 
 
 class LayerNorm(nnx.Module):

@@ -48,12 +48,14 @@ class Placement:
     def to_stages(self, key: str, weight: jax.Array, in_use: P) -> jax.Array:
         """A stacked weight, as it lies at rest, as [stages, chunks, slots, ...] in use."""
         slots, (over, *spec) = self.layers[key].shape, jax.typeof(weight).sharding.spec
+        spec = [_without(entry, "data") for entry in spec]
         if self.even and "stage" in axes_of(over):  # nothing moves between stages
             weight = jax.reshard(weight, P("stage", *spec))
             weight = jax.lax.reshape(weight, (*slots, *weight.shape[1:]), out_sharding=P("stage", None, None, *spec))
         else:  # one exchange: from a part of each layer to each layer of a part
             weight = jax.reshard(weight, P(None, *spec))
             weight = weight.at[np.maximum(self.layers[key], 0)].get(out_sharding=P(None, None, None, *spec))
+            weight = jax.reshard(weight, P("stage", None, None, *(_without(entry, "stage") for entry in spec)))
         return jax.reshard(weight, P("stage", None, None, *in_use))
 
     def from_stages(self, key: str, gradient: jax.Array, at_rest: P) -> jax.Array:
@@ -62,7 +64,13 @@ class Placement:
         whole = (layers.size, *gradient.shape[3:])
         if self.even and "stage" in axes_of(at_rest[0]):
             return jax.reshard(jax.lax.reshape(gradient, whole, out_sharding=P("stage", *spec)), at_rest)
-        gradient = jax.reshard(gradient, P(None, None, None, *at_rest[1:]))
-        gradient = jax.lax.reshape(gradient, whole, out_sharding=P(None, *at_rest[1:]))
+        spec = [_without(entry, "data") for entry in at_rest[1:]]
+        gradient = jax.reshard(gradient, P("stage", None, None, *(_without(entry, "stage") for entry in spec)))
+        gradient = jax.reshard(gradient, P(None, None, None, *spec))
+        gradient = jax.lax.reshape(gradient, whole, out_sharding=P(None, *spec))
         slot_of = np.argsort(np.where(layers < 0, layers.size, layers), axis=None)[:layers.max() + 1]
-        return jax.reshard(gradient.at[slot_of].get(out_sharding=P(None, *at_rest[1:])), at_rest)
+        return jax.reshard(gradient.at[slot_of].get(out_sharding=P(None, *spec)), at_rest)
+
+
+def _without(entry: Any, axis: str) -> Any:
+    return tuple(other for other in axes_of(entry) if other != axis) or None

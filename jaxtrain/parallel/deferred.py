@@ -1,0 +1,105 @@
+"""Weight gradients put off: B leaves each product's input and output gradient, W multiplies the two later.
+
+A zero-bubble schedule splits the backward pass so. A `Deferred` weight brings, beside its numbers, room for the pair;
+the product's gradient for that room is the pair itself. So whatever carries gradients (`lax.scan` over layers,
+rematerialisation) carries the pairs, and what W does then is one product for each weight and nothing else.
+"""
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+Product = Callable[[jax.Array, jax.Array], jax.Array]  # input, weight -> output
+Path = tuple[str, ...]  # keys of nested dicts
+Weights = dict[Path, jax.Array]
+
+
+@dataclass(eq=False)
+class Ledger:
+    """The products of one layer whose weight gradients are put off, by the path of the weight."""
+
+    products: dict[Path, Product] = field(default_factory=dict)
+    owner: dict[Path, Path] = field(default_factory=dict)  # several products of one input keep it once
+    shapes: dict[Path, tuple] = field(default_factory=dict)  # of input and output: (shape, dtype, spec)
+    _inputs: dict[int, tuple[Path, Any]] = field(default_factory=dict)
+
+    def note(self, path: Path, product: Product, x: jax.Array, y: jax.Array) -> None:
+        """Remember a product."""
+        self.products[path] = product
+        self.owner[path] = self._inputs.setdefault(id(x), (path, x))[0]
+        self.shapes[path] = tuple((a.shape, a.dtype, getattr(jax.typeof(a).sharding, "spec", P())) for a in (x, y))
+
+    def room(self, lead: tuple[int, ...]) -> dict[Path, tuple]:
+        """Zeros for all pairs, behind dimensions `lead`."""
+        def zeros(shape, dtype, spec):
+            return jax.reshard(jnp.zeros((*lead, *shape), dtype), P(*(None,) * len(lead), *spec))
+        return {path: (zeros(*x) if self.owner[path] == path else None, zeros(*y))
+                for path, (x, y) in self.shapes.items()}
+
+    def gradients(self, weights: Weights, pairs: dict[Path, tuple]) -> Weights:
+        """Of the weights of a stack of layers, from the pairs of each layer: all that W does."""
+        def one(_, layer):
+            weights, pairs = layer
+
+            def weight_gradient(path):
+                x, dy = pairs[self.owner[path]][0], pairs[path][1]
+                return jax.vjp(partial(self.products[path], x), weights[path])[1](dy)[0]
+
+            return None, {path: weight_gradient(path) for path in self.products}
+        return jax.lax.scan(one, None, (weights, pairs))[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Deferred:
+    """A weight whose gradient is put off, and room for its pair: None while a ledger is being filled."""
+
+    weight: jax.Array
+    room: tuple | None
+    ledger: Ledger = field(metadata={"static": True})
+    path: Path = field(metadata={"static": True})
+
+
+def multiply(product: Product, x: jax.Array, weight: Deferred) -> jax.Array:
+    """`product(x, weight)`, with the weight's gradient put off."""
+    if weight.room is None:
+        y = product(x, weight.weight)
+        weight.ledger.note(weight.path, product, x, y)
+        return y
+
+    @jax.custom_vjp
+    def apply(x, weight, room):
+        return product(x, weight)
+
+    def backward(saved, dy):
+        x, weight, keeps_input = saved
+        dx = jax.vjp(lambda x: product(x, weight), x)[1](dy)[0]
+        return dx, jnp.zeros_like(weight), (None if keeps_input is None else x, dy)
+
+    apply.defvjp(lambda x, weight, room: (product(x, weight), (x, weight, room[0])), backward)
+    return apply(x, weight.weight, weight.room)
+
+
+def take(tree: Any, paths: Container[Path]) -> tuple[Any, Weights]:
+    """The tree without the leaves at `paths` (None in their place), and those leaves."""
+    taken = {}
+
+    def keep(path, leaf):
+        keys = tuple(key.key for key in path)
+        if keys not in paths:
+            return leaf
+        taken[keys] = leaf
+        return None
+
+    return jax.tree_util.tree_map_with_path(keep, tree), taken
+
+
+def put(tree: Any, leaves: Mapping[Path, Any]) -> Any:
+    """The tree with leaves at their paths."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaves.get(tuple(key.key for key in path), leaf), tree, is_leaf=lambda leaf: leaf is None)
