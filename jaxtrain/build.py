@@ -18,6 +18,7 @@ from jaxtrain.loss import cross_entropy
 from jaxtrain.mesh import AXES, make_mesh
 from jaxtrain.models import Compute, make_model
 from jaxtrain.models.attention import choose_backend
+from jaxtrain.parallel.context import arrange
 from jaxtrain.sharding import AnyMesh, Rules
 from jaxtrain.state import Layout, Skeleton, TrainState, abstract_state, initial_state, make_layout, with_shardings
 from jaxtrain.step import make_step
@@ -179,7 +180,7 @@ class Run:
             return self._loss(precision.cast(params, self.precision), batch, 0.0)
 
     def _loss(self, params: Any, batch: Any, z_loss: float) -> tuple[jax.Array, jax.Array]:
-        batch = {key: sharding.constrain(x, "batch", "seq") for key, x in batch.items()}
+        batch = arrange(batch)
         x_BTD, penalty, _ = self._middle(params, self._begin(params, batch), batch)
         return self._end(params, x_BTD, batch, z_loss) + penalty, batch["weights"].sum()
 
@@ -219,7 +220,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
     platform = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else "abstract"
     compute = precision.resolve(config.train.precision, platform)
     choose_backend(config.train.attention, platform, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
-                   config.model.head_dim)
+                   config.model.head_dim, sharding.shards(rules["seq"], mesh))
 
     model = Skeleton.of(nnx.eval_shape(lambda: _model(config, mesh, jax.random.key(0))))
     axes = model.axes()
@@ -235,7 +236,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
 
 def _model(config: Config, mesh: AnyMesh, key: jax.Array) -> nnx.Module:
     t = config.train
-    return make_model(config.model, Compute(t.attention, t.remat, t.unroll), rngs=nnx.Rngs(params=key))
+    return make_model(config.model, Compute(t.attention, t.remat, t.unroll, config.mesh.context_strategy),
+                      rngs=nnx.Rngs(params=key))
 
 
 def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
@@ -250,6 +252,13 @@ def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
         raise UserError("train.loss_chunks", f"{chunks} does not divide the {tokens} tokens of a device's micro-batch",
                         "choose a divisor, or 0")
     c = config.model
+    parts, heads = sharding.shards(rules["seq"], mesh), c.num_heads // sharding.shards(rules["act_heads"], mesh)
+    if parts > 1 and config.data.seq_len % (2 * parts):
+        raise UserError("data.seq_len", f"{config.data.seq_len} does not divide into the {2 * parts} chunks that "
+                        f"mesh.context={parts} deals out in pairs", f"make it a multiple of {2 * parts}")
+    if config.mesh.context_strategy == "ulysses" and heads % parts:
+        raise UserError("mesh.context_strategy", f"ulysses gives each of mesh.context={parts} devices a part of the "
+                        f"heads, and {heads} heads do not divide", "use 'ring'")
     sizes = {"seq": config.data.seq_len, "block_seq": config.data.seq_len, "act_embed": c.embed_dim,
              "act_mlp": c.mlp_dim, "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads,
              "act_head_dim": c.head_dim, "act_vocab": c.vocab_size}

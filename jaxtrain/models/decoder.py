@@ -19,6 +19,7 @@ class Compute:
     attention: str = "auto"
     remat: str = "none"
     unroll: int = 1
+    context: str = "ring"
 
 
 class Block(nnx.Module):
