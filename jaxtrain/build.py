@@ -18,7 +18,7 @@ from jaxtrain.loss import cross_entropy
 from jaxtrain.mesh import AXES, make_mesh
 from jaxtrain.models import Compute, make_model
 from jaxtrain.models.attention import choose_backend
-from jaxtrain.parallel.context import arrange
+from jaxtrain.parallel.context import arrange, choose_strategy
 from jaxtrain.sharding import AnyMesh, Rules
 from jaxtrain.state import Layout, Skeleton, TrainState, abstract_state, initial_state, make_layout, with_shardings
 from jaxtrain.step import make_step
@@ -256,9 +256,7 @@ def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
     if parts > 1 and config.data.seq_len % (2 * parts):
         raise UserError("data.seq_len", f"{config.data.seq_len} does not divide into the {2 * parts} chunks that "
                         f"mesh.context={parts} deals out in pairs", f"make it a multiple of {2 * parts}")
-    if config.mesh.context_strategy == "ulysses" and heads % parts:
-        raise UserError("mesh.context_strategy", f"ulysses gives each of mesh.context={parts} devices a part of the "
-                        f"heads, and {heads} heads do not divide", "use 'ring'")
+    choose_strategy(config.mesh.context_strategy, parts, mesh.shape["stage"], heads)
     sizes = {"seq": config.data.seq_len, "block_seq": config.data.seq_len, "act_embed": c.embed_dim,
              "act_mlp": c.mlp_dim, "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads,
              "act_head_dim": c.head_dim, "act_vocab": c.vocab_size}

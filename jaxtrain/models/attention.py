@@ -21,7 +21,7 @@ KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
 
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
-           window: int = 0, backend: str = "auto", context: str = "ring") -> jax.Array:
+           window: int = 0, backend: str = "auto", context: str = "auto") -> jax.Array:
     """Causal attention of queries over keys of the same segment and, with `window`, of the last `window` tokens.
 
     Where a mesh spreads the sequence over `context`, the tokens come in balanced order (parallel/context.py).
@@ -129,7 +129,7 @@ class Attention(nnx.Module):
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, out_std: float, rngs: nnx.Rngs,
                  bias: bool = False, qk_norm_eps: float | None = None, window: int = 0, backend: str = "auto",
-                 context: str = "ring"):
+                 context: str = "auto"):
         self.window, self.backend, self.context = window, backend, context
         kv = (dim, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), KV_HEADS
         q = (dim, heads, head_dim), ("embed", "heads", "head_dim"), HEADS

@@ -19,7 +19,7 @@ class Compute:
     attention: str = "auto"
     remat: str = "none"
     unroll: int = 1
-    context: str = "ring"
+    context: str = "auto"
 
 
 class Block(nnx.Module):

@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import sharding
+from jaxtrain.errors import UserError
 from jaxtrain.parallel import tiles
 from jaxtrain.parallel.tiles import Tokens, merge
 
@@ -38,6 +39,22 @@ def size() -> int:
     if here is None or not sharding.is_explicit(here[0]) or AXIS not in here[1]["seq"]:
         return 1
     return here[0].shape[AXIS]
+
+
+def choose_strategy(asked: str, context: int, stage: int, heads: int) -> str:
+    """The strategy that `mesh.context_strategy` means here, with so many heads on a device; refuses what cannot work."""
+    # Stages of a pipeline attend at different times, and a permutation waits for all of the mesh; a gather does not.
+    auto = "gather" if stage > 1 else "ring"
+    reasons = {
+        f"ring's permutations would wait for all of mesh.stage={stage}, which are busy with other things":
+            asked == "ring" and context > 1 and stage > 1,
+        f"ulysses gives each of mesh.context={context} devices a part of the {heads} heads, which do not divide":
+            asked == "ulysses" and heads % context,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UserError("mesh.context_strategy", reason, f"use {auto!r}")
+    return auto if asked == "auto" else asked
 
 
 # ------------------------------------------------------------------------------------------------- the order of tokens
@@ -74,23 +91,22 @@ def _everywhere(n: int, tokens: int) -> jax.Array:
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, *, window: int,
            strategy: str) -> jax.Array:
     """`models.attention.attend` for a sequence in balanced order."""
-    n, heads = size(), sharding.split_by("act_heads")
-    split = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in sharding.axes_of(heads))
-    if strategy == "ulysses":
-        split *= n
-    repeats = 1
-    if strategy == "ulysses" or heads != sharding.split_by("act_kv_heads"):
+    n, heads, mesh = size(), sharding.split_by("act_heads"), jax.sharding.get_abstract_mesh()
+    split, G = sharding.shards(heads, mesh), k_BSGK.shape[2]
+    if heads != sharding.split_by("act_kv_heads"):
+        repeats = math.lcm(G, split) // G
         # Fewer key/value heads than devices: repeated just as far as every device gets those its queries look at.
-        repeats = math.lcm(k_BSGK.shape[2], split) // k_BSGK.shape[2]
-    if repeats > 1:
         k_BSGK, v_BSGK = (sharding.constrain(jnp.repeat(x, repeats, axis=2), "batch", "seq", "act_heads",
                                              "act_head_dim") for x in (k_BSGK, v_BSGK))
+    # Within a pipeline the axis is manual already.
+    stages = 1 if AXIS in sharding.free_axes(mesh) else mesh.shape["stage"]
+    strategy = choose_strategy(strategy, n, stages, q_BTHK.shape[2] // split)
     if strategy != "ulysses":
         return _attend(strategy, window, q_BTHK, k_BSGK, v_BSGK, segments_BT)
-    q_BTHK, k_BSGK, v_BSGK = map(_heads_for_sequence, (q_BTHK, k_BSGK, v_BSGK))
-    if segments_BT is not None:
-        segments_BT = _whole(segments_BT)
-    return _sequence_for_heads(_attend(strategy, window, q_BTHK, k_BSGK, v_BSGK, segments_BT))
+    repeats = math.lcm(k_BSGK.shape[2] // split, n) * split // k_BSGK.shape[2]
+    out = _attend(strategy, window, _fewer_heads(1, q_BTHK), _fewer_heads(repeats, k_BSGK),
+                  _fewer_heads(repeats, v_BSGK), None if segments_BT is None else _whole(segments_BT))
+    return _fewer_tokens(1, out)
 
 
 def _specs(strategy: str) -> tuple[P, P]:
@@ -99,23 +115,6 @@ def _specs(strategy: str) -> tuple[P, P]:
     if strategy == "ulysses":
         return P(batch, None, (*sharding.axes_of(heads), *sharding.axes_of(seq))), P(batch, None)
     return P(batch, seq, heads), P(batch, seq)
-
-
-def _heads_for_sequence(x: jax.Array) -> jax.Array:
-    def exchange(x):
-        return lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True)
-    return sharding.island(exchange, in_specs=_specs("")[0], out_specs=_specs("ulysses")[0])(x)
-
-
-def _sequence_for_heads(x: jax.Array) -> jax.Array:
-    def exchange(x):
-        return lax.all_to_all(x, AXIS, split_axis=1, concat_axis=2, tiled=True)
-    return sharding.island(exchange, in_specs=_specs("ulysses")[0], out_specs=_specs("")[0])(x)
-
-
-def _whole(x_BT: jax.Array) -> jax.Array:
-    gather = partial(lax.all_gather, axis_name=AXIS, axis=1, tiled=True)
-    return sharding.island(gather, in_specs=_specs("")[1], out_specs=_specs("ulysses")[1])(x_BT)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -272,6 +271,36 @@ def _all(tree: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------------- ulysses
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fewer_heads(repeats: int, x: jax.Array) -> jax.Array:
+    """From part of the sequence, all heads, to all of the sequence, part of the heads; each first so many times."""
+    def exchange(x):
+        return lax.all_to_all(jnp.repeat(x, repeats, axis=2), AXIS, split_axis=2, concat_axis=1, tiled=True)
+
+    return sharding.island(exchange, in_specs=_specs("")[0], out_specs=_specs("ulysses")[0])(x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fewer_tokens(repeats: int, x: jax.Array) -> jax.Array:
+    """The way back, which adds up repeated heads: the transpose of the way there."""
+    def exchange(x):
+        x = lax.all_to_all(x, AXIS, split_axis=1, concat_axis=2, tiled=True)
+        return x.reshape(*x.shape[:2], -1, repeats, x.shape[3]).sum(3) if repeats > 1 else x
+
+    return sharding.island(exchange, in_specs=_specs("ulysses")[0], out_specs=_specs("")[0])(x)
+
+
+_fewer_heads.defvjp(lambda repeats, x: (_fewer_heads(repeats, x), None), lambda repeats, _, g: (
+    _fewer_tokens(repeats, g),))
+_fewer_tokens.defvjp(lambda repeats, x: (_fewer_tokens(repeats, x), None), lambda repeats, _, g: (
+    _fewer_heads(repeats, g),))
+
+
+def _whole(x_BT: jax.Array) -> jax.Array:
+    gather = partial(lax.all_gather, axis_name=AXIS, axis=1, tiled=True)
+    return sharding.island(gather, in_specs=_specs("")[1], out_specs=_specs("ulysses")[1])(x_BT)
+
 
 def _whole_forward(q, k, v, segments, window):
     mine = Tokens(_everywhere(lax.axis_size(AXIS), q.shape[1]).reshape(-1), segments)

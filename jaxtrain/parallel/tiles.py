@@ -7,6 +7,7 @@ Shape suffixes: B batch, T and S queries and keys, H query heads, G key/value he
 K head width. Sums are float32 whatever comes in.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 F32 = jnp.float32
-TILE = 1024  # tokens along each side
+SCORES = 2**24  # at most so many on a device at a time, over its examples and heads
 NOTHING = -1e30  # the lse of no keys: finite, so that no difference is undefined; merged, it weighs exactly nothing
 
 
@@ -31,8 +32,8 @@ class Tokens(NamedTuple):
 
 def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, window: int) -> tuple[jax.Array, jax.Array]:
     """-> out [B, T, H, K] and lse [B, T, H], both float32."""
-    G, R = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2]
-    tiles = _cut(k_BSGK, (G,)), _cut(v_BSGK, (G,)), _cut_tokens(keys)
+    G, R, side = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2], _side(q_BTHK)
+    tiles = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), _cut_tokens(keys, side)
 
     def of(tile):
         q, queries = tile
@@ -53,7 +54,7 @@ def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, window: int) 
         nothing = jnp.zeros(q.shape, F32), jnp.full(q.shape[:-1], NOTHING)
         return lax.scan(add, nothing, tiles)[0]
 
-    out, lse = lax.map(of, (_cut(q_BTHK, (G, R)), _cut_tokens(queries)))
+    out, lse = lax.map(of, (_cut(q_BTHK, (G, R), side), _cut_tokens(queries, side)))
     return _join(out, 2), _join(lse, 2)
 
 
@@ -66,9 +67,9 @@ def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tup
 def backward(q_BTHK, k_BSGK, v_BSGK, dout_BTHK, lse_BTH, delta_BTH, queries: Tokens, keys: Tokens,
              window: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """-> what these keys add to dq, and these queries to dk and dv; float32. `delta` is the sum over K of out dout."""
-    G, R = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2]
-    k_tiles, v_tiles, key_tiles = _cut(k_BSGK, (G,)), _cut(v_BSGK, (G,)), _cut_tokens(keys)
-    per_query = *(_cut(x, (G, R)) for x in (q_BTHK, dout_BTHK, lse_BTH, delta_BTH)), _cut_tokens(queries)
+    G, R, side = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2], _side(q_BTHK)
+    k_tiles, v_tiles, key_tiles = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), _cut_tokens(keys, side)
+    per_query = *(_cut(x, (G, R), side) for x in (q_BTHK, dout_BTHK, lse_BTH, delta_BTH)), _cut_tokens(queries, side)
 
     def of(dkv, tile):
         q, dout, lse, delta, queries = tile
@@ -120,29 +121,33 @@ def _meet(queries: Tokens, keys: Tokens, window: int) -> jax.Array:
     return meet
 
 
-def _cut(x: jax.Array, heads: tuple[int, ...]) -> jax.Array:
+def _side(q_BTHK: jax.Array) -> int:
+    """Tokens along each side of a tile."""
+    return max(1, math.isqrt(SCORES // (q_BTHK.shape[0] * q_BTHK.shape[2])))
+
+
+def _tiles(tokens: int, side: int) -> int:
+    """The fewest equal tiles of at most `side` tokens; fewer and larger ones where the length has few divisors."""
+    wanted = -(-tokens // side)
+    above = next(n for n in range(wanted, tokens + 1) if tokens % n == 0)
+    return above if above <= 4 * wanted else next(n for n in range(wanted, 0, -1) if tokens % n == 0)
+
+
+def _cut(x: jax.Array, heads: tuple[int, ...], side: int) -> jax.Array:
     """[B, T, H, ...] -> [tiles, B, *heads, T / tiles, ...]: heads before sequence, as matmuls want them."""
-    (B, T), tiles = x.shape[:2], _tiles(x.shape[1])
+    (B, T), tiles = x.shape[:2], _tiles(x.shape[1], side)
     x = x.reshape(B, tiles, T // tiles, *heads, *x.shape[3:])
     return jnp.moveaxis(x, (1, 2), (0, 2 + len(heads)))
+
+
+def _cut_tokens(tokens: Tokens, side: int) -> Tokens:
+    tiles, segments = _tiles(len(tokens.at), side), tokens.segments
+    if segments is not None:
+        segments = jnp.moveaxis(segments.reshape(len(segments), tiles, -1), 1, 0)
+    return Tokens(tokens.at.reshape(tiles, -1), segments)
 
 
 def _join(x: jax.Array, heads: int) -> jax.Array:
     """Undo `_cut`, with so many dimensions of heads."""
     x = jnp.moveaxis(x, (0, 2 + heads), (1, 2))
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], -1, *x.shape[3 + heads:])
-
-
-def _cut_tokens(tokens: Tokens) -> Tokens:
-    tiles = _tiles(len(tokens.at))
-    segments = tokens.segments
-    if segments is not None:
-        segments = jnp.moveaxis(segments.reshape(len(segments), tiles, -1), 1, 0)
-    return Tokens(tokens.at.reshape(tiles, -1), segments)
-
-
-def _tiles(tokens: int) -> int:
-    """The fewest equal tiles of at most TILE tokens; fewer and larger ones where the length has few divisors."""
-    wanted = -(-tokens // TILE)
-    above = next(n for n in range(wanted, tokens + 1) if tokens % n == 0)
-    return above if above <= 4 * wanted else next(n for n in range(wanted, 0, -1) if tokens % n == 0)
