@@ -16,7 +16,7 @@ from jaxtrain.config import Config
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.loss import cross_entropy
 from jaxtrain.mesh import AXES, make_mesh
-from jaxtrain.models import Compute, make_model
+from jaxtrain.models import Compute, make_model, moe
 from jaxtrain.models.attention import choose_backend
 from jaxtrain.sharding import AnyMesh, Rules
 from jaxtrain.state import Layout, Skeleton, TrainState, abstract_state, initial_state, make_layout, with_shardings
@@ -75,7 +75,8 @@ class Run:
     def lower(self) -> jax.stages.Lowered:
         """The step, traced and lowered for this mesh: no device memory is used, and none need exist."""
         step = make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
-                         clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule)
+                         clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule,
+                         describe=partial(moe.metrics, experts_per_token=self.config.model.experts_per_token))
         out = (self.layout.state, None)
         with sharding.use(self.mesh, self.rules), self._matmul_precision():
             traced = jax.jit(step, donate_argnums=0, out_shardings=out).trace(self.abstract, self.abstract_batch)
@@ -89,9 +90,10 @@ class Run:
         where = self.layout.batch(2)
         return {key: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for key, dtype in BATCH_KEYS.items()}
 
-    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and weight of a batch: the function that is differentiated."""
-        return self._loss(params, batch, self.config.train.z_loss)
+    def loss(self, params: Any, batch: Any) -> tuple[Any, ...]:
+        """Summed loss and weight of a batch, and other sums if the model has any: what is differentiated."""
+        total, penalty, weight, sums = self._loss(params, batch, self.config.train.z_loss)
+        return (total + penalty, weight, sums) if sums else (total + penalty, weight)
 
     def module(self, state: TrainState) -> nnx.Module:
         """The model with this state's parameters, whole on one device: to be called eagerly, as `module(tokens)`."""
@@ -176,12 +178,13 @@ class Run:
 
     def _eval(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         with self._matmul_precision():
-            return self._loss(precision.cast(params, self.precision), batch, 0.0)
+            total, _, weight, _ = self._loss(precision.cast(params, self.precision), batch, 0.0)
+            return total, weight
 
-    def _loss(self, params: Any, batch: Any, z_loss: float) -> tuple[jax.Array, jax.Array]:
+    def _loss(self, params: Any, batch: Any, z_loss: float) -> tuple[jax.Array, jax.Array, jax.Array, dict]:
         batch = {key: sharding.constrain(x, "batch", "seq") for key, x in batch.items()}
-        x_BTD, penalty, _ = self._middle(params, self._begin(params, batch), batch)
-        return self._end(params, x_BTD, batch, z_loss) + penalty, batch["weights"].sum()
+        x_BTD, penalty, sums = self._middle(params, self._begin(params, batch), batch)
+        return self._end(params, x_BTD, batch, z_loss), penalty, batch["weights"].sum(), sums
 
     # The three parts of the loss, which a pipeline runs on different stages.
     def _begin(self, params: Any, batch: Any) -> jax.Array:
@@ -225,7 +228,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
     axes = model.axes()
     _check_rules_used(config, axes)
     schedule = optim.make_schedule(config.optimizer, config.train.steps)
-    optimizer = optim.make_optimizer(config.optimizer, schedule, axes)
+    optimizer = optim.make_optimizer(config.optimizer, schedule, axes, config.model.router_bias_rate)
     abstract = abstract_state(model.params(), optimizer, compute == "float16")
     layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage)
     _check_activations(config, rules, mesh)
@@ -235,7 +238,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
 
 def _model(config: Config, mesh: AnyMesh, key: jax.Array) -> nnx.Module:
     t = config.train
-    return make_model(config.model, Compute(t.attention, t.remat, t.unroll), rngs=nnx.Rngs(params=key))
+    compute = Compute(t.attention, t.expert_exchange, t.remat, t.unroll)
+    return make_model(config.model, compute, rngs=nnx.Rngs(params=key))
 
 
 def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:

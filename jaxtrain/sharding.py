@@ -30,6 +30,7 @@ PARAMETER_NAMES = {
     "heads": "model.num_heads", "kv_heads": "model.num_kv_heads", "head_dim": "model.head_dim",
     "positions": "model.max_seq_len", "norm": "model.embed_dim",
     "experts": "model.num_experts", "expert_embed": "model.embed_dim", "expert_mlp": "model.expert_mlp_dim",
+    "router": "model.num_experts", "router_bias": "model.num_experts",
 }
 ACTIVATION_NAMES = {
     "batch": "data.global_batch_size", "seq": "data.seq_len", "block_seq": "data.seq_len",
@@ -215,6 +216,25 @@ def split_by(name: str) -> Any:
     return (activation_spec(name) or (None,))[0]
 
 
+def axes_over(name: str) -> tuple[str, ...]:
+    """The mesh axes that split what has this name, here, whether or not a surrounding `shard_map` has made them manual.
+
+    For collectives inside an `island`.
+    """
+    here = current()
+    if here is None or not is_explicit(here[0]):
+        return ()
+    mesh, rules = here
+    return tuple(axis for axis in rules[name] if mesh.shape[axis] > 1)
+
+
+def gathered_spec(*names: str | None) -> P:
+    """The spec of a weight that `gather` has brought into use, here."""
+    here = current()
+    assert here is not None
+    return without_trivial_axes(here[1].spec(names, gathered=True), here[0])
+
+
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Lay `x` out as its logical names say: a reshard on an explicit mesh, a constraint on an auto one."""
     here = current()
@@ -250,8 +270,7 @@ def gather(weight: jax.Array, *names: str | None) -> jax.Array:
     here = current()
     if here is None or not is_explicit(here[0]):
         return weight
-    mesh, rules = here
-    return jax.reshard(weight, without_trivial_axes(rules.spec(names, gathered=True), mesh))
+    return jax.reshard(weight, gathered_spec(*names))
 
 
 def einsum(equation: str, x: jax.Array, weight: jax.Array, names: Names, out: Names,

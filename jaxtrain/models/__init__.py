@@ -9,7 +9,7 @@ from jaxtrain.models.gpt2 import gpt2
 from jaxtrain.models.llama import llama
 from jaxtrain.models.qwen3 import qwen3
 
-FAMILIES = {"gpt2": gpt2, "llama": llama, "qwen3": qwen3}
+FAMILIES = {"gpt2": gpt2, "llama": llama, "qwen3": qwen3, "mixtral": llama, "qwen3_moe": qwen3}
 
 
 def make_model(config: ModelConfig, compute: Compute | None = None, *, rngs: nnx.Rngs) -> Decoder:

@@ -151,7 +151,7 @@ class Stack(nnx.Module):
 
     def __init__(self, layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs,
                  remat: Callable[[Callable], Callable] = lambda f: f, unroll: int = 1):
-        self.num_layers, self.remat, self.unroll = num_layers, remat, unroll
+        self.remat, self.unroll = remat, unroll
         keys = jax.random.split(rngs.params(), num_layers)
         self.layer = nnx.vmap(lambda key: layer(nnx.Rngs(params=key)))(keys)
         for _, weight in nnx.iter_graph(self.layer):
@@ -164,4 +164,5 @@ class Stack(nnx.Module):
         def apply(x, weights):
             return nnx.merge(graphdef, weights)(x, *args)
 
-        return jax.lax.scan(self.remat(apply), x, weights, unroll=self.unroll or self.num_layers)
+        # As many layers as there are weights: a pipeline hands in a part of them.
+        return jax.lax.scan(self.remat(apply), x, weights, unroll=self.unroll or True)
