@@ -222,7 +222,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
     platform = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else "abstract"
     compute = precision.resolve(config.train.precision, platform)
     choose_backend(config.train.attention, platform, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
-                   config.model.head_dim)
+                   config.model.head_dim + config.model.rope_head_dim)
 
     model = Skeleton.of(nnx.eval_shape(lambda: _model(config, mesh, jax.random.key(0))))
     axes = model.axes()
@@ -256,7 +256,11 @@ def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
     c = config.model
     sizes = {"seq": config.data.seq_len, "block_seq": config.data.seq_len, "act_embed": c.embed_dim,
              "act_mlp": c.mlp_dim, "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads,
+             "act_expert_mlp": c.expert_mlp_dim,
              "act_head_dim": c.head_dim, "act_vocab": c.vocab_size}
+    if c.num_experts and not set(rules["experts"]) <= set(rules.batch):
+        raise UserError("mesh.overrides.batch", "devices that hold different experts need examples of their own, and it "
+                        f"leaves out {'+'.join(rules['experts'])}", "add that axis, or set mesh.overrides.experts=none")
     for name, length in sizes.items():
         spec = sharding.without_trivial_axes(rules.spec((name,)), mesh)
         sharding.check_divides((name,), (length,), spec, mesh, "an activation")
@@ -277,7 +281,8 @@ def _check_rules_agree(rules: Rules) -> None:
     for name in ("act_embed", "act_head_dim"):
         if rules[name]:
             raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(rules[name])}", "use none")
-    for name in ("embed", "norm", "head_dim", "positions", "expert_embed"):
+    for name in ("embed", "norm", "head_dim", "positions", "expert_embed", "rank", "latent", "router",
+                 "router_bias"):
         if split(name):
             raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(split(name))}",
                             "use none or an axis of the batch or the sequence")

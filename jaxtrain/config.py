@@ -29,6 +29,10 @@ class ModelConfig:
     head_dim: int = 0  # 0: embed_dim / num_heads
     mlp_dim: int = 0  # 0: 4 x embed_dim
     max_seq_len: int = 1024
+    q_rank: int = 0  # width of the queries' latent in deepseek_v3; 0: none
+    kv_rank: int = 0  # width of the keys' and values' latent
+    rope_head_dim: int = 0  # how much of a head turns with positions, beside head_dim that does not
+    value_head_dim: int = 0  # 0: head_dim
     window: int = 0  # sliding attention window in tokens; 0: none
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
@@ -53,8 +57,8 @@ class ModelConfig:
     def __post_init__(self):
         _positive(self, "model", "vocab_size num_layers embed_dim num_heads max_seq_len norm_eps rope_theta "
                                  "rope_scaling rope_original_len")
-        _not_negative(self, "model", "num_kv_heads head_dim mlp_dim window num_experts expert_mlp_dim shared_experts "
-                                     "dense_layers router_bias_rate balance_loss router_z_loss capacity_factor")
+        _not_negative(self, "model", "num_kv_heads head_dim mlp_dim window q_rank kv_rank rope_head_dim value_head_dim "
+                                     "num_experts expert_mlp_dim shared_experts dense_layers router_bias_rate balance_loss router_z_loss capacity_factor")
         for field_ in fields(self):
             if isinstance(value := getattr(self, field_.name), int) and value >= 2**31:
                 raise UserError(f"model.{field_.name}", f"{value} is no size of an array", "use less than 2^31")
@@ -69,8 +73,25 @@ class ModelConfig:
                             f"model.num_heads={self.num_heads}", "choose a divisor of it")
         if self.head_dim % 2:
             raise UserError("model.head_dim", f"{self.head_dim} is odd", "rotary positions need an even head_dim")
+        self._check_latents()
         _derive(self, "expert_mlp_dim", self.mlp_dim)
         self._check_experts()
+
+    def _check_latents(self):
+        latent = self.name == "deepseek_v3"
+        for key in ("q_rank", "kv_rank", "rope_head_dim", "value_head_dim"):
+            if getattr(self, key) and not latent:
+                raise UserError(f"model.{key}", f"{self.name} has no latent attention", f"use deepseek_v3 or {key}=0")
+        if latent and not self.kv_rank:
+            raise UserError("model.kv_rank", "deepseek_v3 needs a latent", "give its width, such as 512")
+        if latent and (self.rope_head_dim < 2 or self.rope_head_dim % 2):
+            raise UserError("model.rope_head_dim", f"{self.rope_head_dim} is no width that rotates",
+                            "give an even number, such as 64")
+        if latent and self.num_kv_heads != self.num_heads:
+            raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",
+                            "leave it 0: latent attention has as many")
+        if latent:
+            _derive(self, "value_head_dim", self.head_dim)
 
     def _check_experts(self):
         _one_of("model.router", self.router, ("softmax", "sigmoid"))
@@ -79,7 +100,7 @@ class ModelConfig:
             for key, none in (("shared_experts", 0), ("dense_layers", 0), ("router_bias_rate", 0), ("balance_loss", 0),
                               ("router_z_loss", 0), ("capacity_factor", 0), ("expert_groups", 1)):
                 if getattr(self, key) != none:
-                    raise UserError(f"model.{key}", "the model has no experts", f"set model.num_experts or {key}={none}")
+                    raise UserError(f"model.{key}", "the model has no experts", f"set {key}={none}")
             return
         if self.name == "gpt2":
             raise UserError("model.num_experts", "gpt2 has dense layers only", "use mixtral, or 0 experts")

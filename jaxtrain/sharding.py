@@ -30,6 +30,7 @@ PARAMETER_NAMES = {
     "heads": "model.num_heads", "kv_heads": "model.num_kv_heads", "head_dim": "model.head_dim",
     "positions": "model.max_seq_len", "norm": "model.embed_dim",
     "experts": "model.num_experts", "expert_embed": "model.embed_dim", "expert_mlp": "model.expert_mlp_dim",
+    "latent": "model.kv_rank", "rank": "model.kv_rank",  # as an output, and as an input
     "router": "model.num_experts", "router_bias": "model.num_experts",
 }
 ACTIVATION_NAMES = {
@@ -45,7 +46,8 @@ _DATA: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(CONFIG_KEYS, ()), "layers": ("stage",), "experts": ("expert",),
     "batch": ("data", "fsdp", "expert"), "seq": ("context",), "block_seq": ("context",),
 }
-_FSDP = _DATA | dict.fromkeys(("embed", "norm"), ("fsdp", "context", "expert")) | {"expert_embed": ("fsdp", "context")}
+_FSDP = _DATA | dict.fromkeys(("embed", "norm", "rank"), ("fsdp", "context", "expert")) | {
+    "expert_embed": ("fsdp", "context")}
 _FSDP_TP = _FSDP | {name: ("tensor",) for name in (
     "vocab", "mlp", "heads", "kv_heads", "act_mlp", "act_heads", "act_kv_heads", "act_vocab", "expert_mlp",
     "act_expert_mlp")} | {

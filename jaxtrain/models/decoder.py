@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,12 @@ class Compute:
 class Block(nnx.Module):
     """Pre-norm residual block: attention, then MLP or experts."""
 
-    def __init__(self, attention_norm: nnx.Module, attention: nnx.Module, mlp_norm: nnx.Module, mlp: nnx.Module):
+    def __init__(self, attention_norm: nnx.Module, attention: Any, mlp_norm: nnx.Module, mlp: nnx.Module):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def __call__(self, x_BTD: jax.Array, segments_BT, angles) -> tuple[jax.Array, dict[str, jax.Array]]:
-        h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=("act_heads", "act_kv_heads"))
+        h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
         x_BTD = x_BTD + self.attention(h, segments_BT, angles)
         h = self.mlp_norm(x_BTD)
         if isinstance(self.mlp, MoE):

@@ -45,7 +45,7 @@ class MoE(nnx.Module):
         self.shared = SwiGLU(D, c.shared_experts * F, out_std=out_std, rngs=rngs) if c.shared_experts else None
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """From and to the layout between blocks -> and what rows report: their penalty [B], and sums [B, parts, ...]."""
+        """From and to the layout between blocks -> and each row's penalty [B] and sums [B, parts, ...]."""
         y_BTD, aux = self.routed(x_BTD, segments_BT)
         if self.shared is not None:
             y_BTD += self.shared(sharding.enter(x_BTD, INSIDE, shared_by=("act_mlp",)))
@@ -76,11 +76,12 @@ class MoE(nnx.Module):
         x_BTD = lax.all_gather(x_BTD, split, axis=1, tiled=True) if split else x_BTD
         B, T, D = x_BTD.shape
         routing = route(c, x_BTD, real_BT, kernel_DE, bias[0] if bias else None, row)
-        x_ND, *assigned = (a.reshape(B * T, -1) for a in (
+        x_ND, experts_NK, weights_NK, kept_NK = (a.reshape(B * T, -1) for a in (
             x_BTD, routing.experts_BTK, routing.weights_BTK, routing.kept_BTK))
         most = min(T, capacity(c, row.length(T))) * B * gate.shape[0]
-        y_ND = through_experts(x_ND, *assigned, gate, up, down, axis=sharding.axes_over("experts"),
-                               exchange=self.exchange, limit=most if c.capacity_factor else None)
+        y_ND = through_experts(x_ND, experts_NK, weights_NK, kept_NK, gate, up, down,
+                               axis=sharding.axes_over("experts"), exchange=self.exchange,
+                               limit=most if c.capacity_factor else None)
         y_BTD = y_ND.reshape(B, T, D)
         if split:
             y_BTD = lax.psum_scatter(y_BTD, split, scatter_dimension=1, tiled=True)

@@ -2,8 +2,8 @@
 
 Called inside an island: arrays are one device's own. Experts are split over one mesh axis of n devices, and each of
 those has N tokens of its own. Shapes are static, so a buffer must hold what one device may be sent at worst: with K
-experts a token and L experts a device, n N min(K, L) rows (`limit` lowers that where experts have a capacity). Only rows
-that are there are multiplied. Two ways, the same numbers:
+experts a token and L experts a device, n N min(K, L) rows (`limit` lowers that where experts have a capacity). Only
+rows that are there are multiplied. Two ways, the same numbers:
 
 * "gather": every device sees all n N tokens, computes those that are its own experts', and the results are added up. It
   moves 2 (n - 1) N rows a device, forward, and is all that CPUs can do.
