@@ -259,8 +259,8 @@ def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
              "act_expert_mlp": c.expert_mlp_dim,
              "act_head_dim": c.head_dim, "act_vocab": c.vocab_size}
     if c.num_experts and not set(rules["experts"]) <= set(rules.batch):
-        raise UserError("mesh.overrides.batch", "devices that hold different experts need examples of their own, and it "
-                        f"leaves out {'+'.join(rules['experts'])}", "add that axis, or set mesh.overrides.experts=none")
+        raise UserError("mesh.overrides.batch", f"it leaves out {'+'.join(rules['experts'])}, and devices that hold "
+                        "different experts need examples of their own", "add it, or set mesh.overrides.experts=none")
     for name, length in sizes.items():
         spec = sharding.without_trivial_axes(rules.spec((name,)), mesh)
         sharding.check_divides((name,), (length,), spec, mesh, "an activation")

@@ -58,7 +58,8 @@ class ModelConfig:
         _positive(self, "model", "vocab_size num_layers embed_dim num_heads max_seq_len norm_eps rope_theta "
                                  "rope_scaling rope_original_len")
         _not_negative(self, "model", "num_kv_heads head_dim mlp_dim window q_rank kv_rank rope_head_dim value_head_dim "
-                                     "num_experts expert_mlp_dim shared_experts dense_layers router_bias_rate balance_loss router_z_loss capacity_factor")
+                                     "num_experts expert_mlp_dim shared_experts dense_layers router_bias_rate "
+                                     "balance_loss router_z_loss capacity_factor")
         for field_ in fields(self):
             if isinstance(value := getattr(self, field_.name), int) and value >= 2**31:
                 raise UserError(f"model.{field_.name}", f"{value} is no size of an array", "use less than 2^31")
