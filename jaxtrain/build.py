@@ -218,7 +218,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
         raise UserError(f"mesh.overrides.{unknown[0]}", "no model speaks of this axis",
                         nearest(unknown[0], sharding.CONFIG_KEYS))
     rules = sharding.rules(m.rules, **m.overrides)
-    _check_rules_agree(rules)
+    _check_rules_agree(config, rules)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else "abstract"
     compute = precision.resolve(config.train.precision, platform)
     choose_backend(config.train.attention, platform, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
@@ -258,18 +258,18 @@ def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
              "act_mlp": c.mlp_dim, "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads,
              "act_expert_mlp": c.expert_mlp_dim,
              "act_head_dim": c.head_dim, "act_vocab": c.vocab_size}
-    if c.num_experts and not set(rules["experts"]) <= set(rules.batch):
-        raise UserError("mesh.overrides.batch", f"it leaves out {'+'.join(rules['experts'])}, and devices that hold "
-                        "different experts need examples of their own", "add it, or set mesh.overrides.experts=none")
     for name, length in sizes.items():
         spec = sharding.without_trivial_axes(rules.spec((name,)), mesh)
         sharding.check_divides((name,), (length,), spec, mesh, "an activation")
 
 
-def _check_rules_agree(rules: Rules) -> None:
+def _check_rules_agree(config: Config, rules: Rules) -> None:
     """A matmul's weight and its result are split alike, and what no model splits yet is whole."""
     def split(name):
         return [axis for axis in rules[name] if axis not in rules.tokens]
+    if config.model.num_experts and not set(rules["experts"]) <= set(rules.batch):
+        raise UserError("mesh.overrides.batch", f"it leaves out {'+'.join(rules['experts'])}, and devices that hold "
+                        "different experts need examples of their own", "add it, or set mesh.overrides.experts=none")
     for weight in ("vocab", "mlp", "heads", "kv_heads", "expert_mlp"):
         if split(weight) != split(f"act_{weight}"):
             raise UserError(f"mesh.overrides.{weight}", f"it maps onto {'+'.join(split(weight)) or 'none'} and "

@@ -80,7 +80,7 @@ def _muon_dimensions(names: tuple):
     if not is_matrix(names) or "vocab" in names or "positions" in names or "layers" not in names:
         return None
     kept = [i for i, name in enumerate(names) if name not in ("layers", "experts")]  # every expert by itself
-    side = next(i for i in kept if names[i] in ("embed", "expert_embed"))
+    side = next(i for i in kept if names[i] in ("embed", "expert_embed", "rank"))
     other = tuple(i for i in kept if i != side)
     reduction, output = ((side,), other) if side == kept[0] else (other, (side,))
     return optax.contrib.MuonDimensionNumbers(reduction_axis=reduction, output_axis=output)

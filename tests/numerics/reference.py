@@ -1,4 +1,4 @@
-"""What the numbers should be: GPT-2, Llama, Qwen3, experts, loss, clipping and AdamW in plain float32 `jnp`, from scratch.
+"""What the numbers should be: GPT-2, Llama, Qwen3, experts, loss, clipping, AdamW, in plain float32 `jnp` from scratch.
 
 Nothing of jaxtrain computes here; only its names of parameters are used. And the tiny runs that tests compare with it.
 """
