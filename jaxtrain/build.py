@@ -16,7 +16,7 @@ from jaxtrain.config import Config
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.loss import cross_entropy
 from jaxtrain.mesh import AXES, make_mesh
-from jaxtrain.models import Compute, Decoder, make_model
+from jaxtrain.models import Compute, Decoder, make_model, moe
 from jaxtrain.models.attention import choose_backend
 from jaxtrain.parallel.context import arrange, choose_strategy
 from jaxtrain.parallel.pipeline import Pipeline, make_schedules
@@ -82,7 +82,8 @@ class Run:
         """The step, traced and lowered for this mesh: no device memory is used, and none need exist."""
         step = make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
                          clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule,
-                         differentiate=self._pipelined if self.schedules else None)
+                         differentiate=self._pipelined if self.schedules else None,
+                         describe=partial(moe.metrics, experts_per_token=self.config.model.experts_per_token))
         out = (self.layout.state, None)
         with sharding.use(self.mesh, self.rules), self._matmul_precision():
             traced = jax.jit(step, donate_argnums=0, out_shardings=out).trace(self.abstract, self.abstract_batch)
@@ -96,9 +97,10 @@ class Run:
         where = self.layout.batch(2)
         return {key: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for key, dtype in BATCH_KEYS.items()}
 
-    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and weight of a batch: the function that is differentiated."""
-        return self._loss(params, batch, self.config.train.z_loss)
+    def loss(self, params: Any, batch: Any) -> tuple[Any, ...]:
+        """Summed loss and weight of a batch, and other sums if the model has any: what is differentiated."""
+        total, penalty, weight, sums = self._loss(params, batch, self.config.train.z_loss)
+        return (total + penalty, weight, sums) if sums else (total + penalty, weight)
 
     def module(self, state: TrainState) -> nnx.Module:
         """The model with this state's parameters, whole on one device: to be called eagerly, as `module(tokens)`."""
@@ -183,21 +185,23 @@ class Run:
 
     def _eval(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         with self._matmul_precision():
-            return self._loss(precision.cast(params, self.precision), batch, 0.0)
+            total, _, weight, _ = self._loss(precision.cast(params, self.precision), batch, 0.0)
+            return total, weight
 
-    def _loss(self, params: Any, batch: Any, z_loss: float) -> tuple[jax.Array, jax.Array]:
+    def _loss(self, params: Any, batch: Any, z_loss: float) -> tuple[jax.Array, jax.Array, jax.Array, dict]:
         batch = arrange(batch)
+        weight = batch["weights"].sum()
         if self.schedules:
-            return self._pipeline(z_loss).loss(params, batch), batch["weights"].sum()
-        x_BTD, penalty, _ = self._middle(params, self._begin(params, batch), batch)
-        return self._end(params, x_BTD, batch, z_loss) + penalty, batch["weights"].sum()
+            return self._pipeline(z_loss).loss(params, batch), jnp.zeros(()), weight, {}
+        x_BTD, penalty, sums = self._middle(params, self._begin(params, batch), batch)
+        return self._end(params, x_BTD, batch, z_loss), penalty, weight, sums
 
     def _pipelined(self, params: Any, batch: Any, scale: Any) -> Any:
         batch = arrange(batch)
         weight = batch["weights"].sum()
         pipeline = self._pipeline(self.config.train.z_loss)
-        total, _, grads = pipeline.gradient(params, batch, scale / jnp.maximum(weight, 1e-8))
-        return (total, weight), grads
+        total, sums, grads = pipeline.gradient(params, batch, scale / jnp.maximum(weight, 1e-8))
+        return (total, weight, *([sums] if sums else [])), grads
 
     def _pipeline(self, z_loss: float) -> Pipeline:
         assert self.schedules
@@ -238,18 +242,18 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
         raise UserError(f"mesh.overrides.{unknown[0]}", "no model speaks of this axis",
                         nearest(unknown[0], sharding.CONFIG_KEYS))
     rules = sharding.rules(m.rules, **m.overrides)
-    _check_rules_agree(rules)
+    _check_rules_agree(config, rules)
     _check_mesh_used(rules, mesh)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else "abstract"
     compute = precision.resolve(config.train.precision, platform)
     choose_backend(config.train.attention, platform, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
-                   config.model.head_dim, sharding.shards(rules["seq"], mesh))
+                   config.model.head_dim + config.model.rope_head_dim, sharding.shards(rules["seq"], mesh))
 
     model = Skeleton.of(nnx.eval_shape(lambda: _model(config, mesh, jax.random.key(0))))
     axes = model.axes()
     _check_rules_used(config, axes)
     schedule = optim.make_schedule(config.optimizer, config.train.steps)
-    optimizer = optim.make_optimizer(config.optimizer, schedule, axes)
+    optimizer = optim.make_optimizer(config.optimizer, schedule, axes, config.model.router_bias_rate)
     abstract = abstract_state(model.params(), optimizer, compute == "float16")
     schedules = None
     if (stages := mesh.shape["stage"]) > 1:
@@ -269,8 +273,8 @@ def stacks(params: Any) -> dict[str, int]:
 
 def _model(config: Config, mesh: AnyMesh, key: jax.Array) -> nnx.Module:
     t = config.train
-    return make_model(config.model, Compute(t.attention, t.remat, t.unroll, config.mesh.context_strategy),
-                      rngs=nnx.Rngs(params=key))
+    compute = Compute(t.attention, t.expert_exchange, t.remat, t.unroll, config.mesh.context_strategy)
+    return make_model(config.model, compute, rngs=nnx.Rngs(params=key))
 
 
 def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
@@ -292,16 +296,20 @@ def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
     choose_strategy(config.mesh.context_strategy, parts, mesh.shape["stage"], heads)
     sizes = {"seq": config.data.seq_len, "block_seq": config.data.seq_len, "act_embed": c.embed_dim,
              "act_mlp": c.mlp_dim, "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads,
+             "act_expert_mlp": c.expert_mlp_dim,
              "act_head_dim": c.head_dim, "act_vocab": c.vocab_size}
     for name, length in sizes.items():
         spec = sharding.without_trivial_axes(rules.spec((name,)), mesh)
         sharding.check_divides((name,), (length,), spec, mesh, "an activation")
 
 
-def _check_rules_agree(rules: Rules) -> None:
+def _check_rules_agree(config: Config, rules: Rules) -> None:
     """A matmul's weight and its result are split alike, and what no model splits yet is whole."""
     def split(name):
         return [axis for axis in rules[name] if axis not in rules.tokens]
+    if config.model.num_experts and not set(rules["experts"]) <= set(rules.batch):
+        raise UserError("mesh.overrides.batch", f"it leaves out {'+'.join(rules['experts'])}, and devices that hold "
+                        "different experts need examples of their own", "add it, or set mesh.overrides.experts=none")
     for weight in ("vocab", "mlp", "heads", "kv_heads", "expert_mlp"):
         if split(weight) != split(f"act_{weight}"):
             raise UserError(f"mesh.overrides.{weight}", f"it maps onto {'+'.join(split(weight)) or 'none'} and "
@@ -313,7 +321,8 @@ def _check_rules_agree(rules: Rules) -> None:
     for name in ("act_embed", "act_head_dim"):
         if rules[name]:
             raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(rules[name])}", "use none")
-    for name in ("embed", "norm", "head_dim", "positions", "expert_embed"):
+    for name in ("embed", "norm", "head_dim", "positions", "expert_embed", "rank", "latent", "router",
+                 "router_bias"):
         if split(name):
             raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(split(name))}",
                             "use none or an axis of the batch or the sequence")

@@ -29,17 +29,37 @@ class ModelConfig:
     head_dim: int = 0  # 0: embed_dim / num_heads
     mlp_dim: int = 0  # 0: 4 x embed_dim
     max_seq_len: int = 1024
+    q_rank: int = 0  # width of the queries' latent in deepseek_v3; 0: none
+    kv_rank: int = 0  # width of the keys' and values' latent
+    rope_head_dim: int = 0  # how much of a head turns with positions, beside head_dim that does not
+    value_head_dim: int = 0  # 0: head_dim
     window: int = 0  # sliding attention window in tokens; 0: none
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: float = 1.0  # Llama-3.1 long-context factor; 1: none
     rope_original_len: int = 8192  # the length rope_scaling extends
     tied_embeddings: bool = True
+    num_experts: int = 0  # routed experts of a layer; 0: dense layers
+    experts_per_token: int = 2
+    expert_mlp_dim: int = 0  # width of one expert; 0: mlp_dim
+    shared_experts: int = 0  # experts that every token passes through besides, as one of their summed width
+    dense_layers: int = 0  # the first layers, which have a dense MLP of mlp_dim instead
+    router: str = "softmax"  # how logits become scores: "softmax" or "sigmoid"
+    normalize_router: bool = True  # whether the weights of a token's experts are made to add up to 1
+    router_scale: float = 1.0  # what the weights are then multiplied by
+    expert_groups: int = 1  # a token's experts come from
+    expert_groups_used: int = 1  # so many of so many groups: those whose two best experts score highest
+    router_bias_rate: float = 0.0  # step of the bias that evens out expert load (DeepSeek-V3); 0: no bias
+    balance_loss: float = 0.0  # coefficient of the load-balance loss of each row
+    router_z_loss: float = 0.0  # coefficient of the router logits' squared log-partition
+    capacity_factor: float = 0.0  # what an expert takes of a row, over its even share; 0: all (nothing is dropped)
 
     def __post_init__(self):
         _positive(self, "model", "vocab_size num_layers embed_dim num_heads max_seq_len norm_eps rope_theta "
                                  "rope_scaling rope_original_len")
-        _not_negative(self, "model", "num_kv_heads head_dim mlp_dim window")
+        _not_negative(self, "model", "num_kv_heads head_dim mlp_dim window q_rank kv_rank rope_head_dim value_head_dim "
+                                     "num_experts expert_mlp_dim shared_experts dense_layers router_bias_rate "
+                                     "balance_loss router_z_loss capacity_factor")
         for field_ in fields(self):
             if isinstance(value := getattr(self, field_.name), int) and value >= 2**31:
                 raise UserError(f"model.{field_.name}", f"{value} is no size of an array", "use less than 2^31")
@@ -54,6 +74,49 @@ class ModelConfig:
                             f"model.num_heads={self.num_heads}", "choose a divisor of it")
         if self.head_dim % 2:
             raise UserError("model.head_dim", f"{self.head_dim} is odd", "rotary positions need an even head_dim")
+        self._check_latents()
+        _derive(self, "expert_mlp_dim", self.mlp_dim)
+        self._check_experts()
+
+    def _check_latents(self):
+        latent = self.name == "deepseek_v3"
+        for key in ("q_rank", "kv_rank", "rope_head_dim", "value_head_dim"):
+            if getattr(self, key) and not latent:
+                raise UserError(f"model.{key}", f"{self.name} has no latent attention", f"use deepseek_v3 or {key}=0")
+        if latent and not self.kv_rank:
+            raise UserError("model.kv_rank", "deepseek_v3 needs a latent", "give its width, such as 512")
+        if latent and (self.rope_head_dim < 2 or self.rope_head_dim % 2):
+            raise UserError("model.rope_head_dim", f"{self.rope_head_dim} is no width that rotates",
+                            "give an even number, such as 64")
+        if latent and self.num_kv_heads != self.num_heads:
+            raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",
+                            "leave it 0: latent attention has as many")
+        if latent:
+            _derive(self, "value_head_dim", self.head_dim)
+
+    def _check_experts(self):
+        _one_of("model.router", self.router, ("softmax", "sigmoid"))
+        _positive(self, "model", "experts_per_token router_scale expert_groups expert_groups_used")
+        if not self.num_experts:
+            for key, none in (("shared_experts", 0), ("dense_layers", 0), ("router_bias_rate", 0), ("balance_loss", 0),
+                              ("router_z_loss", 0), ("capacity_factor", 0), ("expert_groups", 1)):
+                if getattr(self, key) != none:
+                    raise UserError(f"model.{key}", "the model has no experts", f"set {key}={none}")
+            return
+        if self.name == "gpt2":
+            raise UserError("model.num_experts", "gpt2 has dense layers only", "use mixtral, or 0 experts")
+        if self.dense_layers >= self.num_layers:
+            raise UserError("model.dense_layers", f"{self.dense_layers} of {self.num_layers} layers leaves no layer "
+                            "for the experts", "lower it or set model.num_experts=0")
+        if self.num_experts % self.expert_groups:
+            raise UserError("model.expert_groups", f"{self.expert_groups} does not divide "
+                            f"model.num_experts={self.num_experts}", "choose a divisor of it")
+        if self.expert_groups_used > self.expert_groups:
+            raise UserError("model.expert_groups_used", f"{self.expert_groups_used} exceeds "
+                            f"model.expert_groups={self.expert_groups}", f"use {self.expert_groups} or fewer")
+        if self.experts_per_token > (reach := self.num_experts // self.expert_groups * self.expert_groups_used):
+            raise UserError("model.experts_per_token", f"{self.experts_per_token} exceeds the {reach} experts that a "
+                            "token may choose from", f"use {reach} or fewer")
 
 
 @dataclass(frozen=True)
@@ -159,6 +222,7 @@ class TrainConfig:
     accumulation: int = 1  # micro-batches per step
     precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU
     attention: str = "auto"
+    expert_exchange: str = "auto"  # how tokens reach their experts: "gather" all, or "ragged" all-to-all
     remat: str = "none"
     unroll: int = 1  # layers per scan iteration; 0: all of them. With remat always 1
     loss_chunks: int = 0  # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
@@ -179,6 +243,7 @@ class TrainConfig:
                                 "use less than 2^31")
         _one_of("train.precision", self.precision, ("auto", "float32", "bfloat16", "float16"))
         _one_of("train.attention", self.attention, ("auto", "xla", "cudnn"))
+        _one_of("train.expert_exchange", self.expert_exchange, ("auto", "gather", "ragged"))
         _one_of("train.remat", self.remat, ("none", "full", "dots", "attention", "attention_and_dots"))
 
 

@@ -26,8 +26,29 @@ def make_schedule(c: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([warmup, body], [c.warmup_steps])
 
 
-def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> optax.GradientTransformation:
+def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any,
+                   router_bias_rate: float = 0.0) -> optax.GradientTransformation:
     """The optimizer for parameters whose logical names are `axes` (a tree of tuples, as the parameters')."""
+    if not router_bias_rate:
+        return _optimizer(c, schedule, axes)
+    kinds = _map(lambda names: "bias" if is_router_bias(names) else "rest", axes)
+    return optax.partition({"rest": _optimizer(c, schedule, axes), "bias": _against_load(router_bias_rate)}, kinds)
+
+
+def is_router_bias(names: tuple | None) -> bool:
+    """Of a router's bias, whose gradient is no slope but its experts' excess of load (models/router.py)."""
+    return names is not None and "router_bias" in names
+
+
+def _against_load(rate: float) -> optax.GradientTransformation:
+    """One step down for experts with more than an even share of the load, one up for those with less."""
+    def one(excess):
+        # An excess of less than a millionth of a share is rounding.
+        return jnp.where(jnp.abs(excess) < 1e-6, 0.0, -rate * jnp.sign(excess))
+    return optax.stateless(lambda grads, params: jax.tree.map(one, grads))
+
+
+def _optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> optax.GradientTransformation:
     decays = _map(is_matrix, axes)
     decay = dict(weight_decay=c.weight_decay, mask=decays)
     if c.name == "adamw":
@@ -58,8 +79,8 @@ def _muon_dimensions(names: tuple):
     """Hidden matrices are orthogonalised, heads flattened to one side; embeddings, head and vectors are Adam's."""
     if not is_matrix(names) or "vocab" in names or "positions" in names or "layers" not in names:
         return None
-    kept = [i for i, name in enumerate(names) if name != "layers"]
-    side = names.index("embed")
+    kept = [i for i, name in enumerate(names) if name not in ("layers", "experts")]  # every expert by itself
+    side = next(i for i in kept if names[i] in ("embed", "expert_embed", "rank"))
     other = tuple(i for i in kept if i != side)
     reduction, output = ((side,), other) if side == kept[0] else (other, (side,))
     return optax.contrib.MuonDimensionNumbers(reduction_axis=reduction, output_axis=output)

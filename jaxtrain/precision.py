@@ -15,8 +15,11 @@ def resolve(precision: str, platform: str) -> str:
 
 
 def cast(params: Any, precision: str) -> Any:
-    """The parameters in the dtype they compute in."""
-    return jax.tree.map(lambda p: p.astype(DTYPES[precision]) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
+    """The parameters in the dtype they compute in; a router's stay as they are, for it compares close numbers."""
+    def one(path, p):
+        keeps = not jnp.issubdtype(p.dtype, jnp.floating) or any(getattr(k, "key", None) == "router" for k in path)
+        return p if keeps else p.astype(DTYPES[precision])
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 @jax.tree_util.register_dataclass

@@ -44,9 +44,17 @@ def _entry(entry: Any) -> str:
     return "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
 
 
-def matmul_parameters(abstract: TrainState, layout: Layout, tied: bool) -> int:
-    """How many parameters each token is multiplied by: all matrices but lookups; a tied table counts once, as head."""
+def matmul_parameters(abstract: TrainState, layout: Layout, tied: bool, experts_per_token: int = 0) -> int:
+    """How many parameters each token is multiplied by: all matrices but lookups; a tied table counts once, as head.
+
+    Of a layer's experts only those count that a token goes to.
+    """
+    def active(shape, axes):
+        if "experts" not in axes:
+            return math.prod(shape)
+        return math.prod(shape) // shape[axes.index("experts")] * experts_per_token
+
     names = jax.tree.structure(abstract.params).flatten_up_to(layout.axes)
     lookups = ("positions",) if tied else ("positions", "vocab")
-    return sum(math.prod(leaf.shape) for leaf, axes in zip(jax.tree.leaves(abstract.params), names, strict=True)
+    return sum(active(leaf.shape, axes) for leaf, axes in zip(jax.tree.leaves(abstract.params), names, strict=True)
                if is_matrix(axes) and axes[0] not in lookups)

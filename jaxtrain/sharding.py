@@ -30,6 +30,8 @@ PARAMETER_NAMES = {
     "heads": "model.num_heads", "kv_heads": "model.num_kv_heads", "head_dim": "model.head_dim",
     "positions": "model.max_seq_len", "norm": "model.embed_dim",
     "experts": "model.num_experts", "expert_embed": "model.embed_dim", "expert_mlp": "model.expert_mlp_dim",
+    "latent": "model.kv_rank", "rank": "model.kv_rank",  # as an output, and as an input
+    "router": "model.num_experts", "router_bias": "model.num_experts",
 }
 ACTIVATION_NAMES = {
     "batch": "data.global_batch_size", "seq": "data.seq_len", "block_seq": "data.seq_len",
@@ -44,7 +46,8 @@ _DATA: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(CONFIG_KEYS, ()), "layers": ("stage",), "experts": ("expert",),
     "batch": ("data", "fsdp", "expert"), "seq": ("context",), "block_seq": ("context",),
 }
-_FSDP = _DATA | dict.fromkeys(("embed", "norm"), ("fsdp", "context", "expert")) | {"expert_embed": ("fsdp", "context")}
+_FSDP = _DATA | dict.fromkeys(("embed", "norm", "rank"), ("fsdp", "context", "expert")) | {
+    "expert_embed": ("fsdp", "context")}
 _FSDP_TP = _FSDP | {name: ("tensor",) for name in (
     "vocab", "mlp", "heads", "kv_heads", "act_mlp", "act_heads", "act_kv_heads", "act_vocab", "expert_mlp",
     "act_expert_mlp")} | {
@@ -215,6 +218,25 @@ def split_by(name: str) -> Any:
     return (activation_spec(name) or (None,))[0]
 
 
+def axes_over(name: str) -> tuple[str, ...]:
+    """The mesh axes that split what has this name, here, whether or not a surrounding `shard_map` has made them manual.
+
+    For collectives inside an `island`.
+    """
+    here = current()
+    if here is None or not is_explicit(here[0]):
+        return ()
+    mesh, rules = here
+    return tuple(axis for axis in rules[name] if mesh.shape[axis] > 1)
+
+
+def gathered_spec(*names: str | None) -> P:
+    """The spec of a weight that `gather` has brought into use, here."""
+    here = current()
+    assert here is not None
+    return without_trivial_axes(here[1].spec(names, gathered=True), here[0])
+
+
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Lay `x` out as its logical names say: a reshard on an explicit mesh, a constraint on an auto one."""
     here = current()
@@ -236,7 +258,8 @@ def enter(x: jax.Array, names: Names, shared_by: tuple[str, ...]) -> jax.Array:
     if here is None or AxisType.Auto in here[0].axis_types or AxisType.Manual in here[0].axis_types:
         return constrain(x, *names)  # among manual axes JAX 0.10 cannot differentiate such a type
     spec, splits = activation_spec(*names) or P(), {axes_of(split_by(name)) for name in shared_by}
-    return jax.reshard(x, P(*spec, reduced=set(*splits)) if len(splits) == 1 else spec)
+    whole = len(free_axes(here[0])) == len(here[0].axis_names)  # XLA knows no such type where some axes are manual
+    return jax.reshard(x, P(*spec, reduced=set(*splits)) if len(splits) == 1 and whole else spec)
 
 
 def island(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -250,8 +273,7 @@ def gather(weight: jax.Array, *names: str | None) -> jax.Array:
     here = current()
     if here is None or not is_explicit(here[0]):
         return weight
-    mesh, rules = here
-    return jax.reshard(weight, without_trivial_axes(rules.spec(names, gathered=True), mesh))
+    return jax.reshard(weight, gathered_spec(*names))
 
 
 def einsum(equation: str, x: jax.Array, weight: jax.Array, names: Names, out: Names,

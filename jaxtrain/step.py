@@ -9,20 +9,25 @@ import optax
 
 from jaxtrain import precision as precisions
 from jaxtrain import sharding
-from jaxtrain.optim import global_norm
+from jaxtrain.optim import global_norm, is_router_bias
 from jaxtrain.state import Layout, TrainState
 
 # A loss is a sum and the weight to divide it by, so that micro-batches of unequal weight add up to the whole batch.
-WeightedLoss = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
-# Parameters as they compute, batch, scale -> (total, weight), and the gradient of the mean loss times the scale.
-Gradient = Callable[[Any, Any, Any], tuple[tuple[jax.Array, jax.Array], Any]]
+# A third value is a dict of further sums, for metrics.
+WeightedLoss = Callable[[Any, Any], tuple[Any, ...]]
+# Parameters as they compute, batch, scale -> what a loss returns, and the gradient of the mean loss times the scale.
+Gradient = Callable[[Any, Any, Any], tuple[tuple[Any, ...], Any]]
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layout: Layout, *, accumulation: int = 1,
               clip_norm: float = 0.0, precision: str = "float32", schedule: optax.Schedule | None = None,
-              differentiate: Gradient | None = None) -> Step:
-    """The step to be jitted with its state donated. `differentiate` stands in for `jax.grad` of the loss."""
+              differentiate: Gradient | None = None,
+              describe: Callable[[Any], dict[str, jax.Array]] = lambda sums: {}) -> Step:
+    """The step to be jitted with its state donated.
+
+    `differentiate` stands in for `jax.grad` of the loss; `describe` makes metrics of the loss's further sums.
+    """
     explicit = sharding.is_explicit(layout.mesh)
 
     def place(tree, shardings):
@@ -36,23 +41,24 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
             return sums, place(grads, layout.gradients)
 
         def scaled(params):
-            total, weight = loss(precisions.cast(params, precision), batch)
+            total, weight, *sums = loss(precisions.cast(params, precision), batch)
             mean = total / jnp.maximum(weight, 1e-8)
-            return mean if scale is None else mean * scale, (total, weight)
+            return mean if scale is None else mean * scale, (total, weight, *sums)
         grads, sums = jax.grad(scaled, has_aux=True)(params)
         return sums, place(grads, layout.gradients)
 
     def accumulate(params, batch, scale):
         def add(carry, micro):
-            (total, weight), grads = gradient(params, micro, scale)
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32) * weight, grads)
-            return jax.tree.map(jnp.add, carry, ((total, weight), grads)), None
+            sums, grads = gradient(params, micro, scale)
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) * sums[1], grads)
+            return jax.tree.map(jnp.add, carry, (sums, grads)), None
 
         zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), layout.gradients)
-        none = jnp.zeros((), jnp.float32)
         micro_batches = jax.tree.map(lambda x: sharding.micro_batches(x, accumulation), batch)
-        ((total, weight), grads), _ = jax.lax.scan(add, ((none, none), zeros), micro_batches)
-        return (total, weight), jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-8), grads)
+        sums = jax.eval_shape(lambda: gradient(params, jax.tree.map(lambda x: x[0], micro_batches), scale)[0])
+        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+        (sums, grads), _ = jax.lax.scan(add, (none, zeros), micro_batches)
+        return sums, jax.tree.map(lambda g: g / jnp.maximum(sums[1], 1e-8), grads)
 
     def update(params, opt_state, grads, finite):
         def apply():
@@ -68,18 +74,22 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         scale = state.loss_scale.scale if state.loss_scale is not None else None
         compute = gradient if accumulation == 1 else accumulate
-        (total, weight), grads = compute(state.params, batch, scale)
+        (total, weight, *sums), grads = compute(state.params, batch, scale)
         if scale is not None:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
-        norm = global_norm(grads)
+        leaves, treedef = jax.tree.flatten(grads)
+        names = treedef.flatten_up_to(layout.axes)
+        norm = global_norm([g for g, axes in zip(leaves, names, strict=True) if not is_router_bias(axes)])
         if clip_norm:
             factor = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
-            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)  # (a load's sign stays)
         mean = total / jnp.maximum(weight, 1e-8)
         finite = jnp.isfinite(norm) & jnp.isfinite(mean)
         params, opt_state = update(state.params, state.opt_state, grads, finite)
         skipped = state.skipped + ~finite
         metrics = {"loss": mean, "grad_norm": norm, "skipped": skipped}
+        for further in sums:
+            metrics |= describe(further)
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
         loss_scale = state.loss_scale and state.loss_scale.update(finite)

@@ -77,15 +77,17 @@ def _xla(q_BTHK, k_BSGK, v_BSGK, segments_BT, window):
     mask_BNS = jnp.tile(jnp.where(visible(T, S, segments_BT, window), 0.0, -1e30), (1, R, 1))
     weights = softmax(scores + mask_BNS[:, None]).astype(v_BSGK.dtype)
     out_BGNK = jnp.einsum("bgns,bgsk->bgnk", weights, v_BGSK)
-    return out_BGNK.reshape(B, G, R, T, K).transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
+    return out_BGNK.reshape(B, G, R, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, H, -1)
 
 
 def _cudnn(q_BTHK, k_BSGK, v_BSGK, segments_BT, window):
     def local(q, k, v, segments):
         mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+        width = v.shape[-1]  # where values are narrower than keys, the kernel wants them widened
+        v = jnp.pad(v, ((0, 0),) * 3 + ((0, q.shape[-1] - width),))
         return jax.nn.dot_product_attention(
             q, k, v, mask=mask, is_causal=True, implementation="cudnn",
-            local_window_size=(window - 1, 0) if window else None)
+            local_window_size=(window - 1, 0) if window else None)[..., :width]
 
     q_spec = sharding.activation_spec(*HEADS)
     if q_spec is None:
@@ -126,6 +128,8 @@ class Rotary:
 
 class Attention(nnx.Module):
     """Multi-head or grouped-query self-attention; biases, qk-norm and rotary positions as the model has them."""
+
+    shared_by = ("act_heads", "act_kv_heads")  # the matmuls at its entrance
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, out_std: float, rngs: nnx.Rngs,
                  bias: bool = False, qk_norm_eps: float | None = None, window: int = 0, backend: str = "auto",

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtrain import sharding
 from jaxtrain.models.attention import Rotary
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
+from jaxtrain.models.moe import MoE, totals
 
 
 @dataclass(frozen=True)
@@ -18,37 +19,46 @@ class Compute:
     """How a model is computed, which never changes what it computes."""
 
     attention: str = "auto"
+    expert_exchange: str = "auto"
     remat: str = "none"
     unroll: int = 1
     context: str = "auto"
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block: attention, then MLP."""
+    """Pre-norm residual block: attention, then MLP or experts."""
 
-    def __init__(self, attention_norm: nnx.Module, attention: nnx.Module, mlp_norm: nnx.Module, mlp: nnx.Module):
+    def __init__(self, attention_norm: nnx.Module, attention: Any, mlp_norm: nnx.Module, mlp: nnx.Module):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def __call__(self, x_BTD: jax.Array, segments_BT, angles) -> tuple[jax.Array, dict[str, jax.Array]]:
-        h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=("act_heads", "act_kv_heads"))
+        h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
         x_BTD = x_BTD + self.attention(h, segments_BT, angles)
-        h = sharding.enter(self.mlp_norm(x_BTD), INSIDE, shared_by=("act_mlp",))
-        return x_BTD + self.mlp(h), {}
+        h = self.mlp_norm(x_BTD)
+        if isinstance(self.mlp, MoE):
+            y_BTD, aux = self.mlp(h, segments_BT)
+            return x_BTD + y_BTD, aux
+        return x_BTD + self.mlp(sharding.enter(h, INSIDE, shared_by=("act_mlp",))), {}
 
 
 class Decoder(nnx.Module):
     """Tokens to logits. `hidden` and `head` are apart so that the loss never has to hold all logits."""
 
-    STACKS = ("blocks",)  # what may be spread over the stages of a pipeline, in order
+    STACKS = ("first_blocks", "blocks")  # what may be spread over the stages of a pipeline, in order
 
     def __init__(self, embed: Embed, block: Callable[[nnx.Rngs], Block], num_layers: int, norm: nnx.Module, *,
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
-                 rotary: Rotary | None = None, head: Head | None = None):
+                 rotary: Rotary | None = None, head: Head | None = None,
+                 first: Callable[[nnx.Rngs], Block] | None = None, num_first: int = 0):
         self.embed, self.positions, self.rotary = embed, positions, rotary
         # What is to be computed again stays in a loop: side by side, JAX 0.10's compiler merges both computations.
         unroll = compute.unroll if compute.remat == "none" else 1
-        self.blocks = Stack(block, num_layers, remat=remat(compute.remat), unroll=unroll, rngs=rngs)
+        def stack(block, number):
+            return Stack(block, number, remat=remat(compute.remat), unroll=unroll, rngs=rngs)
+
+        self.first_blocks = stack(first, num_first) if first and num_first else None  # of another kind than the rest
+        self.blocks = stack(block, num_layers - num_first)
         self.norm, self.output = norm, head
 
     def hidden(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,
@@ -69,7 +79,11 @@ class Decoder(nnx.Module):
                 real: Mapping[str, Any] | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """All layers, or of each stack the `real` ones; and what layers report besides, stacked over layers."""
         angles = self.rotary.angles(positions_BT) if self.rotary is not None else None
-        return self.blocks(x_BTD, segments_BT, angles, real=(real or {}).get("blocks"))
+        real = real or {}
+        if self.first_blocks is not None:
+            x_BTD, _ = self.first_blocks(x_BTD, segments_BT, angles, real=real.get("first_blocks"))
+        x_BTD, aux = self.blocks(x_BTD, segments_BT, angles, real=real.get("blocks"))
+        return x_BTD, totals(aux)
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """The last norm."""

@@ -161,7 +161,7 @@ class Stack(nnx.Module):
 
     def __init__(self, layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs,
                  remat: Callable[[Callable], Callable] = lambda f: f, unroll: int = 1):
-        self.num_layers, self.remat, self.unroll = num_layers, remat, unroll
+        self.remat, self.unroll = remat, unroll
         keys = jax.random.split(rngs.params(), num_layers)
         self.layer = nnx.vmap(lambda key: layer(nnx.Rngs(params=key)))(keys)
         for _, weight in nnx.iter_graph(self.layer):

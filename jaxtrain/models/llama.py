@@ -1,31 +1,35 @@
 """Llama 3: rotary positions, RMSNorm, grouped-query attention, SwiGLU (Llama Team, 2024; arXiv 2407.21783)."""
 
+from functools import partial
+
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.models.attention import Attention, Rotary
 from jaxtrain.models.decoder import Block, Compute, Decoder
 from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
+from jaxtrain.models.moe import MoE
 
 
 def llama(c: ModelConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = False) -> Decoder:
-    """A decoder in the style of Llama; with `qk_norm`, in that of Qwen3."""
+    """A decoder in the style of Llama, or Mixtral if it has experts; with `qk_norm`, in that of Qwen3."""
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
 
-    def block(rngs: nnx.Rngs) -> Block:
+    def block(rngs: nnx.Rngs, experts: bool) -> Block:
         return Block(
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
             Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
                       qk_norm_eps=c.norm_eps if qk_norm else None, backend=compute.attention, context=compute.context,
                       rngs=rngs),
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-            SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
+            MoE(c, out_std=out_std, exchange=compute.expert_exchange, rngs=rngs) if experts
+            else SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
         )
 
     return Decoder(
-        Embed(c.vocab_size, c.embed_dim, rngs=rngs), block, c.num_layers,
+        Embed(c.vocab_size, c.embed_dim, rngs=rngs), partial(block, experts=c.num_experts > 0), c.num_layers,
         RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
         rotary=Rotary(c.head_dim, c.rope_theta, c.rope_scaling, c.rope_original_len),
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
-        compute=compute, rngs=rngs,
+        first=partial(block, experts=False), num_first=c.dense_layers, compute=compute, rngs=rngs,
     )

@@ -39,14 +39,15 @@ def flops_per_token(model: ModelConfig, matmul_params: int, seq_len: int, causal
     Args:
         model: gives the layers, heads and window of the attention.
         matmul_params: parameters that enter matrix products: the output head too, tied or not, but no input embedding,
-            positions or norms.
+            positions or norms, and of the experts only those that one token goes to.
         seq_len: tokens in a row.
         causal: count only the keys that a query may look at (our headline), or the whole square, as many others do.
     """
     window = min(model.window or seq_len, seq_len)
     # Queries 0..window-1 see half a window on average, the later ones all of it.
     attended = window - window**2 / (2 * seq_len) if causal else window
-    return 6 * matmul_params + 12 * model.num_layers * model.num_heads * model.head_dim * attended
+    widths = model.head_dim + model.rope_head_dim + (model.value_head_dim or model.head_dim)  # of scores and values
+    return 6 * matmul_params + 6 * model.num_layers * model.num_heads * widths * attended
 
 
 def mfu(tokens_per_s: float, flops: float, peak: float) -> float:

@@ -74,16 +74,19 @@ def arrange(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {key: held(sharding.constrain(x, "batch", None)) for key, x in batch.items()}
 
 
-def _tokens(device: Any, n: int, tokens: int, segments_BT: jax.Array | None) -> Tokens:
-    """What is known of the tokens that a device holds, so many."""
+def balanced_order(device: Any, n: int, tokens: int) -> jax.Array:
+    """Where in their sequence the tokens stand that a device of n holds, so many."""
     chunk = jnp.arange(tokens // 2)
-    at = jnp.concatenate([device * len(chunk) + chunk, (2 * n - 1 - device) * len(chunk) + chunk])
-    return Tokens(at, segments_BT)
+    return jnp.concatenate([device * len(chunk) + chunk, (2 * n - 1 - device) * len(chunk) + chunk])
+
+
+def _tokens(device: Any, n: int, tokens: int, segments_BT: jax.Array | None) -> Tokens:
+    return Tokens(balanced_order(device, n, tokens), segments_BT)
 
 
 def _everywhere(n: int, tokens: int) -> jax.Array:
     """Where all tokens stand, [n, T / n], by the device that holds them."""
-    return jnp.stack([_tokens(device, n, tokens // n, None).at for device in range(n)])
+    return jnp.stack([balanced_order(device, n, tokens // n) for device in range(n)])
 
 
 # ----------------------------------------------------------------------------------------------------------- attention
@@ -248,7 +251,7 @@ def _gather_forward(q, k, v, segments, window):
         (k, v, segments), at = _all(piece[0]), piece[1].reshape(-1)
         return merge(result, tiles.forward(q, k, v, mine, Tokens(at, segments), window)), None
 
-    nothing = jnp.zeros(q.shape, F32), jnp.full(q.shape[:-1], tiles.NOTHING)
+    nothing = jnp.zeros((*q.shape[:-1], v.shape[-1]), F32), jnp.full(q.shape[:-1], tiles.NOTHING)
     return lax.scan(visit, nothing, (_pieces(n, (k, v, segments)), _pieces(n, _everywhere(n, n * T))))[0]
 
 
@@ -263,7 +266,7 @@ def _gather_backward(q, k, v, segments, dout, lse, delta, window):
 
     dq, dkv = lax.scan(visit, jnp.zeros(q.shape, F32), (_pieces(n, (k, v, segments)),
                                                         _pieces(n, _everywhere(n, n * T))))
-    return dq, *(jnp.moveaxis(x, 0, 1).reshape(k.shape) for x in dkv)
+    return dq, *(jnp.moveaxis(dx, 0, 1).reshape(x.shape) for dx, x in zip(dkv, (k, v), strict=True))
 
 
 def _all(tree: Any) -> Any:

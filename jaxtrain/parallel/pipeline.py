@@ -61,15 +61,17 @@ class Pipeline:
     at_rest: Any  # partition specs of the gradients
 
     def gradient(self, params: Any, batch: Any, seed: jax.Array) -> tuple[jax.Array, Sums, Any]:
-        """Summed loss, other sums, and the float32 gradient of `seed` times the summed loss."""
+        """Summed loss with penalties, further sums, and the float32 gradient of `seed` times the summed loss."""
         loss, sums, layers, outer = self._run(self.schedule, params, batch, seed)
         placement = Placement.of(self.parts.stacks, self.schedule.position)
         grads = {key: jax.tree.map(partial(placement.from_stages, key), layers[key], self.at_rest[key])
                  for key in layers}
+        last = list(self.parts.stacks)[-1]
+        sums = jax.tree.map(lambda x: placement.from_stages(last, x, P(*(None,) * (x.ndim - 2))), sums)
         return loss, sums, grads | outer
 
     def loss(self, params: Any, batch: Any) -> jax.Array:
-        """Summed loss."""
+        """Summed loss, without penalties."""
         return self._run(self.evaluation, params, batch, jnp.zeros((), F32))[0]
 
     def _run(self, schedule: Schedule, params: Any, batch: Any, seed: jax.Array) -> Any:
@@ -104,11 +106,11 @@ class Pipeline:
             out_specs=(P(), P("stage"), *(outs if "B" in schedule.kinds else ({}, {}))))(layers, outer, batch, seed)
 
     def _products(self) -> frozenset:
-        """The weights of plain products, whose gradients a schedule may put off."""
+        """The weights of plain products (`layers.Linear`), whose gradients a schedule may put off."""
         stacked = {key: self.axes[key] for key in self.parts.stacks}
         flat = jax.tree_util.tree_flatten_with_path(stacked, is_leaf=lambda x: isinstance(x, tuple))[0]
         flat = [(tuple(key.key for key in path), names) for path, names in flat]
-        return frozenset(path for path, names in flat if path[-1] == "kernel" and "experts" not in names)
+        return frozenset(path for path, names in flat if path[-1] == "kernel" and "router" not in names)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ class Parts:
 
     stacks: Mapping[str, int]  # the keys of parameters that are stacks, in order, and how many layers each has
     begin: Callable[[Any, Any], jax.Array]  # parameters, batch -> activations
-    # parameters, activations, batch, which layers are real -> activations, summed penalty, other sums for each layer
+    # parameters, activations, batch, which layers are real -> activations, summed penalty, further sums for each layer
+    # of the last stack
     middle: Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, jax.Array, Sums]]
     end: Callable[[Any, jax.Array, Any], jax.Array]  # parameters, activations, batch -> summed loss
 
@@ -94,10 +95,10 @@ class Stage:
             carry = self.store(carry, "acts", x, row, Column.F_IN)
             y = lax.cond(here == self.last, lambda: x, lambda: self.middle(chunk, weights, x, micro)[0])
         else:
-            y, penalty, _ = self.middle(chunk, weights, x, micro)
+            y, *_ = self.middle(chunk, weights, x, micro)
             end = lax.cond(here == self.last, lambda: self.parts.end(self.outer | weights, y, micro),
                            lambda: jnp.zeros((), F32))
-            carry |= dict(loss=carry["loss"] + end + penalty)
+            carry |= dict(loss=carry["loss"] + end)
         return self.send(carry, "F", y, row)
 
     def backward(self, carry: Carry, row: jax.Array) -> Carry:

@@ -51,7 +51,7 @@ def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, window: int) 
 
             return lax.cond(_meet(queries, keys, window), more, lambda: result), None
 
-        nothing = jnp.zeros(q.shape, F32), jnp.full(q.shape[:-1], NOTHING)
+        nothing = jnp.zeros((*q.shape[:-1], v_BSGK.shape[-1]), F32), jnp.full(q.shape[:-1], NOTHING)
         return lax.scan(add, nothing, tiles)[0]
 
     out, lse = lax.map(of, (_cut(q_BTHK, (G, R), side), _cut_tokens(queries, side)))

@@ -1,4 +1,4 @@
-"""What the numbers should be: GPT-2, Llama and Qwen3, loss, clipping and AdamW in plain float32 `jnp`, from scratch.
+"""What the numbers should be: GPT-2, Llama, Qwen3, experts, loss, clipping, AdamW, in plain float32 `jnp` from scratch.
 
 Nothing of jaxtrain computes here; only its names of parameters are used. And the tiny runs that tests compare with it.
 """
@@ -12,6 +12,7 @@ import numpy as np
 
 import jaxtrain as jt
 from jaxtrain.mesh import AXES
+from tests.numerics import plain_experts
 
 VOCAB, SEQ, BATCH, STEPS = 64, 16, 32, 20
 EIGHT = [(d, f, 8 // d // f) for d in (8, 4, 2, 1) for f in (1, 2, 4, 8) if d * f in (1, 2, 4, 8)]  # data, fsdp, tensor
@@ -25,11 +26,23 @@ FAMILIES = {
     "gpt2_untied": dict(name="gpt2", num_heads=8, tied_embeddings=False, window=6),
 }
 
+_EXPERTS = dict(num_heads=8, num_experts=8, expert_mlp_dim=24, tied_embeddings=False, rope_theta=100.0)
+EXPERTS = {
+    "mixtral": dict(name="mixtral", num_kv_heads=8, head_dim=4, experts_per_token=2, balance_loss=0.02,
+                    router_z_loss=0.003) | _EXPERTS,
+    "qwen3_moe": dict(name="qwen3_moe", num_kv_heads=8, head_dim=4, experts_per_token=3, normalize_router=False,
+                      shared_experts=2, dense_layers=1, mlp_dim=48, capacity_factor=0.75) | _EXPERTS,
+    "deepseek_v3": dict(name="deepseek_v3", num_layers=3, dense_layers=1, mlp_dim=48, head_dim=4, rope_head_dim=2,
+                        value_head_dim=6, q_rank=16, kv_rank=24, experts_per_token=2, shared_experts=1,
+                        router="sigmoid", router_scale=2.5, expert_groups=4, expert_groups_used=2,
+                        router_bias_rate=0.01, balance_loss=0.01) | _EXPERTS,
+}
+
 
 def tiny(family: str = "gpt2", **keys) -> jt.Config:
     """A config of two narrow layers; keys as on a command line, `mesh__tensor=2`, override it."""
     return jt.make_config({
-        "model": dict(vocab_size=VOCAB, num_layers=2, embed_dim=32, max_seq_len=SEQ) | FAMILIES[family],
+        "model": dict(vocab_size=VOCAB, num_layers=2, embed_dim=32, max_seq_len=SEQ) | (FAMILIES | EXPERTS)[family],
         "mesh": dict(data=1), "data": dict(seq_len=SEQ, global_batch_size=BATCH),
         "optimizer": dict(learning_rate=1e-2, warmup_steps=4, weight_decay=0.1, clip_norm=0.7, schedule="linear"),
         "train": dict(steps=STEPS),
@@ -128,21 +141,30 @@ def attention(q, k, v, segments, window=0):
     return jnp.stack(heads, 2)
 
 
-def hidden(c, p, b):
-    """Activations after the last norm; `c` is the model's section of the config."""
+def hidden(c, p, b, told=None):
+    """Activations after the last norm; `c` is the model's section of the config.
+
+    Layers with experts append what they tell to `told`: each row's penalty, and its excess of load per expert.
+    """
     gpt2, eps = c.name == "gpt2", c.norm_eps
     norm = layer_norm if gpt2 else rms_norm
     x = p["embed"]["table"][b["tokens"]]
     if gpt2:
         x = x + p["positions"]["table"][b["positions"]]
-    for layer in range(c.num_layers):
-        w = jax.tree.map(lambda a, layer=layer: a[layer], p["blocks"]["layer"])
+    stacks = [(p[stack]["layer"], layer) for stack, number in (("first_blocks", c.dense_layers),
+                                                               ("blocks", c.num_layers - c.dense_layers))
+              for layer in range(number)]
+    for stack, layer in stacks:
+        w = jax.tree.map(lambda a, layer=layer: a[layer], stack)
         a, m = w["attention"], w["mlp"]
         h = norm(w["attention_norm"], x, eps)
-        q, k, v = (jnp.tensordot(h, a[n]["kernel"], 1) + (a[n]["bias"] if gpt2 else 0) for n in "qkv")
-        if c.name == "qwen3":
+        if c.kv_rank:
+            q, k, v = plain_experts.latent_qkv(c, a, h, b["positions"], rms_norm, rotate)
+        else:
+            q, k, v = (jnp.tensordot(h, a[n]["kernel"], 1) + (a[n]["bias"] if gpt2 else 0) for n in "qkv")
+        if c.name in ("qwen3", "qwen3_moe"):
             q, k = rms_norm(a["q_norm"], q, eps), rms_norm(a["k_norm"], k, eps)
-        if not gpt2:
+        if not gpt2 and not c.kv_rank:
             q, k = (rotate(y, b["positions"], c.rope_theta) for y in (q, k))
         y = jnp.tensordot(attention(q, k, v, b["segments"], c.window), a["out"]["kernel"], 2)
         x = x + y + (a["out"]["bias"] if gpt2 else 0)
@@ -151,21 +173,33 @@ def hidden(c, p, b):
             u = h @ m["up"]["kernel"] + m["up"]["bias"]
             u = 0.5 * u * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
             x = x + u @ m["down"]["kernel"] + m["down"]["bias"]
+        elif "router" in m:
+            y, *tells = plain_experts.experts(c, m, h, b["segments"])
+            x = x + y
+            if told is not None:
+                told.append(tells)
         else:
-            gate = h @ m["gate"]["kernel"]
-            x = x + (gate / (1 + jnp.exp(-gate)) * (h @ m["up"]["kernel"])) @ m["down"]["kernel"]
+            x = x + plain_experts.silu_mlp(*(m[n]["kernel"] for n in ("gate", "up", "down")), h)
     return norm(p["norm"], x, eps)
 
 
 def loss(c, p, b, z_loss=0.0):
-    """The weighted mean over tokens of cross-entropy and z-loss."""
+    """The weighted mean over tokens of cross-entropy and z-loss, and over rows of experts' penalties."""
+    return loss_and_excess(c, p, b, z_loss)[0]
+
+
+def loss_and_excess(c, p, b, z_loss=0.0):
+    """And the weighted mean over rows of experts' excess of load, [layers with experts, experts]."""
+    told = []
     head = p["embed"]["table"].T if c.tied_embeddings else p["output"]["kernel"]
-    logits = hidden(c, p, b) @ head
+    logits = hidden(c, p, b, told) @ head
     top = logits.max(-1)
     log_partition = top + jnp.log(jnp.exp(logits - top[..., None]).sum(-1))
     correct = (logits * (b["targets"][..., None] == np.arange(logits.shape[-1]))).sum(-1)
     each = log_partition - correct + z_loss * log_partition**2
-    return (b["weights"] * each).sum() / b["weights"].sum()
+    row = b["weights"].sum(1)
+    total = (b["weights"] * each).sum() + sum((row * penalty).sum() for penalty, _ in told)
+    return total / row.sum(), jnp.array([row @ excess / row.sum() for _, excess in told])
 
 
 # ------------------------------------------------------------------------------------------------------ plain training
@@ -195,28 +229,44 @@ def adamw(c, p, g, m, v, rate, n):
     return [jax.tree.map(lambda o, i=i: o[i], out, is_leaf=lambda x: isinstance(x, tuple)) for i in range(3)]
 
 
-@functools.cache
 def trained(family: str = "gpt2", z_loss: float = 0.0):
     """-> the losses of all steps; and of step 0 the gradient (not yet clipped) and its norm."""
+    return _trained(family, z_loss)[:3]
+
+
+def router_biases(family: str):
+    """-> those after each step, [steps, layers with experts, experts]."""
+    return _trained(family, 0.0)[3]
+
+
+@functools.cache
+def _trained(family, z_loss):
     config = tiny(family)
     p = jax.tree.map(jnp.asarray, initial(family))
     m = v = jax.tree.map(jnp.zeros_like, p)
 
     @jax.jit
     def step(p, m, v, rate, n, b):
-        value, g = jax.value_and_grad(lambda p: loss(config.model, p, b, z_loss))(p)
+        def value(p):
+            return loss_and_excess(config.model, p, b, z_loss)
+        (value, excess), g = jax.value_and_grad(value, has_aux=True)(p)
         size, clip = norm_of(g), config.optimizer.clip_norm
         clipped = jax.tree.map(lambda x: x * jnp.minimum(1, clip / size), g)
         p, m, v = adamw(config.optimizer, p, clipped, m, v, rate, n)
+        if config.model.router_bias_rate:
+            sign = jnp.sign(jnp.round(excess, 6))  # even is even, however it rounds
+            p["blocks"]["layer"]["mlp"]["router"]["bias"] -= config.model.router_bias_rate * sign
         return p, m, v, value, g, size
 
-    losses = []
+    losses, biases = [], []
     for n in range(STEPS):
         p, m, v, value, g, size = step(p, m, v, jnp.float32(learning_rate(config, n)), jnp.float32(n), batch(n))
         losses.append(float(value))
+        if config.model.router_bias_rate:
+            biases.append(np.asarray(p["blocks"]["layer"]["mlp"]["router"]["bias"]))
         if n == 0:
             first = jax.device_get((g, size))
-    return np.array(losses), *first
+    return np.array(losses), *first, biases
 
 
 def worst(got, want, floor: float = 0.0):

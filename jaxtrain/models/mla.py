@@ -1,0 +1,47 @@
+"""Multi-head latent attention (DeepSeek-AI, 2024; arXiv 2405.04434): all heads' keys and values from one narrow vector.
+
+Queries and keys have a part without positions, head by head, and a rotary part, whose key all heads share. Rotary pairs
+are (i, i + R/2) as in all of our models; the published weights have them side by side: another order of columns.
+
+Shape suffixes: B batch, T sequence, D embedding, L latent width, H heads, K head width, R rotary width.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.models.attention import HEADS, Rotary, attend
+from jaxtrain.models.layers import RESIDUAL, Linear, RMSNorm
+
+LATENT = ("batch", "seq", None)
+
+
+class LatentAttention(nnx.Module):
+    """Causal self-attention through latents of `q_rank` (0: none, for queries) and `kv_rank`."""
+
+    shared_by = ()  # the latents are whole on all devices that split the heads
+
+    def __init__(self, dim: int, heads: int, head_dim: int, rope_dim: int, value_dim: int, q_rank: int, kv_rank: int,
+                 eps: float, *, out_std: float, rngs: nnx.Rngs, window: int = 0, backend: str = "auto",
+                 context: str = "auto"):
+        self.head_dim, self.kv_rank, self.window, self.backend, self.context = head_dim, kv_rank, window, backend, context
+        up, down = ("rank", "heads", "head_dim"), ("embed", "latent")
+        self.q_down = Linear("btd,dl->btl", (dim, q_rank), down, LATENT, rngs=rngs) if q_rank else None
+        self.q_norm = RMSNorm(q_rank, eps, axis="latent", rngs=rngs) if q_rank else None
+        self.q = Linear("btd,dhk->bthk", (q_rank or dim, heads, head_dim + rope_dim), up, HEADS, rngs=rngs)
+        self.kv_down = Linear("btd,dl->btl", (dim, kv_rank + rope_dim), down, LATENT, rngs=rngs)
+        self.kv_norm = RMSNorm(kv_rank, eps, axis="latent", rngs=rngs)
+        self.kv = Linear("btd,dhk->bthk", (kv_rank, heads, head_dim + value_dim), up, HEADS, rngs=rngs)
+        self.out = Linear("bthk,hkd->btd", (heads, value_dim, dim), ("heads", "head_dim", "embed"), RESIDUAL,
+                          std=out_std, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles) -> jax.Array:
+        q_BTL = x_BTD if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x_BTD))
+        q_BTHK, q_BTHR = jnp.split(self.q(q_BTL), [self.head_dim], axis=-1)
+        kv_BTL, k_BTR = jnp.split(self.kv_down(x_BTD), [self.kv_rank], axis=-1)
+        k_BTHK, v_BTHV = jnp.split(self.kv(self.kv_norm(kv_BTL)), [self.head_dim], axis=-1)
+        k_BT1R = Rotary.rotate(k_BTR[:, :, None], angles)
+        q = jnp.concatenate([q_BTHK, Rotary.rotate(q_BTHR, angles)], axis=-1)
+        k = jnp.concatenate([k_BTHK, k_BT1R + jnp.zeros_like(q_BTHR)], axis=-1)
+        return self.out(attend(q, k, v_BTHV, segments_BT=segments_BT, window=self.window, backend=self.backend,
+                               context=self.context))

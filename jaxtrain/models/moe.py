@@ -1,0 +1,109 @@
+"""A layer of experts in the place of an MLP: a router, routed experts, and shared ones that every token passes.
+
+The routed part is one island, in which each device routes its own tokens. Where experts are split over `tensor` too,
+each device computes a part of their width, and the parts are added up as the sequence is split again.
+
+Shape suffixes: B batch, T sequence, D embedding, E experts, F expert width, N tokens.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain import sharding
+from jaxtrain.config import ModelConfig
+from jaxtrain.models.layers import INSIDE, RESIDUAL, SwiGLU, param
+from jaxtrain.models.router import capacity, route
+from jaxtrain.parallel.experts import through_experts
+from jaxtrain.parallel.rows import Row
+
+WIDEN = ("experts", "expert_embed", "expert_mlp")
+NARROW = ("experts", "expert_mlp", "expert_embed")
+
+
+class Router(nnx.Module):
+    """The router's parameters: one vector per expert, and a bias where load is evened out by one."""
+
+    def __init__(self, c: ModelConfig, *, rngs: nnx.Rngs):
+        self.kernel = param(rngs, (c.embed_dim, c.num_experts), ("embed", "router"))
+        self.bias = param(rngs, (c.num_experts,), ("router_bias",), std=0) if c.router_bias_rate else None
+
+
+class MoE(nnx.Module):
+    """Routed SwiGLU experts, and shared ones."""
+
+    def __init__(self, c: ModelConfig, *, out_std: float, exchange: str = "auto", rngs: nnx.Rngs):
+        E, D, F = c.num_experts, c.embed_dim, c.expert_mlp_dim
+        self.config, self.exchange = c, exchange
+        self.router = Router(c, rngs=rngs)
+        self.gate, self.up = (param(rngs, (E, D, F), WIDEN) for _ in range(2))
+        self.down = param(rngs, (E, F, D), NARROW, out_std)
+        self.shared = SwiGLU(D, c.shared_experts * F, out_std=out_std, rngs=rngs) if c.shared_experts else None
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """From and to the layout between blocks -> and each row's penalty [B] and sums [B, parts, ...]."""
+        y_BTD, aux = self.routed(x_BTD, segments_BT)
+        if self.shared is not None:
+            y_BTD += self.shared(sharding.enter(x_BTD, INSIDE, shared_by=("act_mlp",)))
+        return y_BTD, aux
+
+    def routed(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The routed experts alone."""
+        real_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT > 0
+        bias = () if self.router.bias is None else ((self.router.bias, ("router_bias",)),)
+        named = ((self.router.kernel, ("embed", "router")), *bias,
+                 (self.gate, WIDEN), (self.up, WIDEN), (self.down, NARROW))
+        weights = tuple(sharding.gather(weight[...], *names) for weight, names in named)
+        if sharding.activation_spec() is None:
+            return self._local(x_BTD, real_BT, *weights)
+        real_BT = sharding.constrain(real_BT, "batch", "seq")
+        between, (batch, seq) = sharding.activation_spec(*RESIDUAL), map(sharding.split_by, ("batch", "seq"))
+        sums = dict.fromkeys(("tokens", "kept", "entropy", "balance"), P(batch, seq)) | {"load": P(batch, seq, None)}
+        return sharding.island(
+            self._local,
+            in_specs=(between, P(batch, seq), *(sharding.gathered_spec(*names) for _, names in named)),
+            out_specs=(between, {"penalty": P(batch)} | sums))(x_BTD, real_BT, *weights)
+
+    def _local(self, x_BTD, real_BT, kernel_DE, *rest) -> tuple[jax.Array, dict[str, Any]]:
+        """One device's tokens: split over `tensor` on entry and exit, whole over it in between."""
+        c, (*bias, gate, up, down) = self.config, rest
+        tensor, row = sharding.axes_over("act_expert_mlp"), Row(sharding.axes_over("seq"))
+        split = tensor if x_BTD.shape[1] < real_BT.shape[1] else ()  # between blocks
+        x_BTD = lax.all_gather(x_BTD, split, axis=1, tiled=True) if split else x_BTD
+        B, T, D = x_BTD.shape
+        routing = route(c, x_BTD, real_BT, kernel_DE, bias[0] if bias else None, row)
+        x_ND, experts_NK, weights_NK, kept_NK = (a.reshape(B * T, -1) for a in (
+            x_BTD, routing.experts_BTK, routing.weights_BTK, routing.kept_BTK))
+        most = min(T, capacity(c, row.length(T))) * B * gate.shape[0]
+        y_ND = through_experts(x_ND, experts_NK, weights_NK, kept_NK, gate, up, down,
+                               axis=sharding.axes_over("experts"), exchange=self.exchange,
+                               limit=most if c.capacity_factor else None)
+        y_BTD = y_ND.reshape(B, T, D)
+        if split:
+            y_BTD = lax.psum_scatter(y_BTD, split, scatter_dimension=1, tiled=True)
+        elif tensor:
+            y_BTD = lax.psum(y_BTD, tensor)
+        parts = {name: total[:, None] for name, total in routing.sums_B.items()}
+        return y_BTD, {"penalty": routing.penalty_B, **parts}
+
+
+def totals(aux: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What rows report, [layers, B, parts, ...], added up to [layers, ...]: of all rows that are in the array."""
+    return {name: value if name == "penalty" else value.sum((1, 2)) for name, value in aux.items()}
+
+
+def metrics(sums: dict[str, jax.Array], experts_per_token: int) -> dict[str, jax.Array]:
+    """What stands in metrics.jsonl, from the `totals` of a whole batch: means over tokens and layers."""
+    load_LE, tokens_L = sums["load"], jnp.maximum(sums["tokens"], 1)
+    mean_L1 = jnp.maximum(load_LE.mean(-1, keepdims=True), 1e-8)
+    return {
+        "moe_max_load": (load_LE / mean_L1).max(),  # of the busiest expert, over an even share: in the worst layer
+        "moe_min_load": (load_LE / mean_L1).min(),
+        "moe_dropped": 1 - sums["kept"].sum() / (tokens_L.sum() * experts_per_token),
+        "moe_router_entropy": (sums["entropy"] / tokens_L).mean(),
+        "balance_loss": (sums["balance"] / tokens_L).mean(),
+    }

@@ -1,0 +1,83 @@
+"""Which experts each token goes to, with what weights, and what it costs to choose unevenly: in float32, row by row.
+
+Everything that couples tokens couples those of one row only, so that no number depends on the mesh, on micro-batches or
+on a pipeline. Padding (segment 0) goes to no expert and counts nowhere.
+
+Shape suffixes: B batch, T sequence, D embedding, E experts, K experts of a token, G groups of experts.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.config import ModelConfig
+from jaxtrain.models.functions import softmax
+from jaxtrain.parallel.rows import Row
+
+F32 = jnp.float32
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The router's answer for some tokens, and what rows report of it."""
+
+    experts_BTK: jax.Array  # the token's experts, best first
+    weights_BTK: jax.Array
+    kept_BTK: jax.Array  # False where an expert was full, and for padding
+    penalty_B: jax.Array  # of each row, with coefficients
+    sums_B: dict[str, jax.Array]  # of each row over the tokens that are here: [B] or [B, E]
+
+
+def route(c: ModelConfig, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array | None,
+          row: Row) -> Routing:
+    """Route tokens; `real` ones are no padding."""
+    logits_BTE = jnp.einsum("btd,de->bte", x_BTD.astype(F32), kernel_DE, precision=lax.Precision.HIGHEST)
+    scores_BTE = softmax(logits_BTE) if c.router == "softmax" else jax.nn.sigmoid(logits_BTE)
+    experts_BTK = choose(c, lax.stop_gradient(scores_BTE) + (0 if bias_E is None else lax.stop_gradient(bias_E)))
+    weights_BTK = jnp.take_along_axis(scores_BTE, experts_BTK, -1)
+    if c.normalize_router:
+        weights_BTK /= weights_BTK.sum(-1, keepdims=True) + 1e-20
+    weights_BTK *= c.router_scale
+
+    hits_BTE = ((experts_BTK[..., None] == jnp.arange(c.num_experts)).any(-2) & real_BT[..., None]).astype(F32)
+    kept_BTK = jnp.broadcast_to(real_BT[..., None], experts_BTK.shape)
+    if c.capacity_factor:
+        fits_BTE = row.before(hits_BTE) < capacity(c, row.length(real_BT.shape[1]))
+        kept_BTK &= jnp.take_along_axis(fits_BTE, experts_BTK, -1)
+
+    tokens_B = real_BT.sum(-1).astype(F32)
+    length_B = jnp.maximum(row.add(tokens_B), 1)
+    shares_BTE = scores_BTE / (scores_BTE.sum(-1, keepdims=True) + 1e-20) * real_BT[..., None]
+    load_BE = hits_BTE.sum(1)
+    even_BE = row.add(load_BE) / length_B[:, None] * (c.num_experts / c.experts_per_token)  # 1: an even share
+    balance_B = (lax.stop_gradient(even_BE) * row.add(shares_BTE.sum(1))).sum(-1) / length_B
+    log_partition_BT = jax.nn.logsumexp(logits_BTE, axis=-1) * real_BT
+    z_B = row.add(jnp.square(log_partition_BT).sum(-1)) / length_B
+    penalty_B = c.balance_loss * balance_B + c.router_z_loss * z_B
+    if bias_E is not None:
+        # Nothing but a gradient for the bias: how much more than its share each expert was chosen. Whatever adds up
+        # gradients over devices, micro-batches and stages so adds up loads; the optimizer knows what to do with it.
+        penalty_B += ((bias_E - lax.stop_gradient(bias_E)) * lax.stop_gradient(even_BE - 1)).sum(-1)
+    entropy_BT = -(shares_BTE * jnp.log(jnp.maximum(shares_BTE, 1e-30))).sum(-1)
+    sums_B = {"tokens": tokens_B, "load": load_BE, "kept": kept_BTK.sum((1, 2)).astype(F32),
+              "entropy": entropy_BT.sum(-1), "balance": balance_B * tokens_B}
+    return Routing(experts_BTK, weights_BTK, kept_BTK, penalty_B, lax.stop_gradient(sums_B))
+
+
+def choose(c: ModelConfig, scores_BTE: jax.Array) -> jax.Array:
+    """The experts with the highest scores, the lowest index first where they are equal; of the best groups only."""
+    if c.expert_groups > 1:
+        grouped_BTGE = scores_BTE.reshape(*scores_BTE.shape[:2], c.expert_groups, -1)
+        best_BTG = lax.top_k(grouped_BTGE, min(2, grouped_BTGE.shape[-1]))[0].sum(-1)
+        used_BTU = lax.top_k(best_BTG, c.expert_groups_used)[1]
+        used_BTG = (used_BTU[..., None] == jnp.arange(c.expert_groups)).any(-2)
+        scores_BTE = jnp.where(used_BTG[..., None], grouped_BTGE, -jnp.inf).reshape(scores_BTE.shape)
+    return lax.top_k(scores_BTE, c.experts_per_token)[1]
+
+
+def capacity(c: ModelConfig, row: int) -> int:
+    """How many tokens of a row of this length one expert takes."""
+    return math.ceil(c.capacity_factor * row * c.experts_per_token / c.num_experts)

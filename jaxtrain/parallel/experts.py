@@ -1,0 +1,115 @@
+"""Tokens to the devices that hold their experts and back, exactly, whatever the imbalance.
+
+Called inside an island: arrays are one device's own. Experts are split over one mesh axis of n devices, and each of
+those has N tokens of its own. Shapes are static, so a buffer must hold what one device may be sent at worst: with K
+experts a token and L experts a device, n N min(K, L) rows (`limit` lowers that where experts have a capacity). Only
+rows that are there are multiplied. Two ways, the same numbers:
+
+* "gather": every device sees all n N tokens, computes those that are its own experts', and the results are added up. It
+  moves 2 (n - 1) N rows a device, forward, and is all that CPUs can do.
+* "ragged": each token goes to its experts' devices only, 2 K N (n - 1) / n rows when load is even.
+
+Shape suffixes: N tokens, D embedding, F expert width, K experts of a token, L experts held here, R rows of assignments,
+P devices that exchange.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.models.functions import swiglu
+
+
+def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, kept_NK: jax.Array,
+                    gate_LDF: jax.Array, up_LDF: jax.Array, down_LFD: jax.Array, *, axis: tuple[str, ...] = (),
+                    exchange: str = "auto", limit: int | None = None) -> jax.Array:
+    """The weighted sum of each token's experts. `limit` is the most rows that a device's experts get of one device."""
+    n, held = (lax.axis_size(axis) if axis else 1), gate_LDF.shape[0]
+    tokens, choices = experts_NK.shape
+    rows = n * min(tokens * min(choices, held), limit or tokens * choices)
+    way = {"one": _alone, "gather": _gather, "ragged": _ragged}[choose_exchange(exchange, n, choices)]
+    experts_NK = jnp.where(kept_NK, experts_NK, n * held)  # an expert that nobody holds
+    return way(x_ND, experts_NK, weights_NK, partial(_mlp, gate_LDF, up_LDF, down_LFD), held, rows, axis)
+
+
+def choose_exchange(asked: str, devices: int, choices: int) -> str:
+    """What `train.expert_exchange` means here."""
+    if devices == 1:
+        return "one"
+    fewer = jax.default_backend() != "cpu" and choices < devices  # else all tokens move no further than their copies
+    return ("ragged" if fewer else "gather") if asked == "auto" else asked
+
+
+def _mlp(gate_LDF, up_LDF, down_LFD, x_RD, weights_R, sizes_L):
+    """Each row through its expert, times its weight; rows are sorted by expert."""
+    act_RF = swiglu(*(lax.ragged_dot(x_RD, w_LDF, sizes_L) for w_LDF in (gate_LDF, up_LDF)))
+    # Weighed here, not behind `down`, whose result then need not be kept for the backward pass.
+    return lax.ragged_dot((act_RF * weights_R[:, None]).astype(act_RF.dtype), down_LFD, sizes_L)
+
+
+def _alone(x_ND, experts_NK, weights_NK, mlp, held, rows, axis):
+    """All experts that are asked for (0 to `held`) are here; others give nothing."""
+    order_R, place_NK, sizes_L = _sorted(experts_NK, held, rows)
+    weights_R = weights_NK.reshape(-1).at[order_R].get(unique_indices=True)
+    return _collect(mlp(_spread(x_ND, order_R, place_NK), weights_R, sizes_L), order_R, place_NK)
+
+
+def _gather(x_ND, experts_NK, weights_NK, mlp, held, rows, axis):
+    x_ND, experts_NK, weights_NK = (lax.all_gather(a, axis, tiled=True) for a in (x_ND, experts_NK, weights_NK))
+    mine_NK = experts_NK - lax.axis_index(axis) * held
+    mine_NK = jnp.where((mine_NK >= 0) & (mine_NK < held), mine_NK, held)
+    return lax.psum_scatter(_alone(x_ND, mine_NK, weights_NK, mlp, held, rows, axis), axis, tiled=True)
+
+
+def _ragged(x_ND, experts_NK, weights_NK, mlp, held, rows, axis):
+    n, here = lax.axis_size(axis), lax.axis_index(axis)
+    order_R, place_NK, sizes_E = _sorted(experts_NK, n * held, experts_NK.size)
+    sizes_PE = lax.all_gather(sizes_E, axis)  # what each device has for each expert
+    sent_PP = sizes_PE.reshape(n, n, held).sum(-1)  # from, to
+    starts_PP, ends_PP = jnp.cumsum(sent_PP, 1) - sent_PP, jnp.cumsum(sent_PP, 0) - sent_PP  # in the sender, receiver
+    there = starts_PP[here], sent_PP[here], ends_PP[here], sent_PP[:, here]
+    back = ends_PP[:, here], sent_PP[:, here], starts_PP[:, here], sent_PP[here]
+
+    def send(a, route, length):
+        return lax.ragged_all_to_all(a, jnp.zeros((length, *a.shape[1:]), a.dtype), *route, axis_name=axis)
+
+    # Rows arrive by sender, and by expert within one sender.
+    x_RD = send(_spread(x_ND, order_R, place_NK), there, rows)
+    weights_R = send(weights_NK.reshape(-1).at[order_R].get(unique_indices=True), there, rows)
+    mine_PL = lax.dynamic_slice_in_dim(sizes_PE, here * held, held, 1)
+    experts_R = jnp.repeat(jnp.tile(jnp.arange(held), n), mine_PL.reshape(-1), total_repeat_length=rows)
+    experts_R = jnp.where(jnp.arange(rows) < mine_PL.sum(), experts_R, held)
+    y_RD = _alone(x_RD, experts_R[:, None], weights_R[:, None], mlp, held, rows, axis)
+    return _collect(send(y_RD, back, order_R.size), order_R, place_NK)
+
+
+def _sorted(experts_NK, count, rows):
+    """Assignments by expert -> which stands in each row, in which row each stands (`rows`: in none), group sizes."""
+    flat = experts_NK.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    place = jnp.where(flat < count, place, rows).reshape(experts_NK.shape)
+    return order[:rows], place, jnp.bincount(flat, length=count).astype(jnp.int32)
+
+
+# Each is the other's transpose. Both only ever read, so that no sum depends on the order in which devices write.
+
+@jax.custom_vjp
+def _spread(x_ND, order_R, place_NK):
+    """Each assignment's token."""
+    return x_ND[order_R // place_NK.shape[1]]
+
+
+@jax.custom_vjp
+def _collect(y_RD, order_R, place_NK):
+    """The sum of each token's assignments."""
+    y_NKD = y_RD.at[place_NK].get(mode="fill", fill_value=0)
+    return y_NKD.sum(1, dtype=jnp.float32).astype(y_RD.dtype)
+
+
+_spread.defvjp(lambda x, order, place: (_spread(x, order, place), (order, place)),
+               lambda saved, dy: (_collect(dy, *saved), None, None))
+_collect.defvjp(lambda y, order, place: (_collect(y, order, place), (order, place)),
+                lambda saved, dx: (_spread(dx, *saved), None, None))
