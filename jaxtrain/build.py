@@ -18,6 +18,7 @@ from jaxtrain.loss import cross_entropy
 from jaxtrain.mesh import AXES, make_mesh
 from jaxtrain.models import Compute, Decoder, make_model
 from jaxtrain.models.attention import choose_backend
+from jaxtrain.parallel.context import arrange, choose_strategy
 from jaxtrain.parallel.pipeline import Pipeline, make_schedules
 from jaxtrain.parallel.placement import Placement
 from jaxtrain.parallel.schedules import Schedule
@@ -185,14 +186,14 @@ class Run:
             return self._loss(precision.cast(params, self.precision), batch, 0.0)
 
     def _loss(self, params: Any, batch: Any, z_loss: float) -> tuple[jax.Array, jax.Array]:
-        batch = self._arranged(batch)
+        batch = arrange(batch)
         if self.schedules:
             return self._pipeline(z_loss).loss(params, batch), batch["weights"].sum()
         x_BTD, penalty, _ = self._middle(params, self._begin(params, batch), batch)
         return self._end(params, x_BTD, batch, z_loss) + penalty, batch["weights"].sum()
 
     def _pipelined(self, params: Any, batch: Any, scale: Any) -> Any:
-        batch = self._arranged(batch)
+        batch = arrange(batch)
         weight = batch["weights"].sum()
         pipeline = self._pipeline(self.config.train.z_loss)
         total, _, grads = pipeline.gradient(params, batch, scale / jnp.maximum(weight, 1e-8))
@@ -203,9 +204,6 @@ class Run:
         parts = Parts(stacks(self.model.params()), self._begin, self._middle, partial(self._end, z_loss=z_loss))
         at_rest = jax.tree.map(lambda s: s.spec, self.layout.gradients)
         return Pipeline(parts, *self.schedules, self.rules, self.layout.axes, at_rest)
-
-    def _arranged(self, batch: Any) -> Any:
-        return {key: sharding.constrain(x, "batch", "seq") for key, x in batch.items()}
 
     # The three parts of the loss, which a pipeline runs on different stages.
     def _begin(self, params: Any, batch: Any) -> jax.Array:
@@ -245,7 +243,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
     platform = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else "abstract"
     compute = precision.resolve(config.train.precision, platform)
     choose_backend(config.train.attention, platform, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
-                   config.model.head_dim)
+                   config.model.head_dim, sharding.shards(rules["seq"], mesh))
 
     model = Skeleton.of(nnx.eval_shape(lambda: _model(config, mesh, jax.random.key(0))))
     axes = model.axes()
@@ -271,7 +269,8 @@ def stacks(params: Any) -> dict[str, int]:
 
 def _model(config: Config, mesh: AnyMesh, key: jax.Array) -> nnx.Module:
     t = config.train
-    return make_model(config.model, Compute(t.attention, t.remat, t.unroll), rngs=nnx.Rngs(params=key))
+    return make_model(config.model, Compute(t.attention, t.remat, t.unroll, config.mesh.context_strategy),
+                      rngs=nnx.Rngs(params=key))
 
 
 def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
@@ -286,6 +285,11 @@ def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
         raise UserError("train.loss_chunks", f"{chunks} does not divide the {tokens} tokens of a device's micro-batch",
                         "choose a divisor, or 0")
     c = config.model
+    parts, heads = sharding.shards(rules["seq"], mesh), c.num_heads // sharding.shards(rules["act_heads"], mesh)
+    if parts > 1 and config.data.seq_len % (2 * parts):
+        raise UserError("data.seq_len", f"{config.data.seq_len} does not divide into the {2 * parts} chunks that "
+                        f"mesh.context={parts} deals out in pairs", f"make it a multiple of {2 * parts}")
+    choose_strategy(config.mesh.context_strategy, parts, mesh.shape["stage"], heads)
     sizes = {"seq": config.data.seq_len, "block_seq": config.data.seq_len, "act_embed": c.embed_dim,
              "act_mlp": c.mlp_dim, "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads,
              "act_head_dim": c.head_dim, "act_vocab": c.vocab_size}

@@ -66,6 +66,7 @@ class MeshConfig:
     context: int = 1
     expert: int = 1
     tensor: int = 1
+    context_strategy: str = "auto"  # how attention crosses the parts of a sequence
     rules: str = "fsdp_tp"
     overrides: dict[str, str] = field(default_factory=dict, hash=False)  # logical name -> "axis", "a+b" or "none"
 
@@ -75,6 +76,7 @@ class MeshConfig:
                 raise UserError(f"mesh.{axis}", f"{size} is no axis size", "give a positive number or -1")
         if [getattr(self, axis) for axis in _AXES].count(-1) > 1:
             raise UserError("mesh", "more than one axis is -1", "give all axes but one a size")
+        _one_of("mesh.context_strategy", self.context_strategy, ("auto", "ring", "gather", "ulysses"))
         for name, axes in self.overrides.items():
             if not isinstance(axes, str):
                 raise UserError(f"mesh.overrides.{name}", f"{axes!r} is not text", "give 'axis', 'a+b' or 'none'")

@@ -14,15 +14,22 @@ from jaxtrain import sharding
 from jaxtrain.errors import UserError
 from jaxtrain.models.functions import softmax
 from jaxtrain.models.layers import RESIDUAL, Linear, RMSNorm
+from jaxtrain.parallel import context as parallel
 
 HEADS = ("batch", "seq", "act_heads", "act_head_dim")
 KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
 
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
-           window: int = 0, backend: str = "auto") -> jax.Array:
-    """Causal attention of queries over keys of the same segment and, with `window`, of the last `window` tokens."""
-    backend = choose_backend(backend, jax.default_backend(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3])
+           window: int = 0, backend: str = "auto", context: str = "auto") -> jax.Array:
+    """Causal attention of queries over keys of the same segment and, with `window`, of the last `window` tokens.
+
+    Where a mesh spreads the sequence over `context`, the tokens come in balanced order (parallel/context.py).
+    """
+    parts = parallel.size()
+    backend = choose_backend(backend, jax.default_backend(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], parts)
+    if parts > 1:
+        return parallel.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT, window=window, strategy=context)
     if sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
         # Fewer key/value heads than devices: each device takes those that its query heads look at.
         repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
@@ -31,13 +38,14 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
     return checkpoint_name(out, "attention")
 
 
-def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int) -> str:
+def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, context: int = 1) -> str:
     """The backend that `train.attention` means here; refuses one that cannot do this work."""
     reasons = {
         "it runs on NVIDIA GPUs only": platform not in ("gpu", "cuda"),
         f"it computes in bfloat16 or float16, not {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
         f"head_dim={head_dim} is not a multiple of 8 up to 256": head_dim % 8 or head_dim > 256,
         f"seq_len={seq_len} is odd": seq_len % 2,
+        f"it has no mask for the order of tokens under mesh.context={context}": context > 1,
     }
     refusal = next((reason for reason, applies in reasons.items() if applies), None)
     if asked == "cudnn" and refusal:
@@ -120,8 +128,9 @@ class Attention(nnx.Module):
     """Multi-head or grouped-query self-attention; biases, qk-norm and rotary positions as the model has them."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, out_std: float, rngs: nnx.Rngs,
-                 bias: bool = False, qk_norm_eps: float | None = None, window: int = 0, backend: str = "auto"):
-        self.window, self.backend = window, backend
+                 bias: bool = False, qk_norm_eps: float | None = None, window: int = 0, backend: str = "auto",
+                 context: str = "auto"):
+        self.window, self.backend, self.context = window, backend, context
         kv = (dim, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), KV_HEADS
         q = (dim, heads, head_dim), ("embed", "heads", "head_dim"), HEADS
         self.q = Linear("btd,dhk->bthk", *q, bias=bias, rngs=rngs)
@@ -142,4 +151,5 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if angles is not None:
             q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
-        return self.out(attend(q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend))
+        return self.out(attend(q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
+                               context=self.context))

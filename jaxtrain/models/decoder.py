@@ -20,6 +20,7 @@ class Compute:
     attention: str = "auto"
     remat: str = "none"
     unroll: int = 1
+    context: str = "auto"
 
 
 class Block(nnx.Module):

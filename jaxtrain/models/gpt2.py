@@ -16,7 +16,8 @@ def gpt2(c: ModelConfig, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
         return Block(
             LayerNorm(c.embed_dim, c.norm_eps, rngs=rngs),
             Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, bias=True, out_std=out_std,
-                      window=c.window, backend=compute.attention, rngs=rngs),
+                      window=c.window, backend=compute.attention, context=compute.context,
+                      rngs=rngs),
             LayerNorm(c.embed_dim, c.norm_eps, rngs=rngs),
             GeluMLP(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
         )

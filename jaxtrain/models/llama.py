@@ -16,7 +16,8 @@ def llama(c: ModelConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = F
         return Block(
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
             Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
-                      qk_norm_eps=c.norm_eps if qk_norm else None, backend=compute.attention, rngs=rngs),
+                      qk_norm_eps=c.norm_eps if qk_norm else None, backend=compute.attention, context=compute.context,
+                      rngs=rngs),
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
             SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
         )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxtrain as jt
+from jaxtrain.mesh import AXES
 
 VOCAB, SEQ, BATCH, STEPS = 64, 16, 32, 20
 EIGHT = [(d, f, 8 // d // f) for d in (8, 4, 2, 1) for f in (1, 2, 4, 8) if d * f in (1, 2, 4, 8)]  # data, fsdp, tensor
@@ -36,10 +37,10 @@ def tiny(family: str = "gpt2", **keys) -> jt.Config:
 
 
 def build(family: str = "gpt2", mesh: tuple[int, int, int] = (1, 1, 1), **keys) -> jt.Run:
-    """A run on data x fsdp x tensor devices."""
+    """A run on data x fsdp x tensor devices, and those of the axes that `keys` add (`mesh__context=2`)."""
     data, fsdp, tensor = mesh
     config = tiny(family, mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor, **keys)
-    return jt.build(config, devices=jax.devices()[: math.prod(mesh)])
+    return jt.build(config, devices=jax.devices()[: math.prod(getattr(config.mesh, axis) for axis in AXES)])
 
 
 def compiled(run: jt.Run):

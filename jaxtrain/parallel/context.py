@@ -1,0 +1,316 @@
+"""Attention over sequences that are spread over mesh axis `context`, and the order of tokens that balances its work.
+
+Under causal attention late tokens have more to look at. So a sequence is cut into 2n chunks for n devices, and device i
+holds chunks i and 2n-1-i: an early and a late one, the same work for all. Three strategies, same numbers:
+
+- `ring`: blocks of keys and values travel around; every device works on one while the next is on its way.
+- `gather`: keys and values are gathered for one's own queries, a bounded part of the sequence at a time.
+- `ulysses`: an exchange of heads for sequence, attention over the whole sequence with fewer heads, and back.
+
+Collectives name the axis, so all of this also runs where a surrounding `shard_map` (a pipeline's) made it manual.
+
+Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K head width.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain import sharding
+from jaxtrain.errors import UserError
+from jaxtrain.parallel import tiles
+from jaxtrain.parallel.tiles import Tokens, merge
+
+F32 = jnp.float32
+AXIS = "context"
+GATHERED = 2**15  # tokens whose keys and values `gather` holds at a time
+
+
+def size() -> int:
+    """Over how many devices the code being traced spreads a sequence; asked of the mesh, for specs omit manual axes."""
+    here = sharding.current()
+    if here is None or not sharding.is_explicit(here[0]) or AXIS not in here[1]["seq"]:
+        return 1
+    return here[0].shape[AXIS]
+
+
+def choose_strategy(asked: str, context: int, stage: int, heads: int) -> str:
+    """What `mesh.context_strategy` means here, with so many heads on a device; refuses what cannot work."""
+    # Stages of a pipeline attend at different times, and a permutation waits for all of the mesh; a gather does not.
+    auto = "gather" if stage > 1 else "ring"
+    reasons = {
+        f"ring's permutations would wait for all of mesh.stage={stage}, which are busy with other things":
+            asked == "ring" and context > 1 and stage > 1,
+        f"ulysses gives each of mesh.context={context} devices a part of the {heads} heads, which do not divide":
+            asked == "ulysses" and heads % context,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UserError("mesh.context_strategy", reason, f"use {auto!r}")
+    return auto if asked == "auto" else asked
+
+
+# ------------------------------------------------------------------------------------------------- the order of tokens
+
+def arrange(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Arrays [B, T] in balanced order, spread over `context`. Batches are there whole, so nothing is communicated."""
+    n = size()
+    if n == 1:
+        return {key: sharding.constrain(x, "batch", "seq") for key, x in batch.items()}
+
+    def own(x_BT):
+        chunks, i = x_BT.reshape(len(x_BT), 2 * n, -1), lax.axis_index(AXIS)
+        return jnp.concatenate([chunks[:, i], chunks[:, 2 * n - 1 - i]], 1)
+
+    rows = sharding.split_by("batch")
+    held = sharding.island(own, in_specs=P(rows, None), out_specs=P(rows, sharding.split_by("seq")))
+    return {key: held(sharding.constrain(x, "batch", None)) for key, x in batch.items()}
+
+
+def _tokens(device: Any, n: int, tokens: int, segments_BT: jax.Array | None) -> Tokens:
+    """What is known of the tokens that a device holds, so many."""
+    chunk = jnp.arange(tokens // 2)
+    at = jnp.concatenate([device * len(chunk) + chunk, (2 * n - 1 - device) * len(chunk) + chunk])
+    return Tokens(at, segments_BT)
+
+
+def _everywhere(n: int, tokens: int) -> jax.Array:
+    """Where all tokens stand, [n, T / n], by the device that holds them."""
+    return jnp.stack([_tokens(device, n, tokens // n, None).at for device in range(n)])
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, *, window: int,
+           strategy: str) -> jax.Array:
+    """`models.attention.attend` for a sequence in balanced order."""
+    n, heads, mesh = size(), sharding.split_by("act_heads"), jax.sharding.get_abstract_mesh()
+    split, G = sharding.shards(heads, mesh), k_BSGK.shape[2]
+    if heads != sharding.split_by("act_kv_heads"):
+        repeats = math.lcm(G, split) // G
+        # Fewer key/value heads than devices: repeated just as far as every device gets those its queries look at.
+        k_BSGK, v_BSGK = (sharding.constrain(jnp.repeat(x, repeats, axis=2), "batch", "seq", "act_heads",
+                                             "act_head_dim") for x in (k_BSGK, v_BSGK))
+    # Within a pipeline the axis is manual already.
+    stages = 1 if AXIS in sharding.free_axes(mesh) else mesh.shape["stage"]
+    strategy = choose_strategy(strategy, n, stages, q_BTHK.shape[2] // split)
+    if strategy != "ulysses":
+        return _attend(strategy, window, q_BTHK, k_BSGK, v_BSGK, segments_BT)
+    repeats = math.lcm(k_BSGK.shape[2] // split, n) * split // k_BSGK.shape[2]
+    out = _attend(strategy, window, _fewer_heads(1, q_BTHK), _fewer_heads(repeats, k_BSGK),
+                  _fewer_heads(repeats, v_BSGK), None if segments_BT is None else _whole(segments_BT))
+    return _fewer_tokens(1, out)
+
+
+def _specs(strategy: str) -> tuple[P, P]:
+    """Of arrays by head and of arrays by token, as a strategy's island sees them."""
+    batch, seq, heads = map(sharding.split_by, ("batch", "seq", "act_heads"))
+    if strategy == "ulysses":
+        return P(batch, None, (*sharding.axes_of(heads), *sharding.axes_of(seq))), P(batch, None)
+    return P(batch, seq, heads), P(batch, seq)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(strategy, window, q, k, v, segments):
+    return _forward(strategy, window, q, k, v, segments)[0]
+
+
+def _forward(strategy, window, q, k, v, segments):
+    heads, tokens = _specs(strategy)
+
+    def local(q, k, v, segments):
+        out, lse = _STRATEGIES[strategy][0](q, k, v, segments, window)
+        return out.astype(q.dtype), lse
+
+    out, lse = sharding.island(local, in_specs=(heads, heads, heads, tokens), out_specs=(heads, heads))(
+        q, k, v, segments)
+    # With both of these kept, no kind of rematerialisation computes attention again.
+    out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
+    return out, (q, k, v, segments, out, lse)
+
+
+def _backward(strategy, window, saved, dout):
+    heads, tokens = _specs(strategy)
+
+    def local(q, k, v, segments, out, lse, dout):
+        delta = (out.astype(F32) * dout).sum(-1)
+        grads = _STRATEGIES[strategy][1](q, k, v, segments, dout, lse, delta, window)
+        return tuple(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+
+    specs = (heads, heads, heads, tokens, heads, heads, heads)
+    return *sharding.island(local, in_specs=specs, out_specs=(heads, heads, heads))(*saved, dout), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+# ---------------------------------------------------------------------------------------------------------------- ring
+
+def _next(tree: Any) -> Any:
+    """What the device before this one in the ring sent."""
+    n = lax.axis_size(AXIS)
+    return jax.tree.map(lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)]), tree)
+
+
+def _rounds(visit: Callable, carry: Any, block: Any) -> Any:
+    """`visit(carry, block, hop)` for the blocks of all other devices, each sent on before work on it begins."""
+    def hop(state, i):
+        carry, block = state
+        following = _next(block)
+        return (visit(carry, block, i), following), None
+
+    n = lax.axis_size(AXIS)
+    (carry, block), _ = lax.scan(hop, (carry, block), jnp.arange(1, n - 1))
+    return visit(carry, block, n - 1)
+
+
+def _seen(device: jax.Array, source: jax.Array, tokens: int, work: Callable[[slice, slice], Any]) -> Any:
+    """`work(queries, keys)` on what a device sees of another's block: always half of all pairs, and of these all.
+
+    Of a block from an earlier device all queries see the early chunk; of one from a later device the late queries see
+    both chunks.
+    """
+    early, late, every = slice(0, tokens // 2), slice(tokens // 2, tokens), slice(0, tokens)
+    return lax.cond(source < device, lambda: work(every, early), lambda: work(late, every))
+
+
+def _take(x: Any, part: slice) -> Any:
+    return jax.tree.map(lambda x: x[:, part], x)
+
+
+def _put(x: Any, part: slice, new: Any) -> Any:
+    return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, part.start, axis=1), x, new)
+
+
+def _ring_forward(q, k, v, segments, window):
+    n, me, T = lax.axis_size(AXIS), lax.axis_index(AXIS), q.shape[1]
+    mine = _tokens(me, n, T, segments)
+    following = _next((k, v, segments))
+    result = tiles.forward(q, k, v, mine, mine, window)
+
+    def visit(result, block, hop):
+        source, (k, v, segments) = (me - hop) % n, block
+        theirs = _tokens(source, n, T, segments)
+
+        def work(a, b):
+            part = tiles.forward(q[:, a], k[:, b], v[:, b], mine.part(a), theirs.part(b), window)
+            return _put(result, a, merge(_take(result, a), part))
+
+        return _seen(me, source, T, work)
+
+    return _rounds(visit, result, following)
+
+
+def _ring_backward(q, k, v, segments, dout, lse, delta, window):
+    n, me, T = lax.axis_size(AXIS), lax.axis_index(AXIS), q.shape[1]
+    mine = _tokens(me, n, T, segments)
+    following = _next((k, v, segments))
+    dq, *dkv = tiles.backward(q, k, v, dout, lse, delta, mine, mine, window)
+
+    def visit(carry, block, hop):
+        source, (k, v, segments) = (me - hop) % n, block
+        theirs = _tokens(source, n, T, segments)
+        dq, dkv = carry[0], _next(carry[1])  # gradients of a block travel one hop behind it
+
+        def work(a, b):
+            ddq, *ddkv = tiles.backward(q[:, a], k[:, b], v[:, b], dout[:, a], lse[:, a], delta[:, a], mine.part(a),
+                                        theirs.part(b), window)
+            add = partial(jax.tree.map, jnp.add)
+            return _put(dq, a, add(_take(dq, a), ddq)), _put(dkv, b, add(_take(dkv, b), ddkv))
+
+        return _seen(me, source, T, work)
+
+    dq, dkv = _rounds(visit, (dq, dkv), following)
+    return dq, *_next(dkv)  # home
+
+
+# -------------------------------------------------------------------------------------------------------------- gather
+
+def _pieces(n: int, x: Any) -> Any:
+    """[B, T / n, ...] -> [pieces, B, T / n / pieces, ...], as few pieces as the bound on what is gathered allows."""
+    T = n * jax.tree.leaves(x)[0].shape[1]
+    pieces = math.gcd(T // n, 2 ** math.ceil(math.log2(max(1, T / GATHERED))))
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(len(x), pieces, -1, *x.shape[2:]), 1, 0), x)
+
+
+def _gather_forward(q, k, v, segments, window):
+    n, T = lax.axis_size(AXIS), q.shape[1]
+    mine = _tokens(lax.axis_index(AXIS), n, T, segments)
+
+    def visit(result, piece):
+        (k, v, segments), at = _all(piece[0]), piece[1].reshape(-1)
+        return merge(result, tiles.forward(q, k, v, mine, Tokens(at, segments), window)), None
+
+    nothing = jnp.zeros(q.shape, F32), jnp.full(q.shape[:-1], tiles.NOTHING)
+    return lax.scan(visit, nothing, (_pieces(n, (k, v, segments)), _pieces(n, _everywhere(n, n * T))))[0]
+
+
+def _gather_backward(q, k, v, segments, dout, lse, delta, window):
+    n, T = lax.axis_size(AXIS), q.shape[1]
+    mine = _tokens(lax.axis_index(AXIS), n, T, segments)
+
+    def visit(dq, piece):
+        (k, v, segments), at = _all(piece[0]), piece[1].reshape(-1)
+        ddq, *dkv = tiles.backward(q, k, v, dout, lse, delta, mine, Tokens(at, segments), window)
+        return dq + ddq, [lax.psum_scatter(x, AXIS, scatter_dimension=1, tiled=True) for x in dkv]
+
+    dq, dkv = lax.scan(visit, jnp.zeros(q.shape, F32), (_pieces(n, (k, v, segments)),
+                                                        _pieces(n, _everywhere(n, n * T))))
+    return dq, *(jnp.moveaxis(x, 0, 1).reshape(k.shape) for x in dkv)
+
+
+def _all(tree: Any) -> Any:
+    return jax.tree.map(partial(lax.all_gather, axis_name=AXIS, axis=1, tiled=True), tree)
+
+
+# ------------------------------------------------------------------------------------------------------------- ulysses
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fewer_heads(repeats: int, x: jax.Array) -> jax.Array:
+    """From part of the sequence, all heads, to all of the sequence, part of the heads; each first so many times."""
+    def exchange(x):
+        return lax.all_to_all(jnp.repeat(x, repeats, axis=2), AXIS, split_axis=2, concat_axis=1, tiled=True)
+
+    return sharding.island(exchange, in_specs=_specs("")[0], out_specs=_specs("ulysses")[0])(x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fewer_tokens(repeats: int, x: jax.Array) -> jax.Array:
+    """The way back, which adds up repeated heads: the transpose of the way there."""
+    def exchange(x):
+        x = lax.all_to_all(x, AXIS, split_axis=1, concat_axis=2, tiled=True)
+        return x.reshape(*x.shape[:2], -1, repeats, x.shape[3]).sum(3) if repeats > 1 else x
+
+    return sharding.island(exchange, in_specs=_specs("ulysses")[0], out_specs=_specs("")[0])(x)
+
+
+_fewer_heads.defvjp(lambda repeats, x: (_fewer_heads(repeats, x), None), lambda repeats, _, g: (
+    _fewer_tokens(repeats, g),))
+_fewer_tokens.defvjp(lambda repeats, x: (_fewer_tokens(repeats, x), None), lambda repeats, _, g: (
+    _fewer_heads(repeats, g),))
+
+
+def _whole(x_BT: jax.Array) -> jax.Array:
+    gather = partial(lax.all_gather, axis_name=AXIS, axis=1, tiled=True)
+    return sharding.island(gather, in_specs=_specs("")[1], out_specs=_specs("ulysses")[1])(x_BT)
+
+
+def _whole_forward(q, k, v, segments, window):
+    mine = Tokens(_everywhere(lax.axis_size(AXIS), q.shape[1]).reshape(-1), segments)
+    return tiles.forward(q, k, v, mine, mine, window)
+
+
+def _whole_backward(q, k, v, segments, dout, lse, delta, window):
+    mine = Tokens(_everywhere(lax.axis_size(AXIS), q.shape[1]).reshape(-1), segments)
+    return tiles.backward(q, k, v, dout, lse, delta, mine, mine, window)
+
+
+_STRATEGIES = {"ring": (_ring_forward, _ring_backward), "gather": (_gather_forward, _gather_backward),
+               "ulysses": (_whole_forward, _whole_backward)}

@@ -1,0 +1,154 @@
+"""Attention by tiles: partial results that can be merged, and their gradient. Never more scores than one tile's.
+
+A partial result is a normalised output and the logarithm of its normaliser (`lse`); two of them over different keys
+merge into one. The gradient computes scores again from `lse`. A tile in which no query may see any key costs nothing.
+
+Shape suffixes: B batch, T and S queries and keys, H query heads, G key/value heads, R query heads per group (H = G R),
+K head width. Sums are float32 whatever comes in.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+F32 = jnp.float32
+SCORES = 2**24  # at most so many on a device at a time, over its examples and heads
+NOTHING = -1e30  # the lse of no keys: finite, so that no difference is undefined; merged, it weighs exactly nothing
+
+
+class Tokens(NamedTuple):
+    """Where tokens stand in their sequence, [T], and to which segment they belong, [B, T]."""
+
+    at: jax.Array
+    segments: jax.Array | None
+
+    def part(self, part: slice) -> "Tokens":
+        """Some of them."""
+        return Tokens(self.at[part], None if self.segments is None else self.segments[:, part])
+
+
+def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, window: int) -> tuple[jax.Array, jax.Array]:
+    """-> out [B, T, H, K] and lse [B, T, H], both float32."""
+    G, R, side = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2], _side(q_BTHK)
+    tiles = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), _cut_tokens(keys, side)
+
+    def of(tile):
+        q, queries = tile
+
+        def add(result, tile):
+            k, v, keys = tile
+
+            def more():
+                scores = _scores(q, k, queries, keys, window)
+                top = scores.max(-1)
+                weights = jnp.exp(scores - top[..., None])
+                total = weights.sum(-1)
+                out = _dot("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v) / total[..., None]
+                return merge(result, (out, top + jnp.log(total)))
+
+            return lax.cond(_meet(queries, keys, window), more, lambda: result), None
+
+        nothing = jnp.zeros(q.shape, F32), jnp.full(q.shape[:-1], NOTHING)
+        return lax.scan(add, nothing, tiles)[0]
+
+    out, lse = lax.map(of, (_cut(q_BTHK, (G, R), side), _cut_tokens(queries, side)))
+    return _join(out, 2), _join(lse, 2)
+
+
+def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Two partial results over different keys as one over all of them."""
+    lse = jnp.logaddexp(a[1], b[1])
+    weight_a, weight_b = (jnp.exp(part - lse)[..., None] for part in (a[1], b[1]))
+    return weight_a * a[0] + weight_b * b[0], lse
+
+
+def backward(q_BTHK, k_BSGK, v_BSGK, dout_BTHK, lse_BTH, delta_BTH, queries: Tokens, keys: Tokens,
+             window: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """-> what these keys add to dq, and these queries to dk and dv; float32. `delta` is the sum over K of out dout."""
+    G, R, side = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2], _side(q_BTHK)
+    k_tiles, v_tiles, key_tiles = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), _cut_tokens(keys, side)
+    per_query = *(_cut(x, (G, R), side) for x in (q_BTHK, dout_BTHK, lse_BTH, delta_BTH)), _cut_tokens(queries, side)
+
+    def of(dkv, tile):
+        q, dout, lse, delta, queries = tile
+
+        def add(dq, tile):
+            k, v, (dk, dv), keys = tile
+
+            def more():
+                weights = jnp.exp(_scores(q, k, queries, keys, window) - lse[..., None])
+                pull = _dot("bgrtk,bgsk->bgrts", dout, v) - delta[..., None]
+                dscores = (weights * pull * q.shape[-1] ** -0.5).astype(q.dtype)
+                return (dq + _dot("bgrts,bgsk->bgrtk", dscores, k),
+                        (dk + _dot("bgrts,bgrtk->bgsk", dscores, q),
+                         dv + _dot("bgrts,bgrtk->bgsk", weights.astype(dout.dtype), dout)))
+
+            return lax.cond(_meet(queries, keys, window), more, lambda: (dq, (dk, dv)))
+
+        dq, dkv = lax.scan(add, jnp.zeros(q.shape, F32), (k_tiles, v_tiles, dkv, key_tiles))
+        return dkv, dq
+
+    nothing = jnp.zeros(k_tiles.shape, F32), jnp.zeros(v_tiles.shape, F32)
+    (dk, dv), dq = lax.scan(of, nothing, per_query)
+    return _join(dq, 2), _join(dk, 1), _join(dv, 1)
+
+
+def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, a, b, preferred_element_type=F32)
+
+
+def _scores(q_BGRTK, k_BGSK, queries: Tokens, keys: Tokens, window: int) -> jax.Array:
+    behind_TS = queries.at[:, None] - keys.at[None, :]
+    seen = behind_TS >= 0
+    if window:
+        seen &= behind_TS < window
+    if queries.segments is not None and keys.segments is not None:
+        same_BTS = queries.segments[:, :, None] == keys.segments[:, None, :]
+        seen = (seen & same_BTS)[:, None, None]
+    return jnp.where(seen, _dot("bgrtk,bgsk->bgrts", q_BGRTK, k_BGSK) * q_BGRTK.shape[-1] ** -0.5, NOTHING)
+
+
+def _meet(queries: Tokens, keys: Tokens, window: int) -> jax.Array:
+    """Whether any query may see any key, judged by the ends of both ranges: never a wrong no."""
+    meet = queries.at.max() >= keys.at.min()
+    if window:
+        meet &= queries.at.min() - keys.at.max() < window
+    if queries.segments is not None and keys.segments is not None:
+        a, b = queries.segments, keys.segments
+        meet &= ((a.max(1) >= b.min(1)) & (b.max(1) >= a.min(1))).any()
+    return meet
+
+
+def _side(q_BTHK: jax.Array) -> int:
+    """Tokens along each side of a tile."""
+    return max(1, math.isqrt(SCORES // (q_BTHK.shape[0] * q_BTHK.shape[2])))
+
+
+def _tiles(tokens: int, side: int) -> int:
+    """The fewest equal tiles of at most `side` tokens; fewer and larger ones where the length has few divisors."""
+    wanted = -(-tokens // side)
+    above = next(n for n in range(wanted, tokens + 1) if tokens % n == 0)
+    return above if above <= 4 * wanted else next(n for n in range(wanted, 0, -1) if tokens % n == 0)
+
+
+def _cut(x: jax.Array, heads: tuple[int, ...], side: int) -> jax.Array:
+    """[B, T, H, ...] -> [tiles, B, *heads, T / tiles, ...]: heads before sequence, as matmuls want them."""
+    (B, T), tiles = x.shape[:2], _tiles(x.shape[1], side)
+    x = x.reshape(B, tiles, T // tiles, *heads, *x.shape[3:])
+    return jnp.moveaxis(x, (1, 2), (0, 2 + len(heads)))
+
+
+def _cut_tokens(tokens: Tokens, side: int) -> Tokens:
+    tiles, segments = _tiles(len(tokens.at), side), tokens.segments
+    if segments is not None:
+        segments = jnp.moveaxis(segments.reshape(len(segments), tiles, -1), 1, 0)
+    return Tokens(tokens.at.reshape(tiles, -1), segments)
+
+
+def _join(x: jax.Array, heads: int) -> jax.Array:
+    """Undo `_cut`, with so many dimensions of heads."""
+    x = jnp.moveaxis(x, (0, 2 + heads), (1, 2))
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], -1, *x.shape[3 + heads:])
