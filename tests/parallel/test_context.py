@@ -177,6 +177,14 @@ def test_training_has_the_numbers_of_one_device(family, mesh, n, strategy):
     test_equality.check(run, family)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["gather", "ulysses"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_training_in_a_pipeline_has_the_numbers_of_one_device(tensor, strategy):
+    run = reference.build("qwen3", (1, 1, tensor), mesh__context=2, mesh__stage=2, mesh__context_strategy=strategy)
+    test_equality.check(run, "qwen3")
+
+
 def test_evaluation_has_the_loss_of_one_device():
     one, spread = reference.build("llama"), reference.build("llama", (1, 1, 1), mesh__context=4)
     sums = [run.compiled_eval(reference.start(run, "llama").params, run.place(reference.batch(0)))
