@@ -108,7 +108,12 @@ def test_bfloat16_loses_no_more_than_rounding(strategy):
     run, place, back = spread(jt.rules(), context=4)
     q, k, v, pull, segments = arrays(8, 4)
     half = [place(x.astype(jnp.bfloat16), HEADS) for x in (q, k, v, pull)]
-    got = run(functools.partial(gradients, context=strategy), *half, place(segments, HEADS[:2]))
+    f, args = functools.partial(gradients, context=strategy), (*half, place(segments, HEADS[:2]))
+    got = run(f, *args)
+    with sharding.use(mesh_of(context=4), jt.rules()):
+        products = {eqn.outvars[0].aval.dtype for eqn in equations(jax.make_jaxpr(f)(*args).jaxpr)
+                    if eqn.primitive.name == "dot_general"}
+    assert products == {jnp.dtype(jnp.float32)}, "a product is rounded before it is summed"
     for got, want in zip(got, one_device(8, 4, True, 0), strict=True):
         assert got.dtype == jnp.bfloat16
         assert np.abs(back(got).astype(np.float32) - want).max() < 2**-5 * np.abs(want).max()
@@ -232,10 +237,10 @@ def test_a_tile_is_passed_over_only_where_nobody_sees_anybody(window):
 
 def attention(strategy, n, tokens, heads=8, kv_heads=2, head_dim=64, gradient=True):
     """(function, abstract arguments) of attention alone, on n devices."""
-    mesh = mesh_of(context=n)
+    mesh, where = mesh_of(context=n), P(None, "context" if n > 1 else None)
     shapes = [(1, tokens, h, head_dim) for h in (heads, kv_heads, kv_heads)]
-    args = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, P(None, "context"))) for s in shapes]
-    segments = jax.ShapeDtypeStruct((1, tokens), jnp.int32, sharding=NamedSharding(mesh, P(None, "context")))
+    args = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, where)) for s in shapes]
+    segments = jax.ShapeDtypeStruct((1, tokens), jnp.int32, sharding=NamedSharding(mesh, where))
 
     def forward(q, k, v, segments):
         return attend(q, k, v, segments_BT=segments, context=strategy)
@@ -259,20 +264,31 @@ def test_memory_of_attention_falls_as_the_context_axis_grows(strategy):
     assert sizes[4] < 0.6 * sizes[2] and sizes[8] < 0.6 * sizes[4]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["gather", *(pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES[::2])])
 def test_memory_of_attention_grows_no_faster_than_the_sequence(strategy):
     short, long = (temporary(strategy, 4, tokens) for tokens in (16384, 32768))
     print(f"{strategy}: {short / 2**20:.0f} MiB at 16,384 tokens, {long / 2**20:.0f} at 32,768")
     assert long < 2.1 * short
 
 
+def inside(eqn):
+    """The programs that an equation calls."""
+    subs = [getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves(list(eqn.params.values()))]
+    return [sub for sub in subs if hasattr(sub, "eqns")]
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in inside(eqn):
+            yield from equations(sub)
+
+
 def flops(jaxpr):
     """Of all matmuls. Of a branch that may be passed over, the work if it is not; others must cost the same."""
     total = 0
     for eqn in jaxpr.eqns:
-        subs = [getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves(list(eqn.params.values()))]
-        subs = [sub for sub in subs if hasattr(sub, "eqns")]
+        subs = inside(eqn)
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             summed = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
