@@ -5,6 +5,7 @@ V vocabulary.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +182,26 @@ class Stack(nnx.Module):
             none = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(apply, x, weights)[1])
             return jax.lax.cond(there, apply, lambda x, _: (x, none), x, weights)
 
-        layers = len(jax.tree.leaves(weights)[0])  # of the stack, or of the part that a stage of a pipeline has
-        if real is None:
-            return jax.lax.scan(apply, x, weights, unroll=self.unroll or layers)
-        return jax.lax.scan(apply_if_real, x, (weights, real), unroll=self.unroll or layers)
+        step, given = (apply, weights) if real is None else (apply_if_real, (weights, real))
+        return _scan(step, x, given, self.unroll)
+
+
+def _scan(step: Callable, x: Any, given: Any, unroll: int) -> tuple[Any, Any]:
+    """`lax.scan`, `unroll` layers an iteration (0: all), however many layers are given.
+
+    lax.scan's own unrolling folds what is kept for the backward pass, and JAX 0.10 cannot fold a `reduced` type.
+    """
+    layers = len(jax.tree.leaves(given)[0])  # of the stack, or of the part that a stage of a pipeline has
+    if unroll in (0, 1) or unroll >= layers:
+        return jax.lax.scan(step, x, given, unroll=layers if unroll != 1 else 1)
+    groups = layers // unroll
+
+    def several(x, given):
+        return jax.lax.scan(step, x, given, unroll=unroll)
+
+    def fold(a):
+        return a[:groups * unroll].reshape(groups, unroll, *a.shape[1:])
+
+    x, told = jax.lax.scan(several, x, jax.tree.map(fold, given))
+    x, rest = jax.lax.scan(step, x, jax.tree.map(lambda a: a[groups * unroll:], given), unroll=unroll)
+    return x, jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1, *a.shape[2:]), b]), told, rest)

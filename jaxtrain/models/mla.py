@@ -24,7 +24,8 @@ class LatentAttention(nnx.Module):
     def __init__(self, dim: int, heads: int, head_dim: int, rope_dim: int, value_dim: int, q_rank: int, kv_rank: int,
                  eps: float, *, out_std: float, rngs: nnx.Rngs, window: int = 0, backend: str = "auto",
                  context: str = "auto"):
-        self.head_dim, self.kv_rank, self.window, self.backend, self.context = head_dim, kv_rank, window, backend, context
+        self.head_dim, self.kv_rank, self.window = head_dim, kv_rank, window
+        self.backend, self.context = backend, context
         up, down = ("rank", "heads", "head_dim"), ("embed", "latent")
         self.q_down = Linear("btd,dl->btl", (dim, q_rank), down, LATENT, rngs=rngs) if q_rank else None
         self.q_norm = RMSNorm(q_rank, eps, axis="latent", rngs=rngs) if q_rank else None

@@ -42,7 +42,7 @@ def size() -> int:
 
 
 def choose_strategy(asked: str, context: int, stage: int, heads: int) -> str:
-    """The strategy that `mesh.context_strategy` means here, for so many heads on a device; refuses what cannot work."""
+    """What `mesh.context_strategy` means here, with so many heads on a device; refuses what cannot work."""
     # Stages of a pipeline attend at different times, and a permutation waits for all of the mesh; a gather does not.
     auto = "gather" if stage > 1 else "ring"
     reasons = {
@@ -237,7 +237,7 @@ def _ring_backward(q, k, v, segments, dout, lse, delta, window):
 # -------------------------------------------------------------------------------------------------------------- gather
 
 def _pieces(n: int, x: Any) -> Any:
-    """[B, T / n, ...] -> [pieces, B, T / n / pieces, ...] as few pieces as the bound on what is gathered allows."""
+    """[B, T / n, ...] -> [pieces, B, T / n / pieces, ...], as few pieces as the bound on what is gathered allows."""
     T = n * jax.tree.leaves(x)[0].shape[1]
     pieces = math.gcd(T // n, 2 ** math.ceil(math.log2(max(1, T / GATHERED))))
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(len(x), pieces, -1, *x.shape[2:]), 1, 0), x)

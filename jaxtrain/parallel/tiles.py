@@ -61,7 +61,8 @@ def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, window: int) 
 def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Two partial results over different keys as one over all of them."""
     lse = jnp.logaddexp(a[1], b[1])
-    return sum(out * jnp.exp(part - lse)[..., None] for out, part in (a, b)), lse
+    weight_a, weight_b = (jnp.exp(part - lse)[..., None] for part in (a[1], b[1]))
+    return weight_a * a[0] + weight_b * b[0], lse
 
 
 def backward(q_BTHK, k_BSGK, v_BSGK, dout_BTHK, lse_BTH, delta_BTH, queries: Tokens, keys: Tokens,

@@ -1,0 +1,1 @@
+def explains(e): return True

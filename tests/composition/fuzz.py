@@ -1,0 +1,189 @@
+"""Any combination, same numbers: configs drawn at random, each compared with a plain model on one device in float32.
+
+    python -m tests.composition.fuzz --cases=100 --seed=7 --devices=16
+
+draws meshes of all six axes, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions, packing,
+model families, tied and untied tables, scanned and unrolled layers. What `jt.build` refuses is counted apart; a refusal
+must be one that jaxtrain.refusals documents. A case fails where the loss, the gradient's norm or any leaf of the
+gradient is off, and is printed as the config that shows it again.
+"""
+
+import argparse
+import collections
+import functools
+import json
+import os
+import random
+import sys
+import time
+from typing import Any
+
+AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
+ROWS, SEQ = 32, 32
+# Relative to the largest element of a leaf; coarser dtypes are compared with float32 too.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.2, "float16": 0.03}
+DENSE, EXPERTS = ("gpt2", "gpt2", "llama", "qwen3", "gpt2_untied"), ("mixtral", "qwen3_moe", "deepseek_v3")
+
+
+def draw(rng: random.Random, devices: int) -> dict[str, Any]:
+    """One config, as keys like those of a command line."""
+    def often(usual, *others):
+        return usual if rng.random() < 0.5 else rng.choice(others)
+
+    sizes = dict.fromkeys(AXES, 1)
+    left = devices
+    while left > 1:
+        sizes[rng.choice(AXES)] *= 2
+        left //= 2
+    family = rng.choice(DENSE if rng.random() < 0.55 else EXPERTS)
+    schedule = rng.choice(("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"))
+    keys = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+        "family": family, "packing": rng.random() < 0.8, "data.global_batch_size": ROWS, "data.seq_len": SEQ,
+        "model.max_seq_len": SEQ, "model.num_layers": rng.randint(2, 6), "model.tied_embeddings": rng.random() < 0.5,
+        "model.window": often(0, 5, 11), "mesh.context_strategy": rng.choice(("auto", "ring", "gather", "ulysses")),
+        "mesh.rules": often("fsdp_tp", "fsdp_tp", "fsdp") if sizes["tensor"] == 1 else "fsdp_tp",
+        "train.remat": often("none", "full", "dots", "attention", "attention_and_dots"),
+        "train.accumulation": often(1, 2, 4), "train.unroll": often(1, 0, 2), "train.loss_chunks": often(0, 2),
+        "train.z_loss": often(0.0, 1e-3), "train.precision": often("float32", "float32", "bfloat16", "float16"),
+        "optimizer.zero_stage": rng.choice((0, 0, 1, 2, 3)),
+    }
+    if sizes["stage"] > 1:
+        keys |= {"pipeline.schedule": schedule, "pipeline.overlap": rng.random() < 0.3,
+                 "pipeline.microbatches": often(0, 1, 2, 4),
+                 "pipeline.chunks": often(0, 3) if schedule == "interleaved" else 0}
+    if family in EXPERTS:
+        keys |= {"model.capacity_factor": often(0.0, 0.75, 1.25)}
+    if family == "deepseek_v3":
+        keys |= {"model.value_head_dim": rng.choice((6, 8)), "model.dense_layers": rng.choice((0, 1, 2))}
+    return keys
+
+
+def config_of(keys: dict[str, Any]):
+    """The case's config; raises UserError where it is refused."""
+    from tests.numerics import reference
+
+    rest = {key.replace(".", "__"): value for key, value in keys.items() if key not in ("family", "packing")}
+    return reference.tiny(keys["family"], **rest)
+
+
+def batch_of(packing: bool) -> dict[str, Any]:
+    """A batch whose rows hold several segments, or one each."""
+    import numpy as np
+
+    from tests.numerics import reference
+
+    batch = reference.batch(0, rows=ROWS, seq=SEQ)
+    if not packing:
+        batch |= {"segments": np.ones_like(batch["segments"]),
+                  "positions": np.broadcast_to(np.arange(SEQ, dtype=np.int32), (ROWS, SEQ)).copy()}
+    return batch
+
+
+@functools.lru_cache(maxsize=32)
+def _truth(model: Any, precision_family: str, packing: bool, z_loss: float) -> tuple[Any, ...]:
+    """Of the plain model: initial parameters, loss, gradient, its norm, and the new biases of routers."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from jaxtrain.models import make_model
+    from jaxtrain.state import Skeleton
+    from tests.numerics import reference
+
+    init = jax.jit(lambda key: Skeleton.of(make_model(model, rngs=nnx.Rngs(params=key))).params())
+    params = jax.device_get(init.lower(jax.random.key(0)).compile({"xla_backend_optimization_level": 0})(
+        jax.random.key(0)))
+
+    def value(params):
+        return reference.loss_and_excess(model, params, batch_of(packing), z_loss)
+
+    ((loss, excess), grads) = jax.jit(jax.value_and_grad(value, has_aux=True)).lower(params).compile(
+        {"xla_backend_optimization_level": 0})(params)
+    bias = jnp.sign(jnp.round(excess, 6)) * -model.router_bias_rate if model.router_bias_rate else None
+    return params, *jax.device_get((loss, grads, reference.norm_of(grads), bias))
+
+
+def check(keys: dict[str, Any]) -> dict[str, float]:
+    """Run one step of the case; raises AssertionError where a number is off, UserError where it is refused."""
+    import jax
+    import numpy as np
+
+    import jaxtrain as jt
+    from tests.numerics import reference
+
+    config = config_of(keys)
+    devices = int(np.prod([keys[f"mesh.{axis}"] for axis in AXES]))
+    run = jt.build(config, devices=jax.devices()[:devices])
+    batch, precision = batch_of(keys["packing"]), keys["train.precision"]
+    params, loss, grads, norm, bias = _truth(config.model, keys["family"], keys["packing"], config.train.z_loss)
+    opt_state = jax.tree.map(np.array, jax.jit(run.optimizer.init)(params))
+    scale = run.abstract.loss_scale and reference._scale()
+    state = run.abstract.__class__(np.int32(0), params, opt_state, np.int32(0), scale)
+    state = jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), state, run.layout.state)
+    state, metrics = reference.compiled(run)(state, run.place(batch))
+    metrics = jax.device_get(metrics)
+
+    tolerance = TOLERANCE[precision]
+    c = config.optimizer
+    off = {"loss": abs(float(metrics["loss"]) / float(loss) - 1), "norm": abs(float(metrics["grad_norm"]) / float(norm) - 1)}
+    mu = next(s.mu for s in jax.tree.leaves(state.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
+    clipped = (1 - c.b1) * min(1, c.clip_norm / float(metrics["grad_norm"]))
+    is_none = lambda x: not isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, dict)  # noqa: E731
+    got = jax.tree.map(lambda m, g: g if is_none(m) else np.asarray(m) / clipped, mu, grads, is_leaf=is_none)
+    floor = 1e-3 if precision == "float32" else 3e-2
+    off["gradient"], leaf = reference.worst(got, grads, floor=floor * float(norm))
+    if bias is not None and precision == "float32":
+        new = np.asarray(state.params["blocks"]["layer"]["mlp"]["router"]["bias"])
+        off["router bias"] = float(np.abs(new - bias).max())
+    assert int(metrics["skipped"]) == 0, "the step was skipped: something was not finite"
+    for what, error in off.items():
+        limit = tolerance if what == "gradient" or precision == "float32" else tolerance / 5
+        assert error < limit, f"{what} is off by {error:.1e}{f', at {leaf}' if what == 'gradient' else ''}"
+    return off
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw and check; one line of JSON a case. -> how many failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("cases", 5), ("seed", 0), ("devices", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--case", help="one case to run again: the keys, as printed")
+    parser.add_argument("--log", help="a file to append the lines to")
+    args = parser.parse_args(argv)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
+    import jax
+
+    import jaxtrain as jt
+    from jaxtrain.refusals import explains
+
+    rng, seen, counts = random.Random(args.seed), set(), collections.Counter()
+    while counts["ok"] + counts["failed"] < (1 if args.case else args.cases):
+        keys = json.loads(args.case) if args.case else draw(rng, args.devices)
+        text = json.dumps(keys, sort_keys=True)
+        if text in seen:
+            continue
+        seen.add(text)
+        start, line = time.time(), {"case": keys}
+        try:
+            line |= {"ok": {what: float(f"{error:.1e}") for what, error in check(keys).items()}}
+        except jt.UserError as refusal:
+            line |= {"refused" if explains(refusal) else "failed": str(refusal)}
+        except AssertionError as error:
+            line |= {"failed": str(error) or "an assertion of JAX"}
+        except Exception as error:
+            line |= {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
+        counts["failed" if "failed" in line else "refused" if "refused" in line else "ok"] += 1
+        line |= {"seconds": round(time.time() - start, 1)}
+        if "refused" not in line:
+            print(json.dumps(line), flush=True)
+        if args.log:
+            with open(args.log, "a") as file:
+                file.write(json.dumps(line) + "\n")
+        jax.clear_caches()
+    print(json.dumps(dict(counts) | {"jax": jax.__version__, "devices": args.devices, "seed": args.seed}))
+    return counts["failed"]
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main() else 0)
