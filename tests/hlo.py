@@ -2,8 +2,12 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+import numpy as np
+
+from tests.device_groups import Groups, device_groups
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2,
@@ -22,8 +26,10 @@ class Collective:
 
     kind: str
     arrays: tuple[tuple[str, tuple[int, ...]], ...]  # (dtype, dimensions) of each result, on one device
-    times: int  # executions in one call of the program
+    times: int  # executions in one call of the program; of a conditional's branch, as often as it is reached
     operation: str  # where in the model it comes from
+    groups: Groups  # the devices that it joins; of a permutation, each (source, target)
+    conditional: bool  # whether it stands in a branch, which some devices may not take
 
     @property
     def bytes(self) -> int:
@@ -34,11 +40,17 @@ class Collective:
         shapes = ", ".join(f"{dtype}{list(dims)}" for dtype, dims in self.arrays)
         return f"{self.bytes:>9,} B  {self.kind} {self.times} x ({shapes})  {self.operation}"
 
+    def joins(self, axis: str, mesh: Mapping[str, int]) -> bool:
+        """Whether it joins devices of different coordinates on an axis of a mesh of these sizes."""
+        at = np.unravel_index(np.arange(math.prod(mesh.values())), tuple(mesh.values()))[list(mesh).index(axis)]
+        return any(len({int(at[device]) for device in group}) > 1 for group in self.groups)
+
 
 def collectives(text: str) -> list[Collective]:
     """Of a program's text (`compiled.as_text()`), loops multiplied by their trip counts."""
     computations, entry = _computations(text)
-    return list(_walk(computations, entry, 1))
+    devices = re.search(r"num_partitions=(\d+)", text)
+    return list(_walk(computations, entry, 1, int(devices[1]) if devices else 1, False))
 
 
 def total(found: list[Collective], kind: str) -> int:
@@ -62,7 +74,8 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return found, entry
 
 
-def _walk(computations: dict[str, list[str]], name: str, times: int) -> Iterator[Collective]:
+def _walk(computations: dict[str, list[str]], name: str, times: int, devices: int,
+          conditional: bool) -> Iterator[Collective]:
     for line in computations[name]:
         result, operation = _INSTRUCTION.search(line).groups()
         kind = operation.removesuffix("-start")
@@ -70,10 +83,12 @@ def _walk(computations: dict[str, list[str]], name: str, times: int) -> Iterator
             arrays = tuple((dtype, tuple(int(n) for n in dims.split(",") if n))
                            for dtype, dims in _ARRAY.findall(result))
             origin = re.search(r'op_name="([^"]*)"', line)
-            yield Collective(kind, arrays, times, origin[1] if origin else "")
+            yield Collective(kind, arrays, times, origin[1] if origin else "", device_groups(line, devices),
+                             conditional)
         elif operation in ("while", "call", "conditional", "fusion", "async-start"):
             trips = _TRIPS.search(line)
             assert operation != "while" or trips, f"a loop of unknown length: {line}"
             for one, several in _CALLED.findall(line):
                 for called in [one] if one else [name.strip().lstrip("%") for name in several.split(",")]:
-                    yield from _walk(computations, called, times * (int(trips[1]) if operation == "while" else 1))
+                    yield from _walk(computations, called, times * (int(trips[1]) if operation == "while" else 1),
+                                     devices, conditional or operation == "conditional")

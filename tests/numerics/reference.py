@@ -9,12 +9,14 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxtrain as jt
 from jaxtrain.mesh import AXES
 from tests.numerics import plain_experts
 
-VOCAB, SEQ, BATCH, STEPS = 64, 16, 32, 20
+VOCAB, SEQ, BATCH, STEPS, LAYERS = 64, 16, 32, 20, 2
+TOLERANCE = 1e-5
 EIGHT = [(d, f, 8 // d // f) for d in (8, 4, 2, 1) for f in (1, 2, 4, 8) if d * f in (1, 2, 4, 8)]  # data, fsdp, tensor
 
 # Everything that a mesh of 8 cuts divides by 8; heads and mlp are no multiples of each other, so no size is met twice.
@@ -42,17 +44,22 @@ EXPERTS = {
 def tiny(family: str = "gpt2", **keys) -> jt.Config:
     """A config of two narrow layers; keys as on a command line, `mesh__tensor=2`, override it."""
     return jt.make_config({
-        "model": dict(vocab_size=VOCAB, num_layers=2, embed_dim=32, max_seq_len=SEQ) | (FAMILIES | EXPERTS)[family],
+        "model": dict(vocab_size=VOCAB, num_layers=LAYERS, embed_dim=32, max_seq_len=SEQ) | (FAMILIES | EXPERTS)[family],
         "mesh": dict(data=1), "data": dict(seq_len=SEQ, global_batch_size=BATCH),
         "optimizer": dict(learning_rate=1e-2, warmup_steps=4, weight_decay=0.1, clip_norm=0.7, schedule="linear"),
         "train": dict(steps=STEPS),
     }, {key.replace("__", "."): value for key, value in keys.items()})
 
 
+def layers_key(layers: int) -> dict[str, int]:
+    """The key for a number of layers; 0: the family's own."""
+    return {"model__num_layers": layers} if layers else {}
+
+
 def build(family: str = "gpt2", mesh: tuple[int, int, int] = (1, 1, 1), **keys) -> jt.Run:
-    """A run on data x fsdp x tensor devices, and those of the axes that `keys` add (`mesh__context=2`)."""
+    """A run on data x fsdp x tensor devices, times those of other axes among the keys, as `mesh__stage=2`."""
     data, fsdp, tensor = mesh
-    config = tiny(family, mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor, **keys)
+    config = tiny(family, **(dict(mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor) | keys))
     return jt.build(config, devices=jax.devices()[: math.prod(getattr(config.mesh, axis) for axis in AXES)])
 
 
@@ -62,16 +69,16 @@ def compiled(run: jt.Run):
 
 
 @functools.cache
-def initial(family: str = "gpt2"):
-    """The parameters at step 0, on the host, as one device makes them."""
-    run = build(family)
+def initial(family: str = "gpt2", layers: int = 0):
+    """The parameters at step 0, on the host, as one device makes them; with so many layers (0: the family's own)."""
+    run = build(family, **layers_key(layers))
     init = run.compiled_init.lower(jax.random.key(0)).compile(compiler_options={"xla_backend_optimization_level": 0})
     return jax.device_get(init(jax.random.key(run.config.train.seed)).params)
 
 
 def start(run: jt.Run, family: str = "gpt2"):
     """The state at step 0 on the run's mesh, without compiling its own initialisation (which has a test of its own)."""
-    params = initial(family)
+    params = initial(family, run.config.model.num_layers)
     opt_state = jax.tree.map(np.array, jax.jit(run.optimizer.init)(params))
     state = run.abstract.__class__(np.int32(0), params, opt_state, np.int32(0), run.abstract.loss_scale and _scale())
     return jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), state, run.layout.state)
@@ -229,20 +236,20 @@ def adamw(c, p, g, m, v, rate, n):
     return [jax.tree.map(lambda o, i=i: o[i], out, is_leaf=lambda x: isinstance(x, tuple)) for i in range(3)]
 
 
-def trained(family: str = "gpt2", z_loss: float = 0.0):
+def trained(family: str = "gpt2", z_loss: float = 0.0, layers: int = 0, steps: int = STEPS, rows: int = BATCH):
     """-> the losses of all steps; and of step 0 the gradient (not yet clipped) and its norm."""
-    return _trained(family, z_loss)[:3]
+    return _trained(family, z_loss, layers, steps, rows)[:3]
 
 
 def router_biases(family: str):
     """-> those after each step, [steps, layers with experts, experts]."""
-    return _trained(family, 0.0)[3]
+    return _trained(family, 0.0, 0, STEPS, BATCH)[3]
 
 
 @functools.cache
-def _trained(family, z_loss):
-    config = tiny(family)
-    p = jax.tree.map(jnp.asarray, initial(family))
+def _trained(family, z_loss, layers, steps, rows):
+    config = tiny(family, **layers_key(layers))
+    p = jax.tree.map(jnp.asarray, initial(family, layers))
     m = v = jax.tree.map(jnp.zeros_like, p)
 
     @jax.jit
@@ -259,8 +266,8 @@ def _trained(family, z_loss):
         return p, m, v, value, g, size
 
     losses, biases = [], []
-    for n in range(STEPS):
-        p, m, v, value, g, size = step(p, m, v, jnp.float32(learning_rate(config, n)), jnp.float32(n), batch(n))
+    for n in range(steps):
+        p, m, v, value, g, size = step(p, m, v, jnp.float32(learning_rate(config, n)), jnp.float32(n), batch(n, rows))
         losses.append(float(value))
         if config.model.router_bias_rate:
             biases.append(np.asarray(p["blocks"]["layer"]["mlp"]["router"]["bias"]))
@@ -276,3 +283,32 @@ def worst(got, want, floor: float = 0.0):
         return float(np.abs(np.asarray(g, np.float64) - w).max(initial=0) / (scale or 1)), jax.tree_util.keystr(path)
     errors = jax.tree_util.tree_map_with_path(error, jax.device_get(got), jax.device_get(want))
     return max(jax.tree.leaves(errors, is_leaf=lambda x: isinstance(x, tuple)))
+
+
+# ------------------------------------------------------------------------------------------------------ the comparison
+
+def check(run: jt.Run, family: str = "gpt2", steps: int = STEPS, tolerance: float = TOLERANCE) -> None:
+    """The losses of a run, its first gradient and its norm are those of plain training."""
+    c, rows = run.config, run.config.data.global_batch_size
+    want, gradient, norm = trained(family, c.train.z_loss, c.model.num_layers, steps, rows)
+    step, state, losses = compiled(run), start(run, family), []
+    for n in range(steps):
+        state, metrics = step(state, run.place(batch(n, rows)))
+        losses.append(float(metrics["loss"]))
+        if n == 0:  # Adam's first moment is now (1 - b1) x the clipped gradient
+            o, size = c.optimizer, float(metrics["grad_norm"])
+            got = jax.tree.map(lambda m: np.asarray(m) / (1 - o.b1) / min(1, o.clip_norm / size), moments(state))
+            assert size == pytest.approx(float(norm), rel=tolerance), "the gradient's norm differs in the first step"
+            # A key's bias shifts all scores of a query alike: its gradient is zero but for rounding, hence the floor.
+            error, leaf = worst(got, gradient, floor=1e-3 * float(norm))
+            assert error < tolerance, f"the first gradient of {leaf} is off by {error:.1e} of its largest element"
+    off = np.abs(np.array(losses) / want - 1)
+    assert off.max() < tolerance, (f"the loss of step {off.argmax()} is off by {off.max():.1e}; "
+                                   f"the first over the tolerance is step {(off > tolerance).argmax()}")
+    if steps == STEPS:
+        assert want[-1] < 0.7 * want[0], "the reference itself does not learn, so it proves little"
+
+
+def moments(state):
+    """Adam's first."""
+    return next(s.mu for s in jax.tree.leaves(state.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))

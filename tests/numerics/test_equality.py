@@ -14,7 +14,6 @@ import pytest
 
 from tests.numerics import reference
 
-TOLERANCE = 1e-5
 REMAT = ("none", "full", "dots", "attention", "attention_and_dots")
 
 
@@ -50,35 +49,12 @@ def name(case):
             f"{'scan' if unroll else 'unrolled'}-remat_{remat}-chunks{chunks}")
 
 
-def check(run, family):
-    want, gradient, norm = reference.trained(family)
-    step, state, losses = reference.compiled(run), reference.start(run, family), []
-    for n in range(reference.STEPS):
-        state, metrics = step(state, run.place(reference.batch(n)))
-        losses.append(float(metrics["loss"]))
-        if n == 0:  # Adam's first moment is now (1 - b1) x the clipped gradient
-            c, size = run.config.optimizer, float(metrics["grad_norm"])
-            got = jax.tree.map(lambda m: np.asarray(m) / (1 - c.b1) / min(1, c.clip_norm / size), moments(state))
-            assert size == pytest.approx(float(norm), rel=TOLERANCE), "the gradient's norm differs in the first step"
-            # A key's bias shifts all scores of a query alike: its gradient is zero but for rounding, hence the floor.
-            error, leaf = reference.worst(got, gradient, floor=1e-3 * float(norm))
-            assert error < TOLERANCE, f"the first gradient of {leaf} is off by {error:.1e} of its largest element"
-    off = np.abs(np.array(losses) / want - 1)
-    assert off.max() < TOLERANCE, (f"the loss of step {off.argmax()} is off by {off.max():.1e}; "
-                                   f"the first over the tolerance is step {(off > TOLERANCE).argmax()}")
-    assert want[-1] < 0.7 * want[0], "the reference itself does not learn, so it proves little"
-
-
-def moments(state):
-    return next(s.mu for s in jax.tree.leaves(state.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
-
-
 @pytest.mark.parametrize("case", QUICK, ids=name)
 def test_any_mesh_gives_the_numbers_of_one_device(case):
     mesh, zero, accumulation, unroll, family, remat, chunks = case
     run = reference.build(family, mesh, optimizer__zero_stage=zero, train__accumulation=accumulation,
                           train__unroll=unroll, train__remat=remat, train__loss_chunks=chunks)
-    check(run, family)
+    reference.check(run, family)
 
 
 @pytest.mark.slow
@@ -89,7 +65,7 @@ def test_any_mesh_gives_the_numbers_of_one_device_everywhere(case):
 
 @pytest.mark.parametrize("family", reference.FAMILIES)
 def test_one_device_gives_the_numbers_of_the_plain_model(family):
-    check(reference.build(family), family)
+    reference.check(reference.build(family), family)
 
 
 @pytest.mark.parametrize(("cases", "least"), [(QUICK, 2), (CASES, 6)], ids=["quick", "all"])
