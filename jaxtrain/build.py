@@ -11,15 +11,15 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxtrain import optim, precision, sharding
+from jaxtrain import optim, precision, refusals, sharding
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.loss import cross_entropy
 from jaxtrain.mesh import AXES, make_mesh
 from jaxtrain.models import Compute, Decoder, make_model, moe
 from jaxtrain.models.attention import choose_backend
-from jaxtrain.parallel.context import arrange, choose_strategy
-from jaxtrain.parallel.pipeline import Pipeline, make_schedules
+from jaxtrain.parallel.context import arrange
+from jaxtrain.parallel.pipeline import Pipeline, count_microbatches, make_schedules
 from jaxtrain.parallel.placement import Placement
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.parallel.stage import Parts
@@ -243,7 +243,9 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
                         nearest(unknown[0], sharding.CONFIG_KEYS))
     rules = sharding.rules(m.rules, **m.overrides)
     _check_rules_agree(config, rules)
-    _check_mesh_used(rules, mesh)
+    stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
+    microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
+    refusals.check(config, mesh, rules, microbatches)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else "abstract"
     compute = precision.resolve(config.train.precision, platform)
     choose_backend(config.train.attention, platform, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
@@ -256,8 +258,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
     optimizer = optim.make_optimizer(config.optimizer, schedule, axes, config.model.router_bias_rate)
     abstract = abstract_state(model.params(), optimizer, compute == "float16")
     schedules = None
-    if (stages := mesh.shape["stage"]) > 1:
-        schedules = make_schedules(config, stages, sharding.shards(rules.batch, mesh))
+    if stages > 1:
+        schedules = make_schedules(config.pipeline, stages, microbatches)
         if not Placement.of(stacks(model.params()), schedules[0].position).even:
             rules = sharding.Rules({**rules.table, "layers": ()})  # spread otherwise in make_layout
     layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage)
@@ -279,21 +281,7 @@ def _model(config: Config, mesh: AnyMesh, key: jax.Array) -> nnx.Module:
 
 def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
     """What the mesh cuts must divide: told by the config's key, before anything is traced."""
-    shards, size = sharding.shards(rules.batch, mesh), config.data.global_batch_size
-    micro = config.train.accumulation * shards
-    if size % micro:
-        raise UserError("data.global_batch_size", f"{size} does not divide over {shards} batch shards x "
-                        f"train.accumulation={config.train.accumulation}", f"make it a multiple of {micro}")
-    tokens, chunks = size // micro * config.data.seq_len, config.train.loss_chunks
-    if chunks and tokens % chunks:
-        raise UserError("train.loss_chunks", f"{chunks} does not divide the {tokens} tokens of a device's micro-batch",
-                        "choose a divisor, or 0")
     c = config.model
-    parts, heads = sharding.shards(rules["seq"], mesh), c.num_heads // sharding.shards(rules["act_heads"], mesh)
-    if parts > 1 and config.data.seq_len % (2 * parts):
-        raise UserError("data.seq_len", f"{config.data.seq_len} does not divide into the {2 * parts} chunks that "
-                        f"mesh.context={parts} deals out in pairs", f"make it a multiple of {2 * parts}")
-    choose_strategy(config.mesh.context_strategy, parts, mesh.shape["stage"], heads)
     sizes = {"seq": config.data.seq_len, "block_seq": config.data.seq_len, "act_embed": c.embed_dim,
              "act_mlp": c.mlp_dim, "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads,
              "act_expert_mlp": c.expert_mlp_dim,
@@ -336,12 +324,3 @@ def _check_rules_used(config: Config, axes: Any) -> None:
         if name not in used:
             raise UserError(f"mesh.overrides.{name}", f"model {config.model.name!r} has no such axis",
                             "remove the rule")
-
-
-def _check_mesh_used(rules: Rules, mesh: AnyMesh) -> None:
-    """An axis that no rule names would do the same work on all of its devices."""
-    named = {axis for axes in rules.table.values() for axis in axes}
-    for axis, size in mesh.shape.items():
-        if size > 1 and axis not in named:
-            raise UserError(f"mesh.{axis}", f"no rule uses it: its {size} devices would repeat the same work",
-                            "set it to 1 or use mesh.rules=fsdp_tp")

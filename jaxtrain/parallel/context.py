@@ -24,7 +24,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import sharding
-from jaxtrain.errors import UserError
 from jaxtrain.parallel import tiles
 from jaxtrain.parallel.tiles import Tokens, merge
 
@@ -41,20 +40,10 @@ def size() -> int:
     return here[0].shape[AXIS]
 
 
-def choose_strategy(asked: str, context: int, stage: int, heads: int) -> str:
-    """What `mesh.context_strategy` means here, with so many heads on a device; refuses what cannot work."""
+def choose_strategy(asked: str, stages: int) -> str:
+    """What `mesh.context_strategy` means here; refusals.py refuses what cannot work."""
     # Stages of a pipeline attend at different times, and a permutation waits for all of the mesh; a gather does not.
-    auto = "gather" if stage > 1 else "ring"
-    reasons = {
-        f"ring's permutations would wait for all of mesh.stage={stage}, which are busy with other things":
-            asked == "ring" and context > 1 and stage > 1,
-        f"ulysses gives each of mesh.context={context} devices a part of the {heads} heads, which do not divide":
-            asked == "ulysses" and heads % context,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise UserError("mesh.context_strategy", reason, f"use {auto!r}")
-    return auto if asked == "auto" else asked
+    return ("gather" if stages > 1 else "ring") if asked == "auto" else asked
 
 
 # ------------------------------------------------------------------------------------------------- the order of tokens
@@ -103,7 +92,7 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT:
                                              "act_head_dim") for x in (k_BSGK, v_BSGK))
     # Within a pipeline the axis is manual already.
     stages = 1 if AXIS in sharding.free_axes(mesh) else mesh.shape["stage"]
-    strategy = choose_strategy(strategy, n, stages, q_BTHK.shape[2] // split)
+    strategy = choose_strategy(strategy, stages)
     if strategy != "ulysses":
         return _attend(strategy, window, q_BTHK, k_BSGK, v_BSGK, segments_BT)
     repeats = math.lcm(k_BSGK.shape[2] // split, n) * split // k_BSGK.shape[2]

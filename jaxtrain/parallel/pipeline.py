@@ -20,8 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import sharding
-from jaxtrain.config import Config
-from jaxtrain.errors import UserError
+from jaxtrain.config import Config, PipelineConfig
 from jaxtrain.parallel import schedules
 from jaxtrain.parallel.placement import Placement
 from jaxtrain.parallel.schedules import Schedule
@@ -32,21 +31,23 @@ MANUAL = (*TOKENS, "stage")
 F32 = jnp.float32
 
 
-def make_schedules(config: Config, stages: int, batch_shards: int) -> tuple[Schedule, Schedule]:
+def count_microbatches(config: Config, stages: int, batch_shards: int) -> int:
+    """How many micro-batches pass the stages: as many as asked for, or a divisor of a device's rows."""
+    rows = config.data.global_batch_size // config.train.accumulation // batch_shards
+    # Four a stage leave a bubble of about a fifth; more of them make small matrix products.
+    chosen = max(n for n in range(1, max(1, min(rows, 4 * stages)) + 1) if rows % n == 0)
+    return config.pipeline.microbatches or chosen
+
+
+def make_schedules(c: PipelineConfig, stages: int, microbatches: int) -> tuple[Schedule, Schedule]:
     """The schedules that a config asks for: of training, and of evaluation."""
-    c, rows = config.pipeline, config.data.global_batch_size // config.train.accumulation // batch_shards
-    # Four micro-batches a stage leave a bubble of about a fifth; more of them make small matrix products.
-    count = c.microbatches or max(n for n in range(1, max(1, min(rows, 4 * stages)) + 1) if rows % n == 0)
-    if rows % count:
-        raise UserError("pipeline.microbatches", f"{count} does not divide the {rows} rows of a device's batch",
-                        "choose a divisor, or 0")
     latency = 2 if c.overlap else 1
     if c.table:
-        train = schedules.from_file(c.table, stages, count, c.chunks, latency=latency)
+        train = schedules.from_file(c.table, stages, microbatches, c.chunks, latency=latency)
     else:  # in lockstep a tick lasts as long as its longest operation, hence pairs of F and B, or B and W apart
         pairs = not c.schedule.startswith("zb")
-        train = schedules.make(c.schedule, stages, count, c.chunks, paired=pairs, latency=latency)
-    return train, schedules.forward_only(stages, count, c.chunks, latency=train.latency, position=train.position)
+        train = schedules.make(c.schedule, stages, microbatches, c.chunks, paired=pairs, latency=latency)
+    return train, schedules.forward_only(stages, microbatches, c.chunks, latency=latency, position=train.position)
 
 
 @dataclass(frozen=True)

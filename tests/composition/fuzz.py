@@ -39,8 +39,9 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     schedule = rng.choice(("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"))
     keys = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
         "family": family, "packing": rng.random() < 0.8, "data.global_batch_size": ROWS, "data.seq_len": SEQ,
-        "model.max_seq_len": SEQ, "model.num_layers": rng.randint(2, 6), "model.tied_embeddings": rng.random() < 0.5,
-        "model.window": often(0, 5, 11), "mesh.context_strategy": rng.choice(("auto", "ring", "gather", "ulysses")),
+        "model.max_seq_len": SEQ, "model.num_layers": rng.choice((2, 3, 5)),
+        "model.tied_embeddings": rng.random() < 0.5, "model.window": often(0, 7),
+        "mesh.context_strategy": rng.choice(("auto", "ring", "gather", "ulysses")),
         "mesh.rules": often("fsdp_tp", "fsdp_tp", "fsdp") if sizes["tensor"] == 1 else "fsdp_tp",
         "train.remat": often("none", "full", "dots", "attention", "attention_and_dots"),
         "train.accumulation": often(1, 2, 4), "train.unroll": often(1, 0, 2), "train.loss_chunks": often(0, 2),
@@ -54,7 +55,7 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     if family in EXPERTS:
         keys |= {"model.capacity_factor": often(0.0, 0.75, 1.25)}
     if family == "deepseek_v3":
-        keys |= {"model.value_head_dim": rng.choice((6, 8)), "model.dense_layers": rng.choice((0, 1, 2))}
+        keys |= {"model.value_head_dim": rng.choice((6, 8)), "model.dense_layers": rng.choice((0, 1))}
     return keys
 
 
@@ -80,7 +81,7 @@ def batch_of(packing: bool) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def _truth(model: Any, precision_family: str, packing: bool, z_loss: float) -> tuple[Any, ...]:
+def _truth(model: Any, packing: bool, z_loss: float) -> tuple[Any, ...]:
     """Of the plain model: initial parameters, loss, gradient, its norm, and the new biases of routers."""
     import jax
     import jax.numpy as jnp
@@ -115,7 +116,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     devices = int(np.prod([keys[f"mesh.{axis}"] for axis in AXES]))
     run = jt.build(config, devices=jax.devices()[:devices])
     batch, precision = batch_of(keys["packing"]), keys["train.precision"]
-    params, loss, grads, norm, bias = _truth(config.model, keys["family"], keys["packing"], config.train.z_loss)
+    params, loss, grads, norm, bias = _truth(config.model, keys["packing"], config.train.z_loss)
     opt_state = jax.tree.map(np.array, jax.jit(run.optimizer.init)(params))
     scale = run.abstract.loss_scale and reference._scale()
     state = run.abstract.__class__(np.int32(0), params, opt_state, np.int32(0), scale)
@@ -125,7 +126,8 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
 
     tolerance = TOLERANCE[precision]
     c = config.optimizer
-    off = {"loss": abs(float(metrics["loss"]) / float(loss) - 1), "norm": abs(float(metrics["grad_norm"]) / float(norm) - 1)}
+    off = {what: abs(float(metrics[key]) / float(want) - 1)
+           for what, key, want in (("loss", "loss", loss), ("norm", "grad_norm", norm))}
     mu = next(s.mu for s in jax.tree.leaves(state.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
     clipped = (1 - c.b1) * min(1, c.clip_norm / float(metrics["grad_norm"]))
     is_none = lambda x: not isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, dict)  # noqa: E731

@@ -44,8 +44,8 @@ def experts(c, m, h, segments):
     """-> the layer's result, each row's penalty, and each row's excess of load per expert."""
     logits, scores, weights, hit = choice(c, m["router"], h, segments)
     weights = jnp.where(fits(c, hit), weights, 0)
-    y = sum(weights[..., e, None] * silu_mlp(*(m[n][e] for n in ("gate", "up", "down")), h)
-            for e in range(c.num_experts))
+    gate, up = (jnp.einsum("btd,edf->btef", h, m[n]) for n in ("gate", "up"))
+    y = jnp.einsum("btef,efd,bte->btd", gate / (1 + jnp.exp(-gate)) * up, m["down"], weights)
     if c.shared_experts:
         y = y + silu_mlp(*(m["shared"][n]["kernel"] for n in ("gate", "up", "down")), h)
 
@@ -67,5 +67,5 @@ def latent_qkv(c, a, h, positions, rms_norm, rotate):
     kv = jnp.tensordot(rms_norm(a["kv_norm"], both[..., :c.kv_rank], c.norm_eps), a["kv"]["kernel"], 1)
     shared = rotate(both[..., None, c.kv_rank:], positions, c.rope_theta)
     plain, turned = q[..., :c.head_dim], rotate(q[..., c.head_dim:], positions, c.rope_theta)
-    k = [jnp.concatenate([kv[:, :, n, :c.head_dim], shared[:, :, 0]], -1) for n in range(c.num_heads)]
-    return jnp.concatenate([plain, turned], -1), jnp.stack(k, 2), kv[..., c.head_dim:]
+    k = jnp.concatenate([kv[..., :c.head_dim], jnp.repeat(shared, c.num_heads, axis=2)], -1)
+    return jnp.concatenate([plain, turned], -1), k, kv[..., c.head_dim:]

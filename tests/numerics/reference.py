@@ -44,7 +44,8 @@ EXPERTS = {
 def tiny(family: str = "gpt2", **keys) -> jt.Config:
     """A config of two narrow layers; keys as on a command line, `mesh__tensor=2`, override it."""
     return jt.make_config({
-        "model": dict(vocab_size=VOCAB, num_layers=LAYERS, embed_dim=32, max_seq_len=SEQ) | (FAMILIES | EXPERTS)[family],
+        "model": dict(vocab_size=VOCAB, num_layers=LAYERS, embed_dim=32, max_seq_len=SEQ)
+                 | (FAMILIES | EXPERTS)[family],
         "mesh": dict(data=1), "data": dict(seq_len=SEQ, global_batch_size=BATCH),
         "optimizer": dict(learning_rate=1e-2, warmup_steps=4, weight_decay=0.1, clip_norm=0.7, schedule="linear"),
         "train": dict(steps=STEPS),
@@ -136,16 +137,14 @@ def rotate(x, positions, theta):
 
 
 def attention(q, k, v, segments, window=0):
-    """One query head at a time, a mask written out, scores of all pairs."""
+    """A mask written out, scores of all pairs; each group of query heads has its own copy of its key head."""
     T, repeat = q.shape[1], q.shape[2] // k.shape[2]
     i, j = np.arange(T)[:, None], np.arange(T)[None, :]
     mask = (j <= i) & ((i - j < window) if window else True)
-    mask = mask & (segments[:, :, None] == segments[:, None, :])
-    heads = []
-    for h in range(q.shape[2]):
-        scores = q[:, :, h] @ k[:, :, h // repeat].swapaxes(1, 2) / np.sqrt(q.shape[-1])
-        heads.append(softmax(jnp.where(mask, scores, -jnp.inf)) @ v[:, :, h // repeat])
-    return jnp.stack(heads, 2)
+    mask = (mask & (segments[:, :, None] == segments[:, None, :]))[:, None]
+    k, v = (jnp.repeat(x, repeat, axis=2) for x in (k, v))
+    scores = jnp.einsum("bihk,bjhk->bhij", q, k) / np.sqrt(q.shape[-1])
+    return jnp.einsum("bhij,bjhk->bihk", softmax(jnp.where(mask, scores, -jnp.inf)), v)
 
 
 def hidden(c, p, b, told=None):

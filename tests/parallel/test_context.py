@@ -406,5 +406,5 @@ def test_what_cannot_work_is_refused_by_name(do, key, words):
 
 
 def test_auto_is_a_ring_but_in_a_pipeline():
-    assert context.choose_strategy("auto", 4, 1, 8) == "ring"
-    assert context.choose_strategy("auto", 4, 2, 8) == "gather"
+    assert context.choose_strategy("auto", 1) == "ring"
+    assert context.choose_strategy("auto", 2) == "gather"
