@@ -1,0 +1,70 @@
+"""A handful of random combinations in every run; `python -m tests.composition.fuzz --cases=N --seed=S` runs more."""
+
+import functools
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.refusals import explains
+from tests.composition import fuzz
+
+QUICK, ALL = 4, 12
+
+
+@functools.cache
+def case(seed: int):
+    """The first config that is not refused, of those that this seed draws; refusals must be explained."""
+    rng = random.Random(1000 + seed)
+    while True:
+        keys = fuzz.draw(rng, 8)
+        try:
+            jt.build(fuzz.config_of(keys), devices=8)
+            return keys
+        except jt.UserError as refusal:
+            assert explains(refusal), f"refused, but no row of jaxtrain/refusals.py says why: {refusal}"
+
+
+def check(seed):
+    try:
+        fuzz.check(case(seed))
+    except AssertionError as error:
+        pytest.fail(f"{error}, with {case(seed)}")
+
+
+@pytest.mark.parametrize("seed", range(QUICK))
+def test_any_combination_gives_the_numbers_of_one_device(seed):
+    check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(QUICK, ALL))
+def test_more_combinations_give_the_numbers_of_one_device(seed):
+    check(seed)
+
+
+@pytest.mark.slow
+def test_combinations_on_sixteen_devices():
+    command = [sys.executable, "-m", "tests.composition.fuzz", "--cases=3", "--seed=5", "--devices=16"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_a_gradient_that_is_off_by_a_thousandth_fails(monkeypatch):
+    truth = fuzz._truth
+
+    def off(*args):
+        params, loss, grads, *rest = truth(*args)
+        grads = dict(grads, norm=jax.tree.map(lambda g: g * np.float32(1.001), grads["norm"]))
+        return params, loss, grads, *rest
+
+    keys = fuzz.draw(random.Random(0), 1) | {"family": "llama", "train.precision": "float32", "train.accumulation": 1}
+    fuzz.check(keys)
+    monkeypatch.setattr(fuzz, "_truth", off)
+    with pytest.raises(AssertionError, match="gradient is off by .* at .*norm"):
+        fuzz.check(keys)
