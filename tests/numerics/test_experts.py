@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.mesh import AXES
 from tests.numerics import reference
 from tests.numerics.test_equality import TOLERANCE, moments
 
@@ -30,12 +31,16 @@ REST = [
     ("deepseek_v3", dict(mesh__expert=8, train__remat="full", train__accumulation=4)),
     ("deepseek_v3", dict(mesh__data=2, mesh__fsdp=2, mesh__expert=2, optimizer__zero_stage=1)),
     ("deepseek_v3", dict(mesh__fsdp=2, mesh__tensor=4, train__unroll=0)),
+    ("deepseek_v3", dict(mesh__context=2, mesh__expert=2)),
+    ("qwen3_moe", dict(mesh__context=2, mesh__expert=2, mesh__tensor=2)),
+    ("mixtral", dict(mesh__stage=2, mesh__expert=2)),
+    ("deepseek_v3", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2)),
 ]
 
 
 def build(family, keys):
     config = reference.tiny(family, **keys)
-    mesh = [getattr(config.mesh, axis) for axis in ("data", "fsdp", "expert", "tensor")]
+    mesh = [getattr(config.mesh, axis) for axis in AXES]
     return jt.build(config, devices=jax.devices()[: int(np.prod(mesh))])
 
 
