@@ -240,11 +240,6 @@ def trained(family: str = "gpt2", z_loss: float = 0.0, layers: int = 0, steps: i
     return _trained(family, z_loss, layers, steps, rows)[:3]
 
 
-def router_biases(family: str):
-    """-> those after each step, [steps, layers with experts, experts]."""
-    return _trained(family, 0.0, 0, STEPS, BATCH)[3]
-
-
 @functools.cache
 def _trained(family, z_loss, layers, steps, rows):
     config = tiny(family, **layers_key(layers))
@@ -287,9 +282,10 @@ def worst(got, want, floor: float = 0.0):
 # ------------------------------------------------------------------------------------------------------ the comparison
 
 def check(run: jt.Run, family: str = "gpt2", steps: int = STEPS, tolerance: float = TOLERANCE) -> None:
-    """The losses of a run, its first gradient and its norm are those of plain training."""
+    """The losses of a run, its first gradient and its norm are those of plain training; and its routers' biases."""
     c, rows = run.config, run.config.data.global_batch_size
-    want, gradient, norm = trained(family, c.train.z_loss, c.model.num_layers, steps, rows)
+    want, gradient, norm, biases = _trained(family, c.train.z_loss, c.model.num_layers, steps, rows)
+    gradient = jax.tree.map(lambda leaf: leaf, gradient)  # a dict of one's own
     step, state, losses = compiled(run), start(run, family), []
     for n in range(steps):
         state, metrics = step(state, run.place(batch(n, rows)))
@@ -297,6 +293,9 @@ def check(run: jt.Run, family: str = "gpt2", steps: int = STEPS, tolerance: floa
         if n == 0:  # Adam's first moment is now (1 - b1) x the clipped gradient
             o, size = c.optimizer, float(metrics["grad_norm"])
             got = jax.tree.map(lambda m: np.asarray(m) / (1 - o.b1) / min(1, o.clip_norm / size), moments(state))
+            if c.model.router_bias_rate:  # a bias has no moments
+                del gradient["blocks"]["layer"]["mlp"]["router"]["bias"]
+                del got["blocks"]["layer"]["mlp"]["router"]["bias"]
             assert size == pytest.approx(float(norm), rel=tolerance), "the gradient's norm differs in the first step"
             # A key's bias shifts all scores of a query alike: its gradient is zero but for rounding, hence the floor.
             error, leaf = worst(got, gradient, floor=1e-3 * float(norm))
@@ -304,6 +303,10 @@ def check(run: jt.Run, family: str = "gpt2", steps: int = STEPS, tolerance: floa
     off = np.abs(np.array(losses) / want - 1)
     assert off.max() < tolerance, (f"the loss of step {off.argmax()} is off by {off.max():.1e}; "
                                    f"the first over the tolerance is step {(off > tolerance).argmax()}")
+    if c.model.router_bias_rate:
+        bias = np.asarray(state.params["blocks"]["layer"]["mlp"]["router"]["bias"])
+        np.testing.assert_allclose(bias, biases[-1], atol=1e-6, err_msg="the biases did not follow the load")
+        assert len(np.unique(bias)) > 2
     if steps == STEPS:
         assert want[-1] < 0.7 * want[0], "the reference itself does not learn, so it proves little"
 

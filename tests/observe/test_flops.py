@@ -1,9 +1,15 @@
 """Counted by hand, and against published figures."""
 
+from pathlib import Path
+
 import pytest
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.build import build
+from jaxtrain.config import ModelConfig, load_config
 from jaxtrain.observe import device_peak, flops_per_token, mfu
+from jaxtrain.report import matmul_parameters
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 LLAMA_8B = ModelConfig(vocab_size=128_256, num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14_336,
                        max_seq_len=8192)
@@ -14,6 +20,21 @@ M = 7_504_658_432  # 32 x (wq, wo: 2 x 4096^2; wk, wv: 2 x 4096 x 1024; 3 x 4096
                                                          (8192, False, 57.9)])
 def test_llama_8b(seq_len, causal, giga):
     assert round(flops_per_token(LLAMA_8B, M, seq_len, causal) / 1e9, 1) == giga
+
+
+def test_of_the_experts_only_those_at_work_count():
+    """Mixtral has 46.7 billion parameters, of which 12.9 are active, 0.13 of them a lookup; DeepSeek-V3 671 and 37."""
+    for name, billions in (("mixtral_8x7b", 12.88 - 0.13), ("deepseek_v3", 37.55 - 0.93)):
+        config = load_config(CONFIGS / f"{name}.py", {"mesh.expert": 1})
+        run = build(config, devices=1)
+        count = matmul_parameters(run.abstract, run.layout, False, config.model.experts_per_token)
+        assert count / 1e9 == pytest.approx(billions, abs=0.02)
+
+
+def test_latent_attention_counts_both_widths():
+    model = ModelConfig(name="deepseek_v3", num_layers=2, num_heads=4, head_dim=16, rope_head_dim=8, value_head_dim=12,
+                        kv_rank=8)
+    assert flops_per_token(model, 0, 10, causal=False) == 6 * 2 * 4 * (16 + 8 + 12) * 10
 
 
 def test_heads_count_not_the_embedding():
