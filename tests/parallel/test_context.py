@@ -104,6 +104,18 @@ def test_attention_has_the_output_and_gradients_of_one_device(strategy, sizes, h
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_values_may_be_narrower_than_keys(strategy):
+    run, place, back = spread(jt.rules(), context=4)
+    q, k, v, pull, segments = arrays(8, 2)
+    v, pull = v[..., :K // 2], pull[..., :K // 2]
+    got = run(functools.partial(gradients, context=strategy), *(place(x, HEADS) for x in (q, k, v, pull)),
+              place(segments, HEADS[:2]))
+    want = jax.jit(functools.partial(gradients, backend="xla"))(q, k, v, pull, segments)
+    for got, want in zip(got, want, strict=True):
+        np.testing.assert_allclose(back(got), want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bfloat16_loses_no_more_than_rounding(strategy):
     run, place, back = spread(jt.rules(), context=4)
     q, k, v, pull, segments = arrays(8, 4)
