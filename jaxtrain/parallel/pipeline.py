@@ -40,6 +40,10 @@ def make_schedules(config: Config, stages: int, batch_shards: int) -> tuple[Sche
     if rows % count:
         raise UserError("pipeline.microbatches", f"{count} does not divide the {rows} rows of a device's batch",
                         "choose a divisor, or 0")
+    tokens, chunks = rows // count * config.data.seq_len, config.train.loss_chunks
+    if chunks and tokens % chunks:
+        raise UserError("train.loss_chunks", f"{chunks} does not divide the {tokens} tokens of a device's micro-batch "
+                        f"with pipeline.microbatches={count}", "choose a divisor, or 0")
     latency = 2 if c.overlap else 1
     if c.table:
         train = schedules.from_file(c.table, stages, count, c.chunks, latency=latency)
