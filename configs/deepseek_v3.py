@@ -2,7 +2,7 @@
 
     python -m jaxtrain.main --config=configs/deepseek_v3.py --config.data.source=/path/to/text
 
-For 2,048 accelerators of 80 GB: the 256 experts of a layer on 64 devices, all fully sharded over 32 groups of those
+For 2,048 accelerators of 80 GB: the 256 experts of a layer on 64 devices, all sharded over 32 groups of those
 (5.3 GB of state a device, gradients included). Expert load is evened out by the router's bias; no token is dropped. Not
 here: prediction of a second token ahead, 8-bit matmuls. Speed and loss: not measured. The only tokenizer so far is
 "bytes": until another one is configured this trains on bytes. What the config fixes is the shape. Variant: `:tiny`.
@@ -21,9 +21,10 @@ def get_config(variant=None):
                   "expert_mlp_dim": 2048, "shared_experts": 1, "router": "sigmoid", "router_scale": 2.5,
                   "expert_groups": 8, "expert_groups_used": 4, "router_bias_rate": 0.001, "balance_loss": 0.0001,
                   "max_seq_len": 4096, "norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_embeddings": False},
-        "mesh": {"data": 1, "fsdp": -1, "expert": 64},
+        "mesh": {"data": 2, "fsdp": -1, "expert": 64},
         "data": {"seq_len": 4096, "global_batch_size": 14336},  # 59 million tokens
-        "optimizer": {"learning_rate": 2.2e-4, "warmup_steps": 2000, "final_fraction": 0.1},
+        "optimizer": {"learning_rate": 2.2e-4, "warmup_steps": 2000, "final_fraction": 0.1,
+                      "zero_stage": 3},
         "train": {"steps": 250_000, "accumulation": 7, "remat": "full", "eval_every": 1000},
         "checkpoint": {"every": 250},
     })

@@ -94,7 +94,8 @@ TABLE = (
             {"mesh.stage": 2, "pipeline.schedule": "1f1b", "pipeline.chunks": 2}, {"pipeline.schedule": "interleaved"}),
     Refusal("train.loss_chunks", "chunks of the loss that do not divide the tokens that pass a device at a time",
             lambda a: a.config.train.loss_chunks and a.tokens % a.config.train.loss_chunks,
-            lambda a: f"{a.config.train.loss_chunks} does not divide the {a.tokens} tokens of a device's micro-batch",
+            lambda a: f"{a.config.train.loss_chunks} does not divide the {a.tokens} tokens of a device's micro-batch"
+                      + (f" with pipeline.microbatches={a.microbatches}" if a.microbatches > 1 else ""),
             lambda a: "choose a divisor, or 0",
             {"train.loss_chunks": 7}, {"train.loss_chunks": 8}),
     Refusal("data.seq_len", "a sequence that does not divide into two chunks for each device of context",

@@ -46,8 +46,8 @@ _DATA: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(CONFIG_KEYS, ()), "layers": ("stage",), "experts": ("expert",),
     "batch": ("data", "fsdp", "expert"), "seq": ("context",), "block_seq": ("context",),
 }
-_FSDP = _DATA | dict.fromkeys(("embed", "norm", "rank"), ("fsdp", "context", "expert")) | {
-    "expert_embed": ("fsdp", "context")}
+_FSDP = _DATA | dict.fromkeys(("embed", "norm"), ("fsdp", "context", "expert")) | dict.fromkeys(
+    ("expert_embed", "rank"), ("fsdp", "context"))
 _FSDP_TP = _FSDP | {name: ("tensor",) for name in (
     "vocab", "mlp", "heads", "kv_heads", "act_mlp", "act_heads", "act_kv_heads", "act_vocab", "expert_mlp",
     "act_expert_mlp")} | {

@@ -48,7 +48,7 @@ class Ledger:
 
             def weight_gradient(path):
                 x, dy = pairs[self.owner[path]][0], pairs[path][1]
-                return jax.vjp(partial(self.products[path], x), weights[path])[1](dy)[0]
+                return jax.linear_transpose(partial(self.products[path], x), weights[path])(dy)[0]
 
             return None, {path: weight_gradient(path) for path in self.products}
         return jax.lax.scan(one, None, (weights, pairs))[1]
@@ -78,7 +78,7 @@ def multiply(product: Product, x: jax.Array, weight: Deferred) -> jax.Array:
 
     def backward(saved, dy):
         x, weight, keeps_input = saved
-        dx = jax.vjp(lambda x: product(x, weight), x)[1](dy)[0]
+        dx = jax.linear_transpose(lambda x: product(x, weight), x)(dy)[0]
         return dx, jnp.zeros_like(weight), (None if keeps_input is None else x, dy)
 
     apply.defvjp(lambda x, weight, room: (product(x, weight), (x, weight, room[0])), backward)
