@@ -109,8 +109,9 @@ def test_a_forward_is_one_forward_and_none_at_the_last_position(schedule):
     run, programs = branches(schedule)
     assert in_forwards(run, programs["F"]) == dict(layers=1, products=1, attention=1, head=0)
     choices = [[work(run, program) for program in inner(e)] for e in programs["F"].eqns if e.primitive.name == "cond"]
-    middle, = (choice for choice in choices if any(choice))
-    assert sum(map(bool, middle)) == 1, "where the last position keeps its input, it multiplies as well"
+    choices = [choice for choice in choices if any(choice)]
+    assert len(choices) == 1 and sum(map(bool, choices[0])) == 1, "the last position multiplies, though B does it again"
+    middle, = choices
     outside = work(run, programs["F"]) - functools.reduce(lambda a, b: a | b, middle)
     assert not outside, f"{outside} are computed at every position, the last too"
 
