@@ -16,6 +16,7 @@ from jaxtrain import optim, precision, sharding
 from jaxtrain.models import make_model, moe
 from jaxtrain.parallel.context import balanced_order
 from jaxtrain.state import Skeleton
+from tests import hlo
 from tests.numerics import plain_experts, reference
 
 ROWS, SEQ, DIM = 8, 16, 32
@@ -175,6 +176,18 @@ def test_the_ragged_exchange_lowers_where_it_exists(platform):
     with sharding.use(run.mesh, run.rules):
         lowered = step.trace(run.abstract.params, run.abstract_batch).lower(lowering_platforms=(platform,)).as_text()
     assert lowered.count("ragged_all_to_all") >= 4  # there and back, and the same for gradients
+
+
+@pytest.mark.parametrize("experts", [2, 4])
+def test_the_gathering_exchange_says_what_its_formula_says(experts):
+    """All devices' tokens gathered and one device's sums scattered, in each layer, forward and, mirrored, backward."""
+    run = reference.build("mixtral", mesh__expert=experts)
+    found = hlo.collectives(reference.compiled(run).as_text())
+    D, tokens = run.config.model.embed_dim, reference.BATCH * SEQ
+    A = tokens // experts * D * 4
+    for kind, rows, want in (("all-gather", tokens, 2 * experts * A), ("reduce-scatter", tokens // experts, 2 * A)):
+        tokens_only = [c for c in found if c.kind == kind and c.arrays == (("f32", (rows, D)),)]
+        assert hlo.total(tokens_only, kind) == run.config.model.num_layers * want, hlo.table(found)
 
 
 def rigged(c):

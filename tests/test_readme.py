@@ -86,6 +86,15 @@ def test_shown_test_command_collects(command):
     run([*small(command, Path())[0], "--collect-only", "-p", "no:cacheprovider"], {})
 
 
+@pytest.mark.parametrize(("command", "output"), [
+    shown for path in DOCS
+    for shown in re.findall(r"^```console\n\$ python (.*)\n((?s:.*?))^```", path.read_text(), re.M)])
+def test_shown_output_is_what_the_command_prints(command, output):
+    done = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True,
+                          timeout=300)
+    assert done.stdout == output, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("path,number", [
     (path, number) for path in DOCS for number in range(len(re.findall(r"^```python\n", path.read_text(), re.M)))],
     ids=lambda value: value.name if isinstance(value, Path) else str(value))

@@ -1,21 +1,35 @@
 """Lines of the core, by file: what a plain pretraining run executes. Blank lines and comments count.
 
     python tools/count_lines.py
+
+Plain: a dense decoder over data, fsdp and tensor. Stages, long sequences and experts are counted apart.
 """
 
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "jaxtrain"
-OUTSIDE = {"standalone.py", "observe/tensorboard.py"}  # imported only by those who ask for it
+APART = {
+    "on demand": ("standalone.py", "observe/tensorboard.py"),
+    "stages": ("parallel/pipeline.py", "parallel/stage.py", "parallel/deferred.py", "parallel/placement.py",
+               "parallel/schedules/"),
+    "long sequences": ("parallel/context.py", "parallel/tiles.py"),
+    "experts": ("parallel/experts.py", "parallel/rows.py", "models/moe.py", "models/router.py", "models/mla.py",
+                "models/deepseek_v3.py"),
+}
 
 
-def core() -> dict[str, int]:
-    files = sorted(path for path in ROOT.rglob("*.py") if str(path.relative_to(ROOT)) not in OUTSIDE)
-    return {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+def lines() -> dict[str, dict[str, int]]:
+    """Part -> file -> lines."""
+    found = {part: {} for part in ("core", *APART)}
+    for path in sorted(ROOT.rglob("*.py")):
+        file = str(path.relative_to(ROOT))
+        part = next((part for part, starts in APART.items() if file.startswith(starts)), "core")
+        found[part][file] = len(path.read_text().splitlines())
+    return found
 
 
 if __name__ == "__main__":
-    lines = core()
-    for file, count in lines.items():
-        print(f"{count:5}  jaxtrain/{file}")
-    print(f"{sum(lines.values()):5}  in all")
+    for part, files in lines().items():
+        for file, count in files.items():
+            print(f"{count:5}  jaxtrain/{file}")
+        print(f"{sum(files.values()):5}  in all: {part}\n")

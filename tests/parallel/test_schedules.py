@@ -6,15 +6,20 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from jaxtrain.config import PipelineConfig
 from jaxtrain.errors import UserError
 from jaxtrain.parallel import schedules
+from jaxtrain.parallel.pipeline import make_schedules
 from jaxtrain.parallel.schedules import Column as C
 from jaxtrain.parallel.schedules import Hop, Op, make
 from jaxtrain.parallel.schedules.__main__ import main
+from jaxtrain.parallel.schedules.drawing import write_svg
 
+DOCS = Path(__file__).parents[2] / "docs/schedules"
 SIZES = [(p, m) for p in (1, 2, 4, 8) for m in sorted({1, 3, p - 1, p, p + 1, 2 * p, 2 * p + 3, 4 * p} - {0})]
 PUBLISHED = [(p, m) for p in (2, 4, 8) for m in (p, p + 1, 2 * p, 3 * p - 1, 4 * p, 33)]
 VARIANTS = [("gpipe", 1, False), ("gpipe", 2, False), ("gpipe", 1, True), ("1f1b", 1, False), ("1f1b", 1, True),
@@ -453,6 +458,13 @@ def test_the_command_line_draws(capsys, tmp_path):
     path = tmp_path / "mine.csv"
     schedules.to_csv(make("gpipe", 2, 3), path)
     assert main([f"--table={path}", "--stages=2", "--microbatches=3"]) == 0 and "mine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", schedules.NAMES)
+def test_the_documentation_shows_schedules_as_they_are_executed(name, tmp_path):
+    schedule, _ = make_schedules(PipelineConfig(schedule=name), 4, 8)
+    write_svg(schedule, tmp_path / "now.svg")
+    assert (tmp_path / "now.svg").read_text() == (DOCS / f"{name}.svg").read_text(), "draw it again with --svg"
 
 
 def test_the_report_compares(capsys):
