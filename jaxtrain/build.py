@@ -17,6 +17,7 @@ from jaxtrain.errors import UserError, nearest
 from jaxtrain.loss import cross_entropy
 from jaxtrain.mesh import AXES, make_mesh
 from jaxtrain.models import Compute, Decoder, make_model, moe
+from jaxtrain.models.ahead import with_second_targets
 from jaxtrain.models.attention import choose_backend
 from jaxtrain.parallel.context import arrange
 from jaxtrain.parallel.pipeline import Pipeline, count_microbatches, make_schedules
@@ -99,7 +100,7 @@ class Run:
 
     def loss(self, params: Any, batch: Any) -> tuple[Any, ...]:
         """Summed loss and weight of a batch, and other sums if the model has any: what is differentiated."""
-        total, penalty, weight, sums = self._loss(params, batch, self.config.train.z_loss)
+        total, penalty, weight, sums = self._loss(params, self._to_train_on(batch), self.config.train.z_loss)
         return (total + penalty, weight, sums) if sums else (total + penalty, weight)
 
     def module(self, state: TrainState) -> nnx.Module:
@@ -185,11 +186,13 @@ class Run:
 
     def _eval(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         with self._matmul_precision():
-            total, _, weight, _ = self._loss(precision.cast(params, self.precision), batch, 0.0)
+            total, _, weight, _ = self._loss(precision.cast(params, self.precision), arrange(batch), 0.0)
             return total, weight
 
+    def _to_train_on(self, batch: Any) -> Any:
+        return arrange(with_second_targets(batch) if self.config.model.ahead_loss else batch)
+
     def _loss(self, params: Any, batch: Any, z_loss: float) -> tuple[jax.Array, jax.Array, jax.Array, dict]:
-        batch = arrange(batch)
         weight = batch["weights"].sum()
         if self.schedules:
             return self._pipeline(z_loss).loss(params, batch), jnp.zeros(()), weight, {}
@@ -197,7 +200,7 @@ class Run:
         return self._end(params, x_BTD, batch, z_loss), penalty, weight, sums
 
     def _pipelined(self, params: Any, batch: Any, scale: Any) -> Any:
-        batch = arrange(batch)
+        batch = self._to_train_on(batch)
         weight = batch["weights"].sum()
         pipeline = self._pipeline(self.config.train.z_loss)
         total, sums, grads = pipeline.gradient(params, batch, scale / jnp.maximum(weight, 1e-8))
@@ -218,14 +221,19 @@ class Run:
                 real: Any = None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """All layers that `params` holds -> activations, summed penalties, and what else is summed for metrics."""
         x_BTD, aux = self.model.merge(params).through(x_BTD, batch["segments"], batch["positions"], real)
-        penalty_LB = aux.pop("penalty", jnp.zeros((), jnp.float32))
-        return x_BTD, (penalty_LB * batch["weights"].sum(1)).sum(), aux
+        return x_BTD, _weighted(aux.pop("penalty", None), batch), aux
 
     def _end(self, params: Any, x_BTD: jax.Array, batch: Any, z_loss: float) -> jax.Array:
-        """The summed loss of the head."""
+        """The summed loss of the head, and of looking ahead where the batch says at what."""
         model = self.model.merge(params)
-        return cross_entropy(model.finish(x_BTD), model.head(), batch["targets"], batch["weights"],
-                             z_loss=z_loss, chunks=self.config.train.loss_chunks)
+        head_DV = model.head()
+        entropy = partial(cross_entropy, z_loss=z_loss, chunks=self.config.train.loss_chunks)
+        loss = entropy(model.finish(x_BTD), head_DV, batch["targets"], batch["weights"])
+        if "second_targets" in batch:
+            y_BTD, aux = model.look_ahead(x_BTD, batch["targets"], batch["segments"], batch["positions"])
+            second = entropy(y_BTD, head_DV, batch["second_targets"], batch["second_weights"])
+            loss += self.config.model.ahead_loss * second + _weighted(aux.get("penalty"), batch)
+        return loss
 
     def _matmul_precision(self):
         # Accelerators round float32 matmuls to fewer bits unless told not to.
@@ -266,6 +274,11 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
     _check_activations(config, rules, mesh)
     return Run(config, mesh, rules, model, optimizer, schedule, compute, with_shardings(abstract, layout.state), layout,
                schedules)
+
+
+def _weighted(penalty_LB: jax.Array | None, batch: Any) -> jax.Array:
+    """Rows' penalties, of one layer or several, summed by what the rows weigh."""
+    return jnp.zeros(()) if penalty_LB is None else (penalty_LB * batch["weights"].sum(1)).sum()
 
 
 def stacks(params: Any) -> dict[str, int]:
@@ -310,7 +323,7 @@ def _check_rules_agree(config: Config, rules: Rules) -> None:
         if rules[name]:
             raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(rules[name])}", "use none")
     for name in ("embed", "norm", "head_dim", "positions", "expert_embed", "rank", "latent", "router",
-                 "router_bias"):
+                 "router_bias", "ahead"):
         if split(name):
             raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(split(name))}",
                             "use none or an axis of the batch or the sequence")

@@ -53,13 +53,14 @@ class ModelConfig:
     balance_loss: float = 0.0  # coefficient of the load-balance loss of each row
     router_z_loss: float = 0.0  # coefficient of the router logits' squared log-partition
     capacity_factor: float = 0.0  # what an expert takes of a row, over its even share; 0: all (nothing is dropped)
+    ahead_loss: float = 0.0  # weight of the loss of one more layer that predicts the token after the next; 0: no layer
 
     def __post_init__(self):
         _positive(self, "model", "vocab_size num_layers embed_dim num_heads max_seq_len norm_eps rope_theta "
                                  "rope_scaling rope_original_len")
         _not_negative(self, "model", "num_kv_heads head_dim mlp_dim window q_rank kv_rank rope_head_dim value_head_dim "
                                      "num_experts expert_mlp_dim shared_experts dense_layers router_bias_rate "
-                                     "balance_loss router_z_loss capacity_factor")
+                                     "balance_loss router_z_loss capacity_factor ahead_loss")
         for field_ in fields(self):
             if isinstance(value := getattr(self, field_.name), int) and value >= 2**31:
                 raise UserError(f"model.{field_.name}", f"{value} is no size of an array", "use less than 2^31")
@@ -74,6 +75,8 @@ class ModelConfig:
                             f"model.num_heads={self.num_heads}", "choose a divisor of it")
         if self.head_dim % 2:
             raise UserError("model.head_dim", f"{self.head_dim} is odd", "rotary positions need an even head_dim")
+        if self.ahead_loss and self.name == "gpt2":
+            raise UserError("model.ahead_loss", "gpt2 has no layer that looks ahead", "use llama, or 0")
         self._check_latents()
         _derive(self, "expert_mlp_dim", self.mlp_dim)
         self._check_experts()

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.config import ModelConfig
 from jaxtrain.optim import is_matrix
 from jaxtrain.state import Layout, TrainState
 
@@ -44,17 +45,18 @@ def _entry(entry: Any) -> str:
     return "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
 
 
-def matmul_parameters(abstract: TrainState, layout: Layout, tied: bool, experts_per_token: int = 0) -> int:
+def matmul_parameters(abstract: TrainState, layout: Layout, model: ModelConfig) -> int:
     """How many parameters each token is multiplied by: all matrices but lookups; a tied table counts once, as head.
 
-    Of a layer's experts only those count that a token goes to.
+    Of a layer's experts only those count that a token goes to. Looking ahead uses the head again.
     """
     def active(shape, axes):
         if "experts" not in axes:
             return math.prod(shape)
-        return math.prod(shape) // shape[axes.index("experts")] * experts_per_token
+        return math.prod(shape) // shape[axes.index("experts")] * model.experts_per_token
 
     names = jax.tree.structure(abstract.params).flatten_up_to(layout.axes)
-    lookups = ("positions",) if tied else ("positions", "vocab")
-    return sum(active(leaf.shape, axes) for leaf, axes in zip(jax.tree.leaves(abstract.params), names, strict=True)
-               if is_matrix(axes) and axes[0] not in lookups)
+    lookups = ("positions",) if model.tied_embeddings else ("positions", "vocab")
+    leaves = zip(jax.tree.leaves(abstract.params), names, strict=True)
+    once = sum(active(leaf.shape, axes) for leaf, axes in leaves if is_matrix(axes) and axes[0] not in lookups)
+    return once + (model.embed_dim * model.vocab_size if model.ahead_loss else 0)

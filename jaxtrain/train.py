@@ -113,7 +113,7 @@ def evaluated(workdir: Path, step: int) -> bool:
 def constants(run: Run) -> observe.Constants:
     """What turns steps and seconds into tokens a second and utilisation."""
     model, data = run.config.model, run.config.data
-    matmuls = matmul_parameters(run.abstract, run.layout, model.tied_embeddings, model.experts_per_token)
+    matmuls = matmul_parameters(run.abstract, run.layout, model)
     causal, full = (observe.flops_per_token(model, matmuls, data.seq_len, look) for look in (True, False))
     peak = observe.device_peak(jax.devices()[0].device_kind)
     return observe.Constants(data.global_batch_size * data.seq_len, causal, full, peak and peak * run.mesh.size)

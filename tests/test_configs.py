@@ -39,8 +39,9 @@ def test_short_and_told(file):
     ("llama3_405b.py", {"mesh.tensor": 1}, 405_853_388_800),
     ("mixtral_8x7b.py", {"mesh.expert": 1}, 46_702_792_704),
     ("qwen3_30b_a3b.py", {"mesh.expert": 1}, 30_532_122_624),
-    # As published, with the routers' biases (58 x 256) and without the layer that predicts a second token.
-    ("deepseek_v3.py", {"mesh.expert": 1}, 671_026_419_200),
+    # As published, with the routers' biases (58 x 256); the layer that looks ahead has 11.6 billion more.
+    ("deepseek_v3.py", {"mesh.data": 1, "mesh.expert": 1}, 671_026_419_200),
+    ("deepseek_v3.py", {"mesh.data": 1, "mesh.expert": 1, "model.ahead_loss": 0.3}, 671_026_419_200 + 11_610_068_224),
 ])
 def test_published_parameter_counts(name, overrides, count):
     run = build(load_config(CONFIGS[0].parent / name, overrides), devices=1)

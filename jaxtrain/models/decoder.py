@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain import sharding
+from jaxtrain.models.ahead import Ahead
 from jaxtrain.models.attention import Rotary
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.moe import MoE, totals
@@ -50,7 +51,8 @@ class Decoder(nnx.Module):
     def __init__(self, embed: Embed, block: Callable[[nnx.Rngs], Block], num_layers: int, norm: nnx.Module, *,
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
                  rotary: Rotary | None = None, head: Head | None = None,
-                 first: Callable[[nnx.Rngs], Block] | None = None, num_first: int = 0):
+                 first: Callable[[nnx.Rngs], Block] | None = None, num_first: int = 0,
+                 ahead: Callable[[nnx.Rngs], Ahead] | None = None):
         self.embed, self.positions, self.rotary = embed, positions, rotary
         # What is to be computed again stays in a loop: side by side, JAX 0.10's compiler merges both computations.
         unroll = compute.unroll if compute.remat == "none" else 1
@@ -60,6 +62,7 @@ class Decoder(nnx.Module):
         self.first_blocks = stack(first, num_first) if first and num_first else None  # of another kind than the rest
         self.blocks = stack(block, num_layers - num_first)
         self.norm, self.output = norm, head
+        self.ahead = ahead(rngs) if ahead else None
 
     def hidden(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,
                positions_BT: jax.Array | None = None) -> jax.Array:
@@ -88,6 +91,13 @@ class Decoder(nnx.Module):
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """The last norm."""
         return sharding.constrain(self.norm(x_BTD), *INSIDE)
+
+    def look_ahead(self, x_BTD: jax.Array, next_BT: jax.Array, segments_BT: jax.Array | None,
+                   positions_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """From activations before the last norm and the tokens that follow: what predicts the tokens after those."""
+        assert self.ahead is not None
+        angles = self.rotary.angles(positions_BT) if self.rotary is not None else None
+        return self.ahead(x_BTD, self.embed(next_BT), segments_BT, angles)
 
     def head(self) -> jax.Array:
         """The output projection w_DV: its own, or the tied embedding table."""

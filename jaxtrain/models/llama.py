@@ -5,8 +5,9 @@ from functools import partial
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
+from jaxtrain.models.ahead import Ahead
 from jaxtrain.models.attention import Attention, Rotary
-from jaxtrain.models.decoder import Block, Compute, Decoder
+from jaxtrain.models.decoder import Block, Compute, Decoder, remat
 from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
 from jaxtrain.models.moe import MoE
 
@@ -26,10 +27,13 @@ def llama(c: ModelConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = F
             else SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
         )
 
+    last = partial(block, experts=c.num_experts > 0)
     return Decoder(
-        Embed(c.vocab_size, c.embed_dim, rngs=rngs), partial(block, experts=c.num_experts > 0), c.num_layers,
+        Embed(c.vocab_size, c.embed_dim, rngs=rngs), last, c.num_layers,
         RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
         rotary=Rotary(c.head_dim, c.rope_theta, c.rope_scaling, c.rope_original_len),
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
-        first=partial(block, experts=False), num_first=c.dense_layers, compute=compute, rngs=rngs,
+        first=partial(block, experts=False), num_first=c.dense_layers,
+        ahead=partial(Ahead, c.embed_dim, c.norm_eps, last, remat=remat(compute.remat)) if c.ahead_loss else None,
+        compute=compute, rngs=rngs,
     )

@@ -147,46 +147,54 @@ def attention(q, k, v, segments, window=0):
     return jnp.einsum("bhij,bjhk->bihk", softmax(jnp.where(mask, scores, -jnp.inf)), v)
 
 
-def hidden(c, p, b, told=None):
-    """Activations after the last norm; `c` is the model's section of the config.
-
-    Layers with experts append what they tell to `told`: each row's penalty, and its excess of load per expert.
-    """
-    gpt2, eps = c.name == "gpt2", c.norm_eps
-    norm = layer_norm if gpt2 else rms_norm
+def through(c, p, b, told):
+    """Activations after the last layer; `c` is the model's section of the config."""
     x = p["embed"]["table"][b["tokens"]]
-    if gpt2:
+    if c.name == "gpt2":
         x = x + p["positions"]["table"][b["positions"]]
-    stacks = [(p[stack]["layer"], layer) for stack, number in (("first_blocks", c.dense_layers),
-                                                               ("blocks", c.num_layers - c.dense_layers))
-              for layer in range(number)]
-    for stack, layer in stacks:
-        w = jax.tree.map(lambda a, layer=layer: a[layer], stack)
-        a, m = w["attention"], w["mlp"]
-        h = norm(w["attention_norm"], x, eps)
-        if c.kv_rank:
-            q, k, v = plain_experts.latent_qkv(c, a, h, b["positions"], rms_norm, rotate)
-        else:
-            q, k, v = (jnp.tensordot(h, a[n]["kernel"], 1) + (a[n]["bias"] if gpt2 else 0) for n in "qkv")
-        if c.name in ("qwen3", "qwen3_moe"):
-            q, k = rms_norm(a["q_norm"], q, eps), rms_norm(a["k_norm"], k, eps)
-        if not gpt2 and not c.kv_rank:
-            q, k = (rotate(y, b["positions"], c.rope_theta) for y in (q, k))
-        y = jnp.tensordot(attention(q, k, v, b["segments"], c.window), a["out"]["kernel"], 2)
-        x = x + y + (a["out"]["bias"] if gpt2 else 0)
-        h = norm(w["mlp_norm"], x, eps)
-        if gpt2:
-            u = h @ m["up"]["kernel"] + m["up"]["bias"]
-            u = 0.5 * u * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
-            x = x + u @ m["down"]["kernel"] + m["down"]["bias"]
-        elif "router" in m:
-            y, *tells = plain_experts.experts(c, m, h, b["segments"])
-            x = x + y
-            if told is not None:
-                told.append(tells)
-        else:
-            x = x + plain_experts.silu_mlp(*(m[n]["kernel"] for n in ("gate", "up", "down")), h)
-    return norm(p["norm"], x, eps)
+    for stack, number in ("first_blocks", c.dense_layers), ("blocks", c.num_layers - c.dense_layers):
+        for layer in range(number):
+            x = block(c, jax.tree.map(lambda a, layer=layer: a[layer], p[stack]["layer"]), x, b, told)
+    return x
+
+
+def block(c, w, x, b, told):
+    """One layer; one with experts appends to `told` each row's penalty, and its excess of load per expert."""
+    gpt2, eps, a, m = c.name == "gpt2", c.norm_eps, w["attention"], w["mlp"]
+    norm = layer_norm if gpt2 else rms_norm
+    h = norm(w["attention_norm"], x, eps)
+    if c.kv_rank:
+        q, k, v = plain_experts.latent_qkv(c, a, h, b["positions"], rms_norm, rotate)
+    else:
+        q, k, v = (jnp.tensordot(h, a[n]["kernel"], 1) + (a[n]["bias"] if gpt2 else 0) for n in "qkv")
+    if c.name in ("qwen3", "qwen3_moe"):
+        q, k = rms_norm(a["q_norm"], q, eps), rms_norm(a["k_norm"], k, eps)
+    if not gpt2 and not c.kv_rank:
+        q, k = (rotate(y, b["positions"], c.rope_theta) for y in (q, k))
+    y = jnp.tensordot(attention(q, k, v, b["segments"], c.window), a["out"]["kernel"], 2)
+    x = x + y + (a["out"]["bias"] if gpt2 else 0)
+    h = norm(w["mlp_norm"], x, eps)
+    if gpt2:
+        u = h @ m["up"]["kernel"] + m["up"]["bias"]
+        u = 0.5 * u * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
+        return x + u @ m["down"]["kernel"] + m["down"]["bias"]
+    if "router" in m:
+        y, *tells = plain_experts.experts(c, m, h, b["segments"])
+        told.append(tells)
+        return x + y
+    return x + plain_experts.silu_mlp(*(m[n]["kernel"] for n in ("gate", "up", "down")), h)
+
+
+def ahead(c, p, b, x, told):
+    """The further layer's activations, and the targets and weights that stand one place to the right in a document."""
+    w, T = p["ahead"], x.shape[1]
+    following = p["embed"]["table"][b["targets"]]
+    inputs = rms_norm(w["norm_this"], x, c.norm_eps), rms_norm(w["norm_next"], following, c.norm_eps)
+    both = jnp.concatenate(inputs, -1)
+    x = block(c, w["block"], both @ jnp.concatenate([w["this"]["kernel"], w["next"]["kernel"]]), b, told)
+    right, stays = np.minimum(np.arange(T) + 1, T - 1), np.arange(T) < T - 1
+    weights = b["weights"][:, right] * (b["segments"] == b["segments"][:, right]) * stays
+    return rms_norm(w["norm"], x, c.norm_eps), b["targets"][:, right], weights
 
 
 def loss(c, p, b, z_loss=0.0):
@@ -195,16 +203,24 @@ def loss(c, p, b, z_loss=0.0):
 
 
 def loss_and_excess(c, p, b, z_loss=0.0):
-    """And the weighted mean over rows of experts' excess of load, [layers with experts, experts]."""
+    """And the weighted mean over rows of experts' excess of load, [layers with experts, experts], `ahead` the last."""
     told = []
     head = p["embed"]["table"].T if c.tied_embeddings else p["output"]["kernel"]
-    logits = hidden(c, p, b, told) @ head
-    top = logits.max(-1)
-    log_partition = top + jnp.log(jnp.exp(logits - top[..., None]).sum(-1))
-    correct = (logits * (b["targets"][..., None] == np.arange(logits.shape[-1]))).sum(-1)
-    each = log_partition - correct + z_loss * log_partition**2
+
+    def entropy(x, targets, weights):
+        logits = x @ head
+        top = logits.max(-1)
+        log_partition = top + jnp.log(jnp.exp(logits - top[..., None]).sum(-1))
+        correct = (logits * (targets[..., None] == np.arange(logits.shape[-1]))).sum(-1)
+        return (weights * (log_partition - correct + z_loss * log_partition**2)).sum()
+
+    x = through(c, p, b, told)
+    last = layer_norm if c.name == "gpt2" else rms_norm
+    total = entropy(last(p["norm"], x, c.norm_eps), b["targets"], b["weights"])
+    if c.ahead_loss:
+        total = total + c.ahead_loss * entropy(*ahead(c, p, b, x, told))
     row = b["weights"].sum(1)
-    total = (b["weights"] * each).sum() + sum((row * penalty).sum() for penalty, _ in told)
+    total = total + sum((row * penalty).sum() for penalty, _ in told)
     return total / row.sum(), jnp.array([row @ excess / row.sum() for _, excess in told])
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.build import build
-from jaxtrain.config import ModelConfig, load_config
+from jaxtrain.config import ModelConfig, load_config, make_config
 from jaxtrain.observe import device_peak, flops_per_token, mfu
 from jaxtrain.report import matmul_parameters
 
@@ -25,10 +25,18 @@ def test_llama_8b(seq_len, causal, giga):
 def test_of_the_experts_only_those_at_work_count():
     """Mixtral has 46.7 billion parameters, of which 12.9 are active, 0.13 of them a lookup; DeepSeek-V3 671 and 37."""
     for name, billions in (("mixtral_8x7b", 12.88 - 0.13), ("deepseek_v3", 37.55 - 0.93)):
-        config = load_config(CONFIGS / f"{name}.py", {"mesh.expert": 1})
-        run = build(config, devices=1)
-        count = matmul_parameters(run.abstract, run.layout, False, config.model.experts_per_token)
+        run = build(load_config(CONFIGS / f"{name}.py", {"mesh.data": 1, "mesh.expert": 1}), devices=1)
+        count = matmul_parameters(run.abstract, run.layout, run.config.model)
         assert count / 1e9 == pytest.approx(billions, abs=0.02)
+
+
+def test_looking_ahead_costs_a_layer_two_projections_and_the_head_again():
+    shape = dict(name="llama", num_layers=2, embed_dim=32, num_heads=4, vocab_size=64, mlp_dim=48)
+    plain, ahead = (build(make_config({"model": shape | {"ahead_loss": loss}, "mesh": {"data": 1}}), devices=1)
+                    for loss in (0.0, 0.3))
+    counts = [matmul_parameters(run.abstract, run.layout, run.config.model) for run in (plain, ahead)]
+    assert counts[1] - counts[0] == 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32 * 32 + 32 * 64
+    assert flops_per_token(ahead.config.model, 0, 10, False) == 1.5 * flops_per_token(plain.config.model, 0, 10, False)
 
 
 def test_latent_attention_counts_both_widths():

@@ -1,0 +1,52 @@
+"""A further layer that predicts the token after the next: multi-token prediction of DeepSeek-V3 (arXiv 2412.19437).
+
+It sees what the decoder made of a token, before the last norm, and the embedding of the token that follows; embedding
+and output head are the decoder's own. Training only: a better signal, and nothing that evaluation or sampling looks at.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain import sharding
+from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, RMSNorm
+
+
+class Ahead(nnx.Module):
+    """Both inputs normalised, projected and added up, then a block like the decoder's last, and a norm."""
+
+    def __init__(self, dim: int, eps: float, block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, *,
+                 remat: Callable[[Callable], Callable] = lambda f: f):
+        self.remat = remat
+        self.norm_this, self.norm_next = (RMSNorm(dim, eps, rngs=rngs) for _ in range(2))
+        # The published projection of both inputs side by side, in its two halves.
+        self.this, self.next = (Linear("btd,de->bte", (dim, dim), ("embed", "ahead"), RESIDUAL, rngs=rngs)
+                                for _ in range(2))
+        self.block = block(rngs)
+        self.norm = RMSNorm(dim, eps, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, next_BTD: jax.Array, segments_BT: jax.Array | None,
+                 angles: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """-> what the head takes, and what the block reports."""
+        graphdef, weights = nnx.split(self.block)
+
+        @self.remat
+        def apply(x, weights):
+            return nnx.merge(graphdef, weights)(x, segments_BT, angles)
+
+        x_BTD = self.this(self.norm_this(x_BTD)) + self.next(self.norm_next(next_BTD))
+        x_BTD, aux = apply(x_BTD, weights)
+        return sharding.constrain(self.norm(x_BTD), *INSIDE), aux
+
+
+def with_second_targets(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """A batch and the token after the next, with weight 0 where that is another document's or beyond the row's end."""
+    def following(x_BT):
+        return jnp.concatenate([x_BT[:, 1:], jnp.zeros_like(x_BT[:, :1])], 1)
+
+    same_BT = batch["segments"] == following(batch["segments"])
+    return batch | {"second_targets": following(batch["targets"]),
+                    "second_weights": jnp.where(same_BT, following(batch["weights"]), 0)}

@@ -1,0 +1,49 @@
+"""A layer that predicts the token after the next: the numbers of the plain model on any mesh, and only in training."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.models.ahead import with_second_targets
+from tests.composition import fuzz
+from tests.numerics import reference
+
+CASES = [
+    ("llama", {"mesh.context": 2, "mesh.tensor": 2, "mesh.fsdp": 2, "train.remat": "full"}),
+    ("deepseek_v3", {"mesh.expert": 2, "mesh.tensor": 2, "mesh.context": 2, "optimizer.zero_stage": 3}),
+    ("mixtral", {"mesh.stage": 2, "mesh.expert": 2, "mesh.tensor": 2, "pipeline.schedule": "zb_v"}),
+    ("deepseek_v3", {"mesh.stage": 2, "mesh.context": 2, "mesh.fsdp": 2, "train.z_loss": 1e-3,
+                     "model.tied_embeddings": True, "train.accumulation": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "keys"), [CASES[1], *(pytest.param(*c, marks=pytest.mark.slow) for c in (
+    CASES[0], *CASES[2:]))], ids=str)
+def test_looking_ahead_gives_the_numbers_of_the_plain_model(family, keys):
+    fuzz.check({f"mesh.{axis}": 1 for axis in fuzz.AXES} | {
+        "family": family, "packing": True, "data.global_batch_size": fuzz.ROWS, "data.seq_len": fuzz.SEQ,
+        "model.max_seq_len": fuzz.SEQ, "model.num_layers": 3, "train.precision": "float32", "model.ahead_loss": 0.3}
+        | keys)
+
+
+def test_the_last_two_tokens_of_a_document_have_no_second_target():
+    batch = dict(targets=np.array([[11, 12, 13, 14, 15, 16]]), segments=np.array([[1, 1, 1, 2, 2, 0]]),
+                 weights=np.array([[1, 0.5, 0, 2, 0, 0]], np.float32))  # the last of a document predicts nothing
+    ahead = jax.jit(with_second_targets)(batch)
+    assert ahead["second_weights"].tolist() == [[0.5, 0, 0, 0, 0, 0]] and ahead["second_targets"][0, 0] == 12
+
+
+def test_evaluation_does_not_look_ahead():
+    run = reference.build("llama", model__ahead_loss=0.3)
+    state, batch = run.init(), run.place(reference.batch(0))
+    total, weight = run.compiled_eval(state.params, batch)
+    plain = run.config.model.__class__(**{**vars(run.config.model), "ahead_loss": 0.0})
+    want = reference.loss(plain, jax.device_get(state.params), reference.batch(0))
+    np.testing.assert_allclose(total / weight, want, rtol=1e-5)
+    assert run.loss(state.params, batch)[0] / weight > 1.2 * want
+
+
+def test_a_model_without_such_a_layer_refuses():
+    with pytest.raises(jt.UserError, match="gpt2 has no layer that looks ahead"):
+        reference.build("gpt2", model__ahead_loss=0.3)
