@@ -12,6 +12,7 @@ from typing import Any
 from jaxtrain import sharding
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
+from jaxtrain.parallel import schedules
 from jaxtrain.sharding import AnyMesh, Rules
 
 
@@ -48,6 +49,13 @@ class Layout:
     def tokens(self) -> int:
         """That pass a device at a time."""
         return self.rows // self.microbatches * self.config.data.seq_len // self.context
+
+    @cached_property
+    def wrong_chunks(self) -> Any:
+        """Why the schedule cannot have its chunks, and what to do; None if it can."""
+        c = self.config.pipeline
+        pipeline = self.mesh.shape["stage"] > 1 and not c.table
+        return schedules.wrong_chunks(c.schedule, c.chunks) if pipeline else None
 
     @cached_property
     def idle(self) -> list[str]:
@@ -87,10 +95,9 @@ TABLE = (
             lambda a: "choose a divisor, or 0",
             {"mesh.stage": 2, "pipeline.microbatches": 3}, {"pipeline.microbatches": 4}),
     Refusal("pipeline.chunks", "a schedule with another number of chunks than it has",
-            lambda a: a.mesh.shape["stage"] > 1 and not a.config.pipeline.table and a.config.pipeline.chunks
-                      not in _CHUNKS[a.config.pipeline.schedule],
-            lambda a: f"{a.config.pipeline.schedule} has not {a.config.pipeline.chunks} chunks of layers on a stage",
-            lambda a: "set it to 0",
+            lambda a: a.wrong_chunks,
+            lambda a: a.wrong_chunks[0],
+            lambda a: a.wrong_chunks[1],
             {"mesh.stage": 2, "pipeline.schedule": "1f1b", "pipeline.chunks": 2}, {"pipeline.schedule": "interleaved"}),
     Refusal("train.loss_chunks", "chunks of the loss that do not divide the tokens that pass a device at a time",
             lambda a: a.config.train.loss_chunks and a.tokens % a.config.train.loss_chunks,
@@ -118,8 +125,6 @@ TABLE = (
             {"mesh.context": 2, "mesh.tensor": 4, "mesh.context_strategy": "ulysses"},
             {"mesh.context_strategy": "ring"}),
 )
-# How many chunks of layers a stage may have.
-_CHUNKS = {"gpipe": range(1, 10**6), "1f1b": (1,), "zb_h1": (1,), "interleaved": range(2, 10**6), "zb_v": (2,)}
 
 
 def check(config: Config, mesh: AnyMesh, rules: Rules, microbatches: int = 1) -> None:

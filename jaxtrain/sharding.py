@@ -162,14 +162,17 @@ def parameter_sharding(names: Names, shape: Sequence[int], rules: Rules, mesh: A
     return NamedSharding(mesh, spec)
 
 
-def spread(sharding: NamedSharding, shape: Sequence[int], axis: str = "data") -> NamedSharding:
-    """The same sharding with `axis` added where it fits best: ZeRO for an array that `axis` replicates."""
+def spread(sharding: NamedSharding, shape: Sequence[int], axis: str = "data", first: int = 0) -> NamedSharding:
+    """The same sharding with `axis` added where it fits best: ZeRO for an array that `axis` replicates.
+
+    Dimensions before `first` are left as they are.
+    """
     mesh, size = sharding.mesh, sharding.mesh.shape[axis]
     entries = [axes_of(entry) for entry in sharding.spec]
     entries += [()] * (len(shape) - len(entries))
     if size == 1 or any(axis in entry for entry in entries):
         return sharding
-    fits = [d for d, n in enumerate(shape) if n % (size * shards(entries[d], mesh)) == 0]
+    fits = [d for d in range(first, len(shape)) if shape[d] % (size * shards(entries[d], mesh)) == 0]
     if not fits:
         return sharding  # a few scalars and odd vectors; report() shows them
     # Prefer a dimension that is gathered anyway, then the largest: one collective, contiguous pieces.

@@ -126,7 +126,10 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
         owner = next((by_path[path[i:]] for i in range(len(path) + 1) if path[i:] in by_path), None)
         return replicated if owner is None else _like(leaf.shape, *owner, mesh)
 
-    params = treedef.unflatten(wide if zero_stage >= 3 else base)
+    # Layers are taken from their stack one by one, so parameters stay whole along it.
+    split = [sharding.spread(s, leaf.shape, first=int("layers" in (name or ())))
+             for s, (_, leaf), name in zip(base, flat, names, strict=True)]
+    params = treedef.unflatten(split if zero_stage >= 3 else base)
     state = TrainState(
         replicated, params, jax.tree_util.tree_map_with_path(optimizer_leaf, abstract.opt_state), replicated,
         jax.tree.map(lambda _: replicated, abstract.loss_scale))

@@ -56,7 +56,7 @@ class Stage:
     def start(self) -> Carry:
         """Empty slots and zero sums."""
         def slots(tree, name):
-            return jax.tree.map(lambda x: jnp.stack([x] * (self.trash[name] + 1)), tree)
+            return jax.tree.map(lambda x: lax.broadcast(x, (self.trash[name] + 1,)), tree)
 
         carry = dict(acts=slots(self.empty, "acts"), right=self.empty, left=self.empty, loss=jnp.zeros((), F32))
         if "B" in self.kinds:

@@ -58,3 +58,14 @@ def test_losses_are_the_same_in_every_stage():
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 
+
+
+def test_what_data_cannot_split_but_along_the_layers_stays_whole():
+    """A width that divides by fsdp and by data, but not by both: layers are taken from their stack one by one."""
+    keys = dict(model__embed_dim=36, model__head_dim=8, optimizer__zero_stage=3)
+    one, run = reference.build("gpt2", **keys), reference.build("gpt2", (2, 4, 1), **keys)
+    scale = run.layout.state.params["blocks"]["layer"]["mlp_norm"]["scale"].spec
+    assert scale == jax.sharding.PartitionSpec(None, "fsdp"), "the case proves nothing"
+    results = [reference.compiled(r)(r.init(), r.place(reference.batch(0)))[1] for r in (one, run)]
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose(*(float(metrics[key]) for metrics in results), rtol=1e-5)

@@ -19,20 +19,25 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1, *, paired: 
     if name not in NAMES:
         raise UserError("pipeline.schedule", f"{name!r} is no schedule", nearest(name, NAMES))
     check_sizes(stages, microbatches, chunks, latency)
-    if name == "interleaved" and chunks < 2:
-        raise UserError("pipeline.chunks", f"interleaved has several chunks per stage, not {chunks}",
-                        "set it to 2 or more, or use 1f1b")
-    if name in ("1f1b", "zb_h1") and chunks != 1:
-        raise UserError("pipeline.chunks", f"{name} has 1 chunk per stage, not {chunks}",
-                        "set it to 1, or use interleaved")
-    if name == "zb_v" and chunks != 2:
-        raise UserError("pipeline.chunks", f"zb_v has 2 chunks per stage, not {chunks}", "set it to 2")
+    if wrong := wrong_chunks(name, chunks):
+        raise UserError("pipeline.chunks", *wrong)
     if paired and name.startswith("zb_"):
         raise UserError("pipeline.paired", f"{name} has one operation per tick", "leave it out, or use 1f1b")
     if name == "zb_v":
         return validate(_zb_v(Schedule(name, stages, microbatches, chunks, v_shape(stages), (), latency)))
     empty = Schedule(name, stages, microbatches, chunks, straight(stages, chunks), (), latency)
     return validate(_in_order(empty, paired))
+
+
+def wrong_chunks(name: str, chunks: int) -> tuple[str, str] | None:
+    """Why a schedule cannot have so many chunks of layers on a stage, and what to do about it; None if it can."""
+    if name == "interleaved" and chunks < 2:
+        return f"interleaved has several chunks per stage, not {chunks}", "set it to 2 or more, or use 1f1b"
+    if name in ("1f1b", "zb_h1") and chunks != 1:
+        return f"{name} has 1 chunk per stage, not {chunks}", "set it to 1, or use interleaved"
+    if name == "zb_v" and chunks != 2:
+        return f"zb_v has 2 chunks per stage, not {chunks}", "set it to 2"
+    return None
 
 
 def forward_only(stages: int, microbatches: int, chunks: int = 1, *, latency: int = 1,
