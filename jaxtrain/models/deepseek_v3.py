@@ -1,40 +1,18 @@
 """DeepSeek-V3: latent attention, some dense layers, then experts chosen by biased sigmoid scores (arXiv 2412.19437)."""
 
-from functools import partial
-
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.models.ahead import Ahead
-from jaxtrain.models.attention import Rotary
-from jaxtrain.models.decoder import Block, Compute, Decoder, remat
-from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
+from jaxtrain.models.decoder import Compute, Decoder
+from jaxtrain.models.llama import rotary_decoder
 from jaxtrain.models.mla import LatentAttention
-from jaxtrain.models.moe import MoE
 
 
 def deepseek_v3(c: ModelConfig, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
     """A decoder in the style of DeepSeek-V3. Positions are those of its pre-training: rotary, not stretched."""
-    out_std = 0.02 / (2 * c.num_layers) ** 0.5
+    def attention(out_std: float, rngs: nnx.Rngs) -> LatentAttention:
+        return LatentAttention(c.embed_dim, c.num_heads, c.head_dim, c.rope_head_dim, c.value_head_dim, c.q_rank,
+                               c.kv_rank, c.norm_eps, out_std=out_std, window=c.window, backend=compute.attention,
+                               context=compute.context, rngs=rngs)
 
-    def block(rngs: nnx.Rngs, experts: bool) -> Block:
-        return Block(
-            RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-            LatentAttention(c.embed_dim, c.num_heads, c.head_dim, c.rope_head_dim, c.value_head_dim, c.q_rank,
-                            c.kv_rank, c.norm_eps, out_std=out_std, window=c.window, backend=compute.attention,
-                            context=compute.context, rngs=rngs),
-            RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-            MoE(c, out_std=out_std, exchange=compute.expert_exchange, rngs=rngs) if experts
-            else SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
-        )
-
-    last = partial(block, experts=c.num_experts > 0)
-    return Decoder(
-        Embed(c.vocab_size, c.embed_dim, rngs=rngs), last, c.num_layers,
-        RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-        rotary=Rotary(c.rope_head_dim, c.rope_theta, c.rope_scaling, c.rope_original_len),
-        head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
-        first=partial(block, experts=False), num_first=c.dense_layers,
-        ahead=partial(Ahead, c.embed_dim, c.norm_eps, last, remat=remat(compute.remat)) if c.ahead_loss else None,
-        compute=compute, rngs=rngs,
-    )
+    return rotary_decoder(c, compute, attention, c.rope_head_dim, rngs=rngs)

@@ -1,5 +1,6 @@
 """Llama 3: rotary positions, RMSNorm, grouped-query attention, SwiGLU (Llama Team, 2024; arXiv 2407.21783)."""
 
+from collections.abc import Callable
 from functools import partial
 
 from flax import nnx
@@ -14,14 +15,23 @@ from jaxtrain.models.moe import MoE
 
 def llama(c: ModelConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = False) -> Decoder:
     """A decoder in the style of Llama, or Mixtral if it has experts; with `qk_norm`, in that of Qwen3."""
+    def attention(out_std: float, rngs: nnx.Rngs) -> Attention:
+        return Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
+                         qk_norm_eps=c.norm_eps if qk_norm else None, backend=compute.attention,
+                         context=compute.context, rngs=rngs)
+
+    return rotary_decoder(c, compute, attention, c.head_dim, rngs=rngs)
+
+
+def rotary_decoder(c: ModelConfig, compute: Compute, attention: Callable[[float, nnx.Rngs], nnx.Module],
+                   rotary_width: int, *, rngs: nnx.Rngs) -> Decoder:
+    """What Llama and its descendants share, around an attention made by (deviation of its output weights, rngs)."""
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
 
     def block(rngs: nnx.Rngs, experts: bool) -> Block:
         return Block(
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-            Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
-                      qk_norm_eps=c.norm_eps if qk_norm else None, backend=compute.attention, context=compute.context,
-                      rngs=rngs),
+            attention(out_std, rngs),
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
             MoE(c, out_std=out_std, exchange=compute.expert_exchange, rngs=rngs) if experts
             else SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
@@ -29,9 +39,8 @@ def llama(c: ModelConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = F
 
     last = partial(block, experts=c.num_experts > 0)
     return Decoder(
-        Embed(c.vocab_size, c.embed_dim, rngs=rngs), last, c.num_layers,
-        RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-        rotary=Rotary(c.head_dim, c.rope_theta, c.rope_scaling, c.rope_original_len),
+        Embed(c.vocab_size, c.embed_dim, rngs=rngs), last, c.num_layers, RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
+        rotary=Rotary(rotary_width, c.rope_theta, c.rope_scaling, c.rope_original_len),
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
         first=partial(block, experts=False), num_first=c.dense_layers,
         ahead=partial(Ahead, c.embed_dim, c.norm_eps, last, remat=remat(compute.remat)) if c.ahead_loss else None,
