@@ -1,6 +1,7 @@
 """Config -> Run: the frozen record of everything a run is made of. Building allocates nothing."""
 
 import sys
+import warnings
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -99,7 +100,11 @@ class Run:
         return {key: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for key, dtype in BATCH_KEYS.items()}
 
     def loss(self, params: Any, batch: Any) -> tuple[Any, ...]:
-        """Summed loss and weight of a batch, and other sums if the model has any: what is differentiated."""
+        """Summed loss and weight of a batch, and other sums if the model has any: what training minimises.
+
+        To be traced under `sharding.use(run.mesh, run.rules)`. Pipelines have a gradient of their own: there this
+        serves for looking, not for `jax.grad`.
+        """
         total, penalty, weight, sums = self._loss(params, self._to_train_on(batch), self.config.train.z_loss)
         return (total + penalty, weight, sums) if sums else (total + penalty, weight)
 
@@ -195,7 +200,8 @@ class Run:
     def _loss(self, params: Any, batch: Any, z_loss: float) -> tuple[jax.Array, jax.Array, jax.Array, dict]:
         weight = batch["weights"].sum()
         if self.schedules:
-            return self._pipeline(z_loss).loss(params, batch), jnp.zeros(()), weight, {}
+            total, penalty, sums = self._pipeline(z_loss).loss(params, batch)
+            return total, penalty, weight, sums
         x_BTD, penalty, sums = self._middle(params, self._begin(params, batch), batch)
         return self._end(params, x_BTD, batch, z_loss), penalty, weight, sums
 
@@ -259,6 +265,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
     choose_backend(config.train.attention, platform, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
                    config.model.head_dim + config.model.rope_head_dim, sharding.shards(rules["seq"], mesh))
 
+    if config.train.expert_exchange == "ragged" and platform == "cpu" and mesh.shape["expert"] > 1:
+        raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")
     model = Skeleton.of(nnx.eval_shape(lambda: _model(config, mesh, jax.random.key(0))))
     axes = model.axes()
     _check_rules_used(config, axes)
@@ -270,7 +278,9 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
         schedules = make_schedules(config.pipeline, stages, microbatches)
         if not Placement.of(stacks(model.params()), schedules[0].position).even:
             rules = sharding.Rules({**rules.table, "layers": ()})  # spread otherwise in make_layout
-    layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage)
+    layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=stages > 1)
+    if stages > 1:
+        _warn_of_whole_stacks(abstract.params, layout.state.params, stages)
     _check_activations(config, rules, mesh)
     return Run(config, mesh, rules, model, optimizer, schedule, compute, with_shardings(abstract, layout.state), layout,
                schedules)
@@ -284,6 +294,18 @@ def _weighted(penalty_LB: jax.Array | None, batch: Any) -> jax.Array:
 def stacks(params: Any) -> dict[str, int]:
     """Which of the parameters are stacks of layers, in order, and how many layers each has."""
     return {key: len(jax.tree.leaves(params[key])[0]) for key in Decoder.STACKS if key in params}
+
+
+def _warn_of_whole_stacks(params: Any, shardings: Any, stages: int) -> None:
+    """Layers that do not divide over stages are spread by another dimension, if one divides."""
+    both = [(leaf, where) for key in stacks(params) for leaf, where in zip(
+        jax.tree.leaves(params[key]), jax.tree.leaves(shardings[key]), strict=True)]
+    whole = [leaf for leaf, where in both if not any("stage" in sharding.axes_of(entry) for entry in where.spec)]
+    share = sum(leaf.size for leaf in whole) / sum(leaf.size for leaf, _ in both)
+    if share > 0.1:
+        warnings.warn(f"mesh.stage: {stages} divides neither the layers nor another dimension of {share:.0%} of their "
+                      f"parameters, so that every stage keeps all of these; choose a number that divides them",
+                      stacklevel=3)
 
 
 def _model(config: Config, mesh: AnyMesh, key: jax.Array) -> nnx.Module:
@@ -319,6 +341,11 @@ def _check_rules_agree(config: Config, rules: Rules) -> None:
         if rules[name] not in ((), (axis,)):
             raise UserError(f"mesh.overrides.{name}", f"it cannot be split over {'+'.join(rules[name])}",
                             f"use none or {axis}")
+    for name, axes in rules.table.items():
+        if "stage" in axes and name != "layers":
+            raise UserError(f"mesh.overrides.{name}", "nothing but layers is split over stages", "use another axis")
+        if name.startswith("act_") and (twice := [axis for axis in axes if axis in rules.tokens]):
+            raise UserError(f"mesh.overrides.{name}", f"{twice[0]} splits tokens already", "use tensor or none")
     for name in ("act_embed", "act_head_dim"):
         if rules[name]:
             raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(rules[name])}", "use none")

@@ -77,7 +77,7 @@ def is_matrix(names: tuple) -> bool:
 
 def _muon_dimensions(names: tuple):
     """Hidden matrices are orthogonalised, heads flattened to one side; embeddings, head and vectors are Adam's."""
-    if not is_matrix(names) or "vocab" in names or "positions" in names or "layers" not in names:
+    if not is_matrix(names) or "vocab" in names or "positions" in names:
         return None
     kept = [i for i, name in enumerate(names) if name not in ("layers", "experts")]  # every expert by itself
     side = next(i for i in kept if names[i] in ("embed", "expert_embed", "rank"))

@@ -54,14 +54,22 @@ class Layout:
     def wrong_chunks(self) -> Any:
         """Why the schedule cannot have its chunks, and what to do; None if it can."""
         c = self.config.pipeline
-        pipeline = self.mesh.shape["stage"] > 1 and not c.table
-        return schedules.wrong_chunks(c.schedule, c.chunks) if pipeline else None
+        if self.mesh.shape["stage"] == 1 or c.table:
+            return None
+        most = max(2, self.config.model.num_layers)
+        if c.chunks > most:
+            return f"{c.chunks} chunks on a stage are more than there are layers", f"use {most} or fewer"
+        return schedules.wrong_chunks(c.schedule, c.chunks)
 
     @cached_property
     def idle(self) -> list[str]:
         """Mesh axes that no rule names."""
         named = {axis for axes in self.rules.table.values() for axis in axes}
         return [axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in named]
+
+
+class Refused(UserError):
+    """By a row of the table."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +141,12 @@ def check(config: Config, mesh: AnyMesh, rules: Rules, microbatches: int = 1) ->
     for row in TABLE:
         if row.applies(layout):
             axis = layout.idle[0] if layout.idle else ""
-            raise UserError(row.key.replace("AXIS", axis), row.reason(layout), row.fix(layout))
+            raise Refused(row.key.replace("AXIS", axis), row.reason(layout), row.fix(layout))
 
 
 def explains(error: UserError) -> bool:
     """Whether a row, or the rule that sizes divide, stands behind this refusal."""
-    general = "does not divide over mesh axes" in error.reason or "no rule uses it" in error.reason
-    return general or error.key in {row.key for row in TABLE}
+    return isinstance(error, Refused) or "does not divide over mesh axes" in error.reason
 
 
 def table() -> str:

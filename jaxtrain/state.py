@@ -107,7 +107,8 @@ def initial_state(params: Any, optimizer: optax.GradientTransformation, loss_sca
     return TrainState(zero, params, optimizer.init(params), zero, LossScale.initial() if loss_scaling else None)
 
 
-def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, zero_stage: int = 0) -> Layout:
+def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, zero_stage: int = 0, *,
+                pipeline: bool = False) -> Layout:
     """Shardings for a state whose parameters have logical names `axes` (a matching tree of tuples or None).
 
     ZeRO over the data axis: stage 1 spreads the optimizer's state, 2 the gradients too, 3 the parameters as well.
@@ -116,8 +117,8 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
     flat, treedef = jax.tree_util.tree_flatten_with_path(abstract.params)
     names = treedef.flatten_up_to(axes)
     base = [_parameter(path, leaf, name, rules, mesh) for (path, leaf), name in zip(flat, names, strict=True)]
-    # What is not a stage's own is not on every stage either, at rest.
-    base = [sharding.spread(s, leaf.shape, "stage") for s, (_, leaf) in zip(base, flat, strict=True)]
+    if pipeline:  # what is not a stage's own is not on every stage either, at rest
+        base = [sharding.spread(s, leaf.shape, "stage") for s, (_, leaf) in zip(base, flat, strict=True)]
     wide = [sharding.spread(s, leaf.shape) for s, (_, leaf) in zip(base, flat, strict=True)]
     by_path = {path: (leaf.shape, wide[i] if zero_stage >= 1 else base[i]) for i, (path, leaf) in enumerate(flat)}
 

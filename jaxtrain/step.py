@@ -82,7 +82,8 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
         norm = global_norm([g for g, axes in zip(leaves, names, strict=True) if not is_router_bias(axes)])
         if clip_norm:
             factor = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
-            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)  # (a load's sign stays)
+            grads = treedef.unflatten([g if is_router_bias(axes) else (g * factor).astype(g.dtype)
+                                       for g, axes in zip(leaves, names, strict=True)])
         mean = total / jnp.maximum(weight, 1e-8)
         finite = jnp.isfinite(norm) & jnp.isfinite(mean)
         params, opt_state = update(state.params, state.opt_state, grads, finite)

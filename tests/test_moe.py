@@ -251,6 +251,17 @@ def test_the_bias_moves_against_the_load_whatever_the_optimizer(name):
     np.testing.assert_array_equal(updates["blocks"]["layer"]["mlp"]["router"]["bias"], [[-0.5, 0.5, 0, 0] * 2] * 2)
 
 
+def test_clipping_leaves_the_load_alone():
+    """However small the norm is made, the bias moves by its rate."""
+    keys = dict(data__global_batch_size=8, data__seq_len=8)
+    runs = [reference.build("deepseek_v3", optimizer__clip_norm=clip, **keys) for clip in (0, 1e-7)]
+    states = [reference.compiled(run)(reference.start(run, "deepseek_v3"), run.place(reference.batch(0, 8, 8)))[0]
+              for run in runs]
+    biases = [state.params["blocks"]["layer"]["mlp"]["router"]["bias"] for state in states]
+    assert np.abs(biases[0]).max() > 0
+    np.testing.assert_array_equal(*biases)
+
+
 def test_the_router_computes_in_float32():
     module, (x, segments, *_) = Skeleton.of(layer(SIGMOID)), inputs()
     half = precision.cast(module.params(), "bfloat16")
@@ -293,6 +304,8 @@ def test_evaluation_has_no_penalties_and_steps_tell_of_the_load():
     (dict(model__name="deepseek_v3"), "model.kv_rank: deepseek_v3 needs a latent"),
     (dict(model__name="gpt2"), "model.num_experts: gpt2 has dense layers only"),
     (dict(train__expert_exchange="post"), "train.expert_exchange: 'post' is not supported"),
+    (dict(mesh__overrides__mlp="stage", mesh__overrides__act_mlp="stage"), "mesh.overrides.mlp: nothing but layers"),
+    (dict(mesh__overrides__act_mlp="data"), "mesh.overrides.act_mlp: data splits tokens already"),
     (dict(model__num_experts=6, mesh__expert=4), "model.num_experts: 6 does not divide over mesh axes expert=4"),
     (dict(model__expert_mlp_dim=9, mesh__tensor=4), "model.expert_mlp_dim: 9 does not divide over mesh axes tensor=4"),
     (dict(mesh__expert=2, mesh__overrides__batch="data"), "mesh.overrides.batch: it leaves out expert"),

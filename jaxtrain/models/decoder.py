@@ -94,10 +94,13 @@ class Decoder(nnx.Module):
 
     def look_ahead(self, x_BTD: jax.Array, next_BT: jax.Array, segments_BT: jax.Array | None,
                    positions_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """From activations before the last norm and the tokens that follow: what predicts the tokens after those."""
+        """From activations before the last norm and the tokens that follow: what predicts the tokens after those.
+
+        Where no token follows there may be a negative number, as others mark what is not to be predicted.
+        """
         assert self.ahead is not None
         angles = self.rotary.angles(positions_BT) if self.rotary is not None else None
-        return self.ahead(x_BTD, self.embed(next_BT), segments_BT, angles)
+        return self.ahead(x_BTD, self.embed(jnp.maximum(next_BT, 0)), segments_BT, angles)
 
     def head(self) -> jax.Array:
         """The output projection w_DV: its own, or the tied embedding table."""

@@ -80,4 +80,4 @@ def choose(c: ModelConfig, scores_BTE: jax.Array) -> jax.Array:
 
 def capacity(c: ModelConfig, row: int) -> int:
     """How many tokens of a row of this length one expert takes."""
-    return math.ceil(c.capacity_factor * row * c.experts_per_token / c.num_experts)
+    return math.ceil(min(row, c.capacity_factor * row * c.experts_per_token / c.num_experts))

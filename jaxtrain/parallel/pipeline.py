@@ -26,8 +26,7 @@ from jaxtrain.parallel.placement import Placement
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.parallel.stage import Parts, Stage, Sums
 
-TOKENS = ("data", "fsdp", "context", "expert")  # their devices see different tokens
-MANUAL = (*TOKENS, "stage")
+MANUAL = ("data", "fsdp", "context", "expert", "stage")
 F32 = jnp.float32
 
 
@@ -63,17 +62,16 @@ class Pipeline:
 
     def gradient(self, params: Any, batch: Any, seed: jax.Array) -> tuple[jax.Array, Sums, Any]:
         """Summed loss with penalties, further sums, and the float32 gradient of `seed` times the summed loss."""
-        loss, sums, layers, outer = self._run(self.schedule, params, batch, seed)
+        (loss, penalty), sums, layers, outer = self._run(self.schedule, params, batch, seed)
         placement = Placement.of(self.parts.stacks, self.schedule.position)
         grads = {key: jax.tree.map(partial(placement.from_stages, key), layers[key], self.at_rest[key])
                  for key in layers}
-        last = list(self.parts.stacks)[-1]
-        sums = jax.tree.map(lambda x: placement.from_stages(last, x, P(*(None,) * (x.ndim - 2))), sums)
-        return loss, sums, grads | outer
+        return loss + penalty, sums, grads | outer
 
-    def loss(self, params: Any, batch: Any) -> jax.Array:
-        """Summed loss, without penalties."""
-        return self._run(self.evaluation, params, batch, jnp.zeros((), F32))[0]
+    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
+        """Summed loss, summed penalties, and further sums."""
+        (loss, penalty), sums, *_ = self._run(self.evaluation, params, batch, jnp.zeros((), F32))
+        return loss, penalty, sums
 
     def _run(self, schedule: Schedule, params: Any, batch: Any, seed: jax.Array) -> Any:
         placement = Placement.of(self.parts.stacks, schedule.position)
@@ -85,26 +83,30 @@ class Pipeline:
                  for key in params if key not in layers}
         batch = {key: sharding.micro_batches(x, schedule.microbatches) for key, x in batch.items()}
         layer_plan, outer_plan = ({key: plan[key] for key in part} for part in (layers, outer))
+        different = _token_axes(self.rules)
 
         def on_device(layers, outer, batch, seed):
             stage = lax.axis_index("stage")
             work = Stage(self.parts, schedule, stage, placement.real(stage), jax.tree.map(lambda w: w[0], layers),
                          outer, batch, seed, self._products())
             done = work.run()
-            loss = _island(lambda x: _sum(x, MANUAL), done["loss"])
+            losses = [_island(lambda x: _sum(x, (*different, "stage")), done[key]) for key in ("loss", "penalty")]
+            sums = jax.tree.map(partial(_island, lambda x: _sum(x, different)[None], new=1), done["sums"])
             if "B" not in schedule.kinds:
-                return loss, {}, {}, {}
-            return (loss, jax.tree.map(partial(_island, lambda x: _sum(x, TOKENS)[None], new=1), done["sums"]),
-                    jax.tree.map(_reduced, work.layer_gradients(done), layer_plan),
+                return losses, sums, {}, {}
+            return (losses, sums, jax.tree.map(_reduced, work.layer_gradients(done), layer_plan),
                     jax.tree.map(_reduced, done["outer_grads"], outer_plan))
 
         outs = [jax.tree.map(lambda plan: plan.manual_at_rest, part) for part in (layer_plan, outer_plan)]
         tokens = P(None, *(_manual(sharding.split_by(name)) for name in ("batch", "seq")))
-        return jax.shard_map(
+        losses, sums, layers, outer = jax.shard_map(
             on_device, axis_names=set(MANUAL), check_vma=False,
             in_specs=(*(jax.tree.map(lambda plan: plan.manual_in_use, part) for part in (layer_plan, outer_plan)),
                       tokens, P()),
             out_specs=(P(), P("stage"), *(outs if "B" in schedule.kinds else ({}, {}))))(layers, outer, batch, seed)
+        last = list(self.parts.stacks)[-1]
+        sums = jax.tree.map(lambda x: placement.from_stages(last, x, P(*(None,) * (x.ndim - 2))), sums)
+        return losses, sums, layers, outer
 
     def _products(self) -> frozenset:
         """The weights of plain products (`layers.Linear`), whose gradients a schedule may put off."""
@@ -133,7 +135,8 @@ class _Plan:
         scatter = tuple(() if "tensor" in mine else tuple(axis for axis in sharding.axes_of(entry) if axis not in mine)
                         for mine, entry in zip(kept, at_rest, strict=True))
         done = {axis for axes in (*kept, *scatter) for axis in axes}
-        rest = tuple(axis for axis in (TOKENS if stacked else MANUAL) if mesh.shape[axis] > 1 and axis not in done)
+        different = _token_axes(rules) if stacked else (*_token_axes(rules), "stage")
+        rest = tuple(axis for axis in different if mesh.shape[axis] > 1 and axis not in done)
         return cls(stacked, in_use, scatter, rest)
 
     @property
@@ -157,6 +160,11 @@ class _Plan:
                 grad = lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
         grad = _sum(grad, self.sum)
         return grad[None] if self.stacked else grad
+
+
+def _token_axes(rules: sharding.Rules) -> tuple[str, ...]:
+    """The manual axes whose devices see different tokens. (`tensor`, should a rule say so, is in the types.)"""
+    return tuple(axis for axis in MANUAL if axis in rules.tokens)
 
 
 def _reduced(grad: jax.Array, plan: _Plan) -> jax.Array:

@@ -58,15 +58,15 @@ class Stage:
         def slots(tree, name):
             return jax.tree.map(lambda x: lax.broadcast(x, (self.trash[name] + 1,)), tree)
 
-        carry = dict(acts=slots(self.empty, "acts"), right=self.empty, left=self.empty, loss=jnp.zeros((), F32))
+        micro, none = pick(self.batch, 0), jnp.zeros((), F32)
+        sums = jax.eval_shape(lambda: self.middle(0, pick(self.layers, 0), self.empty, micro)[2])
+        carry = dict(acts=slots(self.empty, "acts"), right=self.empty, left=self.empty, loss=none, penalty=none,
+                     sums=jax.tree.map(lambda a: jnp.zeros((self.position.size, *a.shape), F32), sums))
         if "B" in self.kinds:
-            micro = pick(self.batch, 0)
-            sums = jax.eval_shape(lambda: self.middle(0, pick(self.layers, 0), self.empty, micro)[2])
             rest, kernels = take(jax.tree.map(lambda w: jnp.zeros_like(w, F32), self.layers), self.rooms())
             carry |= dict(
                 grads=slots(self.empty, "grads"), rest_grads=rest, kernel_grads=kernels,
-                outer_grads=jax.tree.map(lambda w: jnp.zeros_like(w, F32), self.outer),
-                sums=jax.tree.map(lambda a: jnp.zeros((self.position.size, *a.shape), F32), sums))
+                outer_grads=jax.tree.map(lambda w: jnp.zeros_like(w, F32), self.outer))
         if "W" in self.kinds:
             carry |= dict(pairs=slots(self.rooms(), "pairs"))
         return carry
@@ -95,10 +95,10 @@ class Stage:
             carry = self.store(carry, "acts", x, row, Column.F_IN)
             y = lax.cond(here == self.last, lambda: x, lambda: self.middle(chunk, weights, x, micro)[0])
         else:
-            y, *_ = self.middle(chunk, weights, x, micro)
+            y, penalty, sums = self.middle(chunk, weights, x, micro)
             end = lax.cond(here == self.last, lambda: self.parts.end(self.outer | weights, y, micro),
                            lambda: jnp.zeros((), F32))
-            carry |= dict(loss=carry["loss"] + end)
+            carry |= self.told(carry, chunk, end, penalty, sums)
         return self.send(carry, "F", y, row)
 
     def backward(self, carry: Carry, row: jax.Array) -> Carry:
@@ -133,8 +133,8 @@ class Stage:
             return add(grads, pull(dx)[0])
 
         outer_grads = lax.cond(here == 0, at_the_beginning, lambda grads: grads, outer_grads)
-        carry |= dict(loss=carry["loss"] + end + penalty, sums=add_at(carry["sums"], chunk, sums),
-                      rest_grads=add_at(carry["rest_grads"], chunk, d_rest), outer_grads=outer_grads)
+        carry |= self.told(carry, chunk, end, penalty, sums) | dict(
+            rest_grads=add_at(carry["rest_grads"], chunk, d_rest), outer_grads=outer_grads)
         return self.send(self.store(carry, "pairs", pairs, row, Column.B_STORE), "B", dx, row)
 
     def weigh(self, carry: Carry, row: jax.Array) -> Carry:
@@ -146,6 +146,11 @@ class Stage:
             mine = [path for path in ledger.products if path[0] == key]
             grads |= ledger.gradients({path: kernels[path] for path in mine}, {path: pairs[path] for path in mine})
         return carry | dict(kernel_grads=add_at(carry["kernel_grads"], chunk, grads))
+
+    def told(self, carry: Carry, chunk: Any, end: jax.Array, penalty: jax.Array, sums: Sums) -> Carry:
+        """What a chunk adds to the totals."""
+        return dict(loss=carry["loss"] + end, penalty=carry["penalty"] + penalty,
+                    sums=add_at(carry["sums"], chunk, sums))
 
     # -------------------------------------------------------------------------------------------- slots and neighbours
     def receive(self, carry: Carry, row: jax.Array, came: Mapping[str, jax.Array]) -> Carry:

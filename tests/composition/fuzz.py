@@ -2,10 +2,10 @@
 
     python -m tests.composition.fuzz --cases=100 --seed=7 --devices=16
 
-draws meshes of all six axes, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions, packing,
-model families, tied and untied tables, scanned and unrolled layers. What `jt.build` refuses is counted apart; a refusal
-must be one that jaxtrain.refusals documents. A case fails where the loss, the gradient's norm or any leaf of the
-gradient is off, and is printed as the config that shows it again.
+draws meshes of all six axes, rules, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions,
+packing, model families, tied and untied tables, scanned and unrolled layers; training, and of some evaluation. What
+`jt.build` refuses is counted apart; a refusal must be one that jaxtrain.refusals documents. A case fails where the
+loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it again.
 """
 
 import argparse
@@ -22,6 +22,15 @@ AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 ROWS, SEQ = 32, 32
 # Relative to the largest element of a leaf; coarser dtypes are compared with float32 too.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.2, "float16": 0.03}
+# Rules of one's own. Where an axis no longer splits tokens, nothing may rest on it either: hence the preset.
+OVERRIDES = [{f"mesh.overrides.{name}": axes for name, axes in table.items()} | more for table, more in (
+    ({"block_seq": "context"}, {}),
+    ({"vocab": "none", "act_vocab": "none"}, {}),
+    ({"mlp": "none", "act_mlp": "none"}, {}),
+    ({"batch": "data+fsdp"}, {"mesh.rules": "data"}),
+    ({"seq": "none", "block_seq": "none"}, {"mesh.rules": "data"}),
+    ({"seq": "none", "block_seq": "none", "batch": "data+context+fsdp+expert"}, {"mesh.rules": "data"}),
+)]
 DENSE, EXPERTS = ("gpt2", "gpt2", "llama", "qwen3", "gpt2_untied"), ("mixtral", "qwen3_moe", "deepseek_v3")
 
 
@@ -60,14 +69,17 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= {"model.ahead_loss": often(0.0, 0.3)}
     if rng.random() < 0.25:  # a width that few axes divide together
         keys |= {"model.embed_dim": 40, "model.head_dim": 8}
-    return keys
+    if rng.random() < 0.3:
+        keys |= rng.choice(OVERRIDES[:2] if family in EXPERTS else OVERRIDES)
+    return keys | {"evaluate": rng.random() < 0.3}
 
 
 def config_of(keys: dict[str, Any]):
     """The case's config; raises UserError where it is refused."""
     from tests.numerics import reference
 
-    rest = {key.replace(".", "__"): value for key, value in keys.items() if key not in ("family", "packing")}
+    own = ("family", "packing", "evaluate")
+    rest = {key.replace(".", "__"): value for key, value in keys.items() if key not in own}
     return reference.tiny(keys["family"], **rest)
 
 
@@ -114,6 +126,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     import numpy as np
 
     import jaxtrain as jt
+    from jaxtrain import sharding
     from tests.numerics import reference
 
     config = config_of(keys)
@@ -143,6 +156,13 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
         new = [p["blocks"]["layer"]["mlp"]["router"]["bias"],
                *(p["ahead"]["block"]["mlp"]["router"]["bias"][None] for _ in range("ahead" in p))]
         off["router bias"] = float(np.abs(np.concatenate(new) - bias).max())
+    if keys.get("evaluate"):
+        with sharding.use(run.mesh, run.rules):
+            lowered = jax.jit(run._eval).lower(run.abstract.params, run.abstract_batch)
+        at_rest = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, run.abstract.params)
+        total, weight = lowered.compile({"xla_backend_optimization_level": 0})(at_rest, run.place(batch))
+        want = jax.jit(lambda p: reference.evaluation(config.model, p, batch))(params)
+        off["evaluation"] = abs(float(total) / float(weight) / float(want) - 1)
     assert int(metrics["skipped"]) == 0, "the step was skipped: something was not finite"
     for what, error in off.items():
         limit = tolerance if what == "gradient" or precision == "float32" else tolerance / 5

@@ -197,6 +197,24 @@ def ahead(c, p, b, x, told):
     return rms_norm(w["norm"], x, c.norm_eps), b["targets"][:, right], weights
 
 
+def last_norm(c, p, x):
+    return (layer_norm if c.name == "gpt2" else rms_norm)(p["norm"], x, c.norm_eps)
+
+
+def entropy(c, p, x, targets, weights, z_loss=0.0):
+    """The sum over tokens of weight x (cross-entropy + z-loss)."""
+    logits = x @ (p["embed"]["table"].T if c.tied_embeddings else p["output"]["kernel"])
+    top = logits.max(-1)
+    log_partition = top + jnp.log(jnp.exp(logits - top[..., None]).sum(-1))
+    correct = (logits * (targets[..., None] == np.arange(logits.shape[-1]))).sum(-1)
+    return (weights * (log_partition - correct + z_loss * log_partition**2)).sum()
+
+
+def evaluation(c, p, b):
+    """The weighted mean of the cross-entropy alone."""
+    return entropy(c, p, last_norm(c, p, through(c, p, b, [])), b["targets"], b["weights"]) / b["weights"].sum()
+
+
 def loss(c, p, b, z_loss=0.0):
     """The weighted mean over tokens of cross-entropy and z-loss, and over rows of experts' penalties."""
     return loss_and_excess(c, p, b, z_loss)[0]
@@ -205,20 +223,10 @@ def loss(c, p, b, z_loss=0.0):
 def loss_and_excess(c, p, b, z_loss=0.0):
     """And the weighted mean over rows of experts' excess of load, [layers with experts, experts], `ahead` the last."""
     told = []
-    head = p["embed"]["table"].T if c.tied_embeddings else p["output"]["kernel"]
-
-    def entropy(x, targets, weights):
-        logits = x @ head
-        top = logits.max(-1)
-        log_partition = top + jnp.log(jnp.exp(logits - top[..., None]).sum(-1))
-        correct = (logits * (targets[..., None] == np.arange(logits.shape[-1]))).sum(-1)
-        return (weights * (log_partition - correct + z_loss * log_partition**2)).sum()
-
     x = through(c, p, b, told)
-    last = layer_norm if c.name == "gpt2" else rms_norm
-    total = entropy(last(p["norm"], x, c.norm_eps), b["targets"], b["weights"])
+    total = entropy(c, p, last_norm(c, p, x), b["targets"], b["weights"], z_loss)
     if c.ahead_loss:
-        total = total + c.ahead_loss * entropy(*ahead(c, p, b, x, told))
+        total = total + c.ahead_loss * entropy(c, p, *ahead(c, p, b, x, told), z_loss)
     row = b["weights"].sum(1)
     total = total + sum((row * penalty).sum() for penalty, _ in told)
     return total / row.sum(), jnp.array([row @ excess / row.sum() for _, excess in told])

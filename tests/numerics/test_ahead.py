@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain import sharding
 from jaxtrain.models.ahead import with_second_targets
 from tests.composition import fuzz
 from tests.numerics import reference
@@ -32,6 +33,19 @@ def test_the_last_two_tokens_of_a_document_have_no_second_target():
                  weights=np.array([[1, 0.5, 0, 2, 0, 0]], np.float32))  # the last of a document predicts nothing
     ahead = jax.jit(with_second_targets)(batch)
     assert ahead["second_weights"].tolist() == [[0.5, 0, 0, 0, 0, 0]] and ahead["second_targets"][0, 0] == 12
+
+
+def test_targets_that_are_ignored_may_be_negative():
+    """On any mesh alike, though a vocabulary that is split looks up otherwise."""
+    values, batch = [], reference.batch(0)
+    batch["targets"][batch["weights"] == 0] = -100
+    for mesh in (1, 1, 1), (1, 1, 2):
+        run = reference.build("llama", mesh, model__ahead_loss=0.3)
+        ahead = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.02, np.float32), run.abstract.params["ahead"])
+        params = jax.device_put(reference.initial("llama") | {"ahead": ahead}, run.layout.state.params)
+        with sharding.use(run.mesh, run.rules):
+            values.append(float(jax.jit(run.loss)(params, run.place(batch))[0]))
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
 
 
 def test_evaluation_does_not_look_ahead():

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import operator
 import re
 from pathlib import Path
 
@@ -24,10 +25,13 @@ def from_file(path: str | Path, stages: int, microbatches: int, chunks: int = 1,
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(key, f"{path} cannot be read ({type(error).__name__})", "give a CSV or JSON file") from error
     name, position, rows = path.stem, straight(stages, chunks), []
-    if path.suffix == ".json":
+    if path.suffix.lower() == ".json":
         name, position, rows = _from_json(text, key, path, name, position)
     else:
-        rows = [row for row in csv.reader(text.splitlines()) if row]
+        try:
+            rows = [row for row in csv.reader(text.splitlines()) if row]
+        except csv.Error as error:
+            raise UserError(key, f"{path} is no CSV ({error})", "write a line for each stage: F0,F1,,B0,B1") from error
     if len(rows) != stages:
         raise UserError(key, f"{path} has {len(rows)} rows for {stages} stages", "give each stage one row")
     length = max(map(len, rows))
@@ -44,7 +48,7 @@ def _from_json(text: str, key: str, path: Path, name: str,
     try:
         content = json.loads(text)
         rows = [[str(cell) for cell in row] for row in content["stages"]]
-        position = tuple(tuple(map(int, row)) for row in content.get("position", position))
+        position = tuple(tuple(map(operator.index, row)) for row in content.get("position", position))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(key, f"{path} is not of the form expected ({type(error).__name__}: {error})",
                         'write {"stages": [["F0", "", "B0"], ...]}') from error
@@ -53,7 +57,7 @@ def _from_json(text: str, key: str, path: Path, name: str,
 
 def _parse(cell: str, key: str, stage: int, tick: int) -> Cell:
     words = [word.strip() for word in cell.split("+")] if cell.strip() else []
-    found = [re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", word) for word in words]
+    found = [re.fullmatch(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?", word) for word in words]
     if not all(found):
         raise UserError(key, f"stage {stage}, tick {tick}: {cell!r} names no operation",
                         "write F3, B0, W2, F3.1 for chunk 1, or F3+B1 for two")
