@@ -51,14 +51,17 @@ class Run:
     # ------------------------------------------------------------------------------------------------ the three calls
     def init(self, seed: int | None = None) -> TrainState:
         """The state at step 0, sharded from the first byte; the values do not depend on the mesh."""
+        self._check_devices()
         return self.compiled_init(jax.random.key(self.config.train.seed if seed is None else seed))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step. `state` is donated: use the returned one."""
+        self._check_devices()
         return self.compiled_step(state, self.place(batch))
 
     def batch(self, step: int) -> dict[str, jax.Array]:
         """The training batch of this step, placed on the mesh: a pure function of the data, the config and `step`."""
+        self._check_devices()
         return self.placed(self.train_batches, step)
 
     # ------------------------------------------------------------------------------------------- the compiled functions
@@ -72,6 +75,7 @@ class Run:
     @cached_property
     def compiled_step(self) -> jax.stages.Compiled:
         """(state, batch) -> (state, metrics), compiled once, ahead of the first step."""
+        self._check_devices()
         return self.lower().compile()
 
     @cached_property
@@ -182,9 +186,24 @@ class Run:
         """Print what is placed where: path, shape, logical names, partition spec, bytes per device, and totals."""
         from jaxtrain.report import report
 
-        print(report(self.abstract, self.layout), file=file or sys.stdout)
+        lines = [report(self.abstract, self.layout), *([f"pipeline: {self.pipeline}"] if self.schedules else [])]
+        print("\n".join(lines), file=file or sys.stdout)
+
+    @property
+    def pipeline(self) -> str:
+        """The pipeline in words; nothing without one."""
+        if not self.schedules:
+            return ""
+        s = self.schedules[0]
+        return (f"{s.name}, {s.microbatches} micro-batches through {s.stages} stages x {s.chunks} chunks in {s.length} "
+                f"ticks, {s.bubble_fraction:.0%} of them empty; {max(map(s.in_flight, range(s.stages)))} inputs held")
 
     # --------------------------------------------------------------------------------------------------------- innards
+    def _check_devices(self) -> None:
+        if not isinstance(self.mesh, jax.sharding.Mesh):
+            raise UserError("devices", f"this run was built for {self.mesh.size} devices that are not here: it has "
+                            "report() and lower() only", "build it without devices=")
+
     def _init(self, key: jax.Array) -> TrainState:
         params = _model(self.config, self.mesh, key)
         return initial_state(Skeleton.of(params).params(), self.optimizer, self.precision == "float16")
@@ -279,8 +298,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
         if not Placement.of(stacks(model.params()), schedules[0].position).even:
             rules = sharding.Rules({**rules.table, "layers": ()})  # spread otherwise in make_layout
     layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=stages > 1)
-    if stages > 1:
-        _warn_of_whole_stacks(abstract.params, layout.state.params, stages)
+    if schedules:
+        _warn_of_waste(abstract.params, layout.state.params, schedules[0])
     _check_activations(config, rules, mesh)
     return Run(config, mesh, rules, model, optimizer, schedule, compute, with_shardings(abstract, layout.state), layout,
                schedules)
@@ -296,8 +315,12 @@ def stacks(params: Any) -> dict[str, int]:
     return {key: len(jax.tree.leaves(params[key])[0]) for key in Decoder.STACKS if key in params}
 
 
-def _warn_of_whole_stacks(params: Any, shardings: Any, stages: int) -> None:
-    """Layers that do not divide over stages are spread by another dimension, if one divides."""
+def _warn_of_waste(params: Any, shardings: Any, schedule: Schedule) -> None:
+    """Stages without layers; layers that do not divide over stages and are spread by no other dimension either."""
+    stages, layers = schedule.stages, sum(stacks(params).values())
+    if layers < stages * schedule.chunks:
+        warnings.warn(f"mesh.stage: the model's {layers} layers leave {stages * schedule.chunks - layers} of {stages} "
+                      f"stages x {schedule.chunks} chunks empty", stacklevel=3)
     both = [(leaf, where) for key in stacks(params) for leaf, where in zip(
         jax.tree.leaves(params[key]), jax.tree.leaves(shardings[key]), strict=True)]
     whole = [leaf for leaf, where in both if not any("stage" in sharding.axes_of(entry) for entry in where.spec)]
@@ -352,8 +375,8 @@ def _check_rules_agree(config: Config, rules: Rules) -> None:
     for name in ("embed", "norm", "head_dim", "positions", "expert_embed", "rank", "latent", "router",
                  "router_bias", "ahead"):
         if split(name):
-            raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(split(name))}",
-                            "use none or an axis of the batch or the sequence")
+            raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(split(name))}, which splits "
+                            "no tokens", "use none or an axis of the batch or the sequence")
 
 
 def _check_rules_used(config: Config, axes: Any) -> None:

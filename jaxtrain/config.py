@@ -153,15 +153,16 @@ class PipelineConfig:
     """How micro-batches pass the stages, where mesh.stage is more than 1."""
 
     schedule: str = "1f1b"
-    microbatches: int = 0  # of each batch, or of each part of it under train.accumulation; 0: chosen
-    chunks: int = 0  # of layers on each stage; 0: 2 for interleaved and zb_v, else 1
+    microbatches: int = 0  # of each batch, or of each part of it under train.accumulation; 0: chosen, or the table's
+    chunks: int = 0  # of layers on each stage; 0: 2 for interleaved and zb_v, else 1, or the table's
     overlap: bool = False  # give transfers between stages a tick of their own: hidden, for a longer bubble
     table: str = ""  # a file with a schedule of one's own, CSV or JSON
 
     def __post_init__(self):
         _one_of("pipeline.schedule", self.schedule, ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"))
         _not_negative(self, "pipeline", "microbatches chunks")
-        _derive(self, "chunks", 2 if self.schedule in ("interleaved", "zb_v") else 1)
+        if not self.table:
+            _derive(self, "chunks", 2 if self.schedule in ("interleaved", "zb_v") else 1)
 
 
 @dataclass(frozen=True)

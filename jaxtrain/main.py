@@ -61,6 +61,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         if word.startswith("--config.") and not equals:
             raise UserError(word, "it has no value", f"write {word}=VALUE")
         if not word.startswith("--config."):
+            if "." in word.partition("=")[0]:
+                raise UserError(word, "there is no such flag", f"write --config.{word.lstrip('-')}")
             known = [f"--{name}" for name in vars(flags)] + ["--config.SECTION.KEY=VALUE"]
             raise UserError(word, "there is no such flag", nearest(word.partition("=")[0], known))
         overrides[key] = value

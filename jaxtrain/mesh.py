@@ -24,6 +24,8 @@ def make_mesh(
     sizes ask for fewer; an integer instead gives an abstract mesh of that many devices, for lowering without them.
     """
     sizes = (data, fsdp, stage, context, expert, tensor)
+    if isinstance(devices, int) and devices < 1:
+        raise UserError("devices", f"{devices} is no number of devices", "give 1 or more")
     available = devices if isinstance(devices, int) else len(devices if devices is not None else jax.devices())
     sizes = axis_sizes(sizes, available, exact=devices is not None)
     types = (AxisType.Explicit,) * len(AXES)
@@ -39,16 +41,18 @@ def axis_sizes(sizes: Sequence[int], available: int, exact: bool = True) -> tupl
         if size < 1 and size != -1:
             raise UserError(f"mesh.{axis}", f"{size} is no axis size", "give a positive number or -1")
     product = math.prod(size for size in sizes if size != -1)
-    asked = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size != 1) or "one device"
-    if list(sizes).count(-1) > 1:
-        raise UserError("mesh", "more than one axis is -1", "give all axes but one a size")
+    asked = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size not in (1, -1))
+    rest = [f"mesh.{axis}" for axis, size in zip(AXES, sizes, strict=True) if size == -1]
+    if len(rest) > 1:
+        raise UserError("mesh", f"{' and '.join(rest)} are -1 and only one can be what is left over",
+                        f"give the others a size, such as {rest[0]}=1")
     if -1 in sizes:
         if available % product:
             raise UserError("mesh", f"{asked} does not divide the {available} devices",
                             f"choose sizes whose product divides {available}")
         return tuple(available // product if size == -1 else size for size in sizes)
     if product > available or (exact and product != available):
-        raise UserError("mesh", f"{asked} needs {product} devices and there are {available}",
+        raise UserError("mesh", f"{asked or 'every axis 1'} needs {product} devices and there are {available}",
                         "set one axis to -1, or make the product of the axes equal the device count")
     return tuple(sizes)
 

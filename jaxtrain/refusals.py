@@ -57,9 +57,8 @@ class Layout:
         if self.mesh.shape["stage"] == 1 or c.table:
             return None
         most = max(2, self.config.model.num_layers)
-        if c.chunks > most:
-            return f"{c.chunks} chunks on a stage are more than there are layers", f"use {most} or fewer"
-        return schedules.wrong_chunks(c.schedule, c.chunks)
+        more = f"{c.chunks} chunks on a stage are more than there are layers", f"use {most} or fewer"
+        return schedules.wrong_chunks(c.schedule, c.chunks) or (more if c.chunks > most else None)
 
     @cached_property
     def idle(self) -> list[str]:

@@ -133,6 +133,7 @@ def summary(run: Run, workdir: Path) -> str:
     c, corpus = run.config, run.corpus
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(run.abstract.params))
     axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
+    axes += f"; {run.pipeline}" if run.schedules else ""
     return (f"{c.model.name}, {count:,} parameters in {run.precision}, on {jax.devices()[0].device_kind} ({axes})\n"
             f"{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens; "
             f"{c.train.steps} steps of {c.data.global_batch_size} x {c.data.seq_len} tokens; workdir {workdir}")

@@ -63,7 +63,7 @@ MISTAKES = {
     "heads over tensor": ("model.num_heads=2 mesh.tensor=4", "model.num_kv_heads: 2 does not divide over mesh axes "
                           "tensor=4 (axis 'kv_heads' of blocks/layer/attention/k/bias); make it a multiple of 4 or "
                           "change the mesh"),
-    "devices over the mesh": ("mesh.tensor=3", "mesh: data=-1 x tensor=3 does not divide the 8 devices; choose sizes "
+    "devices over the mesh": ("mesh.tensor=3", "mesh: tensor=3 does not divide the 8 devices; choose sizes "
                               "whose product divides 8"),
     "a mesh too large": ("mesh.data=4 mesh.tensor=4", "mesh: data=4 x tensor=4 needs 16 devices and there are 8; set "
                          "one axis to -1, or make the product of the axes equal the device count"),

@@ -88,7 +88,7 @@ def test_shown_test_command_collects(command):
 
 @pytest.mark.parametrize(("command", "output"), [
     shown for path in DOCS
-    for shown in re.findall(r"^```console\n\$ python (.*)\n((?s:.*?))^```", path.read_text(), re.M)])
+    for shown in re.findall(r"^```console\n\$ .venv/bin/python (.*)\n((?s:.*?))^```", path.read_text(), re.M)])
 def test_shown_output_is_what_the_command_prints(command, output):
     done = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True,
                           timeout=300)

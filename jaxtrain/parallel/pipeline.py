@@ -31,11 +31,14 @@ F32 = jnp.float32
 
 
 def count_microbatches(config: Config, stages: int, batch_shards: int) -> int:
-    """How many micro-batches pass the stages: as many as asked for, or a divisor of a device's rows."""
+    """How many micro-batches pass the stages: as many as asked for, the table's, or a divisor of a device's rows."""
+    c = config.pipeline
+    if c.table and not c.microbatches:
+        return schedules.from_file(c.table, stages, 0, c.chunks, latency=2 if c.overlap else 1).microbatches
     rows = config.data.global_batch_size // config.train.accumulation // batch_shards
     # Four a stage leave a bubble of about a fifth; more of them make small matrix products.
     chosen = max(n for n in range(1, max(1, min(rows, 4 * stages)) + 1) if rows % n == 0)
-    return config.pipeline.microbatches or chosen
+    return c.microbatches or chosen
 
 
 def make_schedules(c: PipelineConfig, stages: int, microbatches: int) -> tuple[Schedule, Schedule]:
@@ -46,7 +49,7 @@ def make_schedules(c: PipelineConfig, stages: int, microbatches: int) -> tuple[S
     else:  # in lockstep a tick lasts as long as its longest operation, hence pairs of F and B, or B and W apart
         pairs = not c.schedule.startswith("zb")
         train = schedules.make(c.schedule, stages, microbatches, c.chunks, paired=pairs, latency=latency)
-    return train, schedules.forward_only(stages, microbatches, c.chunks, latency=latency, position=train.position)
+    return train, schedules.forward_only(stages, microbatches, train.chunks, latency=latency, position=train.position)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """A pipeline that cannot be is refused before anything is traced, in one sentence that names the key and what to do."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 import jaxtrain as jt
@@ -24,6 +27,7 @@ def build(**keys):
     (dict(schedule="interleaved", chunks=1), "pipeline.chunks", "several chunks per stage, not 1", "use 1f1b"),
     (dict(schedule="zb_v", chunks=3), "pipeline.chunks", "2 chunks per stage, not 3", "set it to 2"),
     (dict(schedule="zb_h1", chunks=2), "pipeline.chunks", "1 chunk per stage, not 2", "set it to 1"),
+    (dict(schedule="interleaved", chunks=500_000), "pipeline.chunks", "more than there are layers", "use 2 or fewer"),
     (dict(table="none.csv"), "pipeline.table", "none.csv cannot be read", "give a CSV or JSON file"),
     (dict(train__loss_chunks=32, microbatches=16), "train.loss_chunks", "does not divide the 16 tokens", "divisor"),
     (dict(stage=2), "pipeline.stage", "", ""),
@@ -34,6 +38,16 @@ def test_what_cannot_be_is_refused(keys, key, reason, fix):
     text = str(refusal.value)
     assert refusal.value.key == key, text
     assert reason in text and fix in text and "\n" not in text, text
+
+
+def test_the_table_that_the_docs_show_says_its_own_size(tmp_path):
+    docs = Path(__file__).parents[2] / "docs/parallelism.md"
+    path = tmp_path / "own.csv"
+    path.write_text("\ufeff" + re.search(r"```csv\n(.*?)```", docs.read_text(), re.S)[1])  # as spreadsheets write it
+    run = build(table=str(path), schedule="zb_v")
+    assert (run.schedules[0].microbatches, run.schedules[0].chunks, run.schedules[0].length) == (2, 1, 5)
+    with pytest.raises(UserError, match=r"stage 0 never does F2.*set pipeline\.microbatches"):
+        build(table=str(path), microbatches=4)
 
 
 def test_a_table_for_other_micro_batches_is_refused(tmp_path):
@@ -52,6 +66,21 @@ def test_the_number_of_micro_batches_is_chosen_by_rows_and_stages(keys, count):
     """The most that divide a device's rows, up to four for each stage."""
     train, evaluation = build(**keys).schedules
     assert train.microbatches == evaluation.microbatches == count
+
+
+def test_layers_that_leave_stages_empty_or_cannot_be_spread_are_told_of():
+    with pytest.warns(UserWarning, match="2 layers leave 2 of 2 stages x 2 chunks empty"):
+        build(schedule="zb_v")
+    keys = dict(mesh__data=1, mesh__stage=3, model__num_layers=4)
+    with pytest.warns(UserWarning, match="mesh.stage: 3 divides neither the layers nor"):
+        jt.build(reference.tiny(**keys), devices=3)
+
+
+def test_a_run_of_abstract_devices_says_what_it_cannot():
+    run = build()
+    for call in (run.init, lambda: run.batch(0), lambda: run.step(None, None)):
+        with pytest.raises(UserError, match="8 devices that are not here"):
+            call()
 
 
 def test_one_stage_needs_no_schedule():

@@ -435,6 +435,9 @@ def test_a_table_of_ones_own(tmp_path):
     ("t.json", '{"rows": []}', "KeyError"),
     ("t.json", json.dumps({"position": [[0], [0]], "stages": [["F0", "", "", "B0"], ["", "F0", "B0"]]}),
      "does not give"),
+    ("t.json", '{"position": [[0.5], [1]], "stages": [["F0", "", "", "B0"], ["", "F0", "B0"]]}', "TypeError"),
+    ("t.csv", "F" + "9" * 5000 + "\n,F0\n", "names no operation"),
+    ("t.csv", '"' + "x" * 200_000, "is no CSV"),
     ("none.csv", None, "cannot be read"),
 ])
 def test_a_bad_file_is_told_in_one_sentence(tmp_path, name, content, words):

@@ -23,12 +23,14 @@ def main(argv: list[str] | None = None) -> int:
         if flags.report:
             print(report(times, flags.latency))
             return 0
-        chunks = flags.chunks or (2 if flags.schedule in ("interleaved", "zb_v") else 1)
         if flags.table:
-            schedule = from_file(flags.table, flags.stages, flags.microbatches, chunks, latency=flags.latency)
+            schedule = from_file(flags.table, flags.stages or 0, flags.microbatches or 0, flags.chunks or 0,
+                                 latency=flags.latency)
         else:
-            schedule = make(flags.schedule, flags.stages, flags.microbatches, chunks,
-                            paired=flags.paired, latency=flags.latency)
+            stages, microbatches = (default if given is None else given
+                                    for given, default in ((flags.stages, 4), (flags.microbatches, 8)))
+            chunks = flags.chunks or (2 if flags.schedule in ("interleaved", "zb_v") else 1)
+            schedule = make(flags.schedule, stages, microbatches, chunks, paired=flags.paired, latency=flags.latency)
         print(drawing.text(schedule, colour=sys.stdout.isatty()), summary(schedule, times), sep="\n\n")
         for path, write in ((flags.svg, drawing.write_svg), (flags.png, drawing.write_png)):
             if path:
@@ -43,8 +45,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(prog="python -m jaxtrain.parallel.schedules", allow_abbrev=False)
     parser.add_argument("--schedule", default="1f1b", help=", ".join(NAMES))
-    parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--stages", type=int, help="default 4, or those of the table")
+    parser.add_argument("--microbatches", type=int, help="default 8, or those of the table")
     parser.add_argument("--chunks", type=int, help="per stage; default 2 for interleaved and zb_v, else 1")
     parser.add_argument("--paired", action="store_true", help="up to one F and one B per stage and tick")
     parser.add_argument("--latency", type=int, default=1, help="2: each transfer overlaps with a tick")

@@ -26,7 +26,9 @@ def validate(schedule: Schedule, key: str = "pipeline.schedule") -> Schedule:
             made = at[need.stage, need.op]
             if made + need.ticks > tick:
                 raise UserError(key, f"{where}: its {need.what} ({need.op} of stage {need.stage}, tick {made}) "
-                                     f"is not there before tick {made + need.ticks}", f"move {op} or {need.op}")
+                                     f"is not there before tick {made + need.ticks}"
+                                     + " with pipeline.overlap" * (need.ticks == 2),
+                                f"move {op} of stage {stage} right or {need.op} of stage {need.stage} left")
         hop = schedule.hop(stage, op)[0]
         if hop in (Hop.RIGHT, Hop.LEFT):
             other = on_ring.setdefault((tick, stage, hop), op)
@@ -63,7 +65,9 @@ def _once_each(schedule: Schedule, key: str) -> dict[tuple[int, Op], int]:
                 for kind in kinds:
                     if (stage, Op(kind, m, c)) not in at:
                         raise UserError(key, f"stage {stage} never does {Op(kind, m, c)}, at none of its "
-                                             f"{schedule.length} ticks", "add it")
+                                             f"{schedule.length} ticks", "add it" + (
+                                                 ", or set pipeline.microbatches and pipeline.chunks to 0, which is "
+                                                 "what the table has" if key == "pipeline.table" else ""))
     return at
 
 
