@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "jaxtrain"
 APART = {
-    "on demand": ("standalone.py", "observe/tensorboard.py"),
+    "on demand": ("standalone.py", "observe/tensorboard.py", "models/ahead.py"),
     "stages": ("parallel/pipeline.py", "parallel/stage.py", "parallel/deferred.py", "parallel/placement.py",
                "parallel/schedules/"),
     "long sequences": ("parallel/context.py", "parallel/tiles.py"),
