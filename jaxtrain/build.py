@@ -154,7 +154,7 @@ class Run:
         total, weight = np.sum(jax.device_get(sums), axis=0)
         nats = float(total / weight)
         text = self.corpus.eval
-        predicted = text.num_tokens - (len(text.offsets) - 1)  # the first token of a document follows nothing
+        predicted = text.num_tokens - text.num_documents  # the first token of a document follows nothing
         return {"eval_loss": nats, "eval_bits_per_byte": nats * predicted / text.num_bytes / float(np.log(2))}
 
     def place(self, batch: Any) -> Any:

@@ -11,6 +11,9 @@ class UserError(ValueError):
         self.key, self.reason, self.fix = key, reason, fix
         super().__init__(" ".join(f"{key}: {reason}; {fix}".split()))
 
+    def __reduce__(self):  # so that one may come from another process
+        return type(self), (self.key, self.reason, self.fix)
+
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """A suggestion for a misspelt name: the nearest known one, else all of them."""

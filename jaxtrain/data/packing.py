@@ -5,7 +5,7 @@ T: the row length.
 
 import numpy as np
 
-from jaxtrain.data.cache import Tokens
+from jaxtrain.data.corpus import Tokens
 from jaxtrain.errors import UserError
 
 
@@ -19,7 +19,7 @@ class PackedRows:
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, pad_last: bool = False):
-        self._tokens, self._offsets, self._T = tokens.tokens, tokens.offsets, seq_len
+        self._tokens, self._T = tokens, seq_len
         targets = tokens.num_tokens - 1  # the very first token follows nothing
         self._len = -(-targets // seq_len) if pad_last else targets // seq_len
         if self._len < 1:
@@ -33,11 +33,10 @@ class PackedRows:
         if not 0 <= i < self._len:
             raise IndexError(f"row {i} of {self._len}")
         start = i * self._T
-        text = self._tokens[start : start + self._T + 1].astype(np.int32)
+        text = self._tokens.read(start, start + self._T + 1)
         size = len(text) - 1  # T, but for a padded last row
         # Where documents begin inside the row or right behind it: the token before each has a foreign target.
-        first, last = np.searchsorted(self._offsets, (start + 1, start + size + 1))
-        begins = self._offsets[first:last] - start
+        begins = self._tokens.starts(start + 1, start + size + 1) - start
         weights = np.ones(size, np.float32)
         weights[begins - 1] = 0
         begins = np.append(0, begins[begins < size]).astype(np.int32)
@@ -51,5 +50,6 @@ class PackedRows:
 
     def _pad(self, name: str, column: np.ndarray) -> np.ndarray:
         # Every document ends in the end-of-document id, so the very last token is one.
-        fill = self._tokens[-1] if name in ("tokens", "targets") else 0
+        end = self._tokens.num_tokens
+        fill = self._tokens.read(end - 1, end)[0] if name in ("tokens", "targets") else 0
         return np.pad(column, (0, self._T - len(column)), constant_values=fill)

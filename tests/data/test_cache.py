@@ -52,13 +52,14 @@ def test_manifest_tokens_and_offsets_say_the_same(config):
         names += [file["name"] for file in entry["files"]]
         assert [file["sha256"] for file in entry["files"]] == [hashlib.sha256(text).hexdigest() for text in texts]
         assert [file["tokens"] for file in entry["files"]] == [len(text) + 1 for text in texts]
-        assert entry["documents"] == len(texts) == len(tokens.offsets) - 1
+        shard, = tokens.shards
+        assert entry["documents"] == len(texts) == tokens.num_documents
         assert entry["bytes"] == tokens.num_bytes == sum(map(len, texts))
-        assert entry["tokens"] == tokens.num_tokens == len(tokens.tokens) == tokens.offsets[-1]
-        assert tokens.tokens.tolist() == [id for text in texts for id in [*text, 256]]
-        assert (corpus.path / f"{split}.bin").read_bytes() == np.array(tokens.tokens, "<u2").tobytes()
-        assert tokens.offsets.dtype == np.int64 and tokens.offsets[0] == 0
-        assert (tokens.tokens[tokens.offsets[1:] - 1] == 256).all()
+        assert entry["tokens"] == tokens.num_tokens == len(shard.tokens) == shard.offsets[-1]
+        assert shard.tokens.tolist() == [id for text in texts for id in [*text, 256]]
+        assert (corpus.path / f"{split}.bin").read_bytes() == np.array(shard.tokens, "<u2").tobytes()
+        assert shard.offsets.dtype == np.int64 and shard.offsets[0] == 0
+        assert (shard.tokens[shard.offsets[1:] - 1] == 256).all()
         for name, digest in entry["sha256"].items():
             assert hashlib.sha256((corpus.path / name).read_bytes()).hexdigest() == digest
     assert sorted(names) == sorted(FILES)
@@ -179,6 +180,6 @@ def test_cache_dir_falls_back_to_the_environment(config, tmp_path, monkeypatch):
 def test_the_default_source_makes_a_corpus(tmp_path):
     corpus = prepare(DataConfig(cache_dir=str(tmp_path)))
     assert corpus.train.num_tokens > 10 * corpus.eval.num_tokens // 5 > 100_000
-    assert "def " in corpus.tokenizer.decode(corpus.eval.tokens[:20_000])
-    start, stop = corpus.train.offsets[0:2]
-    assert corpus.train.tokens[stop - 1] == 256 and 256 not in corpus.train.tokens[start : stop - 1]
+    assert "def " in corpus.tokenizer.decode(corpus.eval.read(0, 20_000))
+    start, stop = corpus.train.shards[0].offsets[0:2]
+    assert corpus.train.read(stop - 1, stop) == 256 and 256 not in corpus.train.read(start, stop - 1)

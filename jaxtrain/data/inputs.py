@@ -1,0 +1,182 @@
+"""Where documents come from: text files, JSON lines (also .gz and .zst) and Parquet, cut into tasks of bounded size.
+
+What the tasks are follows from names and sizes alone: the same on every machine, for any number of workers.
+"""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxtrain.errors import UserError
+
+JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
+PACKED = (".gz", ".zst")
+FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst or .parquet"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one file: bytes of text or JSON lines (those lines that begin in it), row groups of Parquet."""
+
+    name: str  # path relative to its input, with forward slashes
+    path: str
+    kind: str  # text, jsonl or parquet
+    start: int
+    stop: int
+    size: int  # of the stretch as it is stored, in bytes
+
+    def identity(self) -> dict[str, Any]:
+        """What it is, wherever it lies."""
+        return {key: value for key, value in asdict(self).items() if key != "path"}
+
+
+@dataclass(frozen=True)
+class Text:
+    """One document."""
+
+    name: str  # the piece, and the line or row within it
+    content: bytes  # UTF-8
+
+
+def find_tasks(inputs: Sequence[str], task_bytes: int = 2**26) -> list[tuple[Piece, ...]]:
+    """All pieces in order of input and name; neighbours share a task while they are small."""
+    pieces = [piece for source in inputs for name, path in _files(source) for piece in _pieces(name, path, task_bytes)]
+    if not pieces:
+        raise UserError("--input", f"{', '.join(inputs)} has no files", FIX)
+    tasks: list[list[Piece]] = [[]]
+    room = task_bytes
+    for piece in pieces:
+        if tasks[-1] and piece.size > room:
+            tasks.append([])
+            room = task_bytes
+        tasks[-1].append(piece)
+        room -= piece.size
+    return [tuple(task) for task in tasks]
+
+
+def _files(source: str) -> list[tuple[str, Path]]:
+    root = Path(source).expanduser()
+    if not root.exists():
+        raise UserError("--input", f"{source} does not exist", FIX)
+    if root.is_file():
+        return [(root.name, root)]
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [Path(folder, name) for name in files if not name.startswith(".")]
+    return sorted((path.relative_to(root).as_posix(), path) for path in found if path.is_file())
+
+
+def _pieces(name: str, path: Path, task_bytes: int) -> Iterator[Piece]:
+    size = path.stat().st_size
+    if name.endswith(".parquet"):
+        groups = _parquet().ParquetFile(path).metadata
+        for i in range(groups.num_row_groups):
+            yield Piece(name, str(path), "parquet", i, i + 1, groups.row_group(i).total_byte_size)
+    elif name.endswith(JSONL):
+        # What is compressed cannot be entered in the middle.
+        step = max(size, 1) if name.endswith(PACKED) else task_bytes
+        for start in range(0, size, step):
+            yield Piece(name, str(path), "jsonl", start, min(start + step, size), min(step, size - start))
+    elif size:
+        yield Piece(name, str(path), "text", 0, size, size)
+
+
+def read(piece: Piece, field: str) -> Iterator[Text | str]:
+    """Its documents in order; a string instead of one says why it was left out (a record without text is an error)."""
+    if piece.kind == "text":
+        with open(piece.path, "rb") as file:
+            content = file.read()
+        if b"\0" in content[:8192] or not _is_utf8(content):
+            yield f"{piece.name}: not UTF-8 text"
+        else:
+            yield Text(piece.name, content)
+    elif piece.kind == "jsonl":
+        yield from _json_lines(piece, field)
+    else:
+        yield from _rows(piece, field)
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _json_lines(piece: Piece, field: str) -> Iterator[Text | str]:
+    packed = piece.name.endswith(PACKED)
+    with _opened(piece) as file:
+        at, number = piece.start, 0
+        if at:  # a line that begins before is the business of the piece before
+            file.seek(at - 1)
+            at += len(file.readline()) - 1
+        while (packed or at < piece.stop) and (line := file.readline()):
+            number += 1
+            where = f"{piece.name}, byte {at}" if piece.start else f"{piece.name}, line {number}"
+            at += len(line)
+            if line.strip():
+                yield Text(where, _field(line, field, where))
+
+
+def _opened(piece: Piece) -> BinaryIO:
+    if piece.name.endswith(".gz"):
+        return io.BufferedReader(gzip.open(piece.path, "rb"))  # type: ignore[arg-type]
+    if piece.name.endswith(".zst"):
+        return io.BufferedReader(_zstandard().open(piece.path, "rb"))
+    return open(piece.path, "rb")
+
+
+def _field(line: bytes, field: str, where: str) -> bytes:
+    try:
+        text = json.loads(line)[field]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        reason = f"has no field {field!r}" if isinstance(error, KeyError) else f"is no JSON object ({error})"
+        raise UserError("--input", f"{where} {reason}", "repair it, or name the field with --field") from error
+    if not isinstance(text, str):
+        raise UserError("--input", f"{where}: {field!r} is no text", "name another field with --field")
+    return text.encode(errors="replace")  # lone surrogates
+
+
+def _rows(piece: Piece, field: str) -> Iterator[Text]:
+    file = _parquet().ParquetFile(piece.path)
+    if field not in file.schema_arrow.names:
+        raise UserError("--field", f"{piece.name} has no column {field!r}",
+                        f"it has {', '.join(file.schema_arrow.names)}")
+    for row, text in enumerate(file.read_row_group(piece.start, columns=[field]).column(0)):
+        if (content := text.as_py()) is not None:
+            yield Text(f"{piece.name}, row {row} of group {piece.start}", str(content).encode())
+
+
+def content_hash(content: bytes) -> bytes:
+    """16 bytes that stand for a document."""
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _parquet() -> Any:
+    return _extra("pyarrow.parquet", "Parquet files")
+
+
+def _zstandard() -> Any:
+    return _extra("zstandard", ".zst files")
+
+
+def _extra(module: str, what: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError("--input", f"{what} need {module.partition('.')[0]}", "pip install 'jaxtrain[data]'") from error
+
+
+def total_size(tasks: Iterable[tuple[Piece, ...]]) -> int:
+    """Bytes of all tasks, as stored."""
+    return sum(piece.size for task in tasks for piece in task)
