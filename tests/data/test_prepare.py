@@ -83,7 +83,8 @@ def test_every_form_gives_every_document_once_and_in_order(tmp_path, name, task_
 
 
 def test_a_folder_of_text_has_a_document_a_file(tmp_path):
-    for name, content in {"b/x.txt": b"second", "a.txt": b"first", ".hidden": b"no", "empty": b"", "raw": b"\0\xff"}.items():
+    contents = {"b/x.txt": b"second", "a.txt": b"first", ".hidden": b"no", "empty": b"", "raw": b"\0\xff"}
+    for name, content in contents.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     task, = find_tasks([str(tmp_path)])
