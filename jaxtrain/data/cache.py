@@ -22,7 +22,7 @@ from jaxtrain.errors import UserError
 FORMAT = 1
 
 
-def prepare(config: DataConfig) -> Corpus:
+def load_corpus(config: DataConfig) -> Corpus:
     """Open the tokens of `config.source`, made first if need be. Every process of a run may call this at once."""
     root = Path(config.cache_dir or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain").expanduser() / "data"
     if config.source != "stdlib" and is_corpus(config.source):

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config import DataConfig
-from jaxtrain.data import PackedRows, open_corpus
-from jaxtrain.data import prepare as open_source
+from jaxtrain.data import PackedRows, load_corpus, open_corpus
 from jaxtrain.data.inputs import find_tasks, read
 from jaxtrain.data.prepare import Options, main, prepare
 from jaxtrain.data.tokenizer import load_tokenizer
@@ -152,7 +151,7 @@ def test_a_run_reads_the_corpus_with_its_tokenizer(tmp_path, tokenizer):
     made = prepare([str(write(tmp_path / "a.jsonl"))], tmp_path / "out",
                    Options(tokenizer=str(tokenizer), eval_fraction=0.2, task_bytes=900))
     config = DataConfig(source=str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
-    corpus = open_source(config)
+    corpus = load_corpus(config)
     assert corpus.manifest_hash == made.manifest_hash and corpus.tokenizer.vocab_size == 300
     rows, whole = PackedRows(corpus.train, 32), made.train.read(0, made.train.num_tokens)
     for i in range(len(rows)):
@@ -168,7 +167,7 @@ def test_an_unfinished_corpus_is_refused_and_a_finished_one_is_kept(tmp_path, mo
         with pytest.raises(ZeroDivisionError):
             prepare([source], output, options)
     with pytest.raises(UserError, match="is not finished; run the same prepare command again"):
-        open_source(DataConfig(source=str(output)))
+        load_corpus(DataConfig(source=str(output)))
     prepare([source], output, options)
     before = files(output)
     monkeypatch.setattr("jaxtrain.data.prepare.tokenize_task", lambda *_: pytest.fail("done again"))
@@ -182,13 +181,13 @@ def test_an_unfinished_corpus_is_refused_and_a_finished_one_is_kept(tmp_path, mo
 def test_a_flipped_byte_is_found_and_the_file_named(tmp_path, end):
     corpus = prepare([str(write(tmp_path / "a.jsonl"))], tmp_path / "out", Options(task_bytes=900))
     config = DataConfig(source=str(corpus.path), cache_dir=str(tmp_path / "cache"))
-    open_source(config)
+    load_corpus(config)
     path = corpus.path / f"train-00003{end}"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"{path.name} is corrupt"):
-        open_source(config)
+        load_corpus(config)
 
 
 def test_a_tokenizer_that_changed_is_found(tmp_path, tokenizer, monkeypatch):
