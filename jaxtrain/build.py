@@ -349,6 +349,11 @@ def _check_rules_agree(config: Config, rules: Rules) -> None:
     """A matmul's weight and its result are split alike, and what no model splits yet is whole."""
     def split(name):
         return [axis for axis in rules[name] if axis not in rules.tokens]
+    for name, axes in rules.table.items():
+        if "stage" in axes and name != "layers":
+            raise UserError(f"mesh.overrides.{name}", "nothing but layers is split over stages", "use another axis")
+        if name.startswith("act_") and (twice := [axis for axis in axes if axis in rules.tokens]):
+            raise UserError(f"mesh.overrides.{name}", f"{twice[0]} splits tokens already", "use tensor or none")
     if config.model.num_experts and not set(rules["experts"]) <= set(rules.batch):
         raise UserError("mesh.overrides.batch", f"it leaves out {'+'.join(rules['experts'])}, and devices that hold "
                         "different experts need examples of their own", "add it, or set mesh.overrides.experts=none")
@@ -360,11 +365,6 @@ def _check_rules_agree(config: Config, rules: Rules) -> None:
         if rules[name] not in ((), (axis,)):
             raise UserError(f"mesh.overrides.{name}", f"it cannot be split over {'+'.join(rules[name])}",
                             f"use none or {axis}")
-    for name, axes in rules.table.items():
-        if "stage" in axes and name != "layers":
-            raise UserError(f"mesh.overrides.{name}", "nothing but layers is split over stages", "use another axis")
-        if name.startswith("act_") and (twice := [axis for axis in axes if axis in rules.tokens]):
-            raise UserError(f"mesh.overrides.{name}", f"{twice[0]} splits tokens already", "use tensor or none")
     for name in ("act_embed", "act_head_dim"):
         if rules[name]:
             raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(rules[name])}", "use none")

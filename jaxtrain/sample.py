@@ -1,12 +1,19 @@
-"""Text from a model: the whole generation is one compiled loop on the mesh the model lives on."""
+"""Text from a model: the whole generation is one compiled loop on the mesh the model lives on.
+
+Here every axis but `tensor` splits rows, `stage` and `context` too: one row is never spread over several devices.
+"""
 
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain import precision, sharding
+from jaxtrain.mesh import AXES
+from jaxtrain.models import Decoder
 
 if TYPE_CHECKING:
     from jaxtrain.build import Run
@@ -23,12 +30,19 @@ def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200,
     # A document's first token has no predecessor in training, so an empty prompt starts behind a line's end.
     start = np.asarray(tokenizer.encode((prompt or "\n").encode()), np.int32)[-(run.config.data.seq_len - 1):]
     stop = min(len(start) + length, run.config.data.seq_len)
+    rules = sharding.Rules({**run.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"), "seq": (),
+                            "block_seq": tuple(axis for axis in run.rules["block_seq"] if axis == "tensor")})
+    where = NamedSharding(run.mesh, P(sharding.without_trivial_axes(rules.spec(("batch",)), run.mesh)[0], None))
     # One row for every piece the batch is cut into: the mesh is busy either way.
-    tokens = np.zeros((run.layout.batch_shards, run.config.data.seq_len), np.int32)
+    tokens = np.zeros((sharding.shards(where.spec[0], run.mesh), run.config.data.seq_len), np.int32)
     tokens[:, : len(start)] = start
 
     def generate(params, tokens, key):
-        model = run.model.merge(precision.cast(params, run.precision))
+        params = dict(precision.cast(params, run.precision))
+        for stack in params.keys() & set(Decoder.STACKS):  # layers are taken from it one by one
+            params[stack] = jax.tree.map(lambda w: jax.reshard(w, P(None, *jax.typeof(w).sharding.spec[1:])),
+                                         params[stack])
+        model = run.model.merge(params)
 
         def extend(i, tokens):
             x_BTD = model.hidden(tokens)
@@ -41,10 +55,9 @@ def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200,
 
         return jax.lax.fori_loop(len(start), stop, extend, tokens)
 
-    where = run.layout.batch(2)
     placed = jax.make_array_from_callback(tokens.shape, where, lambda index: tokens[index])
     key = jax.random.key(seed)
-    with sharding.use(run.mesh, run.rules):
+    with sharding.use(run.mesh, rules):
         out = jax.jit(generate)(state.params, placed, key)
     row = np.asarray(out.addressable_shards[0].data)[0]
     return tokenizer.decode(row[:stop] if prompt else row[1:stop])

@@ -171,7 +171,7 @@ def test_a_signal_to_one_stops_both(flags, alone, tmp_path, number):
 def test_a_mistake_in_all_of_them(flags, tmp_path):
     with two_processes([*flags, "--config.mesh.tensor=3"], tmp_path) as both:
         outputs = ended(both)
-    line = "mesh: data=-1 x tensor=3 does not divide the 8 devices; choose sizes whose product divides 8\n"
+    line = "mesh: tensor=3 does not divide the 8 devices; choose sizes whose product divides 8\n"
     assert outputs == [line, line] and [process.returncode for process in both] == [2, 2]
 
 
