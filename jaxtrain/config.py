@@ -169,8 +169,8 @@ class PipelineConfig:
 class DataConfig:
     """Which text, how it becomes tokens, and how many of them make a step."""
 
-    source: str = "stdlib"  # "stdlib": the running interpreter's own library; else a file or folder
-    tokenizer: str = "bytes"
+    source: str = "stdlib"  # the running interpreter's own library; else a prepared corpus, or a file or folder of text
+    tokenizer: str = "bytes"  # of text that is no prepared corpus
     seq_len: int = 256
     global_batch_size: int = 16
     seed: int = 0
