@@ -63,7 +63,7 @@ def _refuse(message: str) -> NoReturn:
 def show(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, tokens: bool, colour: bool) -> str:
     """One row, a paragraph a document."""
     segments, weights = row["segments"], row["weights"]
-    edges = [0, *(np.flatnonzero(np.diff(segments)) + 1), len(segments)]
+    edges = [0, *map(int, np.flatnonzero(np.diff(segments)) + 1), len(segments)]
     lines = [f"row {number}: {len(segments)} tokens, {len(edges) - 1} documents or parts, "
              f"{int((weights > 0).sum())} carry loss, {int((segments == 0).sum())} are padding"]
     for start, stop in pairwise(edges):
