@@ -24,7 +24,7 @@ FORMAT = 1
 
 def load_corpus(config: DataConfig) -> Corpus:
     """Open the tokens of `config.source`, made first if need be. Every process of a run may call this at once."""
-    root = Path(config.cache_dir or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain").expanduser() / "data"
+    root = cache_root(config)
     if config.source != "stdlib" and is_corpus(config.source):
         return open_corpus(config.source, root)
     tokenizer = load_tokenizer(config.tokenizer)
@@ -38,6 +38,11 @@ def load_corpus(config: DataConfig) -> Corpus:
             raise UserError("data.cache_dir", f"{root} cannot be written ({error.strerror or error})",
                             "name a writable folder with room, here or in $JAXTRAIN_CACHE") from error
     return _open(folder, tokenizer)
+
+
+def cache_root(config: DataConfig) -> Path:
+    """Where what is made from data is kept."""
+    return Path(config.cache_dir or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain").expanduser() / "data"
 
 
 def _identity(config: DataConfig, tokenizer: Tokenizer, documents: list[Document]) -> dict:

@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length: concatenated, then chopped. Row i is a pure function of i.
+"""Documents packed into rows of one length: concatenated and chopped, or by a plan. Row i is a pure function of i.
 
 T: the row length.
 """
@@ -6,6 +6,7 @@ T: the row length.
 import numpy as np
 
 from jaxtrain.data.corpus import Tokens
+from jaxtrain.data.fitting import Plan
 from jaxtrain.errors import UserError
 
 
@@ -53,3 +54,32 @@ class PackedRows:
         end = self._tokens.num_tokens
         fill = self._tokens.read(end - 1, end)[0] if name in ("tokens", "targets") else 0
         return np.pad(column, (0, self._T - len(column)), constant_values=fill)
+
+
+class FittedRows:
+    """Random access to rows of a plan: whole documents where they fit, padding (segment 0) where a row is not full."""
+
+    def __init__(self, tokens: Tokens, plan: Plan, seq_len: int):
+        if len(plan.rows) < 2:
+            raise UserError("data.source", f"{tokens.num_tokens} tokens have nothing to predict", "give more text")
+        self._tokens, self._plan, self._T = tokens, plan, seq_len
+
+    def __len__(self) -> int:
+        return len(self._plan.rows) - 1
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        pieces = slice(*self._plan.rows[i: i + 2])
+        lengths = self._plan.lengths[pieces]
+        row: dict[str, np.ndarray] = {
+            name: np.zeros(self._T, np.float32 if name == "weights" else np.int32)
+            for name in ("tokens", "targets", "segments", "positions", "weights")}
+        at = 0
+        for segment, (start, length) in enumerate(zip(self._plan.starts[pieces], lengths, strict=True), start=1):
+            text, place = self._tokens.read(int(start), int(start) + int(length) + 1), slice(at, at + int(length))
+            row["tokens"][place], row["targets"][place] = text[:-1], text[1:]
+            row["segments"][place], row["positions"][place] = segment, np.arange(length)
+            row["weights"][place] = 1
+            at += int(length)
+        return row
