@@ -1,32 +1,36 @@
-"""Where documents come from: text files, JSON lines (also .gz and .zst) and Parquet, cut into tasks of bounded size.
+"""Where documents come from: text files, JSON lines, Parquet, tokens in Megatron's format; cut into tasks of bounded size.
 
 What the tasks are follows from names and sizes alone: the same on every machine, for any number of workers.
 """
 
+import functools
 import gzip
 import hashlib
 import io
 import json
 import os
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from jaxtrain.errors import UserError
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 PACKED = (".gz", ".zst")
-FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst or .parquet"
+FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .idx with .bin"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of one file: bytes of text or JSON lines (those lines that begin in it), row groups of Parquet."""
+    """A stretch of one file: bytes of text or JSON lines (those that begin in it), row groups, documents of an .idx."""
 
     name: str  # path relative to its input, with forward slashes
     path: str
-    kind: str  # text, jsonl or parquet
+    kind: str  # text, jsonl, parquet or megatron
     start: int
     stop: int
     size: int  # of the stretch as it is stored, in bytes
@@ -42,6 +46,14 @@ class Text:
 
     name: str  # the piece, and the line or row within it
     content: bytes  # UTF-8
+
+
+@dataclass(frozen=True)
+class Ids:
+    """One document that is tokens already."""
+
+    name: str
+    ids: np.ndarray
 
 
 def find_tasks(inputs: Sequence[str], task_bytes: int = 2**26) -> list[tuple[Piece, ...]]:
@@ -79,6 +91,10 @@ def _pieces(name: str, path: Path, task_bytes: int) -> Iterator[Piece]:
         groups = _parquet().ParquetFile(path).metadata
         for i in range(groups.num_row_groups):
             yield Piece(name, str(path), "parquet", i, i + 1, groups.row_group(i).total_byte_size)
+    elif name.endswith(".idx"):
+        yield from _documents(name, path, task_bytes)
+    elif path.suffix == ".bin" and path.with_suffix(".idx").exists():
+        return  # read by way of its index
     elif name.endswith(JSONL):
         # What is compressed cannot be entered in the middle.
         step = max(size, 1) if name.endswith(PACKED) else task_bytes
@@ -88,7 +104,7 @@ def _pieces(name: str, path: Path, task_bytes: int) -> Iterator[Piece]:
         yield Piece(name, str(path), "text", 0, size, size)
 
 
-def read(piece: Piece, field: str) -> Iterator[Text | str]:
+def read(piece: Piece, field: str) -> Iterator[Text | Ids | str]:
     """Its documents in order; a string instead of one says why it was left out (a record without text is an error)."""
     if piece.kind == "text":
         with open(piece.path, "rb") as file:
@@ -99,6 +115,10 @@ def read(piece: Piece, field: str) -> Iterator[Text | str]:
             yield Text(piece.name, content)
     elif piece.kind == "jsonl":
         yield from _json_lines(piece, field)
+    elif piece.kind == "megatron":
+        index = _index(Path(piece.path), Path(piece.path).stat().st_mtime_ns)
+        for document in range(piece.start, piece.stop):
+            yield Ids(f"{piece.name}, document {document}", index.document(document))
     else:
         yield from _rows(piece, field)
 
@@ -153,6 +173,55 @@ def _rows(piece: Piece, field: str) -> Iterator[Text]:
     for row, text in enumerate(file.read_row_group(piece.start, columns=[field]).column(0)):
         if (content := text.as_py()) is not None:
             yield Text(f"{piece.name}, row {row} of group {piece.start}", str(content).encode())
+
+
+# As written by Megatron-LM's indexed_dataset.py and by datatrove: a number for each type of ids.
+_MEGATRON_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+class _Index:
+    """Megatron's .idx: sizes and places of sequences in the .bin beside it, and which of them make a document."""
+
+    def __init__(self, path: Path):
+        with open(path, "rb") as file:
+            head = file.read(34)
+        known = len(head) == 34 and head.startswith(b"MMIDIDX\0\0") and head[17] in _MEGATRON_DTYPES
+        if not known:
+            raise UserError("--input", f"{path} is no index of Megatron's with integer tokens", "remove it")
+        _, code, sequences, documents = struct.unpack_from("<QBQQ", head, 9)
+        raw = np.memmap(path, np.uint8, mode="r", offset=34)
+        sizes, places, ends = 4 * sequences, 12 * sequences, 12 * sequences + 8 * documents
+        if len(raw) < ends:
+            raise UserError("--input", f"{path} is shorter than its head says", "replace it")
+        self.sizes, self.places = raw[:sizes].view("<i4"), raw[sizes:places].view("<i8")
+        self.first = raw[places:ends].view("<i8")  # of each document; the last entry is the end
+        self.dtype = np.dtype(_MEGATRON_DTYPES[code]).newbyteorder("<")
+        self.tokens = np.memmap(path.with_suffix(".bin"), np.uint8, mode="r")
+
+    def document(self, number: int) -> np.ndarray:
+        """Its ids."""
+        sequences = range(self.first[number], self.first[number + 1])
+        return np.concatenate([np.zeros(0, np.uint32), *(
+            self.tokens[self.places[i]: self.places[i] + self.sizes[i] * self.dtype.itemsize].view(self.dtype)
+            for i in sequences)]).astype(np.uint32)
+
+
+@functools.lru_cache(maxsize=4)
+def _index(path: Path, mtime_ns: int) -> _Index:
+    """Once for each version of a file."""
+    return _Index(path)
+
+
+def _documents(name: str, path: Path, task_bytes: int) -> Iterator[Piece]:
+    index = _index(path, path.stat().st_mtime_ns)
+    ends = np.cumsum(index.sizes.astype(np.int64) * index.dtype.itemsize)
+    before = np.concatenate([[0], ends])[index.first]  # bytes before each document, and in all
+    start = 0
+    while start < len(index.first) - 1:
+        stop = int(np.searchsorted(before, before[start] + task_bytes, "right")) - 1
+        stop = min(max(stop, start + 1), len(index.first) - 1)
+        yield Piece(name, str(path), "megatron", start, stop, int(before[stop] - before[start]))
+        start = stop
 
 
 def content_hash(content: bytes) -> bytes:

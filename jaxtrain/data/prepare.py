@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxtrain.data import files, inputs
 from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, check, open_corpus, read_manifest
-from jaxtrain.data.inputs import Piece, Text
+from jaxtrain.data.inputs import Ids, Piece, Text
 from jaxtrain.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 
@@ -73,8 +73,8 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     kept = total - sum(piece.size for number in missing for piece in tasks[number])
     for number in _run(tasks, missing, output, options, plan, workers):
         done += sum(piece.size for piece in tasks[number])
-        rate = done / (time.monotonic() - started)
-        say(f"{(kept + done) / total:6.1%}  {rate / 1e6:8.2f} MB/s  {(total - kept - done) / rate:8.0f} s left")
+        rate = max(1, done) / (time.monotonic() - started)
+        say(f"{(kept + done) / max(1, total):6.1%}  {rate / 1e6:8.2f} MB/s  {(total - kept - done) / rate:8.0f} s left")
     _finish(output, tasks, plan, options, tokenizer)
     return open_corpus(output)
 
@@ -113,11 +113,13 @@ def tokenize_task(number: int, task: tuple[Piece, ...], output: str | Path, opti
     probes: list[dict[str, Any]] = []
     batch: list[Text] = []
 
+    def add(content: bytes, ids: np.ndarray, key: bytes):
+        into = "eval" if int.from_bytes(key[:8]) < options.eval_fraction * 2**64 else "train"
+        writers[into].add(content, ids, key)
+
     def flush():
         for text, ids in zip(batch, tokenizer.encode_many([text.content for text in batch]), strict=True):
-            key = inputs.content_hash(text.content)
-            into = "eval" if int.from_bytes(key[:8]) < options.eval_fraction * 2**64 else "train"
-            writers[into].add(text.content, ids, key)
+            add(text.content, ids, inputs.content_hash(text.content))
             if len(probes) < 2 and number < 4 and len(ids):
                 head = text.content.decode(errors="replace")[:200]
                 probes.append({"text": head, "ids": tokenizer.encode(head.encode()).tolist()})
@@ -129,6 +131,9 @@ def tokenize_task(number: int, task: tuple[Piece, ...], output: str | Path, opti
                 if isinstance(found, str):
                     reason = found.partition(": ")[2]
                     left_out[reason] = left_out.get(reason, 0) + 1
+                elif isinstance(found, Ids):
+                    ids = _without_end(found, tokenizer)
+                    add(tokenizer.decode(ids).encode(), ids, inputs.content_hash(ids.tobytes()))
                 elif not found.content:
                     left_out["empty"] = left_out.get("empty", 0) + 1
                 else:
@@ -143,6 +148,15 @@ def tokenize_task(number: int, task: tuple[Piece, ...], output: str | Path, opti
         "plan": plan, "task": [[piece.identity(), _stamp(piece)] for piece in task], "shards": shards,
         "left_out": left_out, "probes": probes})
     return number
+
+
+def _without_end(document: Ids, tokenizer: Tokenizer) -> np.ndarray:
+    """The ids of a document that was tokenised elsewhere, which may have brought its end along."""
+    ids = document.ids[:-1] if len(document.ids) and document.ids[-1] == tokenizer.eod else document.ids
+    if len(ids) and ids.max() >= tokenizer.vocab_size:
+        raise UserError("--tokenizer", f"{document.name} has id {ids.max()} and {tokenizer.name} has only "
+                        f"{tokenizer.vocab_size}", "name the tokenizer that the tokens were made with")
+    return ids
 
 
 _TOKENIZER: dict[tuple[str, str], Tokenizer] = {}
