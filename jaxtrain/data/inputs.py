@@ -1,4 +1,4 @@
-"""Where documents come from: text files, JSON lines, Parquet, tokens in Megatron's format; cut into tasks of bounded size.
+"""Where documents come from: text, JSON lines, Parquet, tokens in Megatron's format; cut into tasks of bounded size.
 
 What the tasks are follows from names and sizes alone: the same on every machine, for any number of workers.
 """
