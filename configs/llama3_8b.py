@@ -3,9 +3,9 @@
     python -m jaxtrain.main --config=configs/llama3_8b.py --config.data.source=/path/to/text
 
 For 8 accelerators of 80 GB or more, up to 32: parameters and AdamW's moments take 96 GB, fully sharded over all of
-them, and each layer keeps only its input for the backward pass. Speed and loss: not measured.
-The only tokenizer so far is "bytes": until another one is configured this trains on bytes, and most of the 128,256
-rows of the vocabulary are never used. What the config fixes is the shape. Variant: `:tiny` (seconds on a CPU).
+them, and each layer keeps only its input for the backward pass. Speed and loss: not measured. Text given as it is
+becomes bytes; `jaxtrain.data.prepare` makes a corpus with the published tokenizer.json. Variant: `:tiny` (seconds on a
+CPU).
 """
 
 from ml_collections import ConfigDict

@@ -2,10 +2,9 @@
 
     python -m jaxtrain.main --config=configs/qwen3_0p6b.py --config.data.source=/path/to/text
 
-For one accelerator of 40 GB or more, or several (data parallel, at most 64): parameters and AdamW's moments take
-7 GB on each. Speed and loss: not measured.
-The only tokenizer so far is "bytes": until another one is configured this trains on bytes, and most of the 151,936
-rows of the vocabulary are never used. What the config fixes is the shape. Variant: `:tiny` (seconds on a CPU).
+For one accelerator of 40 GB or more, or several (data parallel, at most 64): parameters and AdamW's moments take 7 GB
+on each. Speed and loss: not measured. Text given as it is becomes bytes; `jaxtrain.data.prepare` makes a corpus with
+the published tokenizer.json. Variant: `:tiny` (seconds on a CPU).
 """
 
 from ml_collections import ConfigDict

@@ -5,8 +5,8 @@ rows of 4,096 tokens.
 
 For 32 accelerators of 80 GB in groups of 8 with fast links: the 128 experts of a layer on the 8 devices of a group, all
 fully sharded across the groups (15 GB of state a device, gradients included). No token is dropped. Speed and loss: not
-measured. The only tokenizer so far is "bytes": until another one is configured this trains on bytes. What the config
-fixes is the shape. Variant: `:tiny` (seconds on a CPU).
+measured. Text given as it is becomes bytes; `jaxtrain.data.prepare` makes a corpus with the published tokenizer.json.
+Variant: `:tiny` (seconds on a CPU).
 """
 
 from ml_collections import ConfigDict

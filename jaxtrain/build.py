@@ -120,9 +120,9 @@ class Run:
     @cached_property
     def corpus(self):
         """The tokenised text."""
-        from jaxtrain.data import prepare
+        from jaxtrain.data import load_corpus
 
-        corpus = prepare(self.config.data)
+        corpus = load_corpus(self.config.data)
         if corpus.tokenizer.vocab_size > self.config.model.vocab_size:
             raise UserError("model.vocab_size", f"{self.config.model.vocab_size} is less than the tokenizer's "
                             f"{corpus.tokenizer.vocab_size}", f"set it to {corpus.tokenizer.vocab_size} or more")
@@ -131,20 +131,16 @@ class Run:
     @cached_property
     def train_batches(self):
         """Training batches by step: shuffled, reshuffled each epoch, without end."""
-        from jaxtrain.data import Batches, PackedRows
+        from jaxtrain.data.batches import train_batches
 
-        data = self.config.data
-        return Batches(PackedRows(self.corpus.train, data.seq_len), global_batch_size=data.global_batch_size,
-                       seed=data.seed)
+        return train_batches(self.config.data, self.corpus)
 
     @cached_property
     def eval_batches(self):
         """Evaluation batches: every token of the split once, shuffled so that the first ones are a fair part."""
-        from jaxtrain.data import Batches, PackedRows
+        from jaxtrain.data.batches import eval_batches
 
-        data = self.config.data
-        return Batches(PackedRows(self.corpus.eval, data.seq_len, pad_last=True),
-                       global_batch_size=data.global_batch_size, seed=0, repeat=False)
+        return eval_batches(self.config.data, self.corpus)
 
     def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
         """Loss per token in nats, and per byte of text in bits, on the first `batches` of the evaluation split."""
@@ -154,7 +150,7 @@ class Run:
         total, weight = np.sum(jax.device_get(sums), axis=0)
         nats = float(total / weight)
         text = self.corpus.eval
-        predicted = text.num_tokens - (len(text.offsets) - 1)  # the first token of a document follows nothing
+        predicted = text.num_tokens - text.num_documents  # the first token of a document follows nothing
         return {"eval_loss": nats, "eval_bits_per_byte": nats * predicted / text.num_bytes / float(np.log(2))}
 
     def place(self, batch: Any) -> Any:

@@ -169,8 +169,9 @@ class PipelineConfig:
 class DataConfig:
     """Which text, how it becomes tokens, and how many of them make a step."""
 
-    source: str = "stdlib"  # "stdlib": the running interpreter's own library; else a file or folder
-    tokenizer: str = "bytes"
+    source: str = "stdlib"  # the running interpreter's own library; else a prepared corpus, or a file or folder of text
+    tokenizer: str = "bytes"  # of text that is no prepared corpus
+    packing: str = "concat"  # documents end to end, cut at rows; or "best_fit": few are cut, a few places stay empty
     seq_len: int = 256
     global_batch_size: int = 16
     seed: int = 0
@@ -184,6 +185,7 @@ class DataConfig:
             raise UserError("data.prefetch", f"{self.prefetch} batches would fill the memory", "use 1000 or fewer")
         if not 0 < self.eval_fraction < 1:
             raise UserError("data.eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.05")
+        _one_of("data.packing", self.packing, ("concat", "best_fit"))
         _one_of("data.tokenizer", self.tokenizer, ("bytes",))
 
 

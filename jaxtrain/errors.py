@@ -11,9 +11,28 @@ class UserError(ValueError):
         self.key, self.reason, self.fix = key, reason, fix
         super().__init__(" ".join(f"{key}: {reason}; {fix}".split()))
 
+    def __reduce__(self):  # so that one may come from another process
+        return type(self), (self.key, self.reason, self.fix)
+
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """A suggestion for a misspelt name: the nearest known one, else all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def overrides_of(words: Iterable[str], flags: Iterable[str]) -> dict[str, str]:
+    """What command-line words set by --config.SECTION.KEY=VALUE; `flags` are the names of those there are besides."""
+    overrides = {}
+    for word in words:
+        key, equals, value = word.removeprefix("--config.").partition("=")
+        if word.startswith("--config.") and not equals:
+            raise UserError(word, "it has no value", f"write {word}=VALUE")
+        if not word.startswith("--config."):
+            if "." in word.partition("=")[0]:
+                raise UserError(word, "there is no such flag", f"write --config.{word.lstrip('-')}")
+            known = [f"--{name}" for name in flags] + ["--config.SECTION.KEY=VALUE"]
+            raise UserError(word, "there is no such flag", nearest(word.partition("=")[0], known))
+        overrides[key] = value
+    return overrides

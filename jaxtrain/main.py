@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from jaxtrain.errors import UserError, nearest
+from jaxtrain.errors import UserError, overrides_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,17 +55,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--process_id", type=int)
     parser.error = _refuse
     flags, rest = parser.parse_known_args(argv)
-    overrides = {}
-    for word in rest:
-        key, equals, value = word.removeprefix("--config.").partition("=")
-        if word.startswith("--config.") and not equals:
-            raise UserError(word, "it has no value", f"write {word}=VALUE")
-        if not word.startswith("--config."):
-            if "." in word.partition("=")[0]:
-                raise UserError(word, "there is no such flag", f"write --config.{word.lstrip('-')}")
-            known = [f"--{name}" for name in vars(flags)] + ["--config.SECTION.KEY=VALUE"]
-            raise UserError(word, "there is no such flag", nearest(word.partition("=")[0], known))
-        overrides[key] = value
+    overrides = overrides_of(rest, vars(flags))
     if not flags.config:
         raise UserError("--config", "it is missing", "give a config file, such as --config=configs/gpt.py")
     return flags, overrides

@@ -12,7 +12,7 @@ import pytest
 from jaxtrain.build import Run
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import load_config
-from jaxtrain.data import prepare
+from jaxtrain.data import load_corpus
 from jaxtrain.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -147,7 +147,7 @@ def test_config_that_is_no_mapping(refused, tmp_path):
 
 
 def test_corrupt_cache(refused, tmp_path, text):
-    folder = prepare(load_config(TINY, {"data.source": str(text), "data.cache_dir": str(tmp_path)}).data).path
+    folder = load_corpus(load_config(TINY, {"data.source": str(text), "data.cache_dir": str(tmp_path)}).data).path
     content = bytearray((folder / "train.bin").read_bytes())
     content[100] ^= 1
     (folder / "train.bin").write_bytes(content)

@@ -4,57 +4,33 @@ A cache folder appears by one rename, whole or not at all, so a kill, or any num
 can leave nothing wrong behind; what a disk does to it later is caught by the hashes in its manifest.
 """
 
-import hashlib
 import json
 import os
 import shutil
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from jaxtrain.config import DataConfig
+from jaxtrain.data.corpus import SPLITS, Corpus, Shard, Tokens, is_corpus, open_corpus
+from jaxtrain.data.files import digest, file_digest, sync, write_json
 from jaxtrain.data.source import Document, find_documents
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 
 FORMAT = 1
-SPLITS = ("train", "eval")
 
 
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """The tokens of one split, memory-mapped: documents end to end, each closed by the end-of-document id."""
-
-    tokens: np.ndarray
-    offsets: np.ndarray  # where each document starts, and the end of the last; int64
-    num_bytes: int  # of the text that the tokens stand for
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the split, end-of-document ids included."""
-        return len(self.tokens)
-
-
-@dataclass(frozen=True, eq=False)
-class Corpus:
-    """Both splits of a source, and what identifies them."""
-
-    train: Tokens
-    eval: Tokens
-    tokenizer: Tokenizer
-    manifest_hash: str  # the same wherever and by whomever the cache was built
-    path: Path
-
-
-def prepare(config: DataConfig) -> Corpus:
+def load_corpus(config: DataConfig) -> Corpus:
     """Open the tokens of `config.source`, made first if need be. Every process of a run may call this at once."""
+    root = cache_root(config)
+    if config.source != "stdlib" and is_corpus(config.source):
+        return open_corpus(config.source, root)
     tokenizer = load_tokenizer(config.tokenizer)
     documents = find_documents(config.source, config.eval_fraction)
     identity = _identity(config, tokenizer, documents)
-    root = Path(config.cache_dir or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain").expanduser() / "data"
-    folder = root / _digest(identity)[:32]
+    folder = root / digest(identity)[:32]
     if not folder.exists():
         try:
             _build(folder, identity, tokenizer, documents)
@@ -62,6 +38,11 @@ def prepare(config: DataConfig) -> Corpus:
             raise UserError("data.cache_dir", f"{root} cannot be written ({error.strerror or error})",
                             "name a writable folder with room, here or in $JAXTRAIN_CACHE") from error
     return _open(folder, tokenizer)
+
+
+def cache_root(config: DataConfig) -> Path:
+    """Where what is made from data is kept."""
+    return Path(config.cache_dir or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain").expanduser() / "data"
 
 
 def _identity(config: DataConfig, tokenizer: Tokenizer, documents: list[Document]) -> dict:
@@ -87,15 +68,15 @@ def _build(folder: Path, manifest: dict, tokenizer: Tokenizer, documents: list[D
         for split in SPLITS:
             texts = [document for document in documents if document.split == split]
             _write_split(partial, split, manifest[split], texts, tokenizer, dtype)
-        manifest["sha256"] = _digest(manifest)
-        _write(partial / "manifest.json", json.dumps(manifest, indent=1).encode())
-        _sync(partial)
+        manifest["sha256"] = digest(manifest)
+        write_json(partial / "manifest.json", manifest)
+        sync(partial)
         try:
             os.rename(partial, folder)
         except OSError:
             if not folder.exists():  # else another process was faster, with the same content
                 raise
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -119,7 +100,7 @@ def _write_split(folder: Path, split: str, entry: dict, documents: list[Document
     entry["documents"] = len(documents)
     entry["bytes"] = sum(described["bytes"] for described in entry["files"])
     entry["tokens"] = sum(lengths)
-    entry["sha256"] = {path.name: _file_digest(path) for path in (tokens_path, offsets_path)}
+    entry["sha256"] = {path.name: file_digest(path) for path in (tokens_path, offsets_path)}
 
 
 def _open(folder: Path, tokenizer: Tokenizer) -> Corpus:
@@ -128,7 +109,7 @@ def _open(folder: Path, tokenizer: Tokenizer) -> Corpus:
         recorded = manifest.pop("sha256")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise _corrupt(folder / "manifest.json") from error
-    if _digest(manifest) != recorded:
+    if digest(manifest) != recorded:
         raise _corrupt(folder / "manifest.json")
     splits = {split: _open_split(folder, split, manifest[split], np.dtype(manifest["dtype"])) for split in SPLITS}
     return Corpus(**splits, tokenizer=tokenizer, manifest_hash=recorded, path=folder)
@@ -137,7 +118,7 @@ def _open(folder: Path, tokenizer: Tokenizer) -> Corpus:
 def _open_split(folder: Path, split: str, entry: dict, dtype: np.dtype) -> Tokens:
     for path in _paths(folder, split):
         try:
-            intact = _file_digest(path) == entry["sha256"][path.name]
+            intact = file_digest(path) == entry["sha256"][path.name]
         except OSError:
             intact = False
         if not intact:
@@ -146,7 +127,7 @@ def _open_split(folder: Path, split: str, entry: dict, dtype: np.dtype) -> Token
     # Plain arrays over the maps: slices of np.memmap itself cost microseconds more each.
     tokens = np.asarray(np.memmap(tokens_path, dtype, mode="r"))
     offsets = np.asarray(np.load(offsets_path, mmap_mode="r"))
-    return Tokens(tokens, offsets, num_bytes=entry["bytes"])
+    return Tokens((Shard(tokens, offsets),), num_bytes=entry["bytes"])
 
 
 def _paths(folder: Path, split: str) -> tuple[Path, Path]:
@@ -157,30 +138,6 @@ def _corrupt(path: Path) -> UserError:
     return UserError("data.cache_dir", f"{path} is corrupt or missing", f"delete {path.parent}, it is rebuilt")
 
 
-def _digest(content: dict) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        _flush(file)
-
-
 def _flush(file) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,11 +1,12 @@
-"""Documents packed into rows of one length: concatenated, then chopped. Row i is a pure function of i.
+"""Documents packed into rows of one length: concatenated and chopped, or by a plan. Row i is a pure function of i.
 
 T: the row length.
 """
 
 import numpy as np
 
-from jaxtrain.data.cache import Tokens
+from jaxtrain.data.corpus import Tokens
+from jaxtrain.data.fitting import Plan
 from jaxtrain.errors import UserError
 
 
@@ -19,7 +20,7 @@ class PackedRows:
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, pad_last: bool = False):
-        self._tokens, self._offsets, self._T = tokens.tokens, tokens.offsets, seq_len
+        self._tokens, self._T = tokens, seq_len
         targets = tokens.num_tokens - 1  # the very first token follows nothing
         self._len = -(-targets // seq_len) if pad_last else targets // seq_len
         if self._len < 1:
@@ -33,11 +34,10 @@ class PackedRows:
         if not 0 <= i < self._len:
             raise IndexError(f"row {i} of {self._len}")
         start = i * self._T
-        text = self._tokens[start : start + self._T + 1].astype(np.int32)
+        text = self._tokens.read(start, start + self._T + 1)
         size = len(text) - 1  # T, but for a padded last row
         # Where documents begin inside the row or right behind it: the token before each has a foreign target.
-        first, last = np.searchsorted(self._offsets, (start + 1, start + size + 1))
-        begins = self._offsets[first:last] - start
+        begins = self._tokens.starts(start + 1, start + size + 1) - start
         weights = np.ones(size, np.float32)
         weights[begins - 1] = 0
         begins = np.append(0, begins[begins < size]).astype(np.int32)
@@ -51,5 +51,35 @@ class PackedRows:
 
     def _pad(self, name: str, column: np.ndarray) -> np.ndarray:
         # Every document ends in the end-of-document id, so the very last token is one.
-        fill = self._tokens[-1] if name in ("tokens", "targets") else 0
+        end = self._tokens.num_tokens
+        fill = self._tokens.read(end - 1, end)[0] if name in ("tokens", "targets") else 0
         return np.pad(column, (0, self._T - len(column)), constant_values=fill)
+
+
+class FittedRows:
+    """Random access to rows of a plan: whole documents where they fit, padding (segment 0) where a row is not full."""
+
+    def __init__(self, tokens: Tokens, plan: Plan, seq_len: int):
+        if len(plan.rows) < 2:
+            raise UserError("data.source", f"{tokens.num_tokens} tokens have nothing to predict", "give more text")
+        self._tokens, self._plan, self._T = tokens, plan, seq_len
+
+    def __len__(self) -> int:
+        return len(self._plan.rows) - 1
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        pieces = slice(*self._plan.rows[i: i + 2])
+        lengths = self._plan.lengths[pieces]
+        row: dict[str, np.ndarray] = {
+            name: np.zeros(self._T, np.float32 if name == "weights" else np.int32)
+            for name in ("tokens", "targets", "segments", "positions", "weights")}
+        at = 0
+        for segment, (start, length) in enumerate(zip(self._plan.starts[pieces], lengths, strict=True), start=1):
+            text, place = self._tokens.read(int(start), int(start) + int(length) + 1), slice(at, at + int(length))
+            row["tokens"][place], row["targets"][place] = text[:-1], text[1:]
+            row["segments"][place], row["positions"][place] = segment, np.arange(length)
+            row["weights"][place] = 1
+            at += int(length)
+        return row

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config import DataConfig
-from jaxtrain.data import cache, prepare
+from jaxtrain.data import cache, load_corpus
 from jaxtrain.errors import UserError
 
 FILES = {"a.txt": "first é\n", "b/c.txt": "second\n", "d.txt": "third\n", "e.txt": "fourth\n"}
@@ -33,13 +33,13 @@ def folders(config) -> list[Path]:
 def start(code: str, config: DataConfig) -> subprocess.Popen:
     """Run `code` in a process of its own."""
     script = ("import os, signal, time\nfrom pathlib import Path\nfrom jaxtrain.config import DataConfig\n"
-              f"from jaxtrain.data import cache, prepare\nconfig = {config!r}\n" + textwrap.dedent(code))
+              f"from jaxtrain.data import cache, load_corpus\nconfig = {config!r}\n" + textwrap.dedent(code))
     env = {**os.environ, "PYTHONPATH": str(Path(cache.__file__).parents[2])}
     return subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True)
 
 
 def test_manifest_tokens_and_offsets_say_the_same(config):
-    corpus = prepare(config)
+    corpus = load_corpus(config)
     manifest = json.loads((corpus.path / "manifest.json").read_text())
     assert corpus.path == folders(config)[0] and corpus.path.parent == Path(config.cache_dir, "data")
     assert manifest["source"] == "files" and manifest["eval_fraction"] == 0.3
@@ -52,23 +52,24 @@ def test_manifest_tokens_and_offsets_say_the_same(config):
         names += [file["name"] for file in entry["files"]]
         assert [file["sha256"] for file in entry["files"]] == [hashlib.sha256(text).hexdigest() for text in texts]
         assert [file["tokens"] for file in entry["files"]] == [len(text) + 1 for text in texts]
-        assert entry["documents"] == len(texts) == len(tokens.offsets) - 1
+        shard, = tokens.shards
+        assert entry["documents"] == len(texts) == tokens.num_documents
         assert entry["bytes"] == tokens.num_bytes == sum(map(len, texts))
-        assert entry["tokens"] == tokens.num_tokens == len(tokens.tokens) == tokens.offsets[-1]
-        assert tokens.tokens.tolist() == [id for text in texts for id in [*text, 256]]
-        assert (corpus.path / f"{split}.bin").read_bytes() == np.array(tokens.tokens, "<u2").tobytes()
-        assert tokens.offsets.dtype == np.int64 and tokens.offsets[0] == 0
-        assert (tokens.tokens[tokens.offsets[1:] - 1] == 256).all()
+        assert entry["tokens"] == tokens.num_tokens == len(shard.tokens) == shard.offsets[-1]
+        assert shard.tokens.tolist() == [id for text in texts for id in [*text, 256]]
+        assert (corpus.path / f"{split}.bin").read_bytes() == np.array(shard.tokens, "<u2").tobytes()
+        assert shard.offsets.dtype == np.int64 and shard.offsets[0] == 0
+        assert (shard.tokens[shard.offsets[1:] - 1] == 256).all()
         for name, digest in entry["sha256"].items():
             assert hashlib.sha256((corpus.path / name).read_bytes()).hexdigest() == digest
     assert sorted(names) == sorted(FILES)
 
 
 def test_tokenised_once_and_again_only_when_something_changes(config, monkeypatch):
-    first = prepare(config)
+    first = load_corpus(config)
     with monkeypatch.context() as patch:
         patch.setattr(cache, "_build", lambda *_: pytest.fail("built again"))
-        assert prepare(config).manifest_hash == first.manifest_hash
+        assert load_corpus(config).manifest_hash == first.manifest_hash
     seen = {first.path}
     for change in (lambda: Path(config.source, "a.txt").write_text("changed"),
                    lambda: Path(config.source, "a.txt").rename(Path(config.source, "renamed.txt")),
@@ -76,21 +77,21 @@ def test_tokenised_once_and_again_only_when_something_changes(config, monkeypatc
                    lambda: monkeypatch.setattr(cache.load_tokenizer("bytes").__class__, "fingerprint", "other"),
                    lambda: monkeypatch.setattr(cache, "FORMAT", 2)):
         change()
-        seen.add(prepare(config).path)
+        seen.add(load_corpus(config).path)
     assert len(seen) == 6
 
 
 def test_identity_does_not_know_where_the_text_lies(config, tmp_path):
-    first = prepare(config)
+    first = load_corpus(config)
     Path(config.source).rename(tmp_path / "moved")
     moved = DataConfig(source=str(tmp_path / "moved"), eval_fraction=0.3, cache_dir=str(tmp_path / "other"))
-    assert prepare(moved).manifest_hash == first.manifest_hash
+    assert load_corpus(moved).manifest_hash == first.manifest_hash
 
 
 def test_sources_are_read_once_per_process(config, monkeypatch):
-    prepare(config)
+    load_corpus(config)
     monkeypatch.setattr("jaxtrain.data.source._read", lambda *_: pytest.fail("read again"))
-    prepare(config)
+    load_corpus(config)
 
 
 @pytest.mark.parametrize("call", ["rename", "fsync"])
@@ -98,9 +99,9 @@ def test_an_interrupted_build_leaves_nothing(config, monkeypatch, call):
     with monkeypatch.context() as patch:
         patch.setattr(cache.os, call, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            prepare(config)
+            load_corpus(config)
     assert not list(Path(config.cache_dir, "data").iterdir())
-    assert prepare(config).train.num_tokens
+    assert load_corpus(config).train.num_tokens
 
 
 @pytest.mark.parametrize(("call", "nth"), [("os.rename", 1), ("os.fsync", 1), ("os.fsync", 6), ("cache.np.save", 2)])
@@ -111,11 +112,11 @@ def test_a_killed_build_leaves_nothing_that_counts(config, call, nth):
             calls.append(1)
             return real(*args, **kwargs) if len(calls) < {nth} else os.kill(os.getpid(), signal.SIGKILL)
         {call} = kill
-        prepare(config)""", config)
+        load_corpus(config)""", config)
     killed.communicate(timeout=60)
     assert killed.returncode == -signal.SIGKILL
     assert list(Path(config.cache_dir, "data").glob("*.partial")) and not folders(config)
-    corpus = prepare(config)
+    corpus = load_corpus(config)
     assert corpus.train.num_bytes + corpus.eval.num_bytes == sum(len(text.encode()) for text in FILES.values())
 
 
@@ -130,32 +131,32 @@ def test_processes_may_prepare_at_once(config, tmp_path):
                 time.sleep(0.01)
             real(*args)
         os.rename = rename
-        print(prepare(config).manifest_hash)""", config) for _ in range(3)]
+        print(load_corpus(config).manifest_hash)""", config) for _ in range(3)]
     hashes = {process.communicate(timeout=60)[0].strip() for process in processes}
     assert [process.returncode for process in processes] == [0, 0, 0]
-    assert hashes == {prepare(config).manifest_hash}
+    assert hashes == {load_corpus(config).manifest_hash}
     assert list(Path(config.cache_dir, "data").iterdir()) == folders(config) and len(folders(config)) == 1
 
 
 @pytest.mark.parametrize("name", ["train.bin", "eval.bin", "train.offsets.npy", "eval.offsets.npy", "manifest.json"])
 def test_every_flipped_byte_a_cut_and_a_loss_are_found(config, name):
-    path = prepare(config).path / name
+    path = load_corpus(config).path / name
     content = path.read_bytes()
     for at in range(0, len(content), 1 if len(content) < 300 else 7):
         damaged = bytearray(content)
         damaged[at] ^= 1
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="corrupt") as caught:
-            prepare(config)
+            load_corpus(config)
         assert name in str(caught.value) and f"delete {path.parent}" in str(caught.value)
     for damaged in (content[:-1], b"", None):
         path.write_bytes(damaged) if damaged is not None else path.unlink()
         with pytest.raises(UserError, match="corrupt"):
-            prepare(config)
+            load_corpus(config)
     for file in path.parent.iterdir():
         file.unlink()
     path.parent.rmdir()
-    prepare(config)
+    load_corpus(config)
     assert path.read_bytes() == content  # the fix in the message works, and gives the same bytes
 
 
@@ -163,22 +164,22 @@ def test_a_cache_dir_that_cannot_be_written_is_told(config, tmp_path):
     (tmp_path / "file").write_text("in the way")
     object.__setattr__(config, "cache_dir", str(tmp_path / "file"))
     with pytest.raises(UserError, match="cannot be written") as caught:
-        prepare(config)
+        load_corpus(config)
     assert caught.value.key == "data.cache_dir"
 
 
 def test_cache_dir_falls_back_to_the_environment(config, tmp_path, monkeypatch):
     object.__setattr__(config, "cache_dir", "")
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "named"))
-    assert prepare(config).path.parent == tmp_path / "named" / "data"
+    assert load_corpus(config).path.parent == tmp_path / "named" / "data"
     monkeypatch.delenv("JAXTRAIN_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert prepare(config).path.parent == tmp_path / "home" / ".cache" / "jaxtrain" / "data"
+    assert load_corpus(config).path.parent == tmp_path / "home" / ".cache" / "jaxtrain" / "data"
 
 
 def test_the_default_source_makes_a_corpus(tmp_path):
-    corpus = prepare(DataConfig(cache_dir=str(tmp_path)))
+    corpus = load_corpus(DataConfig(cache_dir=str(tmp_path)))
     assert corpus.train.num_tokens > 10 * corpus.eval.num_tokens // 5 > 100_000
-    assert "def " in corpus.tokenizer.decode(corpus.eval.tokens[:20_000])
-    start, stop = corpus.train.offsets[0:2]
-    assert corpus.train.tokens[stop - 1] == 256 and 256 not in corpus.train.tokens[start : stop - 1]
+    assert "def " in corpus.tokenizer.decode(corpus.eval.read(0, 20_000))
+    start, stop = corpus.train.shards[0].offsets[0:2]
+    assert corpus.train.read(stop - 1, stop) == 256 and 256 not in corpus.train.read(start, stop - 1)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.data import PackedRows, Tokens
+from jaxtrain.data.corpus import Shard
 from jaxtrain.errors import UserError
 
 EOD = 256
@@ -13,7 +14,11 @@ def tokens_of(documents: list[list[int]]) -> Tokens:
     """`documents` without their end-of-document ids."""
     closed = [[*document, EOD] for document in documents]
     offsets = np.cumsum([0] + [len(document) for document in closed])
-    return Tokens(np.array(list(itertools.chain(*closed)), np.uint16), offsets, sum(map(len, documents)))
+    # In shards of two documents each, so that rows cross them.
+    ids = np.array(list(itertools.chain(*closed)), np.uint16)
+    cuts = [*range(0, len(documents), 2), len(documents)]
+    shards = [Shard(ids[offsets[a]: offsets[b]], offsets[a: b + 1] - offsets[a]) for a, b in itertools.pairwise(cuts)]
+    return Tokens(tuple(shards), sum(map(len, documents)))
 
 
 def random_documents(seed: int) -> list[list[int]]:
@@ -77,7 +82,7 @@ def test_every_eval_token_counts_exactly_once(T):
 def test_rows_own_their_memory():
     tokens = tokens_of([[1, 2, 3, 4]])
     PackedRows(tokens, 2)[0]["tokens"][:] = 9
-    assert tokens.tokens[0] == 1
+    assert tokens.read(0, 1)[0] == 1
 
 
 def test_too_little_text_is_told():

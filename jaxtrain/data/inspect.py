@@ -1,0 +1,97 @@
+"""python -m jaxtrain.data.inspect --config=configs/gpt.py [--config.data.KEY=VALUE ...] --step=N: any batch to look at.
+
+What training gets at that step: rows, the documents in them, the text, and which tokens carry no loss.
+"""
+
+import argparse
+import sys
+from itertools import pairwise
+from typing import NoReturn
+
+import numpy as np
+
+from jaxtrain.config import load_config
+from jaxtrain.data.batches import eval_batches, train_batches
+from jaxtrain.data.cache import load_corpus
+from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.errors import UserError, overrides_of
+
+COLOURS = (153, 157, 223, 183, 216, 159)  # of one document after another
+GREY = 240  # what carries no loss
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 2: the user's mistake, in one line."""
+    try:
+        flags, overrides = parse(argv)
+        config = load_config(flags.config, overrides).data
+        corpus = load_corpus(config)
+        batches = (eval_batches if flags.split == "eval" else train_batches)(config, corpus)
+        if flags.step < 0 or flags.step >= (batches.num_batches or np.inf):
+            raise UserError("--step", f"{flags.step} is no step", f"use 0 to {(batches.num_batches or 2**62) - 1}")
+        rows = range(config.global_batch_size) if flags.row is None else [flags.row]
+        if not 0 <= rows[0] < config.global_batch_size:
+            raise UserError("--row", f"{flags.row} is no row of {config.global_batch_size}", "count from 0")
+        batch = batches.rows(flags.step, rows)
+        colour = sys.stdout.isatty() if flags.colour == "auto" else flags.colour == "always"
+        for i, row in enumerate(rows):
+            print(show(row, {key: column[i] for key, column in batch.items()}, corpus.tokenizer, flags.tokens, colour))
+        return 0
+    except UserError as mistake:
+        print(mistake, file=sys.stderr)
+        return 2
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
+    """The flags, and the dotted config overrides."""
+    parser = argparse.ArgumentParser(prog="python -m jaxtrain.data.inspect", allow_abbrev=False)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--step", type=int, default=0)
+    parser.add_argument("--row", type=int, help="one row only")
+    parser.add_argument("--split", choices=("train", "eval"), default="train")
+    parser.add_argument("--tokens", action="store_true", help="ids beside the text")
+    parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
+    parser.error = _refuse  # type: ignore[method-assign]
+    flags, rest = parser.parse_known_args(argv)
+    return flags, overrides_of(rest, vars(flags))
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError("command line", message, "see --help")
+
+
+def show(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, tokens: bool, colour: bool) -> str:
+    """One row, a paragraph a document."""
+    segments, weights = row["segments"], row["weights"]
+    edges = [0, *map(int, np.flatnonzero(np.diff(segments)) + 1), len(segments)]
+    lines = [f"row {number}: {len(segments)} tokens, {len(edges) - 1} documents or parts, "
+             f"{int((weights > 0).sum())} carry loss, {int((segments == 0).sum())} are padding"]
+    for start, stop in pairwise(edges):
+        segment, begins = segments[start], row["positions"][start]
+        if segment == 0:
+            lines.append(f"  [{start}:{stop}] padding")
+            continue
+        silent = int((weights[start:stop] == 0).sum())
+        lines.append(f"  [{start}:{stop}] document {segment}, positions from {begins}"
+                     + (f", {silent} without loss" if silent else ""))
+        text = _coloured(row, start, stop, tokenizer) if colour else _text(tokenizer, row["tokens"][start:stop])
+        lines.append("    " + text.replace("\n", "\n    "))
+        if tokens:
+            lines.append("    " + " ".join(map(str, row["tokens"][start:stop])))
+    return "\n".join(lines)
+
+
+def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    return tokenizer.decode(ids) + " ⏹" * bool(ids[-1] == tokenizer.eod)
+
+
+def _coloured(row: dict[str, np.ndarray], start: int, stop: int, tokenizer: Tokenizer) -> str:
+    """Stretches with loss in the document's colour, others grey."""
+    colour, weights = COLOURS[row["segments"][start] % len(COLOURS)], row["weights"][start:stop]
+    edges = [0, *(np.flatnonzero(np.diff(weights > 0)) + 1), stop - start]
+    return "".join(f"\033[38;5;{colour if weights[a] else GREY}m{_text(tokenizer, row['tokens'][start + a: start + b])}"
+                   for a, b in pairwise(edges)) + "\033[0m"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Best-fit packing: every token to predict is predicted once, documents that fit are whole, rows are nearly full."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxtrain.config import DataConfig
+from jaxtrain.data import fitting, load_corpus
+from jaxtrain.data.batches import eval_batches, rows, train_batches
+from jaxtrain.data.corpus import Shard, Tokens
+from jaxtrain.data.packing import FittedRows
+from jaxtrain.errors import UserError
+
+EOD = 9
+
+
+def split(lengths, per_shard=7):
+    """Documents of so many tokens each, the last one an end; tokens tell where they are from."""
+    documents = [np.append(np.arange(100 * i, 100 * i + n - 1), EOD) for i, n in enumerate(lengths, start=1)]
+    shards = []
+    for i in range(0, len(documents), per_shard):
+        some = documents[i: i + per_shard]
+        shards.append(Shard(np.concatenate(some).astype(np.uint32), np.cumsum([0, *map(len, some)])))
+    return Tokens(tuple(shards), sum(lengths)), documents
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seq_len", [1, 5, 16, 64])
+def test_every_token_is_predicted_once_from_its_own_document(seed, seq_len):
+    rng = np.random.default_rng(seed)
+    tokens, documents = split(rng.integers(1, 90, size=int(rng.integers(2, 60))))
+    made = FittedRows(tokens, plan := fitting.plan(tokens, seq_len), seq_len)
+    seen, whole = [], 0
+    for i in range(len(made)):
+        row = made[i]
+        real = row["segments"] > 0
+        assert (row["weights"] == real).all() and (np.diff(real.astype(int)) <= 0).all()
+        seen += list(zip(row["tokens"][real], row["targets"][real], strict=True))
+        for segment in range(1, row["segments"].max() + 1):
+            mine = row["segments"] == segment
+            assert row["positions"][mine].tolist() == list(range(mine.sum()))
+            whole += row["targets"][mine][-1] == EOD and (row["tokens"][mine][0] % 100 == 0)
+    pairs = [pair for document in documents for pair in itertools.pairwise(document.tolist())]
+    assert sorted(seen) == sorted(pairs)
+    assert whole == sum(0 < len(document) - 1 <= seq_len for document in documents)
+    assert plan.cut == sum(len(document) - 1 > seq_len for document in documents)
+
+
+def test_each_piece_goes_where_it_leaves_the_least_room():
+    assert fitting._fit([7, 6, 3, 3, 2, 1, 1], 10) == [0, 1, 0, 1, 2, 1, 2]
+
+
+def test_rows_are_nearly_full():
+    lengths = np.clip(np.random.default_rng(0).lognormal(5, 1.2, 20_000), 2, None).astype(int)
+    tokens = Tokens((Shard(np.zeros(lengths.sum(), np.uint16), np.cumsum([0, *lengths])),), 0)
+    assert fitting.plan(tokens, 2048).fill > 0.999
+
+
+def test_a_plan_is_kept_and_a_broken_one_made_again(tmp_path, monkeypatch):
+    tokens, _ = split(range(1, 40))
+    first = fitting.cached_plan(tokens, 16, tmp_path, "them")
+    path, = tmp_path.iterdir()
+    with monkeypatch.context() as once:
+        once.setattr(fitting, "plan", lambda *_: pytest.fail("planned again"))
+        again = fitting.cached_plan(tokens, 16, tmp_path, "them")
+    assert all(np.array_equal(getattr(first, name), getattr(again, name)) for name in ("rows", "starts", "lengths"))
+    path.write_bytes(path.read_bytes()[:-100])
+    third = fitting.cached_plan(tokens, 16, tmp_path, "them")
+    assert np.array_equal(first.starts, third.starts) and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_run_may_choose_it(tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(30):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"document {i} " * (i + 1))
+    config = DataConfig(source=str(tmp_path / "text"), cache_dir=str(tmp_path), packing="best_fit", seq_len=64,
+                        global_batch_size=4, eval_fraction=0.2)
+    corpus = load_corpus(config)
+    assert isinstance(rows(config, corpus, "train"), FittedRows)
+    batch, evaluation = train_batches(config, corpus)[3], eval_batches(config, corpus)
+    assert batch["tokens"].shape == (4, 64) and batch["weights"].max() == 1
+    counted = sum(evaluation[n]["weights"].sum() for n in range(evaluation.num_batches))
+    assert counted == corpus.eval.num_tokens - corpus.eval.num_documents
+
+
+def test_nothing_to_predict_is_refused():
+    tokens, _ = split([1, 1])
+    with pytest.raises(UserError, match="nothing to predict"):
+        FittedRows(tokens, fitting.plan(tokens, 4), 4)

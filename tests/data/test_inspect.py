@@ -1,0 +1,46 @@
+"""What `inspect` prints is what a run is fed."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.config import load_config
+from jaxtrain.data import load_corpus
+from jaxtrain.data.batches import train_batches
+from jaxtrain.data.inspect import main
+from jaxtrain.data.prepare import Options
+from jaxtrain.data.prepare import prepare as make
+
+TINY = "--config=configs/gpt.py:tiny"
+
+
+def test_it_shows_the_rows_of_a_step(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "a.jsonl"
+    text.write_text("".join(json.dumps({"text": f"number {i} " + "ab " * (i % 9)}) + "\n" for i in range(300)))
+    make([str(text)], tmp_path / "corpus", Options(eval_fraction=0.2))
+    keys = [TINY, f"--config.data.source={tmp_path / 'corpus'}", "--config.data.global_batch_size=3"]
+
+    assert main([*keys, "--step=7", "--tokens"]) == 0
+    shown = capsys.readouterr().out
+    overrides = {"data.source": str(tmp_path / "corpus"), "data.global_batch_size": 3}
+    config = load_config("configs/gpt.py:tiny", overrides).data
+    batch = train_batches(config, load_corpus(config))[7]
+    assert shown.count("row ") == 3 and "\033" not in shown
+    for i in range(3):
+        assert f"row {i}: 64 tokens, {batch['segments'][i].max()} documents" in shown
+        assert f"{int((batch['weights'][i] > 0).sum())} carry loss" in shown
+        last = np.flatnonzero(np.diff(batch["segments"][i], prepend=0))[-1]
+        assert " ".join(map(str, batch["tokens"][i][last:])) in shown
+
+    assert main([*keys, "--step=7", "--row=2", "--colour=always"]) == 0
+    coloured = capsys.readouterr().out
+    silent = int((batch["weights"][2] == 0).sum())
+    assert coloured.count("row ") == 1 and coloured.count("\033[38;5;240m") == silent > 0
+    for mistake, words in (("--row=3", "--row: 3 is no row of 3"), ("--step=-1", "--step: -1 is no step"),
+                           ("--stop=1", "did you mean '--step'"), ("--config.data.sauce=x", "did you mean 'source'")):
+        assert main([*keys, mistake]) == 2
+        assert words in capsys.readouterr().err
+    assert main([*keys, "--split=eval", "--step=100"]) == 2
