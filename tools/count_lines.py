@@ -2,7 +2,7 @@
 
     python tools/count_lines.py
 
-Plain: a dense decoder over data, fsdp and tensor. Stages, long sequences and experts are counted apart.
+Plain: a dense decoder over data, fsdp and tensor, on text as it is. What only other runs need is counted apart.
 """
 
 from pathlib import Path
@@ -13,6 +13,7 @@ APART = {
     "stages": ("parallel/pipeline.py", "parallel/stage.py", "parallel/deferred.py", "parallel/placement.py",
                "parallel/schedules/"),
     "long sequences": ("parallel/context.py", "parallel/tiles.py"),
+    "preparing data": ("data/prepare.py", "data/inputs.py", "data/inspect.py", "data/fitting.py"),
     "experts": ("parallel/experts.py", "parallel/rows.py", "models/moe.py", "models/router.py", "models/mla.py",
                 "models/deepseek_v3.py"),
 }
