@@ -20,3 +20,11 @@ def test_compare_and_losses():
         rows = {line.split()[0]: line.split()[1] for line in table.splitlines() if line}
         assert float(rows["jaxtrain"]) > 0 and float(rows["plain"]) > 0
     assert "its step alone" in times
+
+
+def test_data():
+    command = [sys.executable, ROOT / "tools/bench_data.py", "--megabytes=0.3"]
+    done = subprocess.run(command, capture_output=True, text=True,
+                          timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("prepare") == 2 and done.stdout.count("plain memmap") == 2
