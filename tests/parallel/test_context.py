@@ -158,6 +158,7 @@ def test_inside_a_pipeline(strategy):
 
 MODELS = [("gpt2", (2, 1, 1), 4, "ring"), ("qwen3", (1, 2, 2), 2, "ulysses"),
           pytest.param("llama", (1, 1, 1), 2, "gather", marks=pytest.mark.slow)]
+# 4 meshes of each family, so that the strategies, dealt in turn, meet every mesh and family; the fuzz meets the rest.
 MORE = [*itertools.product(("gpt2", "llama", "qwen3"), ((1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2)), (2,)),
         *itertools.product(("gpt2", "llama", "qwen3"), ((1, 1, 1), (2, 1, 1)), (4,)),
         *itertools.product(("gpt2", "llama", "qwen3"), ((1, 1, 1),), (8,))]
@@ -185,8 +186,8 @@ def test_a_model_has_the_loss_and_gradients_of_one_device(family, mesh, n, strat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("family", "mesh", "n"), MORE, ids=str)
+@pytest.mark.parametrize(("family", "mesh", "n", "strategy"), [
+    (*case, strategy) for case, strategy in zip(MORE, itertools.cycle(STRATEGIES))], ids=str)
 def test_training_has_the_numbers_of_one_device(family, mesh, n, strategy):
     policies = ("none", "full", "dots", "attention", "attention_and_dots")
     remat = policies[(n + len(family) + mesh[1]) % len(policies)]
