@@ -391,10 +391,15 @@ def test_step_before_init():
         step(None, next(batches()))
 
 
-def test_idle_mesh_axis_is_told():
-    mesh = jt.make_mesh(data=2, tensor=2)
-    with pytest.warns(UserWarning, match="mesh axis tensor=2: no parameter is split over it"):
+@pytest.mark.parametrize("axis", ["tensor", "stage"])
+def test_idle_mesh_axis_is_told(axis):
+    mesh = jt.make_mesh(data=2, **{axis: 2})
+    with pytest.warns(UserWarning, match=f"mesh axis {axis}=2: no parameter is split over it"):
         jt.make_train_step(tree_loss, optimizer(), mesh=mesh).abstract(make_tree)
+
+
+def test_a_mesh_axis_that_is_used_is_not_told_of():
+    mesh = jt.make_mesh(data=2, tensor=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jt.make_train_step(tree_loss, optimizer(), mesh=mesh, axes=AXES).abstract(make_tree)
