@@ -13,7 +13,8 @@ APART = {
     "stages": ("parallel/pipeline.py", "parallel/stage.py", "parallel/deferred.py", "parallel/placement.py",
                "parallel/schedules/"),
     "long sequences": ("parallel/context.py", "parallel/tiles.py"),
-    "preparing data": ("data/prepare.py", "data/inputs.py", "data/inspect.py", "data/fitting.py"),
+    "preparing data": ("data/prepare.py", "data/inputs.py", "data/inspect.py", "data/fitting.py",
+                       "data/train_tokenizer.py"),
     "experts": ("parallel/experts.py", "parallel/rows.py", "models/moe.py", "models/router.py", "models/mla.py",
                 "models/deepseek_v3.py"),
 }

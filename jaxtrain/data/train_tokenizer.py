@@ -1,0 +1,96 @@
+"""python -m jaxtrain.data.train_tokenizer --input=TEXT... --vocab_size=N --output=tokenizer.json: a BPE of one's own.
+
+Byte-level, so that every text has ids; digits one by one. Any program that reads a Hugging Face tokenizer.json can use
+it, `jaxtrain.data.prepare` first of all.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from jaxtrain.data import files, inputs
+from jaxtrain.data.inputs import Text
+from jaxtrain.data.tokenizer import ENDS, load_tokenizer
+from jaxtrain.errors import UserError
+
+EOD = ENDS[0]
+# Words with the space before them, punctuation, space: as GPT-2 splits text, but for digits, which stand alone.
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def train(texts: Iterator[str], vocab_size: int) -> str:
+    """The content of a tokenizer.json with so many ids, of which 256 are bytes and one ends documents."""
+    try:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise UserError("--output", "training a tokenizer needs the package tokenizers",
+                        "pip install 'jaxtrain[data]'") from error
+    if vocab_size < 257:
+        raise UserError("--vocab_size", f"{vocab_size} leaves no room for all bytes and {EOD}", "use 257 or more")
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOD], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str(pretty=True)
+
+
+def texts(sources: list[str], field: str, limit: int) -> Iterator[str]:
+    """Documents until so many bytes have passed, taken evenly from all tasks."""
+    tasks = inputs.find_tasks(sources)
+    share = limit // len(tasks)
+    for task in tasks:
+        left = share
+        for piece in task:
+            for found in inputs.read(piece, field):
+                if isinstance(found, Text) and left > 0:
+                    left -= len(found.content)
+                    yield found.content.decode(errors="replace")
+            if left <= 0:
+                break
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 2: the user's mistake, in one line."""
+    try:
+        flags = parse(argv)
+        output = Path(flags.output)
+        if output.exists():
+            raise UserError("--output", f"{output} exists", "name another file, or delete it")
+        content = train(texts(flags.input, flags.field, flags.bytes), flags.vocab_size)
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with files.written(output) as file:
+                file.write(content.encode())
+        except OSError as error:
+            reason = f"{output} cannot be written ({error.strerror})"
+            raise UserError("--output", reason, "name another file") from error
+        print(f"{output}: {load_tokenizer(flags.output).vocab_size:,} ids, {EOD} ends a document")
+        return 0
+    except UserError as mistake:
+        print(mistake, file=sys.stderr)
+        return 2
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(prog="python -m jaxtrain.data.train_tokenizer", allow_abbrev=False)
+    parser.add_argument("--input", nargs="+", required=True, help="as of jaxtrain.data.prepare")
+    parser.add_argument("--output", required=True, help="the tokenizer.json to write")
+    parser.add_argument("--vocab_size", type=int, default=32_768)
+    parser.add_argument("--field", default="text", help="which field of a JSON record or Parquet row is text")
+    parser.add_argument("--bytes", type=int, default=2**30, help="of text to learn from, at most")
+    parser.error = _refuse  # type: ignore[method-assign]
+    return parser.parse_args(argv)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError("command line", message, "see --help")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
