@@ -40,11 +40,10 @@ class PackedRows:
         begins = self._tokens.starts(start + 1, start + size + 1) - start
         weights = np.ones(size, np.float32)
         weights[begins - 1] = 0
-        begins = np.append(0, begins[begins < size]).astype(np.int32)
-        segments = np.zeros(size, np.int32)
-        segments[begins] = 1
-        segments = np.cumsum(segments, dtype=np.int32)
-        positions = np.arange(size, dtype=np.int32) - begins[segments - 1]
+        edges = np.concatenate([[0], begins[begins < size], [size]]).astype(np.int32)
+        lengths = np.diff(edges)
+        segments = np.repeat(np.arange(1, len(edges), dtype=np.int32), lengths)
+        positions = np.arange(size, dtype=np.int32) - np.repeat(edges[:-1], lengths)
         row = {"tokens": text[:-1], "targets": text[1:], "segments": segments, "positions": positions,
                "weights": weights}
         return row if size == self._T else {name: self._pad(name, column) for name, column in row.items()}
