@@ -275,13 +275,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         flags = parse(argv)
         options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.task_bytes)
-        workers = flags.workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         terminal = sys.stderr.isatty()
 
         def say(line):
             print(line, end="\r" if terminal else "\n", file=sys.stderr, flush=True)
 
-        corpus = prepare(flags.input, flags.output, options, workers, say)
+        corpus = prepare(flags.input, flags.output, options, flags.workers or cores, say)
         print(summary(corpus))
         return 0
     except UserError as mistake:
