@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,6 +39,7 @@ class Options:
     eod: str = ""  # the token that ends a document; "": a well-known one
     field: str = "text"  # of JSON records and Parquet
     eval_fraction: float = 0.005  # of the documents, chosen by their content
+    deduplicate: bool = False  # keep the first of equal documents only
     task_bytes: int = 2**26  # of input that make one shard
 
     def __post_init__(self):
@@ -71,7 +72,10 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     started, done, total = time.monotonic(), 0, inputs.total_size(tasks)
     missing = [number for number, task in enumerate(tasks) if not _ledger(output, number, task, plan)]
     kept = total - sum(piece.size for number in missing for piece in tasks[number])
-    for number in _run(tasks, missing, output, options, plan, workers):
+    if options.deduplicate and missing:
+        say("looking for equal documents")
+        _deduplicate(tasks, output, options, workers)
+    for number in _run(tokenize_task, tasks, missing, output, options, plan, workers):
         done += sum(piece.size for piece in tasks[number])
         rate = max(1, done) / (time.monotonic() - started)
         say(f"{(kept + done) / max(1, total):6.1%}  {rate / 1e6:8.2f} MB/s  {(total - kept - done) / rate:8.0f} s left")
@@ -82,21 +86,22 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
 def _plan(tasks: Sequence[tuple[Piece, ...]], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
     """All that the tokens depend on."""
     return {"format": FORMAT, "tokenizer": tokenizer.fingerprint, "field": options.field,
-            "eval_fraction": options.eval_fraction, "tasks": [[p.identity() for p in task] for task in tasks]}
+            "eval_fraction": options.eval_fraction, "deduplicate": options.deduplicate,
+            "tasks": [[piece.identity() for piece in task] for task in tasks]}
 
 
-def _run(tasks: Sequence[tuple[Piece, ...]], missing: Sequence[int], output: Path, options: Options,
-         plan: dict[str, Any], workers: int) -> Iterator[int]:
+def _run(do: Callable[..., int], tasks: Sequence[tuple[Piece, ...]], missing: Sequence[int], output: Path,
+         options: Options, plan: dict[str, Any], workers: int) -> Iterator[int]:
     """Do the tasks; yields the number of each that is done."""
     plan_hash = files.digest(plan)
     if workers == 1 or len(missing) < 2:
         for number in missing:
-            yield tokenize_task(number, tasks[number], output, options, plan_hash)
+            yield do(number, tasks[number], output, options, plan_hash)
         return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are the parallelism
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(workers, len(missing)), mp_context=context) as pool:
-        futures = [pool.submit(tokenize_task, number, tasks[number], output, options, plan_hash) for number in missing]
+        futures = [pool.submit(do, number, tasks[number], output, options, plan_hash) for number in missing]
         try:
             for future in concurrent.futures.as_completed(futures):
                 yield future.result()
@@ -119,35 +124,81 @@ def tokenize_task(number: int, task: tuple[Piece, ...], output: str | Path, opti
 
     def flush():
         for text, ids in zip(batch, tokenizer.encode_many([text.content for text in batch]), strict=True):
-            add(text.content, ids, inputs.content_hash(text.content))
+            add(text.content, ids, _key(text))
             if len(probes) < 2 and number < 4 and len(ids):
                 head = text.content.decode(errors="replace")[:200]
                 probes.append({"text": head, "ids": tokenizer.encode(head.encode()).tolist()})
         batch.clear()
 
-    for piece in task:
-        try:
-            for found in inputs.read(piece, options.field):
-                if isinstance(found, str):
-                    reason = found.partition(": ")[2]
-                    left_out[reason] = left_out.get(reason, 0) + 1
-                elif isinstance(found, Ids):
-                    ids = _without_end(found, tokenizer)
-                    add(tokenizer.decode(ids).encode(), ids, inputs.content_hash(ids.tobytes()))
-                elif not found.content:
-                    left_out["empty"] = left_out.get("empty", 0) + 1
-                else:
-                    batch.append(found)
-                if len(batch) == TOGETHER:
-                    flush()
-        except (OSError, EOFError, zlib.error) as error:
-            raise UserError("--input", f"{piece.path} cannot be read ({error})", "replace the file") from error
+    keep = np.load(_keep_path(output, number)) if options.deduplicate else None
+    for i, found in enumerate(_documents(task, options, left_out)):
+        if keep is not None and i >= len(keep):
+            raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
+        if keep is not None and not keep[i]:
+            left_out["equal to another"] = left_out.get("equal to another", 0) + 1
+        elif isinstance(found, Ids):
+            ids = _without_end(found, tokenizer)
+            add(tokenizer.decode(ids).encode(), ids, _key(found))
+        else:
+            batch.append(found)
+            if len(batch) == TOGETHER:
+                flush()
     flush()
     shards = {split: writer.close() for split, writer in writers.items()}
     files.write_json(_ledger_path(output, number), {
         "plan": plan, "task": [[piece.identity(), _stamp(piece)] for piece in task], "shards": shards,
         "left_out": left_out, "probes": probes})
     return number
+
+
+def _documents(task: tuple[Piece, ...], options: Options, left_out: dict[str, int]) -> Iterator[Text | Ids]:
+    """What a task has to offer; what it has not is counted."""
+    for piece in task:
+        try:
+            for found in inputs.read(piece, options.field):
+                reason = found.partition(": ")[2] if isinstance(found, str) else ""
+                if isinstance(found, Text) and not found.content:
+                    reason = "empty"
+                if reason:
+                    left_out[reason] = left_out.get(reason, 0) + 1
+                elif not isinstance(found, str):
+                    yield found
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError("--input", f"{piece.path} cannot be read ({error})", "replace the file") from error
+
+
+def _key(document: Text | Ids) -> bytes:
+    """Equal for equal documents."""
+    return inputs.content_hash(document.content if isinstance(document, Text) else document.ids.tobytes())
+
+
+def _deduplicate(tasks: Sequence[tuple[Piece, ...]], output: Path, options: Options, workers: int) -> None:
+    """Say of each task's documents which are the first of their kind, in the order of the input."""
+    for _ in _run(hash_task, tasks, range(len(tasks)), output, options, {}, workers):
+        pass
+    keys = [np.load(_keys_path(output, number)) for number in range(len(tasks))]
+    flat = np.concatenate([np.zeros(0, "V16"), *keys])
+    first = np.zeros(len(flat), bool)
+    first[np.unique(flat, return_index=True)[1]] = True
+    for number, keep in enumerate(np.split(first, np.cumsum([len(some) for some in keys])[:-1])):
+        with files.written(_keep_path(output, number)) as file:
+            np.save(file, keep)
+
+
+def hash_task(number: int, task: tuple[Piece, ...], output: str | Path, options: Options, plan: str) -> int:
+    """The keys of a task's documents, in order."""
+    keys = b"".join(map(_key, _documents(task, options, {})))
+    with files.written(_keys_path(Path(output), number)) as file:
+        np.save(file, np.frombuffer(keys, "V16"))
+    return number
+
+
+def _keys_path(output: Path, number: int) -> Path:
+    return output / UNFINISHED / f"{number:05}.keys.npy"
+
+
+def _keep_path(output: Path, number: int) -> Path:
+    return output / UNFINISHED / f"{number:05}.keep.npy"
 
 
 def _without_end(document: Ids, tokenizer: Tokenizer) -> np.ndarray:
@@ -247,7 +298,8 @@ def _finish(output: Path, tasks: Sequence[tuple[Piece, ...]], plan: dict[str, An
         "format": FORMAT, "plan": files.digest(plan),
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint,
                       "eod": getattr(tokenizer, "eod_token", ""), "vocab_size": tokenizer.vocab_size},
-        "options": {"field": options.field, "eval_fraction": options.eval_fraction},
+        "options": {"field": options.field, "eval_fraction": options.eval_fraction,
+                    "deduplicate": options.deduplicate},
         "inputs": [piece.identity() for task in tasks for piece in task],
         "left_out": left_out, "dtype": dtype_of(tokenizer).str, "splits": splits,
         "probes": [probe for ledger in done for probe in ledger["probes"]],
@@ -274,7 +326,8 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status 0: the corpus is complete; 2: the user's mistake, in one line."""
     try:
         flags = parse(argv)
-        options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.task_bytes)
+        options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
+                          flags.task_bytes)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         terminal = sys.stderr.isatty()
 
@@ -301,6 +354,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--eod", default="", help="the token that ends a document; found for well-known vocabularies")
     parser.add_argument("--field", default=Options.field, help="which field of a JSON record or Parquet row is text")
     parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction)
+    parser.add_argument("--deduplicate", action="store_true", help="keep the first of equal documents only")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")
     parser.add_argument("--workers", type=int, default=0, help="processes; default: all cores")
     parser.error = _refuse  # type: ignore[method-assign]

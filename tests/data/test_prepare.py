@@ -104,6 +104,21 @@ def test_splits_hold_all_tokens_and_follow_from_the_content(tmp_path):
     assert len(corpus.train.shards) > 5 and corpus.manifest_hash != turned.manifest_hash
 
 
+def test_equal_documents_are_kept_once_wherever_they_are(tmp_path):
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in/a.jsonl", [*DOCUMENTS, DOCUMENTS[3], "new"])
+    write(tmp_path / "in/b.jsonl", ["new", "", *DOCUMENTS[50:60], "newer"])
+    options = Options(eval_fraction=0, task_bytes=700, deduplicate=True)
+    one, two = (prepare([str(tmp_path / "in")], tmp_path / str(workers), options, workers) for workers in (1, 2))
+    wanted = [*DOCUMENTS, "new", "newer"]
+    assert stream(one)[0] == [id for text in wanted for id in [*text.encode(), 256]]
+    assert files(one.path) == files(two.path)
+    manifest = json.loads((one.path / "manifest.json").read_text())
+    assert manifest["left_out"] == {"equal to another": 12, "empty": 1}
+    both = prepare([str(tmp_path / "in")], tmp_path / "all", Options(eval_fraction=0, task_bytes=700))
+    assert both.train.num_documents == one.train.num_documents + 12
+
+
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path, tokenizer):
     source = str(write(tmp_path / "a.jsonl"))
     options = Options(tokenizer=str(tokenizer), eval_fraction=0.1, task_bytes=2000)
