@@ -59,6 +59,7 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     if (output / "manifest.json").exists():
         if read_manifest(output)["plan"] != files.digest(plan):
             raise UserError("--output", f"{output} holds another corpus", "name another folder, or delete it")
+        shutil.rmtree(output / UNFINISHED, ignore_errors=True)  # a kill came when all was done
         return open_corpus(output)
     if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
         raise UserError("--output", f"{output} is not empty", "name another folder")
