@@ -1,7 +1,9 @@
 """A user's mistake, told in one sentence: the key, the reason, the fix."""
 
+import argparse
 import difflib
 from collections.abc import Iterable
+from typing import NoReturn
 
 
 class UserError(ValueError):
@@ -36,3 +38,14 @@ def overrides_of(words: Iterable[str], flags: Iterable[str]) -> dict[str, str]:
             raise UserError(word, "there is no such flag", nearest(word.partition("=")[0], known))
         overrides[key] = value
     return overrides
+
+
+class Parser(argparse.ArgumentParser):
+    """Of a command line whose mistakes are UserErrors; flags cannot be abbreviated."""
+
+    def __init__(self, **keys):
+        super().__init__(allow_abbrev=False, **keys)
+
+    def error(self, message: str) -> NoReturn:
+        """Instead of usage and exit."""
+        raise UserError("command line", message, "see --help")

@@ -4,9 +4,8 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import NoReturn
 
-from jaxtrain.errors import UserError, overrides_of
+from jaxtrain.errors import Parser, UserError, overrides_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     """The flags, and the dotted config overrides."""
-    parser = argparse.ArgumentParser(prog="python -m jaxtrain.main", allow_abbrev=False)
+    parser = Parser(prog="python -m jaxtrain.main")
     parser.add_argument("--config", help="a config file such as configs/gpt.py, or configs/gpt.py:124m; any key of it "
                                          "can be overridden with --config.SECTION.KEY=VALUE")
     parser.add_argument("--workdir", help="metrics, checkpoints and the resolved config go here; default runs/CONFIG")
@@ -53,16 +52,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--coordinator", help="host:port of process 0 in a run of several processes")
     parser.add_argument("--num_processes", type=int)
     parser.add_argument("--process_id", type=int)
-    parser.error = _refuse
     flags, rest = parser.parse_known_args(argv)
     overrides = overrides_of(rest, vars(flags))
     if not flags.config:
         raise UserError("--config", "it is missing", "give a config file, such as --config=configs/gpt.py")
     return flags, overrides
-
-
-def _refuse(message: str) -> NoReturn:
-    raise UserError("command line", message, "see --help")
 
 
 if __name__ == "__main__":

@@ -262,8 +262,7 @@ def enter(x: jax.Array, names: Names, shared_by: tuple[str, ...]) -> jax.Array:
     if here is None or AxisType.Auto in here[0].axis_types or AxisType.Manual in here[0].axis_types:
         return constrain(x, *names)  # among manual axes JAX 0.10 cannot differentiate such a type
     spec, splits = activation_spec(*names) or P(), {axes_of(split_by(name)) for name in shared_by}
-    whole = len(free_axes(here[0])) == len(here[0].axis_names)  # XLA knows no such type where some axes are manual
-    return jax.reshard(x, P(*spec, reduced=set(*splits)) if len(splits) == 1 and whole else spec)
+    return jax.reshard(x, P(*spec, reduced=set(*splits)) if len(splits) == 1 else spec)
 
 
 def island(f: Callable, in_specs: Any, out_specs: Any) -> Callable:

@@ -6,7 +6,6 @@ What training gets at that step: rows, the documents in them, the text, and whic
 import argparse
 import sys
 from itertools import pairwise
-from typing import NoReturn
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from jaxtrain.config import load_config
 from jaxtrain.data.batches import eval_batches, train_batches
 from jaxtrain.data.cache import load_corpus
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.errors import UserError, overrides_of
+from jaxtrain.errors import Parser, UserError, overrides_of
 
 COLOURS = (153, 157, 223, 183, 216, 159)  # of one document after another
 GREY = 240  # what carries no loss
@@ -44,20 +43,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     """The flags, and the dotted config overrides."""
-    parser = argparse.ArgumentParser(prog="python -m jaxtrain.data.inspect", allow_abbrev=False)
+    parser = Parser(prog="python -m jaxtrain.data.inspect")
     parser.add_argument("--config", required=True)
     parser.add_argument("--step", type=int, default=0)
     parser.add_argument("--row", type=int, help="one row only")
     parser.add_argument("--split", choices=("train", "eval"), default="train")
     parser.add_argument("--tokens", action="store_true", help="ids beside the text")
     parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
-    parser.error = _refuse  # type: ignore[method-assign]
     flags, rest = parser.parse_known_args(argv)
     return flags, overrides_of(rest, vars(flags))
-
-
-def _refuse(message: str) -> NoReturn:
-    raise UserError("command line", message, "see --help")
 
 
 def show(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, tokens: bool, colour: bool) -> str:

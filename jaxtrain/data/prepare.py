@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from jaxtrain.data import files, inputs
 from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, check, open_corpus, read_manifest
 from jaxtrain.data.inputs import Ids, Piece, Text
 from jaxtrain.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
-from jaxtrain.errors import UserError
+from jaxtrain.errors import Parser, UserError
 
 TOGETHER = 256  # documents that a tokenizer gets at a time
 
@@ -71,11 +71,11 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
         with files.written(output / "tokenizer.json") as file:
             file.write(tokenizer.content)
     started, done, total = time.monotonic(), 0, inputs.total_size(tasks)
-    missing = [number for number, task in enumerate(tasks) if not _ledger(output, number, task, plan)]
-    kept = total - sum(piece.size for number in missing for piece in tasks[number])
-    if options.deduplicate and missing:
+    if options.deduplicate:  # first, for what a task may keep depends on all others
         say("looking for equal documents")
         _deduplicate(tasks, output, options, workers)
+    missing = [number for number, task in enumerate(tasks) if not _ledger(output, number, task, plan)]
+    kept = total - sum(piece.size for number in missing for piece in tasks[number])
     for number in _run(tokenize_task, tasks, missing, output, options, plan, workers):
         done += sum(piece.size for piece in tasks[number])
         rate = max(1, done) / (time.monotonic() - started)
@@ -148,7 +148,7 @@ def tokenize_task(number: int, task: tuple[Piece, ...], output: str | Path, opti
     shards = {split: writer.close() for split, writer in writers.items()}
     files.write_json(_ledger_path(output, number), {
         "plan": plan, "task": [[piece.identity(), _stamp(piece)] for piece in task], "shards": shards,
-        "left_out": left_out, "probes": probes})
+        "keep": _keep_digest(output, number), "left_out": left_out, "probes": probes})
     return number
 
 
@@ -200,6 +200,11 @@ def _keys_path(output: Path, number: int) -> Path:
 
 def _keep_path(output: Path, number: int) -> Path:
     return output / UNFINISHED / f"{number:05}.keep.npy"
+
+
+def _keep_digest(output: Path, number: int) -> str | None:
+    path = _keep_path(output, number)
+    return files.file_digest(path) if path.exists() else None
 
 
 def _without_end(document: Ids, tokenizer: Tokenizer) -> np.ndarray:
@@ -269,7 +274,8 @@ def _ledger(output: Path, number: int, task: tuple[Piece, ...], plan: dict[str, 
     """The ledger of a task that is done and whose files and input are still what they were; else None."""
     try:
         ledger = json.loads(_ledger_path(output, number).read_bytes())
-        if ledger["plan"] != files.digest(plan) or ledger["task"] != [[p.identity(), _stamp(p)] for p in task]:
+        now = files.digest(plan), [[p.identity(), _stamp(p)] for p in task], _keep_digest(output, number)
+        if (ledger["plan"], ledger["task"], ledger["keep"]) != now:
             return None
         for shard in ledger["shards"].values():
             for name, sha256 in shard["sha256"].items():
@@ -348,7 +354,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(prog="python -m jaxtrain.data.prepare", allow_abbrev=False)
+    parser = Parser(prog="python -m jaxtrain.data.prepare")
     parser.add_argument("--input", nargs="+", required=True, help="files or folders: text, .jsonl[.gz|.zst], .parquet")
     parser.add_argument("--output", required=True, help="the corpus; then give it to a run as --config.data.source")
     parser.add_argument("--tokenizer", default=Options.tokenizer, help="'bytes', or the path of a tokenizer.json")
@@ -358,15 +364,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--deduplicate", action="store_true", help="keep the first of equal documents only")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")
     parser.add_argument("--workers", type=int, default=0, help="processes; default: all cores")
-    parser.error = _refuse  # type: ignore[method-assign]
     flags = parser.parse_args(argv)
     if flags.workers < 0:
         raise UserError("--workers", f"{flags.workers} is no number of processes", "use 1 or more")
     return flags
-
-
-def _refuse(message: str) -> NoReturn:
-    raise UserError("command line", message, "see --help")
 
 
 def summary(corpus: Corpus) -> str:

@@ -8,12 +8,11 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 from jaxtrain.data import files, inputs
 from jaxtrain.data.inputs import Text
 from jaxtrain.data.tokenizer import ENDS, load_tokenizer
-from jaxtrain.errors import UserError
+from jaxtrain.errors import Parser, UserError
 
 EOD = ENDS[0]
 # Words with the space before them, punctuation, space: as GPT-2 splits text, but for digits, which stand alone.
@@ -78,18 +77,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(prog="python -m jaxtrain.data.train_tokenizer", allow_abbrev=False)
+    parser = Parser(prog="python -m jaxtrain.data.train_tokenizer")
     parser.add_argument("--input", nargs="+", required=True, help="as of jaxtrain.data.prepare")
     parser.add_argument("--output", required=True, help="the tokenizer.json to write")
     parser.add_argument("--vocab_size", type=int, default=32_768)
     parser.add_argument("--field", default="text", help="which field of a JSON record or Parquet row is text")
     parser.add_argument("--bytes", type=int, default=2**30, help="of text to learn from, at most")
-    parser.error = _refuse  # type: ignore[method-assign]
     return parser.parse_args(argv)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise UserError("command line", message, "see --help")
 
 
 if __name__ == "__main__":

@@ -119,6 +119,20 @@ def test_equal_documents_are_kept_once_wherever_they_are(tmp_path):
     assert both.train.num_documents == one.train.num_documents + 12
 
 
+def test_deduplication_notices_input_that_changed_between_two_runs(tmp_path, monkeypatch):
+    """Of the same size, in another task than the document that it makes the first of its kind."""
+    first, second = write(tmp_path / "a.jsonl", ["one", "two"]), write(tmp_path / "b.jsonl", ["six", "ten"])
+    sources = [str(first), str(second)]
+    options = Options(eval_fraction=0, task_bytes=first.stat().st_size, deduplicate=True)
+    with monkeypatch.context() as killed:
+        killed.setattr("jaxtrain.data.prepare._finish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(sources, tmp_path / "out", options)
+    write(first, ["one", "ten"])
+    corpus = prepare(sources, tmp_path / "out", options)
+    assert stream(corpus)[0] == [id for text in ("one", "ten", "six") for id in [*text.encode(), 256]]
+
+
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path, tokenizer):
     source = str(write(tmp_path / "a.jsonl"))
     options = Options(tokenizer=str(tokenizer), eval_fraction=0.1, task_bytes=2000)

@@ -2,9 +2,8 @@
 
 import argparse
 import sys
-from typing import NoReturn
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import Parser, UserError
 from jaxtrain.parallel.schedules import drawing
 from jaxtrain.parallel.schedules.files import from_file
 from jaxtrain.parallel.schedules.making import NAMES, make
@@ -43,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(prog="python -m jaxtrain.parallel.schedules", allow_abbrev=False)
+    parser = Parser(prog="python -m jaxtrain.parallel.schedules")
     parser.add_argument("--schedule", default="1f1b", help=", ".join(NAMES))
     parser.add_argument("--stages", type=int, help="default 4, or those of the table")
     parser.add_argument("--microbatches", type=int, help="default 8, or those of the table")
@@ -59,16 +58,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--svg", help="draw into this file")
     parser.add_argument("--png", help="draw into this file, through matplotlib")
     parser.add_argument("--report", action="store_true", help="compare all schedules instead")
-    parser.error = _refuse
     flags = parser.parse_args(argv)
     for name in "fbw":
         if not 0 < getattr(flags, name) < float("inf"):
             raise UserError(f"--{name}", f"{getattr(flags, name):g} is no time", "give a number above 0")
     return flags
-
-
-def _refuse(message: str) -> NoReturn:
-    raise UserError("command line", message, "see --help")
 
 
 def summary(schedule: Schedule, times: Times) -> str:
