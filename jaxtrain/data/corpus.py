@@ -17,7 +17,7 @@ from jaxtrain.data import files
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 
-FORMAT = "jaxtrain-corpus-1"
+FORMAT = "jaxtrain-corpus-2"
 SPLITS = ("train", "eval")
 UNFINISHED = "unfinished"  # a folder beside the shards, with what `prepare` knows of them, until there is a manifest
 
@@ -28,6 +28,7 @@ class Shard:
 
     tokens: np.ndarray
     offsets: np.ndarray  # where each document starts, and the end of the last; int64
+    trained: np.ndarray | None = None  # whether each token is to be learnt (1) or only read (0); None: all are
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,13 @@ class Tokens:
         """Tokens `start` to `stop` of the split, as int32."""
         parts = [shard.tokens[a:b] for shard, a, b, _ in self._between(start, stop)]
         return (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int32)
+
+    def trained(self, start: int, stop: int) -> np.ndarray | None:
+        """Whether tokens `start` to `stop` are to be learnt, or only read; None: all are."""
+        if all(shard.trained is None for shard in self.shards):
+            return None
+        return np.concatenate([np.ones(b - a, bool) if shard.trained is None else shard.trained[a:b] > 0
+                               for shard, a, b, _ in self._between(start, stop)])
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         """Where documents begin within tokens `start` to `stop`, counted in the split."""
@@ -169,7 +177,13 @@ def check(path: Path, sha256: str, cache: Path | None = None) -> None:
 
 def _map(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> Shard:
     # Plain arrays over the maps: slices of np.memmap itself cost microseconds more each.
-    tokens, offsets = (folder / shard["name"]).with_suffix(".bin"), folder / f"{shard['name']}.offsets.npy"
-    empty = not os.path.getsize(tokens)  # which cannot be mapped
-    return Shard(np.zeros(0, dtype) if empty else np.asarray(np.memmap(tokens, dtype, mode="r")),
-                 np.asarray(np.load(offsets, mmap_mode="r")))
+    name = shard["name"]
+    tokens = _column(folder / f"{name}.bin", dtype)
+    trained = _column(folder / f"{name}.trained.bin", np.dtype(np.uint8)) if "learnt" in shard else None
+    return Shard(tokens, np.asarray(np.load(folder / f"{name}.offsets.npy", mmap_mode="r")), trained)
+
+
+def _column(path: Path, dtype: np.dtype) -> np.ndarray:
+    if not os.path.getsize(path):  # what is empty cannot be mapped
+        return np.zeros(0, dtype)
+    return np.asarray(np.memmap(path, dtype, mode="r"))

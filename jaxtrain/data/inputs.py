@@ -44,8 +44,9 @@ class Piece:
 class Text:
     """One document."""
 
-    name: str  # the piece, and the line or row within it
+    name: str  # the piece, and the place within it
     content: bytes  # UTF-8
+    place: int = 0  # the byte or (compressed) line where it begins, its row in the group; 0 for a file of text
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Ids:
 
     name: str
     ids: np.ndarray
+    place: int = 0  # its number
 
 
 def find_tasks(inputs: Sequence[str], task_bytes: int = 2**26) -> list[tuple[Piece, ...]]:
@@ -118,7 +120,7 @@ def read(piece: Piece, field: str) -> Iterator[Text | Ids | str]:
     elif piece.kind == "megatron":
         index = _index(Path(piece.path), Path(piece.path).stat().st_mtime_ns)
         for document in range(piece.start, piece.stop):
-            yield Ids(f"{piece.name}, document {document}", index.document(document))
+            yield Ids(f"{piece.name}, document {document}", index.document(document), document)
     else:
         yield from _rows(piece, field)
 
@@ -141,9 +143,9 @@ def _json_lines(piece: Piece, field: str) -> Iterator[Text | str]:
         while (packed or at < piece.stop) and (line := file.readline()):
             number += 1
             where = f"{piece.name}, byte {at}" if piece.start else f"{piece.name}, line {number}"
-            at += len(line)
             if line.strip():
-                yield Text(where, _field(line, field, where))
+                yield Text(where, _field(line, field, where), number if packed else at)
+            at += len(line)
 
 
 def _opened(piece: Piece) -> BinaryIO:
@@ -172,7 +174,7 @@ def _rows(piece: Piece, field: str) -> Iterator[Text]:
                         f"it has {', '.join(file.schema_arrow.names)}")
     for row, text in enumerate(file.read_row_group(piece.start, columns=[field]).column(0)):
         if (content := text.as_py()) is not None:
-            yield Text(f"{piece.name}, row {row} of group {piece.start}", str(content).encode())
+            yield Text(f"{piece.name}, row {row} of group {piece.start}", str(content).encode(), row)
 
 
 # As written by Megatron-LM's indexed_dataset.py and by datatrove: a number for each type of ids.

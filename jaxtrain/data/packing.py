@@ -40,6 +40,8 @@ class PackedRows:
         begins = self._tokens.starts(start + 1, start + size + 1) - start
         weights = np.ones(size, np.float32)
         weights[begins - 1] = 0
+        if (trained := self._tokens.trained(start + 1, start + size + 1)) is not None:
+            weights[~trained] = 0
         edges = np.concatenate([[0], begins[begins < size], [size]]).astype(np.int32)
         lengths = np.diff(edges)
         segments = np.repeat(np.arange(1, len(edges), dtype=np.int32), lengths)
@@ -79,6 +81,7 @@ class FittedRows:
             text, place = self._tokens.read(int(start), int(start) + int(length) + 1), slice(at, at + int(length))
             row["tokens"][place], row["targets"][place] = text[:-1], text[1:]
             row["segments"][place], row["positions"][place] = segment, np.arange(length)
-            row["weights"][place] = 1
+            trained = self._tokens.trained(int(start) + 1, int(start) + int(length) + 1)
+            row["weights"][place] = 1 if trained is None else trained
             at += int(length)
         return row

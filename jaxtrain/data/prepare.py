@@ -1,52 +1,28 @@
 """python -m jaxtrain.data.prepare --input=FILE_OR_FOLDER... --tokenizer=... --output=FOLDER: text to a corpus, once.
 
-The work is a list of tasks that follows from the input alone. Each makes one shard, and its ledger is written last: so
-a kill costs the tasks that were under way, the same command goes on, and the result is the same to the byte for any
-number of workers. `tokenize_task` is all that another engine has to call.
+The work is a list of tasks that follows from the input alone (tasks.py). A kill costs the tasks that were under way,
+the same command goes on, and the result is the same to the byte for any number of workers.
 """
 
 import argparse
-import concurrent.futures
-import json
-import multiprocessing
 import os
 import shutil
 import sys
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import files, inputs
-from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, check, open_corpus, read_manifest
-from jaxtrain.data.inputs import Ids, Piece, Text
+from jaxtrain.data import engines, files, inputs
+from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, open_corpus, read_manifest
+from jaxtrain.data.duplicates import find_duplicates
+from jaxtrain.data.shards import dtype_of
+from jaxtrain.data.tasks import Options, Task, read_ledger, tokenize_shard
 from jaxtrain.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from jaxtrain.errors import Parser, UserError
-
-TOGETHER = 256  # documents that a tokenizer gets at a time
-
-
-@dataclass(frozen=True)
-class Options:
-    """What decides about the tokens, beside the input."""
-
-    tokenizer: str = "bytes"
-    eod: str = ""  # the token that ends a document; "": a well-known one
-    field: str = "text"  # of JSON records and Parquet
-    eval_fraction: float = 0.005  # of the documents, chosen by their content
-    deduplicate: bool = False  # keep the first of equal documents only
-    task_bytes: int = 2**26  # of input that make one shard
-
-    def __post_init__(self):
-        if not 0 <= self.eval_fraction < 1:
-            raise UserError("--eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.005")
-        if self.task_bytes < 1:
-            raise UserError("--task_bytes", f"{self.task_bytes} is no size", "use 67108864 or so")
 
 
 def prepare(sources: Sequence[str], output: str | Path, options: Options, workers: int = 1,
@@ -55,9 +31,9 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     output = Path(output).expanduser()
     tokenizer = load_tokenizer(options.tokenizer, options.eod)
     tasks = inputs.find_tasks(sources, options.task_bytes)
-    plan = _plan(tasks, tokenizer, options)
+    plan = files.digest(_plan(tasks, tokenizer, options))
     if (output / "manifest.json").exists():
-        if read_manifest(output)["plan"] != files.digest(plan):
+        if read_manifest(output)["plan"] != plan:
             raise UserError("--output", f"{output} holds another corpus", "name another folder, or delete it")
         shutil.rmtree(output / UNFINISHED, ignore_errors=True)  # a kill came when all was done
         return open_corpus(output)
@@ -73,10 +49,10 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     started, done, total = time.monotonic(), 0, inputs.total_size(tasks)
     if options.deduplicate:  # first, for what a task may keep depends on all others
         say("looking for equal documents")
-        _deduplicate(tasks, output, options, workers)
-    missing = [number for number, task in enumerate(tasks) if not _ledger(output, number, task, plan)]
+        find_duplicates(tasks, output, options, workers)
+    missing = [number for number, task in enumerate(tasks) if not read_ledger(output, number, task, plan)]
     kept = total - sum(piece.size for number in missing for piece in tasks[number])
-    for number in _run(tokenize_task, tasks, missing, output, options, plan, workers):
+    for number in engines.run(tokenize_shard, tasks, missing, output, options, plan, workers):
         done += sum(piece.size for piece in tasks[number])
         rate = max(1, done) / (time.monotonic() - started)
         say(f"{(kept + done) / max(1, total):6.1%}  {rate / 1e6:8.2f} MB/s  {(total - kept - done) / rate:8.0f} s left")
@@ -84,211 +60,16 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     return open_corpus(output)
 
 
-def _plan(tasks: Sequence[tuple[Piece, ...]], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
+def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
     """All that the tokens depend on."""
-    return {"format": FORMAT, "tokenizer": tokenizer.fingerprint, "field": options.field,
-            "eval_fraction": options.eval_fraction, "deduplicate": options.deduplicate,
+    return {"format": FORMAT, "tokenizer": tokenizer.fingerprint, "options": options.identity(),
             "tasks": [[piece.identity() for piece in task] for task in tasks]}
 
 
-def _run(do: Callable[..., int], tasks: Sequence[tuple[Piece, ...]], missing: Sequence[int], output: Path,
-         options: Options, plan: dict[str, Any], workers: int) -> Iterator[int]:
-    """Do the tasks; yields the number of each that is done."""
-    plan_hash = files.digest(plan)
-    if workers == 1 or len(missing) < 2:
-        for number in missing:
-            yield do(number, tasks[number], output, options, plan_hash)
-        return
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are the parallelism
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(workers, len(missing)), mp_context=context) as pool:
-        futures = [pool.submit(do, number, tasks[number], output, options, plan_hash) for number in missing]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def tokenize_task(number: int, task: tuple[Piece, ...], output: str | Path, options: Options, plan: str) -> int:
-    """One task: shards of both splits, then their ledger. A pure function of its arguments and the input's bytes."""
-    output = Path(output)
-    tokenizer = _loaded(options.tokenizer, options.eod)
-    writers = {split: _Writer(output / f"{split}-{number:05}", tokenizer) for split in SPLITS}
-    left_out: dict[str, int] = {}
-    probes: list[dict[str, Any]] = []
-    batch: list[Text] = []
-
-    def add(content: bytes, ids: np.ndarray, key: bytes):
-        into = "eval" if int.from_bytes(key[:8]) < options.eval_fraction * 2**64 else "train"
-        writers[into].add(content, ids, key)
-
-    def flush():
-        for text, ids in zip(batch, tokenizer.encode_many([text.content for text in batch]), strict=True):
-            add(text.content, ids, _key(text))
-            if len(probes) < 2 and number < 4 and len(ids):
-                head = text.content.decode(errors="replace")[:200]
-                probes.append({"text": head, "ids": tokenizer.encode(head.encode()).tolist()})
-        batch.clear()
-
-    keep = np.load(_keep_path(output, number)) if options.deduplicate else None
-    for i, found in enumerate(_documents(task, options, left_out)):
-        if keep is not None and i >= len(keep):
-            raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
-        if keep is not None and not keep[i]:
-            left_out["equal to another"] = left_out.get("equal to another", 0) + 1
-        elif isinstance(found, Ids):
-            ids = _without_end(found, tokenizer)
-            add(tokenizer.decode(ids).encode(), ids, _key(found))
-        else:
-            batch.append(found)
-            if len(batch) == TOGETHER:
-                flush()
-    flush()
-    shards = {split: writer.close() for split, writer in writers.items()}
-    files.write_json(_ledger_path(output, number), {
-        "plan": plan, "task": [[piece.identity(), _stamp(piece)] for piece in task], "shards": shards,
-        "keep": _keep_digest(output, number), "left_out": left_out, "probes": probes})
-    return number
-
-
-def _documents(task: tuple[Piece, ...], options: Options, left_out: dict[str, int]) -> Iterator[Text | Ids]:
-    """What a task has to offer; what it has not is counted."""
-    for piece in task:
-        try:
-            for found in inputs.read(piece, options.field):
-                reason = found.partition(": ")[2] if isinstance(found, str) else ""
-                if isinstance(found, Text) and not found.content:
-                    reason = "empty"
-                if reason:
-                    left_out[reason] = left_out.get(reason, 0) + 1
-                elif not isinstance(found, str):
-                    yield found
-        except (OSError, EOFError, zlib.error) as error:
-            raise UserError("--input", f"{piece.path} cannot be read ({error})", "replace the file") from error
-
-
-def _key(document: Text | Ids) -> bytes:
-    """Equal for equal documents."""
-    return inputs.content_hash(document.content if isinstance(document, Text) else document.ids.tobytes())
-
-
-def _deduplicate(tasks: Sequence[tuple[Piece, ...]], output: Path, options: Options, workers: int) -> None:
-    """Say of each task's documents which are the first of their kind, in the order of the input."""
-    for _ in _run(hash_task, tasks, range(len(tasks)), output, options, {}, workers):
-        pass
-    keys = [np.load(_keys_path(output, number)) for number in range(len(tasks))]
-    flat = np.concatenate([np.zeros(0, "V16"), *keys])
-    first = np.zeros(len(flat), bool)
-    first[np.unique(flat, return_index=True)[1]] = True
-    for number, keep in enumerate(np.split(first, np.cumsum([len(some) for some in keys])[:-1])):
-        with files.written(_keep_path(output, number)) as file:
-            np.save(file, keep)
-
-
-def hash_task(number: int, task: tuple[Piece, ...], output: str | Path, options: Options, plan: str) -> int:
-    """The keys of a task's documents, in order."""
-    keys = b"".join(map(_key, _documents(task, options, {})))
-    with files.written(_keys_path(Path(output), number)) as file:
-        np.save(file, np.frombuffer(keys, "V16"))
-    return number
-
-
-def _keys_path(output: Path, number: int) -> Path:
-    return output / UNFINISHED / f"{number:05}.keys.npy"
-
-
-def _keep_path(output: Path, number: int) -> Path:
-    return output / UNFINISHED / f"{number:05}.keep.npy"
-
-
-def _keep_digest(output: Path, number: int) -> str | None:
-    path = _keep_path(output, number)
-    return files.file_digest(path) if path.exists() else None
-
-
-def _without_end(document: Ids, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of a document that was tokenised elsewhere, which may have brought its end along."""
-    ids = document.ids[:-1] if len(document.ids) and document.ids[-1] == tokenizer.eod else document.ids
-    if len(ids) and ids.max() >= tokenizer.vocab_size:
-        raise UserError("--tokenizer", f"{document.name} has id {ids.max()} and {tokenizer.name} has only "
-                        f"{tokenizer.vocab_size}", "name the tokenizer that the tokens were made with")
-    return ids
-
-
-_TOKENIZER: dict[tuple[str, str], Tokenizer] = {}
-
-
-def _loaded(name: str, eod: str) -> Tokenizer:
-    """Once a process."""
-    if (name, eod) not in _TOKENIZER:
-        _TOKENIZER[name, eod] = load_tokenizer(name, eod)
-    return _TOKENIZER[name, eod]
-
-
-class _Writer:
-    """One shard under way: documents go to disk as they come."""
-
-    def __init__(self, path: Path, tokenizer: Tokenizer):
-        self.path, self.eod = path, tokenizer.eod
-        self.dtype = dtype_of(tokenizer)
-        self.lengths: list[int] = []
-        self.keys: list[bytes] = []
-        self.bytes = 0
-        self.context = files.written(path.with_suffix(".bin"))
-        self.file = self.context.__enter__()
-
-    def add(self, content: bytes, ids: np.ndarray, key: bytes) -> None:
-        """One document."""
-        self.file.write(np.append(ids, self.eod).astype(self.dtype).tobytes())
-        self.lengths.append(len(ids) + 1)
-        self.keys.append(key)
-        self.bytes += len(content)
-
-    def close(self) -> dict[str, Any]:
-        """-> the shard's entry in the manifest."""
-        self.context.__exit__(None, None, None)
-        with files.written(self.path.with_name(f"{self.path.name}.offsets.npy")) as file:
-            np.save(file, np.cumsum([0, *self.lengths], dtype="<i8"))
-        with files.written(self.path.with_name(f"{self.path.name}.keys.npy")) as file:
-            np.save(file, np.frombuffer(b"".join(self.keys), np.uint8).reshape(-1, 16))
-        names = [f"{self.path.name}{end}" for end in (".bin", ".offsets.npy", ".keys.npy")]
-        return {"name": self.path.name, "documents": len(self.lengths), "tokens": sum(self.lengths),
-                "bytes": self.bytes, "sha256": {name: files.file_digest(self.path.with_name(name)) for name in names}}
-
-
-def dtype_of(tokenizer: Tokenizer) -> np.dtype:
-    """The narrowest that holds every id."""
-    return np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
-
-
-def _ledger_path(output: Path, number: int) -> Path:
-    return output / UNFINISHED / f"{number:05}.json"
-
-
-def _stamp(piece: Piece) -> int:
-    return Path(piece.path).stat().st_mtime_ns
-
-
-def _ledger(output: Path, number: int, task: tuple[Piece, ...], plan: dict[str, Any]) -> dict[str, Any] | None:
-    """The ledger of a task that is done and whose files and input are still what they were; else None."""
-    try:
-        ledger = json.loads(_ledger_path(output, number).read_bytes())
-        now = files.digest(plan), [[p.identity(), _stamp(p)] for p in task], _keep_digest(output, number)
-        if (ledger["plan"], ledger["task"], ledger["keep"]) != now:
-            return None
-        for shard in ledger["shards"].values():
-            for name, sha256 in shard["sha256"].items():
-                check(output / name, sha256)
-    except (OSError, ValueError, KeyError, TypeError, UserError):
-        return None
-    return ledger
-
-
-def _finish(output: Path, tasks: Sequence[tuple[Piece, ...]], plan: dict[str, Any], options: Options,
+def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
             tokenizer: Tokenizer) -> None:
     """Put all ledgers together as the manifest: with it the corpus is there."""
-    ledgers = [_ledger(output, number, task, plan) for number, task in enumerate(tasks)]
+    ledgers = [read_ledger(output, number, task, plan) for number, task in enumerate(tasks)]
     if None in ledgers:
         raise UserError("--input", f"the input of task {ledgers.index(None)} changed while it was read", "run again")
     done: list[dict[str, Any]] = [ledger for ledger in ledgers if ledger]
@@ -302,12 +83,11 @@ def _finish(output: Path, tasks: Sequence[tuple[Piece, ...]], plan: dict[str, An
         splits[split] = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
         splits[split]["shards"] = shards
     manifest = {
-        "format": FORMAT, "plan": files.digest(plan),
+        "format": FORMAT, "plan": plan,
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint,
                       "eod": getattr(tokenizer, "eod_token", ""), "vocab_size": tokenizer.vocab_size},
-        "options": {"field": options.field, "eval_fraction": options.eval_fraction,
-                    "deduplicate": options.deduplicate},
-        "inputs": [piece.identity() for task in tasks for piece in task],
+        "options": options.identity(),
+        "inputs": [[piece.identity() for piece in task] for task in tasks],
         "left_out": left_out, "dtype": dtype_of(tokenizer).str, "splits": splits,
         "probes": [probe for ledger in done for probe in ledger["probes"]],
         "versions": {name: _version(name) for name in ("jaxtrain", "numpy", "tokenizers")},

@@ -235,7 +235,7 @@ def test_an_unfinished_corpus_is_refused_and_a_finished_one_is_kept(tmp_path, mo
         load_corpus(DataConfig(source=str(output)))
     prepare([source], output, options)
     before = files(output)
-    monkeypatch.setattr("jaxtrain.data.prepare.tokenize_task", lambda *_: pytest.fail("done again"))
+    monkeypatch.setattr("jaxtrain.data.prepare.tokenize_shard", lambda *_: pytest.fail("done again"))
     prepare([source], output, options)
     assert files(output) == before
     with pytest.raises(UserError, match="holds another corpus"):

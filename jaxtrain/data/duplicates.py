@@ -1,0 +1,35 @@
+"""Which documents are the first of their kind: found before anything is tokenised, for it depends on all tasks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.data import engines, files
+from jaxtrain.data.corpus import UNFINISHED
+from jaxtrain.data.tasks import Options, Task, documents, keep_path, key_of
+
+
+def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, workers: int) -> None:
+    """Say of each task's documents which are the first of their kind, in the order of the input."""
+    for _ in engines.run(hash_task, tasks, range(len(tasks)), output, options, "", workers):
+        pass
+    keys = [np.load(_keys_path(output, number)) for number in range(len(tasks))]
+    flat = np.concatenate([np.zeros(0, "V16"), *keys])
+    first = np.zeros(len(flat), bool)
+    first[np.unique(flat, return_index=True)[1]] = True
+    for number, keep in enumerate(np.split(first, np.cumsum([len(some) for some in keys])[:-1])):
+        with files.written(keep_path(output, number)) as file:
+            np.save(file, keep)
+
+
+def hash_task(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
+    """The keys of a task's documents, in order."""
+    keys = b"".join(key_of(found) for found, _ in documents(task, options, {}))
+    with files.written(_keys_path(Path(output), number)) as file:
+        np.save(file, np.frombuffer(keys, "V16"))
+    return number
+
+
+def _keys_path(output: Path, number: int) -> Path:
+    return output / UNFINISHED / f"{number:05}.keys.npy"

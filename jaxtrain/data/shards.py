@@ -1,0 +1,106 @@
+"""Shards as they are written: documents end to end, where each begins, what it hashes to and where it came from."""
+
+import base64
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data import files
+from jaxtrain.data.tokenizer import Tokenizer
+
+CHUNK = 2**20  # bytes of a column that one checksum stands for: what can be checked without reading the whole
+ORIGIN = np.dtype([("piece", "<u4"), ("place", "<u8")])  # piece of the task; line, byte, row or document of it
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Where a document came from."""
+
+    piece: int
+    place: int
+
+
+class ShardWriter:
+    """One shard under way: documents go to disk as they come.
+
+    A column has a file; all are as long as the tokens are: `.bin` holds ids, `.trained.bin`, if asked for, whether an
+    id is to be learnt (1) or only read (0).
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, end: int, trained: bool = False):
+        self.path, self.dtype, self.end = path, dtype, end
+        self.lengths: list[int] = []
+        self.keys: list[bytes] = []
+        self.origins: list[tuple[int, int]] = []
+        self.bytes = self.learnt = 0
+        self._tokens = _Column(path.with_name(f"{path.name}.bin"))
+        self._trained = _Column(path.with_name(f"{path.name}.trained.bin")) if trained else None
+
+    def add(self, ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin,
+            trained: np.ndarray | None = None) -> None:
+        """One document; the end is put behind it, and is learnt if the last of its ids is."""
+        self._tokens.write(np.append(ids, self.end).astype(self.dtype).tobytes())
+        if self._trained:
+            assert trained is not None and len(trained) == len(ids)
+            flags = np.append(trained, trained[-1:]).astype(np.uint8)
+            self.learnt += int(flags.sum())
+            self._trained.write(flags.tobytes())
+        self.lengths.append(len(ids) + 1)
+        self.keys.append(key)
+        self.origins.append((origin.piece, origin.place))
+        self.bytes += num_bytes
+
+    def close(self) -> dict[str, Any]:
+        """-> the shard's entry in the manifest."""
+        columns = [column for column in (self._tokens, self._trained) if column]
+        crc32 = {column.path.name: column.close() for column in columns}
+        arrays = {"offsets": np.cumsum([0, *self.lengths], dtype="<i8"),
+                  "keys": np.frombuffer(b"".join(self.keys), np.uint8).reshape(-1, 16),
+                  "origins": np.array(self.origins, ORIGIN)}
+        for name, array in arrays.items():
+            with files.written(self.path.with_name(f"{self.path.name}.{name}.npy")) as file:
+                np.save(file, array)
+        names = [*crc32, *(f"{self.path.name}.{name}.npy" for name in arrays)]
+        entry = {"name": self.path.name, "documents": len(self.lengths), "tokens": sum(self.lengths),
+                 "bytes": self.bytes, "crc32": crc32,
+                 "sha256": {name: files.file_digest(self.path.with_name(name)) for name in names}}
+        return entry | ({"learnt": self.learnt} if self._trained else {})
+
+
+class _Column:
+    """A file under way, and the checksums of its chunks."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._context = files.written(path)
+        self._file = self._context.__enter__()
+        self._sums: list[int] = []
+        self._sum = self._within = 0
+
+    def write(self, content: bytes) -> None:
+        self._file.write(content)
+        while content:
+            some, content = content[: CHUNK - self._within], content[CHUNK - self._within:]
+            self._sum = zlib.crc32(some, self._sum)
+            self._within += len(some)
+            if self._within == CHUNK:
+                self._end_chunk()
+
+    def close(self) -> str:
+        """-> the checksums, as text."""
+        if self._within:
+            self._end_chunk()
+        self._context.__exit__(None, None, None)
+        return base64.b64encode(np.array(self._sums, "<u4").tobytes()).decode()
+
+    def _end_chunk(self) -> None:
+        self._sums.append(self._sum)
+        self._sum = self._within = 0
+
+
+def dtype_of(tokenizer: Tokenizer) -> np.dtype:
+    """The narrowest that holds every id."""
+    return np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
