@@ -1,20 +1,23 @@
 """Batches by step number, and a thread that prepares the next ones while the device computes.
 
-Grain gives the order: a seeded permutation of all rows, another one in each epoch, at any place in O(1). The step
-number alone says which rows a batch holds, so a restart needs no state, and processes need not agree on anything.
+The order of all rows is known at any place (order.py). So the step number alone says which rows a batch holds: a
+restart needs no state, and processes need not agree on anything.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtrain.errors import UserError
+from jaxtrain.data.order import Order
 
 
 class Rows(Protocol):
-    """Random access to rows: dicts of arrays with the same names, shapes and dtypes, among them `weights`."""
+    """Random access to rows: dicts of arrays with the same names, shapes and dtypes, among them `weights`.
+
+    Rows that are cheaper by the batch have `take(numbers)` too: several at once, each array with one dimension more.
+    """
 
     def __len__(self) -> int: ...
 
@@ -29,14 +32,7 @@ class Batches:
     """
 
     def __init__(self, rows: Rows, *, global_batch_size: int, seed: int, shuffle: bool = True, repeat: bool = True):
-        import grain  # a second's import, that only a run which reads data pays
-
-        if seed < 0:
-            raise UserError("data.seed", f"{seed} is negative", "use 0 or more")
-        order = grain.MapDataset.source(cast(Any, rows)).seed(seed)
-        order = order.shuffle() if shuffle else order
-        self._order = order.repeat() if repeat else order  # shuffle before repeat: each epoch is a permutation
-        self._pad = None if repeat else {name: np.zeros_like(column) for name, column in rows[0].items()}
+        self._rows, self._order = rows, Order(len(rows), seed, shuffle)
         self.global_batch_size = global_batch_size
         self.num_batches = None if repeat else -(-len(rows) // global_batch_size)  # None: no end
 
@@ -47,15 +43,24 @@ class Batches:
         """Only these rows of the global batch at `step`: what one process reads of it."""
         if step < 0 or (self.num_batches is not None and step >= self.num_batches):
             raise IndexError(f"batch {step} of {self.num_batches}")
-        chosen = [self._row(step, int(index)) for index in indices]
-        return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
-
-    def _row(self, step: int, index: int) -> dict[str, np.ndarray]:
-        if not 0 <= index < self.global_batch_size:
+        within = np.asarray(indices, np.int64)
+        for index in within[(within < 0) | (within >= self.global_batch_size)]:
             raise IndexError(f"row {index} of a batch of {self.global_batch_size}")
-        place = int(step) * self.global_batch_size + index
-        inside = self._pad is None or place < len(self._order)
-        return cast(dict, self._order[place] if inside else self._pad)
+        places = int(step) * self.global_batch_size + within
+        there = places < len(self._rows) if self.num_batches else np.ones(len(places), bool)
+        if there.all():
+            return self._take(self._order.rows(places))
+        batch = {name: np.zeros((len(places), *column.shape), column.dtype) for name, column in self._rows[0].items()}
+        if there.any():
+            for name, column in self._take(self._order.rows(places[there])).items():
+                batch[name][there] = column
+        return batch
+
+    def _take(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        if take := getattr(self._rows, "take", None):
+            return take(numbers)
+        chosen = [self._rows[number] for number in numbers.tolist()]
+        return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
 
 
 class prefetch(Iterator[tuple[int, Any, float]]):
