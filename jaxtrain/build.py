@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxtrain import optim, precision, refusals, sharding
 from jaxtrain.config import Config
+from jaxtrain.data import stages as data_stages
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.loss import cross_entropy
 from jaxtrain.mesh import AXES, make_mesh
@@ -57,7 +58,7 @@ class Run:
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step. `state` is donated: use the returned one."""
         self._check_devices()
-        return self.compiled_step(state, self.place(batch))
+        return self.of_shape(np.shape(batch["tokens"])).compiled_step(state, self.place(batch))
 
     def batch(self, step: int) -> dict[str, jax.Array]:
         """The training batch of this step, placed on the mesh: a pure function of the data, the config and `step`."""
@@ -83,6 +84,26 @@ class Run:
         """(params, batch) -> (summed loss, weight)."""
         with sharding.use(self.mesh, self.rules):
             return jax.jit(self._eval).lower(self.abstract.params, self.abstract_batch).compile()
+
+    def of_shape(self, shape: tuple[int, ...]) -> "Run":
+        """This run for batches of so many rows and tokens a row: same state, same mesh (`data.stages` asks for it)."""
+        rows, seq_len = shape
+        data = self.config.data
+        if (rows, seq_len) == (data.global_batch_size, data.seq_len):
+            return self
+        if shape not in self._other_shapes:
+            data = replace(data, global_batch_size=rows, seq_len=seq_len, stages=[])
+            self._other_shapes[shape] = build(replace(self.config, data=data), mesh=self.mesh)
+        return self._other_shapes[shape]
+
+    def shapes(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The shapes of the batches of steps `start` to `stop`, each once."""
+        begins = [max(stage.start, start) for stage in data_stages.stages(self.config.data) if stage.start < stop]
+        return list(dict.fromkeys(self.train_batches.shape(step) for step in [start, *begins] if step < stop))
+
+    @cached_property
+    def _other_shapes(self) -> dict[tuple[int, ...], "Run"]:
+        return {}
 
     def lower(self) -> jax.stages.Lowered:
         """The step, traced and lowered for this mesh: no device memory is used, and none need exist."""
@@ -130,7 +151,7 @@ class Run:
 
     @cached_property
     def train_batches(self):
-        """Training batches by step: shuffled, reshuffled each epoch, without end."""
+        """Training batches by step: shuffled, reshuffled each epoch, without end unless the sources have one."""
         from jaxtrain.data.batches import train_batches
 
         return train_batches(self.config.data, self.corpus)
@@ -161,10 +182,11 @@ class Run:
 
     def placed(self, batches, step: int) -> dict[str, jax.Array]:
         """Each process reads only the rows that its own devices hold."""
-        size, target = self.config.data.global_batch_size, self.layout.batch(2)
+        size, seq_len = batches.shape(step)
+        target = self.layout.batch(2)
         if jax.process_count() == 1:
             return jax.device_put(batches[step], target)
-        shape = (size, self.config.data.seq_len)
+        shape = (size, seq_len)
         held = {tuple(i.indices(n)[:2] for i, n in zip(index, shape, strict=True)): index
                 for index in target.addressable_devices_indices_map(shape).values() if index is not None}
         rows = sorted({row for (first, last), _ in held for row in range(first, last)})
@@ -297,8 +319,14 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
     if schedules:
         _warn_of_waste(abstract.params, layout.state.params, schedules[0])
     _check_activations(config, rules, mesh)
-    return Run(config, mesh, rules, model, optimizer, schedule, compute, with_shardings(abstract, layout.state), layout,
-               schedules)
+    run = Run(config, mesh, rules, model, optimizer, schedule, compute, with_shardings(abstract, layout.state), layout,
+              schedules)
+    for stage in data_stages.stages(config.data):  # refused now rather than when they begin
+        try:
+            run.of_shape((stage.batch, stage.seq_len))
+        except UserError as error:
+            raise UserError(error.key, f"from step {stage.start} on, {error.reason}", error.fix) from error
+    return run
 
 
 def _weighted(penalty_LB: jax.Array | None, batch: Any) -> jax.Array:

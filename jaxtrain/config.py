@@ -171,6 +171,8 @@ class DataConfig:
 
     source: str = "stdlib"  # the running interpreter's own library; else a prepared corpus, or a file or folder of text
     tokenizer: str = "bytes"  # of text that is no prepared corpus
+    mixture: dict[str, Any] = field(default_factory=dict, hash=False)  # for source: name -> {source, weight, epochs}
+    stages: list[Any] = field(default_factory=list, hash=False)  # what changes at which step: docs/data-mixtures.md
     packing: str = "concat"  # documents end to end, cut at rows; or "best_fit": few are cut, a few places stay empty
     seq_len: int = 256
     global_batch_size: int = 16
@@ -185,6 +187,8 @@ class DataConfig:
             raise UserError("data.prefetch", f"{self.prefetch} batches would fill the memory", "use 1000 or fewer")
         if not 0 < self.eval_fraction < 1:
             raise UserError("data.eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.05")
+        if self.mixture and self.source != DataConfig.source:
+            raise UserError("data.source", f"data.mixture names other sources than {self.source!r}", "leave it out")
         _one_of("data.packing", self.packing, ("concat", "best_fit"))
         _one_of("data.tokenizer", self.tokenizer, ("bytes",))
 
@@ -347,10 +351,24 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
             before = sections[section].get("overrides", {})
             sections[section]["overrides"] = {**(before if isinstance(before, dict) else {}),
                                               name.removeprefix("overrides."): str(value)}
+        elif section == "data" and name.startswith("mixture."):
+            sections[section]["mixture"] = _mixed(sections[section].get("mixture", {}), key, name.split(".")[1:], value)
         else:
             sections[section][name] = _Text(value) if isinstance(value, str) else value
     types = get_type_hints(Config)
     return Config(**{section: _section(types[section], section, keys) for section, keys in sections.items()})
+
+
+def _mixed(before: Any, key: str, path: list[str], value: Any) -> dict[str, Any]:
+    """The mixture with NAME.weight, NAME.epochs or NAME.source set; `data.mixture.NAME=W` sets the weight."""
+    if len(path) > 2 or not all(path):
+        raise UserError(key, "there is no such key", "give data.mixture.NAME.weight=NUMBER")
+    before = _literal(before) if isinstance(before, _Text) else before
+    before = before if isinstance(before, dict) else {}
+    name, entry = path[0], before.get(path[0], {})
+    entry = dict(entry) if isinstance(entry, dict) else {"weight": entry}
+    what = path[1] if len(path) == 2 else "weight"
+    return {**before, name: {**entry, what: value if what == "source" else _literal(value)}}
 
 
 def diff(config: Config, base: Config) -> dict[str, tuple[Any, Any]]:
@@ -377,10 +395,9 @@ def _coerce(key: str, value: Any, wanted: Any) -> Any:
             return str(value)
     else:
         if isinstance(value, _Text):
-            try:
-                value = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
-            except (ValueError, SyntaxError):
-                value = str(value)
+            value = _literal(value)
+        if wanted is list and isinstance(value, tuple):
+            value = list(value)
         if wanted is float and type(value) is int:
             return float(value)
         if wanted is int and type(value) is float and value.is_integer():
@@ -390,7 +407,16 @@ def _coerce(key: str, value: Any, wanted: Any) -> Any:
     raise UserError(key, f"{str(value)!r} is not {_KIND[wanted]}", f"give {_KIND[wanted]}")
 
 
-_KIND = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", dict: "a mapping"}
+def _literal(text: Any) -> Any:
+    """What words on a command line say, where not text is wanted."""
+    try:
+        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    except (ValueError, SyntaxError):
+        return str(text)
+
+
+_KIND = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", dict: "a mapping",
+         list: "a list"}
 
 
 def _known(name: str, known: Any, key: str) -> None:

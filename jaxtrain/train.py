@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ from jaxtrain import checkpoint, observe
 from jaxtrain.build import Run, build
 from jaxtrain.config import Config
 from jaxtrain.data import prefetch
+from jaxtrain.data.batches import epochs, packing
 from jaxtrain.errors import UserError
 from jaxtrain.report import matmul_parameters
 from jaxtrain.resilience import Interrupt
@@ -33,17 +35,20 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     """
     # -------------------------------------------------------------- refuse what cannot work, before paying for anything
     run, workdir, t = build(config), Path(workdir), config.train
-    observe.check_workdir(workdir, config)
+    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
+    start = checkpoints.latest() or 0
+    observe.check_workdir(workdir, config, done=start)
     if t.tensorboard:
         observe.summary_writer()
     run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
+    if (run.train_batches.num_batches or t.steps) < t.steps:
+        raise UserError("train.steps", f"data.mixture has an end at step {run.train_batches.num_batches}",
+                        "raise the epochs of its sources or train fewer steps")
     observe.write_run_files(workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
-                            data_manifest_hash=run.corpus.manifest_hash)
+                            data_manifest_hash=run.corpus.manifest_hash, manifests=run.corpus.manifests, done=start)
     say(summary(run, workdir))
 
     # -------------------------------------------------------------------- the state: from a checkpoint, or from nothing
-    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
-    start = checkpoints.latest() or 0
     if start > t.steps:
         raise UserError("train.steps", f"{t.steps} is less than the {start} steps that {workdir} has",
                         "give more steps or another --workdir")
@@ -52,8 +57,8 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         say(f"resumed from step {start}")
     else:
         state = run.init()
-    if start < t.steps:
-        run.compiled_step  # noqa: B018 (compiles, while nothing else wants the processor)
+    for shape in run.shapes(start, t.steps):
+        run.of_shape(shape).compiled_step  # noqa: B018 (compiles, while nothing else wants the processor)
 
     # --------------------------------------------------------------------------------------------------------- the loop
     def place(step, batches):
@@ -78,7 +83,7 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
             writer.write_eval(start, evaluation())
         for n, batch, waited in batches:
-            state, metrics = run.compiled_step(state, batch)
+            state, metrics = run.of_shape(batch["tokens"].shape).compiled_step(state, batch)
             done = n + 1
             # Nothing here waits for the device: the writer reads the numbers on its own thread, one step late.
             writer.push(done, metrics, {"data_wait_s": waited})
@@ -110,13 +115,18 @@ def evaluated(workdir: Path, step: int) -> bool:
     return any(line.startswith(f'{{"step": {step}, ') and '"eval_loss"' in line for line in lines)
 
 
-def constants(run: Run) -> observe.Constants:
+def constants(run: Run) -> Callable[[int], observe.Constants]:
     """What turns steps and seconds into tokens a second and utilisation."""
-    model, data = run.config.model, run.config.data
+    model, batches = run.config.model, run.train_batches
     matmuls = matmul_parameters(run.abstract, run.layout, model)
-    causal, full = (observe.flops_per_token(model, matmuls, data.seq_len, look) for look in (True, False))
     peak = observe.device_peak(jax.devices()[0].device_kind)
-    return observe.Constants(data.global_batch_size * data.seq_len, causal, full, peak and peak * run.mesh.size)
+
+    def of_step(step):
+        rows, seq_len = batches.shape(step)
+        causal, full = (observe.flops_per_token(model, matmuls, seq_len, look) for look in (True, False))
+        return observe.Constants(rows * seq_len, causal, full, peak and peak * run.mesh.size, batches.tokens(step))
+
+    return of_step
 
 
 def sinks(run: Run, workdir: Path, start: int) -> list[observe.Sink]:
@@ -129,14 +139,15 @@ def sinks(run: Run, workdir: Path, start: int) -> list[observe.Sink]:
 
 
 def summary(run: Run, workdir: Path) -> str:
-    """The run in two lines."""
+    """The run in three lines."""
     c, corpus = run.config, run.corpus
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(run.abstract.params))
     axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
     axes += f"; {run.pipeline}" if run.schedules else ""
     return (f"{c.model.name}, {count:,} parameters in {run.precision}, on {jax.devices()[0].device_kind} ({axes})\n"
             f"{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens; "
-            f"{c.train.steps} steps of {c.data.global_batch_size} x {c.data.seq_len} tokens; workdir {workdir}")
+            f"{c.train.steps} steps of {c.data.global_batch_size} x {c.data.seq_len} tokens; workdir {workdir}\n"
+            f"{packing(c.data, corpus)}; {epochs(run.train_batches, c.train.steps)}")
 
 
 def say(text: str) -> None:

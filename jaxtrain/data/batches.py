@@ -1,16 +1,24 @@
 """The batches that a config asks for: what a run trains and is evaluated on, and what `inspect` shows."""
 
+import functools
+from typing import Any
+
 from jaxtrain.config import DataConfig
+from jaxtrain.data import stages
 from jaxtrain.data.cache import cache_root
 from jaxtrain.data.corpus import Corpus
+from jaxtrain.data.curriculum import Curriculum
 from jaxtrain.data.fitting import cached_plan
 from jaxtrain.data.loader import Batches
 from jaxtrain.data.packing import FittedRows, PackedRows
 
 
-def train_batches(config: DataConfig, corpus: Corpus) -> Batches:
-    """By step: shuffled, reshuffled each epoch, without end."""
-    return Batches(rows(config, corpus, "train"), global_batch_size=config.global_batch_size, seed=config.seed)
+def train_batches(config: DataConfig, corpus: Corpus) -> Batches | Curriculum:
+    """By step: shuffled, reshuffled each epoch, without end unless the sources have one."""
+    if not config.mixture and not config.stages:
+        return Batches(rows(config, corpus, "train"), global_batch_size=config.global_batch_size, seed=config.seed)
+    make = functools.cache(lambda name, seq_len: rows(config, corpus.part(name), "train", seq_len))
+    return Curriculum(stages.sources(config), stages.stages(config), make, config.seed)
 
 
 def eval_batches(config: DataConfig, corpus: Corpus) -> Batches:
@@ -18,10 +26,30 @@ def eval_batches(config: DataConfig, corpus: Corpus) -> Batches:
     return Batches(rows(config, corpus, "eval"), global_batch_size=config.global_batch_size, seed=0, repeat=False)
 
 
-def rows(config: DataConfig, corpus: Corpus, split: str) -> PackedRows | FittedRows:
-    """The split in rows of `data.seq_len`, as `data.packing` says."""
-    tokens = getattr(corpus, split)
+def rows(config: DataConfig, corpus: Corpus, split: str, seq_len: int = 0) -> PackedRows | FittedRows:
+    """The split in rows of `seq_len` tokens (0: `data.seq_len`), as `data.packing` says."""
+    tokens: Any = getattr(corpus, split)
+    seq_len = seq_len or config.seq_len
     if config.packing == "concat":
-        return PackedRows(tokens, config.seq_len, pad_last=split == "eval")
-    plan = cached_plan(tokens, config.seq_len, cache_root(config) / "plans", f"{corpus.manifest_hash} {split}")
-    return FittedRows(tokens, plan, config.seq_len)
+        return PackedRows(tokens, seq_len, pad_last=split == "eval")
+    plan = cached_plan(tokens, seq_len, cache_root(config) / "plans", f"{corpus.manifest_hash} {split}")
+    return FittedRows(tokens, plan, seq_len)
+
+
+def packing(config: DataConfig, corpus: Corpus) -> str:
+    """How full the rows of the training split are and how many documents are cut, in words."""
+    full, cut, documents = [], 0, 0
+    for name in corpus.manifests:
+        part = corpus.part(name)
+        made = rows(config, part, "train")
+        full.append((made.fill, len(made)))
+        cut += made.cut
+        documents += part.train.num_documents
+    fill = sum(share * count for share, count in full) / sum(count for _, count in full)
+    return f"{config.packing}: rows are {fill:.2%} full, {cut:,} of {documents:,} documents are cut"
+
+
+def epochs(batches: Batches | Curriculum, steps: int) -> str:
+    """How often each source is gone through in so many steps, in words."""
+    return ", ".join(f"{count:.3g} epochs" + (f" of {name}" if name else "")
+                     for name, count in batches.epochs(steps).items())

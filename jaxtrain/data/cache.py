@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from jaxtrain.config import DataConfig
 from jaxtrain.data.corpus import SPLITS, Corpus, Shard, Tokens, is_corpus, open_corpus
 from jaxtrain.data.files import digest, file_digest, sync, write_json
 from jaxtrain.data.source import Document, find_documents
+from jaxtrain.data.stages import sources
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 
@@ -23,7 +25,28 @@ FORMAT = 1
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """Open the tokens of `config.source`, made first if need be. Every process of a run may call this at once."""
+    """Open the tokens of `config.source`, or of all sources of `config.mixture`, made first if need be.
+
+    Every process of a run may call this at once.
+    """
+    if not config.mixture:
+        return _load(config)
+    parts = {one.name: _load(replace(config, source=one.source, mixture={}, stages=[])) for one in sources(config)}
+    for name, part in parts.items():
+        first, other = next(iter(parts.items()))
+        if part.tokenizer.fingerprint != other.tokenizer.fingerprint:
+            raise UserError(f"data.mixture.{name}.source", f"its tokenizer is not that of {first!r}",
+                            "prepare all sources with the same tokenizer")
+    manifests = digest({name: part.manifest_hash for name, part in parts.items()})
+    return Corpus(_joined([part.train for part in parts.values()]), _joined([part.eval for part in parts.values()]),
+                  next(iter(parts.values())).tokenizer, manifests, cache_root(config), parts)
+
+
+def _joined(parts: list[Tokens]) -> Tokens:
+    return Tokens(tuple(shard for part in parts for shard in part.shards), sum(part.num_bytes for part in parts))
+
+
+def _load(config: DataConfig) -> Corpus:
     root = cache_root(config)
     if config.source != "stdlib" and is_corpus(config.source):
         return open_corpus(config.source, root)
@@ -112,7 +135,7 @@ def _open(folder: Path, tokenizer: Tokenizer) -> Corpus:
     if digest(manifest) != recorded:
         raise _corrupt(folder / "manifest.json")
     splits = {split: _open_split(folder, split, manifest[split], np.dtype(manifest["dtype"])) for split in SPLITS}
-    return Corpus(**splits, tokenizer=tokenizer, manifest_hash=recorded, path=folder)
+    return Corpus(splits["train"], splits["eval"], tokenizer, recorded, folder)
 
 
 def _open_split(folder: Path, split: str, entry: dict, dtype: np.dtype) -> Tokens:

@@ -6,7 +6,8 @@ A corpus is a folder with a manifest.json, which names its shards with their has
 import bisect
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,16 @@ class Corpus:
     tokenizer: Tokenizer
     manifest_hash: str  # the same wherever and by whomever the corpus was made
     path: Path
+    parts: Mapping[str, "Corpus"] = field(default_factory=dict)  # the sources of a mixture, by name
+
+    def part(self, name: str) -> "Corpus":
+        """One source of the mixture; a corpus that is none is its own only part."""
+        return self.parts[name] if self.parts else self
+
+    @property
+    def manifests(self) -> dict[str, str]:
+        """The hash of each source."""
+        return {name: part.manifest_hash for name, part in self.parts.items()} or {"": self.manifest_hash}
 
 
 def is_corpus(folder: str | Path) -> bool:
@@ -116,7 +127,7 @@ def open_corpus(folder: str | Path, cache: Path | None = None) -> Corpus:
             for name, sha256 in shard["sha256"].items():
                 check(folder / name, sha256, cache)
         splits[split] = Tokens(tuple(_map(folder, shard, dtype) for shard in entry["shards"]), entry["bytes"])
-    return Corpus(**splits, tokenizer=tokenizer, manifest_hash=manifest["sha256"], path=folder)
+    return Corpus(splits["train"], splits["eval"], tokenizer, manifest["sha256"], folder)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ The order of all rows is known at any place (order.py). So the step number alone
 restart needs no state, and processes need not agree on anything.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -49,18 +50,32 @@ class Batches:
         places = int(step) * self.global_batch_size + within
         there = places < len(self._rows) if self.num_batches else np.ones(len(places), bool)
         if there.all():
-            return self._take(self._order.rows(places))
+            return take(self._rows, self._order.rows(places))
         batch = {name: np.zeros((len(places), *column.shape), column.dtype) for name, column in self._rows[0].items()}
         if there.any():
-            for name, column in self._take(self._order.rows(places[there])).items():
+            for name, column in take(self._rows, self._order.rows(places[there])).items():
                 batch[name][there] = column
         return batch
 
-    def _take(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        if take := getattr(self._rows, "take", None):
-            return take(numbers)
-        chosen = [self._rows[number] for number in numbers.tolist()]
-        return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
+    def shape(self, step: int) -> tuple[int, int]:
+        """Rows, and tokens of a row, at this step: always the same."""
+        return self.global_batch_size, len(self._rows[0]["weights"])
+
+    def tokens(self, step: int) -> int:
+        """Tokens in all batches before this step."""
+        return step * math.prod(self.shape(step))
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """How often all rows were gone through before this step."""
+        return {"": step * self.global_batch_size / len(self._rows)}
+
+
+def take(rows: Rows, numbers: np.ndarray) -> dict[str, np.ndarray]:
+    """Several rows at once, each array with one dimension more."""
+    if method := getattr(rows, "take", None):
+        return method(numbers)
+    chosen = [rows[number] for number in numbers.tolist()]
+    return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
 
 
 class prefetch(Iterator[tuple[int, Any, float]]):
@@ -71,7 +86,7 @@ class prefetch(Iterator[tuple[int, Any, float]]):
     another thread than the caller: thread-local settings, such as JAX's mesh context, do not reach it.
     """
 
-    def __init__(self, batches: Batches, start_step: int, num_steps: int, place: Callable[[int, Batches], Any],
+    def __init__(self, batches: Any, start_step: int, num_steps: int, place: Callable[[int, Any], Any],
                  depth: int):
         import grain
 

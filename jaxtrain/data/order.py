@@ -9,9 +9,9 @@ from jaxtrain.errors import UserError
 
 
 class Order:
-    """Without `shuffle`, every epoch is in the order of the rows."""
+    """Without `shuffle`, every epoch is in the order of the rows. Each `era` has permutations of its own."""
 
-    def __init__(self, length: int, seed: int, shuffle: bool = True):
+    def __init__(self, length: int, seed: int, shuffle: bool = True, era: int = 0):
         if seed < 0:
             raise UserError("data.seed", f"{seed} is negative", "use 0 or more")
         if length < 1:
@@ -23,7 +23,7 @@ class Order:
 
             self._permute = index_shuffle
             # Grain mixes a pipeline's seed with the depth of what it is for: here 1, the shuffle right behind it.
-            self._seed = int(np.random.SeedSequence([seed, 1]).generate_state(1)[0])
+            self._seed = int(np.random.SeedSequence([seed, 1 + era]).generate_state(1)[0])
 
     def rows(self, places: np.ndarray) -> np.ndarray:
         """The row at each place of the order, which has no end."""

@@ -30,6 +30,23 @@ class PackedRows:
     def __len__(self) -> int:
         return self._len
 
+    @property
+    def fill(self) -> float:
+        """The share of places that hold a token."""
+        return min(1.0, (self._tokens.num_tokens - 1) / (self._len * self._T))
+
+    @property
+    def cut(self) -> int:
+        """Documents of which not all is in one row."""
+        count, before = 0, 0
+        for shard in self._tokens.shards:
+            edges = (shard.offsets + before) // self._T
+            # The last token of a document is a target only: it may be the first of the next row.
+            lasts = (shard.offsets[1:] + before - 2) // self._T
+            count += int((lasts > edges[:-1]).sum())
+            before += len(shard.tokens)
+        return count
+
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         if not 0 <= i < self._len:
             raise IndexError(f"row {i} of {self._len}")
@@ -67,6 +84,16 @@ class FittedRows:
 
     def __len__(self) -> int:
         return len(self._plan.rows) - 1
+
+    @property
+    def fill(self) -> float:
+        """The share of places that hold a token."""
+        return float(self._plan.lengths.sum() / (len(self) * self._T))
+
+    @property
+    def cut(self) -> int:
+        """Documents of which not all is in one row."""
+        return self._plan.cut
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         if not 0 <= i < len(self):

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,12 +31,13 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Constants:
-    """What turns steps and seconds into tokens and utilization."""
+    """What turns a step and its seconds into tokens and utilization."""
 
     tokens_per_step: int
     flops_per_token: float = 0.0  # causal
     flops_per_token_full: float = 0.0
     peak: float | None = None  # FLOP/s of all devices together; None: unknown, and then no mfu is written
+    tokens_before: int | None = None  # this step; None: all steps have as many
 
 
 class MetricsWriter:
@@ -53,10 +54,15 @@ class MetricsWriter:
     Use it as a context manager: the lines are complete, and the sinks closed, when it ends.
     """
 
-    def __init__(self, directory: str | Path, *, start_step: int, last_step: int, constants: Constants,
-                 log_every: int = 1, max_lag: int = 2, sinks: Sequence[Sink] = ()):
-        """Open the file for a run that has completed `start_step` steps; lines beyond that step are dropped."""
-        self._last_step, self._log_every, self._constants = last_step, log_every, constants
+    def __init__(self, directory: str | Path, *, start_step: int, last_step: int,
+                 constants: Constants | Callable[[int], Constants], log_every: int = 1, max_lag: int = 2,
+                 sinks: Sequence[Sink] = ()):
+        """Open the file for a run that has completed `start_step` steps; lines beyond that step are dropped.
+
+        `constants`: of all steps, or a function of the step (counted from 0) where they differ.
+        """
+        self._last_step, self._log_every = last_step, log_every
+        self._constants = constants if callable(constants) else lambda step: constants
         self._sinks: tuple[Sink, ...] = ()  # processes but the first hold their loop back in the same way, mutely
         if jax.process_index() == 0:
             self._sinks = (_JsonLines(Path(directory) / "metrics.jsonl", start_step), *sinks)
@@ -64,7 +70,7 @@ class MetricsWriter:
         self._queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._completed: float | None = None  # when the step before, or the evaluation after it, was complete
-        self._times: list[float] = []
+        self._times: list[tuple[float, Constants]] = []
         self._host: list[Mapping[str, float]] = []
         self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
         self._thread.start()
@@ -131,7 +137,7 @@ class MetricsWriter:
         jax.block_until_ready(metrics)  # releases the GIL
         now = time.perf_counter()
         if self._completed is not None:
-            self._times.append(now - self._completed)
+            self._times.append((now - self._completed, self._constants(step - 1)))
         self._completed = now
         self._host.append(host_fields)
         if step % self._log_every and step != self._last_step:
@@ -142,17 +148,20 @@ class MetricsWriter:
 
     def _rates(self, step: int) -> Record:
         """What the host knows of the steps since the last line."""
-        constants = self._constants
-        record: Record = {"tokens": step * constants.tokens_per_step}
-        seconds = sum(self._times) / len(self._times) if self._times else None
-        record["step_time_s"] = seconds
+        last = self._constants(step - 1)
+        before = (step - 1) * last.tokens_per_step if last.tokens_before is None else last.tokens_before
+        record: Record = {"tokens": before + last.tokens_per_step}
+        seconds = sum(time for time, _ in self._times)
+        tokens = sum(one.tokens_per_step for _, one in self._times)
+        record["step_time_s"] = seconds / len(self._times) if self._times else None
         for key in self._host[-1]:
             record[key] = _number(np.mean([fields[key] for fields in self._host if key in fields]))
-        speed = constants.tokens_per_step / seconds if seconds else None
+        speed = tokens / seconds if seconds else None
         record["tokens_per_s"] = speed
-        if constants.peak:
-            for key, flops in (("mfu", constants.flops_per_token), ("mfu_full", constants.flops_per_token_full)):
-                record[key] = speed and mfu(speed, flops, constants.peak)
+        if last.peak:
+            for key, field in (("mfu", "flops_per_token"), ("mfu_full", "flops_per_token_full")):
+                flops = sum(one.tokens_per_step * getattr(one, field) for _, one in self._times)
+                record[key] = speed and mfu(speed, flops / tokens, last.peak)
         return record
 
     def _eval(self, step: int, fields: Mapping[str, Any]) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config import Config
+from jaxtrain.config import Config, DataConfig
+from jaxtrain.data import stages
 from jaxtrain.errors import UserError
 
 # What a resumed run may change: where and how fast the same mathematics is done, and what is told about it.
@@ -23,36 +24,62 @@ _FREE: dict[str, Set[str] | None] = {
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
               "eval_batches", "sample_tokens", "progress", "tensorboard"},
 }
+# What a resumed run may change where it makes no difference to the steps that are done: data.stages tells which.
+_STAGED = {"mixture", "stages", "seq_len", "global_batch_size"}
 _PACKAGES = {"jax": "jax", "jaxlib": "jaxlib", "flax": "flax", "optax": "optax", "orbax": "orbax-checkpoint",
              "grain": "grain", "numpy": "numpy"}
 
 
-def check_workdir(workdir: str | Path, config: Config, data_manifest_hash: str | None = None) -> None:
-    """Make `workdir` if need be and raise a `UserError` if it cannot be written or holds a run of other mathematics."""
+def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, str] | None = None,
+                  done: int = 0) -> list[dict[str, Any]]:
+    """Make `workdir` if need be and raise a `UserError` if it cannot be written or holds a run of other mathematics.
+
+    Args:
+        manifests: the hash of each source's data, if known yet.
+        done: steps that the workdir's newest checkpoint has.
+
+    Returns:
+        what changed of the data, on purpose, between the `done` steps and those to come.
+    """
     workdir = Path(workdir)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=workdir).close()
         started = _read(workdir / "config.json")
-        recorded_data = _read(workdir / "run.json").get("data_manifest_hash")
+        recorded = _read(workdir / "run.json")
     except OSError as error:
         raise _unwritable(workdir, error) from None
+    changed = []
     for section, keys in config.to_dict().items():
         for key, value in keys.items():
             before = started.get(section, {}).get(key, value)
-            if before != value and ("float16" in (before, value) or not _free(section, key, config)):
-                raise UserError("--workdir", f"{workdir} holds a run with {section}.{key}={before}, this config has "
-                                f"{value}", f"give another --workdir or --config.{section}.{key}={before}")
-    if recorded_data and data_manifest_hash and recorded_data != data_manifest_hash:
-        raise UserError("--workdir", f"{workdir} holds a run on other data: manifest {recorded_data}, now "
-                        f"{data_manifest_hash}", "give another --workdir or bring the data back")
+            if before == value or ("float16" not in (before, value) and _free(section, key, config)):
+                continue
+            if section == "data" and key in _STAGED and done:
+                changed.append({"step": done, "key": f"data.{key}", "before": before, "after": value})
+                continue
+            raise UserError("--workdir", f"{workdir} holds a run with {section}.{key}={before}, this config has "
+                            f"{value}", f"give another --workdir or --config.{section}.{key}={before}")
+    if not started:
+        return []
+    then = recorded.get("data_manifests") or {"": recorded.get("data_manifest_hash")}
+    now = manifests or then
+    if changed and _history(DataConfig(**started["data"]), then, done) != _history(config.data, now, done):
+        raise UserError("--workdir", f"{workdir} holds a run whose first {done} steps had other data: "
+                        f"{changed[0]['key']} was {changed[0]['before']}", "put it back, and let what is to change "
+                        f"begin in data.stages with from_step={done} or later")
+    if other := [name for name in then if name in now and then[name] and now[name] != then[name]]:
+        raise UserError("--workdir", f"{workdir} holds a run on other data: manifest {then[other[0]]}, now "
+                        f"{now[other[0]]}", "give another --workdir or bring the data back")
+    return changed
 
 
 def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[str, int], device_kind: str,
-                    data_manifest_hash: str | None) -> None:
+                    data_manifest_hash: str | None, manifests: Mapping[str, str] | None = None, done: int = 0) -> None:
     """Check `workdir` as `check_workdir` does, then (in process 0) write `config.json` and `run.json` into it."""
     workdir = Path(workdir)
-    check_workdir(workdir, config, data_manifest_hash)
+    manifests = manifests or ({"": data_manifest_hash} if data_manifest_hash else {})
+    changes = check_workdir(workdir, config, manifests, done)
     if jax.process_index() != 0:
         return
     run = {
@@ -65,12 +92,19 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
         "device_kind": device_kind,
         "process_count": jax.process_count(),
         "data_manifest_hash": data_manifest_hash,
+        "data_manifests": dict(manifests),
     }
     try:
+        if earlier := _read(workdir / "run.json").get("data_changes", []) + changes:
+            run["data_changes"] = earlier
         _write(workdir / "config.json", config.to_dict())
         _write(workdir / "run.json", run)
     except OSError as error:
         raise _unwritable(workdir, error) from None
+
+
+def _history(data: DataConfig, manifests: Mapping[str, str], done: int) -> Any:
+    return json.loads(json.dumps(stages.history(data, manifests, done)))
 
 
 def _free(section: str, key: str, config: Config) -> bool:

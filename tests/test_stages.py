@@ -1,0 +1,122 @@
+"""Runs over several sources whose weights, row length and batch size change: what is trained, resumed and recorded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxtrain import checkpoint, sharding
+from jaxtrain.build import build
+from jaxtrain.config import load_config
+from jaxtrain.errors import UserError
+from jaxtrain.main import main
+from jaxtrain.train import train
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for name in ("web", "code"):
+        (folder / f"{name}.txt").write_text("".join(f"{name} line {n} of a text\n" for n in range(400)))
+    return {"model.num_layers": 1, "model.embed_dim": 32, "model.max_seq_len": 64, "data.seq_len": 16,
+            "data.global_batch_size": 16, "train.steps": 8, "train.eval_batches": 1, "checkpoint.every": 2,
+            "checkpoint.keep": 9, "train.progress": False, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "data.cache_dir": str(folder / "cache"),
+            "data.mixture": {"web": {"source": str(folder / "web.txt"), "weight": 3},
+                             "code": {"source": str(folder / "code.txt"), "weight": 1}},
+            "data.stages": [{"from_step": 4, "seq_len": 64, "global_batch_size": 4, "weights": {"code": 3}}]}
+
+
+def lines(workdir) -> list[dict]:
+    return [line for text in (Path(workdir) / "metrics.jsonl").read_text().splitlines()
+            if "loss" in (line := json.loads(text))]
+
+
+def config(keys, **more):
+    return load_config(ROOT / "configs/gpt.py:tiny", keys | more)
+
+
+@pytest.fixture(scope="module")
+def straight(keys, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("straight")
+    return train(config(keys), workdir), workdir
+
+
+def test_a_stage_of_longer_rows_trains_as_a_plain_loop_would(keys, straight):
+    """Every step's loss and the last parameters against gradients of the plain loss on one device, batch by batch."""
+    run = build(config(keys, **{"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1}), devices=jax.devices()[:1])
+    state = run.init()
+    params = state.params
+
+    @jax.jit
+    def plain(params, batch):
+        def mean(params):
+            model = run.model.merge(params)
+            x = model.begin(batch["tokens"], batch["positions"])
+            x, _ = model.through(x, batch["segments"], batch["positions"], None)
+            logits = jnp.einsum("btd,dv->btv", model.finish(x), model.head())
+            entropy = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+            return (entropy * batch["weights"]).sum() / batch["weights"].sum()
+        return jax.value_and_grad(mean)(params)
+
+    for line, step in zip(lines(straight[1]), range(8), strict=True):
+        batch = run.batch(step)
+        assert batch["tokens"].shape == ((16, 16) if step < 4 else (4, 64))
+        with sharding.use(run.mesh, run.rules):
+            value, grads = plain(params, batch)
+        assert line["loss"] == pytest.approx(float(value), rel=1e-5) and line["tokens"] == 256 * (step + 1)
+        norm = optax.tree.norm(grads)
+        assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        state, _ = run.step(state, batch)
+        params = state.params
+    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(straight[0].params), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stop", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
+def test_resumed_before_at_or_behind_the_change_it_is_the_same_run(keys, straight, tmp_path, stop):
+    workdir = tmp_path / "work"
+    shutil.copytree(straight[1], workdir)
+    for step in range(stop + 2, 9, 2):
+        shutil.rmtree(workdir / "checkpoints" / str(step))
+    assert checkpoint.Checkpoints(workdir / "checkpoints").latest() == stop
+    state = train(config(keys), workdir)
+    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(straight[0].params), strict=True):
+        assert np.array_equal(np.asarray(one), np.asarray(other))
+    assert [line["loss"] for line in lines(workdir)] == [line["loss"] for line in lines(straight[1])]
+
+
+def test_what_is_to_come_may_change_and_is_recorded_and_what_is_past_may_not(keys, tmp_path):
+    constant = {"optimizer.schedule": "constant"}
+    train(config(keys, **constant, **{"train.steps": 4, "data.stages": []}), tmp_path)
+    before = [line["loss"] for line in lines(tmp_path)]
+    later = {**constant, "train.steps": 6}
+    with pytest.raises(UserError, match=r"4 steps had other data: data.mixture was .*data.stages with from_step=4"):
+        train(config(keys, **later, **{"data.stages": [], "data.mixture.web.weight": "1"}), tmp_path)
+    with pytest.raises(UserError, match=r"4 steps had other data: data.stages was"):
+        train(config(keys, **later, **{"data.stages": [{"from_step": 3, "weights": {"code": 3}}]}), tmp_path)
+    train(config(keys, **later, **{"data.stages": [{"from_step": 4, "weights": {"code": 9}}]}), tmp_path)
+    assert [line["loss"] for line in lines(tmp_path)][:4] == before and len(lines(tmp_path)) == 6
+    change, = json.loads((tmp_path / "run.json").read_text())["data_changes"]
+    assert change == {"step": 4, "key": "data.stages", "before": [],
+                      "after": [{"from_step": 4, "weights": {"code": 9}}]}
+
+
+def test_a_stage_that_does_not_fit_the_mesh_is_refused_at_the_start(keys):
+    with pytest.raises(UserError, match=r"data.global_batch_size: from step 4 on, 4 does not divide over 8"):
+        build(config(keys, **{"mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1}))
+
+
+def test_a_run_longer_than_its_sources_is_refused(keys, tmp_path, capsys):
+    flags = [f"--config={ROOT}/configs/gpt.py:tiny", f"--workdir={tmp_path}"]
+    flags += [f"--config.{key}={value}" for key, value in keys.items() if key != "data.stages"]
+    for name in ("web", "code"):
+        flags.append(f"--config.data.mixture.{name}.epochs=0.02")
+    assert main(flags) == 2
+    assert "train.steps: data.mixture has an end at step" in capsys.readouterr().err
