@@ -27,7 +27,8 @@ def keys(tmp_path_factory):
         (folder / f"{name}.txt").write_text("".join(f"{name} line {n} of a text\n" for n in range(400)))
     return {"model.num_layers": 1, "model.embed_dim": 32, "model.max_seq_len": 64, "data.seq_len": 16,
             "data.global_batch_size": 16, "train.steps": 8, "train.eval_batches": 1, "checkpoint.every": 2,
-            "checkpoint.keep": 9, "train.progress": False, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "data.cache_dir": str(folder / "cache"),
+            "checkpoint.keep": 9, "train.progress": False, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2,
+            "data.cache_dir": str(folder / "cache"),
             "data.mixture": {"web": {"source": str(folder / "web.txt"), "weight": 3},
                              "code": {"source": str(folder / "code.txt"), "weight": 1}},
             "data.stages": [{"from_step": 4, "seq_len": 64, "global_batch_size": 4, "weights": {"code": 3}}]}

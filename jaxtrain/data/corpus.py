@@ -73,6 +73,12 @@ class Tokens:
             found.append(shard.offsets[first:last] + before)
         return np.concatenate(found) if len(found) != 1 else found[0]
 
+    def document(self, place: int) -> tuple[int, int]:
+        """-> the shard of the document that this token is in, and the document's number there."""
+        starts: list[int] = self._starts  # type: ignore[attr-defined]
+        i = bisect.bisect_right(starts, place) - 1
+        return i, int(np.searchsorted(self.shards[i].offsets, place - starts[i], "right")) - 1
+
     def _between(self, start: int, stop: int):
         """(shard, from, to, its own start) of each shard that has a part of it."""
         starts: list[int] = self._starts  # type: ignore[attr-defined]

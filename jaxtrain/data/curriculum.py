@@ -118,6 +118,11 @@ class Curriculum:
             numbers[mine] = order.rows(nths[mine]) * part.per_unit + pieces[mine]
         return sources, numbers
 
+    def origin(self, step: int, index: int) -> tuple[str, Rows, int | None]:
+        """-> the source of a row, its rows, and which of them it is."""
+        sources, numbers = self.locate(step, [index])
+        return self.names[sources[0]], self._at(step).rows[sources[0]], int(numbers[0])
+
     def _at(self, step: int) -> _Part:
         return next(part for part in reversed(self._parts) if part.stage.start <= max(step, 0))
 

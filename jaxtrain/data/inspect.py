@@ -5,6 +5,7 @@ What training gets at that step: rows, the documents in them, the text, and whic
 
 import argparse
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtrain.config import load_config
 from jaxtrain.data.batches import eval_batches, train_batches
 from jaxtrain.data.cache import load_corpus
+from jaxtrain.data.origins import origins
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import Parser, UserError, overrides_of
 
@@ -28,13 +30,16 @@ def main(argv: list[str] | None = None) -> int:
         batches = (eval_batches if flags.split == "eval" else train_batches)(config, corpus)
         if flags.step < 0 or flags.step >= (batches.num_batches or np.inf):
             raise UserError("--step", f"{flags.step} is no step", f"use 0 to {(batches.num_batches or 2**62) - 1}")
-        rows = range(config.global_batch_size) if flags.row is None else [flags.row]
-        if not 0 <= rows[0] < config.global_batch_size:
-            raise UserError("--row", f"{flags.row} is no row of {config.global_batch_size}", "count from 0")
+        size = batches.shape(flags.step)[0]
+        rows = range(size) if flags.row is None else [flags.row]
+        if not 0 <= rows[0] < size:
+            raise UserError("--row", f"{flags.row} is no row of {size}", "count from 0")
         batch = batches.rows(flags.step, rows)
         colour = sys.stdout.isatty() if flags.colour == "auto" else flags.colour == "always"
         for i, row in enumerate(rows):
-            print(show(row, {key: column[i] for key, column in batch.items()}, corpus.tokenizer, flags.tokens, colour))
+            one = {key: column[i] for key, column in batch.items()}
+            froms = origins(corpus, flags.split, *batches.origin(flags.step, row))
+            print(show(row, one, corpus.tokenizer, flags.tokens, colour, froms))
         return 0
     except UserError as mistake:
         print(mistake, file=sys.stderr)
@@ -54,8 +59,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     return flags, overrides_of(rest, vars(flags))
 
 
-def show(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, tokens: bool, colour: bool) -> str:
-    """One row, a paragraph a document."""
+def show(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, tokens: bool, colour: bool,
+         froms: Sequence[str] = ()) -> str:
+    """One row, a paragraph a document. `froms`: where each segment comes from."""
     segments, weights = row["segments"], row["weights"]
     edges = [0, *map(int, np.flatnonzero(np.diff(segments)) + 1), len(segments)]
     lines = [f"row {number}: {len(segments)} tokens, {len(edges) - 1} documents or parts, "
@@ -67,7 +73,8 @@ def show(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, tokens: 
             continue
         silent = int((weights[start:stop] == 0).sum())
         lines.append(f"  [{start}:{stop}] document {segment}, positions from {begins}"
-                     + (f", {silent} without loss" if silent else ""))
+                     + (f", {silent} without loss" if silent else "")
+                     + (f"; {froms[segment - 1]}" if len(froms) >= segment else ""))
         text = _coloured(row, start, stop, tokenizer) if colour else _text(tokenizer, row["tokens"][start:stop])
         lines.append("    " + text.replace("\n", "\n    "))
         if tokens:

@@ -57,6 +57,13 @@ class Batches:
                 batch[name][there] = column
         return batch
 
+    def origin(self, step: int, index: int) -> tuple[str, Rows, int | None]:
+        """-> the source of a row ("": the only one), its rows, and which of them it is; None: an empty row."""
+        place = step * self.global_batch_size + index
+        if self.num_batches and place >= len(self._rows):
+            return "", self._rows, None
+        return "", self._rows, int(self._order.rows(np.array([place]))[0])
+
     def shape(self, step: int) -> tuple[int, int]:
         """Rows, and tokens of a row, at this step: always the same."""
         return self.global_batch_size, len(self._rows[0]["weights"])

@@ -47,6 +47,11 @@ class PackedRows:
             before += len(shard.tokens)
         return count
 
+    def places(self, i: int) -> list[int]:
+        """Where each of its segments begins, in the tokens of the split."""
+        start, stop = i * self._T, min((i + 1) * self._T, self._tokens.num_tokens - 1)
+        return [start, *self._tokens.starts(start + 1, stop).tolist()]
+
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         if not 0 <= i < self._len:
             raise IndexError(f"row {i} of {self._len}")
@@ -94,6 +99,10 @@ class FittedRows:
     def cut(self) -> int:
         """Documents of which not all is in one row."""
         return self._plan.cut
+
+    def places(self, i: int) -> list[int]:
+        """Where each of its segments begins, in the tokens of the split."""
+        return self._plan.starts[slice(*self._plan.rows[i: i + 2])].tolist()
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         if not 0 <= i < len(self):

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from jaxtrain.config import load_config
+from jaxtrain.config import DataConfig, load_config
 from jaxtrain.data import load_corpus
 from jaxtrain.data.batches import train_batches
 from jaxtrain.data.inspect import main
+from jaxtrain.data.origins import origins
 from jaxtrain.data.prepare import Options
 from jaxtrain.data.prepare import prepare as make
 
@@ -44,3 +46,46 @@ def test_it_shows_the_rows_of_a_step(tmp_path, monkeypatch, capsys):
         assert main([*keys, mistake]) == 2
         assert words in capsys.readouterr().err
     assert main([*keys, "--split=eval", "--step=100"]) == 2
+
+
+def test_it_says_where_each_document_is_from(tmp_path, monkeypatch):
+    """The place leads back to the text, in plain and compressed lines, Parquet, files, and whatever packs them."""
+    import gzip
+
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    texts = [f"number {i} " + "ab " * (i % 9) for i in range(60)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_text(lines)
+    (tmp_path / "in/b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "in/c.txt").write_text("a file " * 9)
+    pq.write_table(pa.table({"text": texts}), tmp_path / "in/d.parquet", row_group_size=7)
+    make([str(tmp_path / "in")], tmp_path / "corpus", Options(eval_fraction=0.1, task_bytes=900))
+
+    def text_at(words):
+        name, *place = words.split()
+        if name == "a.jsonl":
+            return json.loads(lines.encode()[int(place[-1]):].partition(b"\n")[0])["text"]
+        if name == "b.jsonl.gz":
+            return texts[int(place[-1]) - 1]
+        if name == "d.parquet":
+            return texts[7 * int(place[1]) + int(place[3])]
+        return "a file " * 9
+
+    for packing in ("concat", "best_fit"):
+        mixture = {"one": {"source": str(tmp_path / "corpus")}, "two": {"source": str(tmp_path / "corpus")}}
+        config = DataConfig(mixture=mixture, seq_len=64, global_batch_size=8, packing=packing)
+        corpus = load_corpus(config)
+        batches, seen = train_batches(config, corpus), set()
+        for step in range(4):
+            batch = batches[step]
+            for row in range(8):
+                froms = origins(corpus, "train", *batches.origin(step, row))
+                assert len(froms) == batch["segments"][row].max()
+                for segment, words in enumerate(froms, start=1):
+                    source, _, words = words.partition(": ")
+                    ids = batch["tokens"][row][batch["segments"][row] == segment]
+                    assert corpus.tokenizer.decode(ids) in text_at(words) and source in mixture
+                    seen.add(words.split()[0])
+        assert seen == {"a.jsonl", "b.jsonl.gz", "c.txt", "d.parquet"}

@@ -1,0 +1,36 @@
+"""Where a row's documents come from: the file, and the place within it."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data.corpus import Corpus, Tokens, read_manifest
+
+PLACES = {"text": "", "jsonl": "byte", "parquet": "row"}  # what a number within a piece counts; else documents
+
+
+def origins(corpus: Corpus, split: str, source: str, rows: Any, number: int | None) -> list[str]:
+    """Of each document of row `number` of `rows`, which are those of one source: where it is from, in words."""
+    if number is None or not hasattr(rows, "places"):
+        return []
+    part = corpus.part(source)
+    tokens: Tokens = getattr(part, split)
+    found = [_origin(part, split, *tokens.document(place)) for place in rows.places(number)]
+    return [f"{source}: {one}" if source else one for one in found]
+
+
+def _origin(corpus: Corpus, split: str, shard: int, document: int) -> str:
+    manifest = json.loads((corpus.path / "manifest.json").read_bytes())
+    if "splits" not in manifest:  # text that was tokenised on first use: a document is a file, or a part of it
+        file = manifest[split]["files"][document]
+        return file["name"] + (f" from byte {file['start']}" if file["start"] else "")
+    manifest = read_manifest(corpus.path)
+    entry = manifest["splits"][split]["shards"][shard]
+    origin = np.load(corpus.path / f"{entry['name']}.origins.npy", mmap_mode="r")[document]
+    piece = manifest["inputs"][entry["task"]][origin["piece"]]
+    name, kind, place = piece["name"], piece["kind"], int(origin["place"])
+    if kind == "jsonl" and name.endswith((".gz", ".zst")):
+        return f"{name} line {place}"
+    group = f" group {piece['start']}" if kind == "parquet" else ""
+    return f"{name}{group} {PLACES.get(kind, 'document')} {place}".removesuffix("  0")
