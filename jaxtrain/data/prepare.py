@@ -30,7 +30,7 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     """Make the corpus, or what of it is missing, and open it."""
     output = Path(output).expanduser()
     tokenizer = load_tokenizer(options.tokenizer, options.eod)
-    tasks = inputs.find_tasks(sources, options.task_bytes)
+    tasks = inputs.find_tasks(sources, options.task_bytes, options.token_dtype)
     plan = files.digest(_plan(tasks, tokenizer, options))
     if (output / "manifest.json").exists():
         if read_manifest(output)["plan"] != plan:
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         flags = parse(argv)
         options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
-                          flags.task_bytes)
+                          flags.task_bytes, flags.token_dtype)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         terminal = sys.stderr.isatty()
 
@@ -140,6 +140,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", default=Options.tokenizer, help="'bytes', or the path of a tokenizer.json")
     parser.add_argument("--eod", default="", help="the token that ends a document; found for well-known vocabularies")
     parser.add_argument("--field", default=Options.field, help="which field of a JSON record or Parquet row is text")
+    parser.add_argument("--token_dtype", default="", help="of files of tokens without a header: uint16, uint32, ...")
     parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction)
     parser.add_argument("--deduplicate", action="store_true", help="keep the first of equal documents only")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import files, inputs
+from jaxtrain.data import files, inputs, token_files
 from jaxtrain.data.corpus import SPLITS, UNFINISHED, check
 from jaxtrain.data.inputs import Ids, Piece, Text
 from jaxtrain.data.shards import Origin, ShardWriter, dtype_of
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest
 
 Task = tuple[Piece, ...]
 TOGETHER = 256  # documents that a tokenizer gets at a time
@@ -33,16 +33,21 @@ class Options:
     eval_fraction: float = 0.005  # of the documents, chosen by their content
     deduplicate: bool = False  # keep the first of equal documents only
     task_bytes: int = 2**26  # of input that make one shard
+    token_dtype: str = ""  # of files of tokens that do not say it
 
     def __post_init__(self):
         if not 0 <= self.eval_fraction < 1:
             raise UserError("--eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.005")
         if self.task_bytes < 1:
             raise UserError("--task_bytes", f"{self.task_bytes} is no size", "use 67108864 or so")
+        if self.token_dtype and self.token_dtype not in token_files.TYPES:
+            raise UserError("--token_dtype", f"{self.token_dtype!r} is no type of tokens",
+                            nearest(self.token_dtype, token_files.TYPES))
 
     def identity(self) -> dict[str, Any]:
         """What is not told by the tasks and the tokenizer's fingerprint."""
-        return {key: value for key, value in asdict(self).items() if key not in ("tokenizer", "eod", "task_bytes")}
+        return {key: value for key, value in asdict(self).items() if key not in
+                ("tokenizer", "eod", "task_bytes", "token_dtype")}
 
 
 def tokenize_shard(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
@@ -75,8 +80,7 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
         if keep is not None and not keep[i]:
             left_out["equal to another"] = left_out.get("equal to another", 0) + 1
         elif isinstance(found, Ids):
-            ids = _without_end(found, tokenizer)
-            add(ids, key_of(found), len(tokenizer.decode(ids).encode()), origin)
+            add(_checked(found, tokenizer), key_of(found), tokenizer.count_bytes(found.ids), origin)
         else:
             batch.append((found, origin))
             if len(batch) == TOGETHER:
@@ -91,11 +95,12 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
 
 def documents(task: Task, options: Options, left_out: dict[str, int]) -> Iterator[tuple[Text | Ids, Origin]]:
     """What a task has to offer, and where each document comes from; what it has not is counted."""
+    eod = _loaded(options.tokenizer, options.eod).eod
     for number, piece in enumerate(task):
         try:
-            for found in inputs.read(piece, options.field):
+            for found in inputs.read(piece, options.field, eod):
                 reason = found.partition(": ")[2] if isinstance(found, str) else ""
-                if isinstance(found, Text) and not found.content:
+                if not isinstance(found, str) and not len(found.content if isinstance(found, Text) else found.ids):
                     reason = "empty"
                 if reason:
                     left_out[reason] = left_out.get(reason, 0) + 1
@@ -110,13 +115,13 @@ def key_of(document: Text | Ids) -> bytes:
     return inputs.content_hash(document.content if isinstance(document, Text) else document.ids.tobytes())
 
 
-def _without_end(document: Ids, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of a document that was tokenised elsewhere, which may have brought its end along."""
-    ids = document.ids[:-1] if len(document.ids) and document.ids[-1] == tokenizer.eod else document.ids
-    if len(ids) and ids.max() >= tokenizer.vocab_size:
-        raise UserError("--tokenizer", f"{document.name} has id {ids.max()} and {tokenizer.name} has only "
-                        f"{tokenizer.vocab_size}", "name the tokenizer that the tokens were made with")
-    return ids
+def _checked(document: Ids, tokenizer: Tokenizer) -> np.ndarray:
+    """The ids of a document that was tokenised elsewhere: with this vocabulary."""
+    if document.ids.max() >= tokenizer.vocab_size:
+        raise UserError("--tokenizer", f"{document.name} has id {document.ids.max()} (document at {document.place}) and "
+                        f"{tokenizer.name} has only {tokenizer.vocab_size}",
+                        "name the tokenizer that the tokens were made with")
+    return document.ids
 
 
 _TOKENIZER: dict[tuple[str, str], Tokenizer] = {}

@@ -34,6 +34,10 @@ class Tokenizer(Protocol):
         """Readable text; ids that stand for no text are dropped."""
         ...
 
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """How long the text of a document is in UTF-8: known without making it, where the vocabulary allows."""
+        ...
+
 
 class ByteTokenizer:
     """Every byte is a token."""
@@ -55,6 +59,10 @@ class ByteTokenizer:
         """Text from ids; broken UTF-8 (a sample cut inside a character) becomes U+FFFD."""
         ids = np.fromiter(ids, np.int64)
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode(errors="replace")
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """Of what is no end."""
+        return int(np.count_nonzero(ids < 256))
 
 
 # What ends a document in well-known vocabularies, the likeliest first.
@@ -88,6 +96,7 @@ class JsonTokenizer:
         self.eod_token, self.eod = self._end(eod)
         sha256 = hashlib.sha256(canonical).hexdigest()
         self.fingerprint = f"tokenizer.json {sha256}: {self.eod_token} ends a document"
+        self._lengths = self._byte_lengths()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
@@ -114,6 +123,23 @@ class JsonTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Readable text."""
         return self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=True)
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """From a table, for byte-level vocabularies; of others the text is made."""
+        if self._lengths is None:
+            return len(self.decode(ids).encode())
+        return int(self._lengths[ids].sum())
+
+    def _byte_lengths(self) -> np.ndarray | None:
+        """Of each id: in a byte-level vocabulary a character stands for a byte."""
+        if self._tokenizer.decoder.__class__.__name__ != "ByteLevel":
+            return None
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for token, id in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            lengths[id] = len(token)
+        for id, added in self._tokenizer.get_added_tokens_decoder().items():
+            lengths[id] = 0 if added.special else len(added.content.encode())
+        return lengths
 
 
 def load_tokenizer(name: str, eod: str = "") -> Tokenizer:
