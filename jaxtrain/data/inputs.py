@@ -1,4 +1,4 @@
-"""Where documents come from: text, JSON lines, Parquet, files of tokens; cut into tasks of bounded size.
+"""Where documents come from: text, JSON lines, Parquet, ArrayRecord, tokens; cut into tasks of bounded size.
 
 What the tasks are follows from names and sizes alone: the same on every machine, for any number of workers.
 """
@@ -15,21 +15,21 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxtrain.data import token_files
+from jaxtrain.data import array_records, token_files
 from jaxtrain.errors import UserError
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 PACKED = (".gz", ".zst")
-FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet or of tokens"
+FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .array_record or tokens"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of one file: of bytes, JSON lines (those that begin in it), row groups or tokens."""
+    """A stretch of one file: bytes, JSON lines (those that begin in it), row groups, records or tokens."""
 
     name: str  # path relative to its input, with forward slashes
     path: str
-    kind: str  # text, jsonl, parquet, or tokens and their type
+    kind: str  # text, jsonl, parquet, records and their form, tokens and their type
     start: int
     stop: int
     size: int  # of the stretch as it is stored, in bytes
@@ -45,7 +45,7 @@ class Text:
 
     name: str  # the piece, and the place within it
     content: bytes  # UTF-8
-    place: int = 0  # the byte or (compressed) line where it begins, its row in the group; 0 for a file of text
+    place: int = 0  # the byte or (compressed) line where it begins, its row in the group, its number, or 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,9 @@ def _pieces(name: str, path: Path, task_bytes: int, token_dtype: str) -> Iterato
         groups = _parquet().ParquetFile(path).metadata
         for i in range(groups.num_row_groups):
             yield Piece(name, str(path), "parquet", i, i + 1, groups.row_group(i).total_byte_size)
+    elif array_records.NAME.search(name):
+        for form, start, stop, stored in array_records.stretches(path, task_bytes, _array_record()):
+            yield Piece(name, str(path), f"records {form}", start, stop, stored)
     elif token_files.is_beside(path):
         return
     elif token_files.is_token_file(path):
@@ -122,6 +125,8 @@ def read(piece: Piece, field: str, eod: int | None = None) -> Iterator[Text | Id
             yield Text(piece.name, content)
     elif piece.kind == "jsonl":
         yield from _json_lines(piece, field)
+    elif piece.kind.startswith("records"):
+        yield from _records(piece, field)
     elif piece.kind.startswith("tokens"):
         if eod is not None:
             tokens = token_files.open_tokens(Path(piece.path), piece.kind.split()[1])
@@ -183,6 +188,15 @@ def _rows(piece: Piece, field: str) -> Iterator[Text]:
             yield Text(f"{piece.name}, row {row} of group {piece.start}", str(content).encode(), row)
 
 
+def _records(piece: Piece, field: str) -> Iterator[Text | str]:
+    form = piece.kind.split()[1]
+    for number, record in array_records.records(Path(piece.path), piece.start, piece.stop, _array_record()):
+        where = f"{piece.name}, record {number}"
+        if form != "text":
+            record = (_field if form == "json" else array_records.content)(record, field, where)
+        yield Text(where, record, number) if _is_utf8(record) else f"{piece.name}: not UTF-8 text"
+
+
 def content_hash(content: bytes) -> bytes:
     """16 bytes that stand for a document."""
     return hashlib.blake2b(content, digest_size=16).digest()
@@ -194,6 +208,10 @@ def _parquet() -> Any:
 
 def _zstandard() -> Any:
     return _extra("zstandard", ".zst files")
+
+
+def _array_record() -> Any:
+    return _extra("array_record.python.array_record_module", "ArrayRecord files")
 
 
 def _extra(module: str, what: str) -> Any:

@@ -21,16 +21,20 @@ class SentencePieceTokenizer(Vocabulary):
 
     def __init__(self, path: Path, eod: str = "", bos: str = ""):
         self.content, self.name = read_file(path), path.name
+        processor = library("sentencepiece", path).SentencePieceProcessor
         try:
-            self._model = model = library("sentencepiece", path).SentencePieceProcessor(model_proto=self.content)
+            if not self.content:
+                raise ValueError  # which the library takes for a model still to come
+            self._model = model = processor(model_proto=self.content)
             self.vocab_size = model.vocab_size()
         except (RuntimeError, ValueError) as error:
             raise UserError("data.tokenizer", f"{path} is no model of SentencePiece's", "name another file") from error
         own = [model.id_to_piece(model.eos_id())] if model.eos_id() >= 0 else ENDS
         self.settle(path, hashlib.sha256(self.content).hexdigest(), eod, bos, own)
         self._lengths = np.array([self._byte_length(id) for id in range(self.vocab_size)])
-        self._begins = np.array([model.id_to_piece(id).startswith("▁") for id in range(self.vocab_size)])
-        self._drops = model.decode_pieces(["▁a"]) == "a"  # the space that the model puts in front of a text
+        # Where a text begins so, `decode` takes away the space that the model puts there.
+        self._begins = np.array([model.id_to_piece(id).startswith("▁") and model.decode([id])[:1] != " "
+                                 for id in range(self.vocab_size)])
 
     def id_of(self, token: str) -> int | None:
         """Of control tokens only: all others, user-defined ones too, may be made of text."""
@@ -49,7 +53,7 @@ class SentencePieceTokenizer(Vocabulary):
 
     def count_bytes(self, ids: np.ndarray) -> int:
         """From a table."""
-        return int(self._lengths[ids].sum()) - bool(len(ids) and self._drops and self._begins[ids[0]])
+        return int(self._lengths[ids].sum()) - bool(len(ids) and self._begins[ids[0]])
 
     def _byte_length(self, id: int) -> int:
         model = self._model

@@ -100,8 +100,9 @@ def named(name: str, eod: str, bos: str) -> TiktokenTokenizer:
     """One that tiktoken has in its cache, or fetches."""
     if name not in SCHEMES or name == "llama3":
         raise UserError("data.tokenizer", f"there is no tiktoken:{name}", nearest(name, SCHEMES.keys() - {"llama3"}))
+    get_encoding = library("tiktoken", f"tiktoken:{name}").get_encoding
     try:
-        encoding = library("tiktoken", f"tiktoken:{name}").get_encoding(name)
+        encoding = get_encoding(name)
     except (OSError, ValueError) as error:  # what its client raises without a network is an OSError
         raise UserError("data.tokenizer", f"tiktoken cannot fetch {name} ({type(error).__name__})",
                         f"name a file of ranks: PATH:{name}") from error

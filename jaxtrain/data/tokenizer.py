@@ -94,7 +94,6 @@ class JsonTokenizer(Vocabulary):
         self.name, self.content = self.path.name, content
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.settle(path, hashlib.sha256(canonical).hexdigest(), eod, bos)
-        self._drops = False
         self._lengths = self._measure(json.loads(content).get("decoder") or {"type": "none"})
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -120,7 +119,7 @@ class JsonTokenizer(Vocabulary):
         """From a table, for vocabularies of bytes and those made from SentencePiece's; of others the text is made."""
         if self._lengths is None:
             return len(self.decode(ids).encode())
-        return int(self._lengths[ids].sum()) - bool(self._drops and len(ids) and self._begins[ids[0]])
+        return int(self._lengths[ids].sum()) - bool(len(ids) and self._begins[ids[0]])
 
     def _measure(self, decoder: dict[str, Any]) -> np.ndarray | None:
         """The bytes of text that each id stands for, if it is the same wherever the id stands."""
@@ -128,13 +127,13 @@ class JsonTokenizer(Vocabulary):
         by_byte = set(steps) == {"ByteLevel"}  # a character stands for a byte
         if not by_byte and not set(steps) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
             return None
-        # A space that the tokenizer puts in front of a text is taken away again.
-        self._drops = "Strip" in steps or steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
+        # Where a text begins so, `decode` takes away the space that the tokenizer puts there.
+        drops = "Strip" in steps or steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
         lengths, self._begins = np.zeros(self.vocab_size, np.int64), np.zeros(self.vocab_size, bool)
         for token, id in self._tokenizer.get_vocab(with_added_tokens=False).items():
             is_byte = "ByteFallback" in steps and BYTE.fullmatch(token)
             lengths[id] = len(token) if by_byte else 1 if is_byte else without_metaspace(token)
-            self._begins[id] = token.startswith("▁")
+            self._begins[id] = drops and token.startswith("▁")
         for id, added in self._tokenizer.get_added_tokens_decoder().items():
             lengths[id] = 0 if added.special else len(added.content.encode())
             self._begins[id] &= not added.special

@@ -1,6 +1,7 @@
-"""Files of ranks give the ids that tiktoken gives, whatever is in the text, and the corpus can be opened without them."""
+"""Files of ranks give the ids that tiktoken gives, whatever the text; the corpus can be opened without them."""
 
 import base64
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from jaxtrain.data.tiktoken_ranks import SCHEMES
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError
 
-TEXTS = ["The theme of the thesis.\n\n\n  It's HERE'S, don't\t 12345678 tokens\r\n", "naïve größe 日本語 ١٢٣ 🙂🙂", "", " ", "a\0b",
+TEXTS = ["The theme of the thesis.\n\n\n  It's HERE'S, don't\t 12345678 tokens\r\n", "", " ", "a\0b",
+         "naïve größe 日本語 ١٢٣ 🙂🙂",
          "<|endoftext|> that somebody wrote, <|begin_of_text|>", "x = [1, 2];  // end\n    return/\r\n", "ǅaĿb İXx",
          "   \n \n\t\n  end  ", "'sThe 'LL ' s", "thththth" * 50]
 
@@ -25,7 +27,7 @@ def ranks() -> dict[bytes, int]:
     found = {bytes([(i * 7) % 256]): i for i in range(256)}
     parts = [[bytes([b]) for b in word] for text in TEXTS for word in text.replace(" ", "\0 ").encode().split(b"\0")]
     for rank in range(256, 330):
-        pairs = [pair for part in parts for pair in zip(part, part[1:])]
+        pairs = [pair for part in parts for pair in pairwise(part)]
         best = max(sorted(set(pairs)), key=pairs.count)
         found[b"".join(best)] = rank
         for part in parts:
