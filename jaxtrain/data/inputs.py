@@ -197,7 +197,7 @@ def _records(piece: Piece, field: str) -> Iterator[Text | str]:
         yield Text(where, record, number) if _is_utf8(record) else f"{piece.name}: not UTF-8 text"
 
 
-def content_hash(content: bytes) -> bytes:
+def content_hash(content: bytes | memoryview) -> bytes:
     """16 bytes that stand for a document."""
     return hashlib.blake2b(content, digest_size=16).digest()
 

@@ -115,7 +115,7 @@ def documents(task: Task, options: Options, left_out: dict[str, int]) -> Iterato
 
 def key_of(document: Text | Ids) -> bytes:
     """Equal for equal documents."""
-    return inputs.content_hash(document.content if isinstance(document, Text) else document.ids.tobytes())
+    return inputs.content_hash(document.content if isinstance(document, Text) else document.ids.data)
 
 
 def _checked(document: Ids, tokenizer: Tokenizer) -> np.ndarray:

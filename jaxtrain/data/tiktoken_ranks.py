@@ -82,7 +82,8 @@ class TiktokenTokenizer(Vocabulary):
             return list(pool.map(self._encode, texts))
 
     def _encode(self, text: bytes) -> np.ndarray:
-        return self._encoding.encode_to_numpy(text.decode(errors="replace"), disallowed_special=())
+        # Not encode_to_numpy: before 0.11 it made special tokens of text whatever it was told.
+        return np.array(self._encoding.encode_ordinary(text.decode(errors="replace")), np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Readable text; special tokens are left out."""
