@@ -20,8 +20,8 @@ from jaxtrain.data import engines, files, inputs
 from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, open_corpus, read_manifest
 from jaxtrain.data.duplicates import find_duplicates
 from jaxtrain.data.shards import dtype_of
-from jaxtrain.data.tasks import Options, Task, read_ledger, tokenize_shard
-from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
+from jaxtrain.data.tasks import Options, Task, loaded, read_ledger, tokenize_shard
+from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.data.vocabulary import Vocabulary
 from jaxtrain.errors import Parser, UserError
 
@@ -30,7 +30,8 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
             say: Any = lambda line: None) -> Corpus:
     """Make the corpus, or what of it is missing, and open it."""
     output = Path(output).expanduser()
-    tokenizer = load_tokenizer(options.tokenizer, options.eod, options.bos)
+    loaded.cache_clear()  # its file may have changed since this process made another corpus
+    tokenizer = loaded(options.tokenizer, options.eod, options.bos)
     tasks = inputs.find_tasks(sources, options.task_bytes, options.token_dtype)
     plan = files.digest(_plan(tasks, tokenizer, options))
     if (output / "manifest.json").exists():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.vocabulary import ENDS, Vocabulary, library, read_file, threads, without_metaspace
+from jaxtrain.data.vocabulary import ENDS, Vocabulary, library, read_file, threads, uint32, without_metaspace
 from jaxtrain.errors import UserError
 
 
@@ -45,7 +45,7 @@ class SentencePieceTokenizer(Vocabulary):
         """All at once, on as many threads as there are."""
         decoded = [text.decode(errors="replace") for text in texts]
         found = self._model.encode(decoded, out_type=int, add_bos=False, add_eos=False, num_threads=threads())
-        return [np.array(ids, np.uint32) for ids in found]
+        return [uint32(ids) for ids in found]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Readable text; control tokens are left out."""

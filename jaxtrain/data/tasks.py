@@ -55,7 +55,7 @@ class Options:
 def tokenize_shard(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
     """Make the shards of both splits, then their ledger. `plan` identifies all that the tokens depend on."""
     output = Path(output)
-    tokenizer = _loaded(options.tokenizer, options.eod, options.bos)
+    tokenizer = loaded(options.tokenizer, options.eod, options.bos)
     writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod)
                for split in SPLITS}
     left_out: dict[str, int] = {}
@@ -98,7 +98,7 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
 
 def documents(task: Task, options: Options, left_out: dict[str, int]) -> Iterator[tuple[Text | Ids, Origin]]:
     """What a task has to offer, and where each document comes from; what it has not is counted."""
-    eod = _loaded(options.tokenizer, options.eod, options.bos).eod
+    eod = loaded(options.tokenizer, options.eod, options.bos).eod
     for number, piece in enumerate(task):
         try:
             for found in inputs.read(piece, options.field, eod):
@@ -128,7 +128,7 @@ def _checked(document: Ids, tokenizer: Tokenizer) -> np.ndarray:
 
 
 @functools.cache
-def _loaded(name: str, eod: str, bos: str) -> Tokenizer:
+def loaded(name: str, eod: str, bos: str) -> Tokenizer:
     """Once a process."""
     return load_tokenizer(name, eod, bos)
 

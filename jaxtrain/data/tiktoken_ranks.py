@@ -4,6 +4,7 @@ How text is split before tokens are merged, and which special tokens follow the 
 """
 
 import base64
+import binascii
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.vocabulary import Vocabulary, library, read_file, threads
+from jaxtrain.data.vocabulary import Vocabulary, library, read_file, threads, uint32
 from jaxtrain.errors import UserError, nearest
 
 
@@ -83,7 +84,7 @@ class TiktokenTokenizer(Vocabulary):
 
     def _encode(self, text: bytes) -> np.ndarray:
         # Not encode_to_numpy: before 0.11 it made special tokens of text whatever it was told.
-        return np.array(self._encoding.encode_ordinary(text.decode(errors="replace")), np.uint32)
+        return uint32(self._encoding.encode_ordinary(text.decode(errors="replace")))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Readable text; special tokens are left out."""
@@ -116,12 +117,14 @@ def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
     """In their order."""
     ranks = {}
     for number, line in enumerate(content.splitlines(), 1):
-        if line and not _LINE.fullmatch(line):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            ranks[binascii.a2b_base64(token, strict_mode=True)] = int(rank)
+        except ValueError as error:
             raise UserError("data.tokenizer", f"{path}, line {number} is no token in base64 with its rank",
-                            "replace the file")
-        if line:
-            token, _, rank = line.partition(b" ")
-            ranks[base64.b64decode(token + b"=" * (-len(token) % 4))] = int(rank)
+                            "replace the file") from error
     bytes_ = sum(bytes([i]) in ranks for i in range(256))
     if bytes_ < 256 or len(set(ranks.values())) < len(ranks):
         raise UserError("data.tokenizer", f"{path} has {bytes_} of 256 bytes and {len(set(ranks.values()))} ranks for "

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtrain.data import tiktoken_ranks
 from jaxtrain.data.sentencepiece_model import SentencePieceTokenizer
 from jaxtrain.data.tiktoken_ranks import TiktokenTokenizer
-from jaxtrain.data.vocabulary import Vocabulary, library, read_file, without_metaspace
+from jaxtrain.data.vocabulary import Vocabulary, library, read_file, uint32, without_metaspace
 from jaxtrain.errors import UserError, nearest
 
 
@@ -105,7 +105,7 @@ class JsonTokenizer(Vocabulary):
     def encode_many(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """All at once, on as many threads as the library takes."""
         found = self._encode([text.decode(errors="replace") for text in texts])
-        return [np.array(one.ids, np.uint32) for one in found]
+        return [uint32(one.ids) for one in found]
 
     def _encode(self, texts: list[str]) -> Any:
         self._tokenizer.encode_special_tokens = True

@@ -2,6 +2,7 @@
 
 import os
 from abc import abstractmethod
+from array import array
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -72,6 +73,11 @@ def library(module: str, path: str | Path) -> Any:
     except ImportError as error:
         raise UserError("data.tokenizer", f"{path} needs the package {module}",
                         "pip install 'jaxtrain[data]'") from error
+
+
+def uint32(ids: list[int]) -> np.ndarray:
+    """An array of them: in half the time that numpy takes for a list."""
+    return np.array(array("I", ids))
 
 
 def threads() -> int:

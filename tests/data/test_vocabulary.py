@@ -75,6 +75,14 @@ def test_tokens_of_others_get_the_begin_that_they_lack_and_no_second_one(tmp_pat
     assert corpus.train.num_bytes == 4
 
 
+def test_a_tokenizer_that_changed_between_two_corpora_is_read_again(tmp_path, tokenizers):
+    (tmp_path / "a.txt").write_text("the first")
+    for name in ("byte", "piece"):
+        (tmp_path / "tokenizer.json").write_bytes(tokenizers[name].read_bytes())
+        corpus = prepare([str(tmp_path / "a.txt")], tmp_path / name, Options(str(tmp_path / "tokenizer.json")))
+        assert corpus.train.read(0, 99).tolist() == [*load_tokenizer(str(tokenizers[name])).encode(b"the first"), 1]
+
+
 def test_a_begin_that_is_lost_is_noticed(tmp_path, tokenizers, monkeypatch):
     (tmp_path / "a.txt").write_text("the first")
     options = Options(str(tokenizers["byte"]), bos="<s>", eval_fraction=0)
