@@ -30,7 +30,8 @@ _WORD, _SPACE = r"[^\r\n\p{L}\p{N}]?", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = Scheme(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", {"<|endoftext|>": 0})
-_GPT4 = rf"{_SHORT}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
+_LLAMA3 = rf"{_SHORT}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
+_GPT4 = _LLAMA3.replace(_SPACE, rf"\s+$|{_SPACE}")  # space that ends a text stays together, line ends or not
 _GPT4O = (rf"{_WORD}[{_UPPER}]*[{_LOWER}]+{_SHORT}?|{_WORD}[{_UPPER}]+[{_LOWER}]*{_SHORT}?|\p{{N}}{{1,3}}|"
           rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}")
 SCHEMES = {
@@ -39,7 +40,7 @@ SCHEMES = {
     "cl100k_base": Scheme(_GPT4, {"<|endoftext|>": 1, "<|fim_prefix|>": 2, "<|fim_middle|>": 3, "<|fim_suffix|>": 4,
                                   "<|endofprompt|>": 20}),
     "o200k_base": Scheme(_GPT4O, {"<|endoftext|>": 1, "<|endofprompt|>": 20}),
-    "llama3": Scheme(_GPT4, {"<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|start_header_id|>": 6,
+    "llama3": Scheme(_LLAMA3, {"<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|start_header_id|>": 6,
                              "<|end_header_id|>": 7, "<|eot_id|>": 9, "<|reserved_special_token_247|>": 255}),
 }
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*")

@@ -1,11 +1,13 @@
 """Files of ranks give the ids that tiktoken gives, whatever the text; the corpus can be opened without them."""
 
 import base64
+import random
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import regex
 import tiktoken
 import tiktoken_ext.openai_public as public
 
@@ -25,7 +27,7 @@ TEXTS = ["The theme of the thesis.\n\n\n  It's HERE'S, don't\t 12345678 tokens\r
 def ranks() -> dict[bytes, int]:
     """All bytes, out of order, and what the merges of frequent pairs in the texts make of them."""
     found = {bytes([(i * 7) % 256]): i for i in range(256)}
-    parts = [[bytes([b]) for b in word] for text in TEXTS for word in text.replace(" ", "\0 ").encode().split(b"\0")]
+    parts = [[bytes([b]) for b in text.encode()] for text in TEXTS]  # whole: a merge may go where text is split
     for rank in range(256, 330):
         pairs = [pair for part in parts for pair in pairwise(part)]
         best = max(sorted(set(pairs)), key=pairs.count)
@@ -54,6 +56,12 @@ def test_ids_are_those_of_tiktokens_own_scheme(tmp_path, monkeypatch, ranks, sch
     for text, ids in zip(TEXTS, ours.encode_many([text.encode() for text in TEXTS]), strict=True):
         assert ids.tolist() == theirs.encode_ordinary(text) == ours.encode(text.encode()).tolist()
         assert ours.decode(ids) == text and ours.count_bytes(ids) == len(text.encode())
+    dice = random.Random(0)
+    for _ in range(3000):
+        text = "".join(dice.choices("aZlLsSé'' 12\n\r\t/.,漢ʰ\u0301ǅ\u3000", k=12))
+        split, wanted = (regex.findall(pattern.replace("$", r"\Z"), text)  # as Rust understands it
+                         for pattern in (SCHEMES[scheme].pattern, real["pat_str"]))
+        assert split == wanted
     merged = sum(len(ours.encode(text.encode())) for text in TEXTS) < sum(len(text.encode()) for text in TEXTS)
     assert merged and ours.decode([ours.eod, *ours.encode(b"x").tolist(), -1, 10**6]) == "x"
     # The real files have so many ranks, and tiktoken says which ids follow them.
@@ -68,7 +76,11 @@ def test_llama_3s_model_is_ranks_too(tmp_path, ranks):
     tokenizer = load_tokenizer(f"{path}:llama3", bos="<|begin_of_text|>")
     assert (tokenizer.bos, tokenizer.eod, tokenizer.vocab_size) == (330, 331, 586)
     assert load_tokenizer(f"{path}:llama3", "<|eot_id|>").eod == 339
-    assert tokenizer.encode(b"12345").tolist() == load_tokenizer(f"{path}:cl100k_base").encode(b"12345").tolist()
+    assert SCHEMES["llama3"].pattern == (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+        r"\s+(?!\S)|\s+")
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text.encode())) == text
 
 
 def test_the_fingerprint_is_that_of_the_content(tmp_path, ranks):
