@@ -82,8 +82,7 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
         if keep is not None and not keep[i]:
             left_out["equal to another"] = left_out.get("equal to another", 0) + 1
         elif isinstance(found, Ids):
-            ids = _checked(found, tokenizer)
-            add(begun(ids, tokenizer), key_of(found), tokenizer.count_bytes(ids), origin)
+            add(begun(found.ids, tokenizer), key_of(found), tokenizer.count_bytes(found.ids), origin)
         else:
             batch.append((found, origin))
             if len(batch) == TOGETHER:
@@ -98,10 +97,12 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
 
 def documents(task: Task, options: Options, left_out: dict[str, int]) -> Iterator[tuple[Text | Ids, Origin]]:
     """What a task has to offer, and where each document comes from; what it has not is counted."""
-    eod = loaded(options.tokenizer, options.eod, options.bos).eod
+    tokenizer = loaded(options.tokenizer, options.eod, options.bos)
+    dtype = dtype_of(tokenizer)
     for number, piece in enumerate(task):
         try:
-            for found in inputs.read(piece, options.field, eod):
+            for found in inputs.read(piece, options.field, tokenizer.eod):
+                found = _checked(found, tokenizer, dtype) if isinstance(found, Ids) else found
                 reason = found.partition(": ")[2] if isinstance(found, str) else ""
                 if not isinstance(found, str) and not len(found.content if isinstance(found, Text) else found.ids):
                     reason = "empty"
@@ -118,13 +119,19 @@ def key_of(document: Text | Ids) -> bytes:
     return inputs.content_hash(document.content if isinstance(document, Text) else document.ids.data)
 
 
-def _checked(document: Ids, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of a document that was tokenised elsewhere: with this vocabulary; what begins it is put there by us."""
-    if document.ids.max() >= tokenizer.vocab_size:
-        raise UserError("--tokenizer", f"{document.name} has id {document.ids.max()} (document at {document.place}) "
-                        f"and {tokenizer.name} has only {tokenizer.vocab_size}",
+def _checked(found: Ids, tokenizer: Tokenizer, dtype: np.dtype) -> Ids:
+    """A document that was tokenised elsewhere: of this vocabulary, and in one type, so that equal ones are equal.
+
+    What begins it is taken away, for that is put there by us.
+    """
+    ids = found.ids
+    if len(ids) and (ids.max() >= tokenizer.vocab_size or (ids.dtype.kind == "i" and ids.min() < 0)):
+        worst = ids.max() if ids.max() >= tokenizer.vocab_size else ids.min()
+        raise UserError("--tokenizer", f"{found.name} has id {worst} (document at {found.place}) and "
+                        f"{tokenizer.name} has only {tokenizer.vocab_size}",
                         "name the tokenizer that the tokens were made with")
-    return document.ids[1:] if document.ids[0] == tokenizer.bos else document.ids
+    ids = ids[1:] if len(ids) and ids[0] == tokenizer.bos else ids
+    return Ids(found.name, ids.astype(dtype, copy=False), found.place)
 
 
 @functools.cache

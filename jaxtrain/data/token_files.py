@@ -19,7 +19,6 @@ import numpy as np
 from jaxtrain.errors import UserError
 
 TYPES = ("uint8", "uint16", "uint32", "int32", "uint64", "int64")
-BEYOND = 2**32 - 1  # what an id that 32 bits cannot hold becomes: in no vocabulary
 SCAN = 2**20  # tokens that are searched at a time
 LONGEST = 2**27  # tokens of a document: with the wrong id for its end, a file would look like a single one
 _HEADER = 256  # int32 of llm.c's header: what it is, its version, the number of tokens
@@ -38,7 +37,7 @@ class TokenFile(Protocol):
         ...
 
     def documents(self, start: int, stop: int, eod: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(place, ids as uint32, without an end) of each document that begins in a stretch."""
+        """(place, ids without an end, as they are stored) of each document that begins in a stretch."""
         ...
 
 
@@ -88,7 +87,7 @@ class Raw:
         for at in range(start, len(self.tokens), SCAN):
             for end in (at + np.flatnonzero(self.tokens[at: at + SCAN] == eod)).tolist():
                 if begin is not None and begin < end:
-                    yield begin, _ids(self.tokens[begin:end])
+                    yield begin, self.tokens[begin:end]
                 begin, longest = end + 1, end + 1 + LONGEST
                 if begin >= stop:
                     return
@@ -96,7 +95,7 @@ class Raw:
                 raise UserError("--eod", f"{self.path} has no id {eod} in {LONGEST:,} tokens, so that its documents "
                                 "have no end", "name the token that ends them, and the tokenizer they were made with")
         if begin is not None and begin < len(self.tokens):
-            yield begin, _ids(self.tokens[begin:])
+            yield begin, self.tokens[begin:]
 
 
 def _raw(path: Path, dtype: str) -> np.ndarray:
@@ -205,14 +204,7 @@ def _numbered(before: np.ndarray, size: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _without_end(ids: np.ndarray, eod: int) -> np.ndarray:
-    return _ids(ids[:-1] if len(ids) and ids[-1] == eod else ids)
-
-
-def _ids(ids: np.ndarray) -> np.ndarray:
-    """As uint32, so that equal documents are equal whatever file they came in."""
-    if ids.dtype.itemsize == 8:
-        ids = np.clip(ids, 0 if ids.dtype.kind == "u" else -1, BEYOND)
-    return ids.astype(np.uint32)
+    return ids[:-1] if len(ids) and ids[-1] == eod else ids
 
 
 def _map(path: Path, dtype: np.dtype, offset: int = 0) -> np.ndarray:

@@ -106,7 +106,7 @@ def test_every_format_gives_every_document_once_and_in_order(tmp_path, monkeypat
     tasks = find_tasks([folder(tmp_path, write)], task_bytes, "uint16")
     found = [ids for task in tasks for piece in task for ids in read(piece, "text", EOD)]
     assert [ids.ids.tolist() for ids in found] == DOCUMENTS
-    assert all(ids.ids.dtype == np.uint32 for ids in found) and len({ids.place for ids in found}) == len(found)
+    assert len({ids.place for ids in found}) == len(found)
     assert len(tasks) > 30 if task_bytes < 2**26 else len(tasks) == 1
 
 
@@ -173,8 +173,8 @@ np.save(ARRAY, np.zeros((3, 4), np.float32))
     ({"a.npy": b"\x93NUMPY\x01\x00v\x00{'descr"}, [], "a.npy is no whole array"),
     ({"a.bin": packed([20240520, 1, 5] + [0] * 253, "i") + b"\0\0"}, [], "a.bin has not the 5 tokens that its head"),
     ({"a.bin": packed([1, 70000], "I")}, ["--token_dtype=uint32"], "a.bin has id 70000 (document at 0) and bytes"),
-    ({"a.bin": packed([1, -1], "q")}, ["--token_dtype=int64"], "has id 4294967295 (document at 0)"),
-    ({"a.bin": packed([1, 2**32], "Q")}, ["--token_dtype=uint64"], "has id 4294967295 (document at 0)"),
+    ({"a.bin": packed([1, -1], "q")}, ["--token_dtype=int64"], "has id -1 (document at 0)"),
+    ({"a.bin": packed([1, 2**32], "Q")}, ["--token_dtype=uint64"], "has id 4294967296 (document at 0)"),
     ({"a.ds": b"\0\0\0\0"}, [], "a.ds.index cannot be read"),
     ({"a.ds": b"\0\0\0\0", "a.ds.index": packed([3], "Q")}, [], "they do not belong together"),
     ({"a.ds": b"\0\0", "a.ds.index": packed([1], "Q"), "a.ds.loss": b"\1"}, [], "a.ds.loss says which tokens are not"),

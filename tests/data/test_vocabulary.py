@@ -71,7 +71,7 @@ def test_tokens_of_others_get_the_begin_that_they_lack_and_no_second_one(tmp_pat
     np.array([id for ids in documents for id in [*ids, 1]], "<u2").tofile(tmp_path / "a.bin")
     options = Options(str(tokenizers["byte"]), eval_fraction=0, token_dtype="uint16", bos="<s>")
     corpus = prepare([str(tmp_path / "a.bin")], tmp_path / "out", options)
-    assert corpus.train.read(0, corpus.train.num_tokens).tolist() == [0, 70, 71, 1, 0, 72, 1, 0, 73, 1, 0, 1]
+    assert corpus.train.read(0, corpus.train.num_tokens).tolist() == [0, 70, 71, 1, 0, 72, 1, 0, 73, 1]
     assert corpus.train.num_bytes == 4
 
 
