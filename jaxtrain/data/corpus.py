@@ -116,6 +116,9 @@ def open_corpus(folder: str | Path, cache: Path | None = None) -> Corpus:
             for name, sha256 in shard["sha256"].items():
                 check(folder / name, sha256, cache)
         splits[split] = Tokens(tuple(_map(folder, shard, dtype) for shard in entry["shards"]), entry["bytes"])
+        if tokenizer.bos is not None and any(shard.tokens[0] != tokenizer.bos for shard in splits[split].shards):
+            raise UserError("data.source", f"{folder} has documents without {manifest['tokenizer']['bos']} in front",
+                            "prepare the corpus again")
     return Corpus(**splits, tokenizer=tokenizer, manifest_hash=manifest["sha256"], path=folder)
 
 

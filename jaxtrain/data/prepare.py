@@ -117,7 +117,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         flags = parse(argv)
         options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
-                          flags.task_bytes, flags.token_dtype, "" if flags.bos == "none" else flags.bos)
+                          flags.task_bytes, token_dtype=flags.token_dtype,
+                          bos="" if flags.bos == "none" else flags.bos)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         terminal = sys.stderr.isatty()
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -88,9 +89,15 @@ def test_a_begin_that_is_lost_is_noticed(tmp_path, tokenizers, monkeypatch):
     options = Options(str(tokenizers["byte"]), bos="<s>", eval_fraction=0)
     with monkeypatch.context() as lost:
         lost.setattr(tokenizers_of_ours, "begun", lambda ids, tokenizer: ids)
-        prepare([str(tmp_path / "a.txt")], tmp_path / "lost", options)
+        with pytest.raises(UserError, match="has documents without <s> in front"):
+            prepare([str(tmp_path / "a.txt")], tmp_path / "lost", options)
     with pytest.raises(UserError, match="gives other ids than when it was prepared"):
         open_corpus(tmp_path / "lost")
+    np.array([70, 71, 1], "<u2").tofile(tmp_path / "a.bin")  # nor where tokens are copied
+    with monkeypatch.context() as lost:
+        lost.setattr("jaxtrain.data.tasks.begun", lambda ids, tokenizer: ids)
+        with pytest.raises(UserError, match="has documents without <s> in front"):
+            prepare([str(tmp_path / "a.bin")], tmp_path / "copied", replace(options, token_dtype="uint16"))
     made = prepare([str(tmp_path / "a.txt")], tmp_path / "out", options)
     encode = JsonTokenizer.encode_many
     monkeypatch.setattr(JsonTokenizer, "encode_many", lambda self, texts: [ids[1:] for ids in encode(self, texts)])
