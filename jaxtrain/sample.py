@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import precision, sharding
+from jaxtrain.data.tokenizer import encode_documents
 from jaxtrain.mesh import AXES
 from jaxtrain.models import Decoder
 
@@ -28,7 +29,8 @@ def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200,
     """
     tokenizer = run.corpus.tokenizer
     # A document's first token has no predecessor in training, so an empty prompt starts behind a line's end.
-    start = np.asarray(tokenizer.encode((prompt or "\n").encode()), np.int32)[-(run.config.data.seq_len - 1):]
+    begin, = encode_documents([(prompt or "\n").encode()], tokenizer)
+    start = np.asarray(begin, np.int32)[-(run.config.data.seq_len - 1):]
     stop = min(len(start) + length, run.config.data.seq_len)
     rules = sharding.Rules({**run.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"), "seq": (),
                             "block_seq": tuple(axis for axis in run.rules["block_seq"] if axis == "tensor")})

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data import files
-from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
+from jaxtrain.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError
 
 FORMAT = "jaxtrain-corpus-2"
@@ -133,6 +133,9 @@ def open_corpus(folder: str | Path, cache: Path | None = None) -> Corpus:
             for name, sha256 in shard["sha256"].items():
                 check(folder / name, sha256, cache)
         splits[split] = Tokens(tuple(_map(folder, shard, dtype) for shard in entry["shards"]), entry["bytes"])
+        if tokenizer.bos is not None and any(shard.tokens[0] != tokenizer.bos for shard in splits[split].shards):
+            raise UserError("data.source", f"{folder} has documents without {manifest['tokenizer']['bos']} in front",
+                            "prepare the corpus again")
     return Corpus(splits["train"], splits["eval"], tokenizer, manifest["sha256"], folder)
 
 
@@ -158,14 +161,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _tokenizer(folder: Path, manifest: dict[str, Any]) -> Tokenizer:
     """The corpus's own, after it has shown that it still gives the ids that it gave."""
     said = manifest["tokenizer"]
-    tokenizer = load_tokenizer("bytes" if said["name"] == "bytes" else str(folder / "tokenizer.json"), said["eod"])
+    where = str(folder / said["file"]) if said["file"] else "bytes"
+    tokenizer = load_tokenizer(where, said["eod"], said["bos"])
     if tokenizer.fingerprint != said["fingerprint"]:
         raise UserError("data.source", f"{folder} has another tokenizer than it was prepared with",
-                        "restore its tokenizer.json or prepare the corpus again")
+                        f"restore its {said['file']} or prepare the corpus again")
     for probe in manifest["probes"]:
-        if tokenizer.encode(probe["text"].encode()).tolist() != probe["ids"]:
+        if encode_documents([probe["text"].encode()], tokenizer)[0].tolist() != probe["ids"]:
             raise UserError("data.source", f"the tokenizer of {folder} gives other ids than when it was prepared: "
-                            f"{probe['text'][:40]!r}", "install the version of tokenizers that its manifest names")
+                            f"{probe['text'][:40]!r}", "install the versions that its manifest names")
     return tokenizer
 
 

@@ -1,15 +1,13 @@
-"""Where documents come from: text, JSON lines, Parquet, tokens in Megatron's format; cut into tasks of bounded size.
+"""Where documents come from: text, JSON lines, Parquet, ArrayRecord, tokens; cut into tasks of bounded size.
 
 What the tasks are follows from names and sizes alone: the same on every machine, for any number of workers.
 """
 
-import functools
 import gzip
 import hashlib
 import io
 import json
 import os
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,20 +15,21 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxtrain.data import array_records, token_files
 from jaxtrain.errors import UserError
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 PACKED = (".gz", ".zst")
-FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .idx with .bin"
+FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .array_record or tokens"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of one file: bytes of text or JSON lines (those that begin in it), row groups, documents of an .idx."""
+    """A stretch of one file: bytes, JSON lines (those that begin in it), row groups, records or tokens."""
 
     name: str  # path relative to its input, with forward slashes
     path: str
-    kind: str  # text, jsonl, parquet or megatron
+    kind: str  # text, jsonl, parquet, records and their form, tokens and their type
     start: int
     stop: int
     size: int  # of the stretch as it is stored, in bytes
@@ -46,7 +45,7 @@ class Text:
 
     name: str  # the piece, and the place within it
     content: bytes  # UTF-8
-    place: int = 0  # the byte or (compressed) line where it begins, its row in the group; 0 for a file of text
+    place: int = 0  # the byte or (compressed) line where it begins, its row in the group, its number, or 0
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,14 @@ class Ids:
     """One document that is tokens already."""
 
     name: str
-    ids: np.ndarray
-    place: int = 0  # its number
+    ids: np.ndarray  # without an end
+    place: int = 0  # its number, or the token where it begins
 
 
-def find_tasks(inputs: Sequence[str], task_bytes: int = 2**26) -> list[tuple[Piece, ...]]:
+def find_tasks(inputs: Sequence[str], task_bytes: int = 2**26, token_dtype: str = "") -> list[tuple[Piece, ...]]:
     """All pieces in order of input and name; neighbours share a task while they are small."""
-    pieces = [piece for source in inputs for name, path in _files(source) for piece in _pieces(name, path, task_bytes)]
+    pieces = [piece for source in inputs for name, path in _files(source)
+              for piece in _pieces(name, path, task_bytes, token_dtype)]
     if not pieces:
         raise UserError("--input", f"{', '.join(inputs)} has no files", FIX)
     tasks: list[list[Piece]] = [[]]
@@ -87,16 +87,21 @@ def _files(source: str) -> list[tuple[str, Path]]:
     return sorted((path.relative_to(root).as_posix(), path) for path in found if path.is_file())
 
 
-def _pieces(name: str, path: Path, task_bytes: int) -> Iterator[Piece]:
+def _pieces(name: str, path: Path, task_bytes: int, token_dtype: str) -> Iterator[Piece]:
     size = path.stat().st_size
     if name.endswith(".parquet"):
         groups = _parquet().ParquetFile(path).metadata
         for i in range(groups.num_row_groups):
             yield Piece(name, str(path), "parquet", i, i + 1, groups.row_group(i).total_byte_size)
-    elif name.endswith(".idx"):
-        yield from _documents(name, path, task_bytes)
-    elif path.suffix == ".bin" and path.with_suffix(".idx").exists():
-        return  # read by way of its index
+    elif array_records.NAME.search(name):
+        for form, start, stop, stored in array_records.stretches(path, task_bytes, _array_record()):
+            yield Piece(name, str(path), f"records {form}", start, stop, stored)
+    elif token_files.is_beside(path):
+        return
+    elif token_files.is_token_file(path):
+        tokens = token_files.open_tokens(path, token_dtype)
+        for start, stop, stored in tokens.stretches(task_bytes):
+            yield Piece(name, str(path), f"tokens {tokens.dtype.name}", start, stop, stored)
     elif name.endswith(JSONL):
         # What is compressed cannot be entered in the middle.
         step = max(size, 1) if name.endswith(PACKED) else task_bytes
@@ -106,8 +111,11 @@ def _pieces(name: str, path: Path, task_bytes: int) -> Iterator[Piece]:
         yield Piece(name, str(path), "text", 0, size, size)
 
 
-def read(piece: Piece, field: str) -> Iterator[Text | Ids | str]:
-    """Its documents in order; a string instead of one says why it was left out (a record without text is an error)."""
+def read(piece: Piece, field: str, eod: int | None = None) -> Iterator[Text | Ids | str]:
+    """Its documents in order; a string instead of one says why it was left out (a record without text is an error).
+
+    `eod` is the id that ends documents in files of tokens; without one these are passed over.
+    """
     if piece.kind == "text":
         with open(piece.path, "rb") as file:
             content = file.read()
@@ -117,10 +125,13 @@ def read(piece: Piece, field: str) -> Iterator[Text | Ids | str]:
             yield Text(piece.name, content)
     elif piece.kind == "jsonl":
         yield from _json_lines(piece, field)
-    elif piece.kind == "megatron":
-        index = _index(Path(piece.path), Path(piece.path).stat().st_mtime_ns)
-        for document in range(piece.start, piece.stop):
-            yield Ids(f"{piece.name}, document {document}", index.document(document), document)
+    elif piece.kind.startswith("records"):
+        yield from _records(piece, field)
+    elif piece.kind.startswith("tokens"):
+        if eod is not None:
+            tokens = token_files.open_tokens(Path(piece.path), piece.kind.split()[1])
+            for place, ids in tokens.documents(piece.start, piece.stop, eod):
+                yield Ids(piece.name, ids, place)
     else:
         yield from _rows(piece, field)
 
@@ -177,56 +188,16 @@ def _rows(piece: Piece, field: str) -> Iterator[Text]:
             yield Text(f"{piece.name}, row {row} of group {piece.start}", str(content).encode(), row)
 
 
-# As written by Megatron-LM's indexed_dataset.py and by datatrove: a number for each type of ids.
-_MEGATRON_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+def _records(piece: Piece, field: str) -> Iterator[Text | str]:
+    form = piece.kind.split()[1]
+    for number, record in array_records.records(Path(piece.path), piece.start, piece.stop, _array_record()):
+        where = f"{piece.name}, record {number}"
+        if form != "text":
+            record = (_field if form == "json" else array_records.content)(record, field, where)
+        yield Text(where, record, number) if _is_utf8(record) else f"{piece.name}: not UTF-8 text"
 
 
-class _Index:
-    """Megatron's .idx: sizes and places of sequences in the .bin beside it, and which of them make a document."""
-
-    def __init__(self, path: Path):
-        with open(path, "rb") as file:
-            head = file.read(34)
-        known = len(head) == 34 and head.startswith(b"MMIDIDX\0\0") and head[17] in _MEGATRON_DTYPES
-        if not known:
-            raise UserError("--input", f"{path} is no index of Megatron's with integer tokens", "remove it")
-        _, code, sequences, documents = struct.unpack_from("<QBQQ", head, 9)
-        raw = np.memmap(path, np.uint8, mode="r", offset=34)
-        sizes, places, ends = 4 * sequences, 12 * sequences, 12 * sequences + 8 * documents
-        if len(raw) < ends:
-            raise UserError("--input", f"{path} is shorter than its head says", "replace it")
-        self.sizes, self.places = raw[:sizes].view("<i4"), raw[sizes:places].view("<i8")
-        self.first = raw[places:ends].view("<i8")  # of each document; the last entry is the end
-        self.dtype = np.dtype(_MEGATRON_DTYPES[code]).newbyteorder("<")
-        self.tokens = np.memmap(path.with_suffix(".bin"), np.uint8, mode="r")
-
-    def document(self, number: int) -> np.ndarray:
-        """Its ids."""
-        sequences = range(self.first[number], self.first[number + 1])
-        return np.concatenate([np.zeros(0, np.uint32), *(
-            self.tokens[self.places[i]: self.places[i] + self.sizes[i] * self.dtype.itemsize].view(self.dtype)
-            for i in sequences)]).astype(np.uint32)
-
-
-@functools.lru_cache(maxsize=4)
-def _index(path: Path, mtime_ns: int) -> _Index:
-    """Once for each version of a file."""
-    return _Index(path)
-
-
-def _documents(name: str, path: Path, task_bytes: int) -> Iterator[Piece]:
-    index = _index(path, path.stat().st_mtime_ns)
-    ends = np.cumsum(index.sizes.astype(np.int64) * index.dtype.itemsize)
-    before = np.concatenate([[0], ends])[index.first]  # bytes before each document, and in all
-    start = 0
-    while start < len(index.first) - 1:
-        stop = int(np.searchsorted(before, before[start] + task_bytes, "right")) - 1
-        stop = min(max(stop, start + 1), len(index.first) - 1)
-        yield Piece(name, str(path), "megatron", start, stop, int(before[stop] - before[start]))
-        start = stop
-
-
-def content_hash(content: bytes) -> bytes:
+def content_hash(content: bytes | memoryview) -> bytes:
     """16 bytes that stand for a document."""
     return hashlib.blake2b(content, digest_size=16).digest()
 
@@ -237,6 +208,10 @@ def _parquet() -> Any:
 
 def _zstandard() -> Any:
     return _extra("zstandard", ".zst files")
+
+
+def _array_record() -> Any:
+    return _extra("array_record.python.array_record_module", "ArrayRecord files")
 
 
 def _extra(module: str, what: str) -> Any:

@@ -20,8 +20,9 @@ from jaxtrain.data import engines, files, inputs
 from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, open_corpus, read_manifest
 from jaxtrain.data.duplicates import find_duplicates
 from jaxtrain.data.shards import dtype_of
-from jaxtrain.data.tasks import Options, Task, read_ledger, tokenize_shard
-from jaxtrain.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
+from jaxtrain.data.tasks import Options, Task, loaded, read_ledger, tokenize_shard
+from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.vocabulary import Vocabulary
 from jaxtrain.errors import Parser, UserError
 
 
@@ -29,8 +30,9 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
             say: Any = lambda line: None) -> Corpus:
     """Make the corpus, or what of it is missing, and open it."""
     output = Path(output).expanduser()
-    tokenizer = load_tokenizer(options.tokenizer, options.eod)
-    tasks = inputs.find_tasks(sources, options.task_bytes)
+    loaded.cache_clear()  # its file may have changed since this process made another corpus
+    tokenizer = loaded(options.tokenizer, options.eod, options.bos)
+    tasks = inputs.find_tasks(sources, options.task_bytes, options.token_dtype)
     plan = files.digest(_plan(tasks, tokenizer, options))
     if (output / "manifest.json").exists():
         if read_manifest(output)["plan"] != plan:
@@ -43,8 +45,8 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
         (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError("--output", f"{output} cannot be written ({error.strerror})", "name another folder") from error
-    if isinstance(tokenizer, JsonTokenizer):
-        with files.written(output / "tokenizer.json") as file:
+    if isinstance(tokenizer, Vocabulary):
+        with files.written(output / tokenizer.file) as file:
             file.write(tokenizer.content)
     started, done, total = time.monotonic(), 0, inputs.total_size(tasks)
     if options.deduplicate:  # first, for what a task may keep depends on all others
@@ -84,13 +86,14 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
         splits[split]["shards"] = shards
     manifest = {
         "format": FORMAT, "plan": plan,
-        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint,
-                      "eod": getattr(tokenizer, "eod_token", ""), "vocab_size": tokenizer.vocab_size},
+        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
+                      "file": getattr(tokenizer, "file", ""), "eod": getattr(tokenizer, "eod_token", ""),
+                      "bos": getattr(tokenizer, "bos_token", "")},
         "options": options.identity(),
         "inputs": [[piece.identity() for piece in task] for task in tasks],
         "left_out": left_out, "dtype": dtype_of(tokenizer).str, "splits": splits,
         "probes": [probe for ledger in done for probe in ledger["probes"]],
-        "versions": {name: _version(name) for name in ("jaxtrain", "numpy", "tokenizers")},
+        "versions": {name: _version(name) for name in ("jaxtrain", "numpy", "tokenizers", "tiktoken", "sentencepiece")},
     }
     for partial in output.glob("*.partial"):  # of those who were killed
         partial.unlink()
@@ -114,7 +117,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         flags = parse(argv)
         options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
-                          flags.task_bytes)
+                          flags.task_bytes, token_dtype=flags.token_dtype,
+                          bos="" if flags.bos == "none" else flags.bos)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         terminal = sys.stderr.isatty()
 
@@ -137,9 +141,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m jaxtrain.data.prepare")
     parser.add_argument("--input", nargs="+", required=True, help="files or folders: text, .jsonl[.gz|.zst], .parquet")
     parser.add_argument("--output", required=True, help="the corpus; then give it to a run as --config.data.source")
-    parser.add_argument("--tokenizer", default=Options.tokenizer, help="'bytes', or the path of a tokenizer.json")
+    parser.add_argument("--tokenizer", default=Options.tokenizer,
+                        help="'bytes', the path of a tokenizer.json, .tiktoken[:SCHEME] or .model, or tiktoken:NAME")
     parser.add_argument("--eod", default="", help="the token that ends a document; found for well-known vocabularies")
+    parser.add_argument("--bos", default="none", help="the token that we put in front of each document, or none")
     parser.add_argument("--field", default=Options.field, help="which field of a JSON record or Parquet row is text")
+    parser.add_argument("--token_dtype", default="", help="of files of tokens without a header: uint16, uint32, ...")
     parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction)
     parser.add_argument("--deduplicate", action="store_true", help="keep the first of equal documents only")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")

@@ -31,7 +31,7 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, dtype: np.dtype, end: int, trained: bool = False):
-        self.path, self.dtype, self.end = path, dtype, end
+        self.path, self.dtype, self._end = path, dtype, np.array(end, dtype).tobytes()
         self.lengths: list[int] = []
         self.keys: list[bytes] = []
         self.origins: list[tuple[int, int]] = []
@@ -42,7 +42,7 @@ class ShardWriter:
     def add(self, ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin,
             trained: np.ndarray | None = None) -> None:
         """One document; the end is put behind it, and is learnt if the last of its ids is."""
-        self._tokens.write(np.append(ids, self.end).astype(self.dtype).tobytes())
+        self._tokens.write(ids.astype(self.dtype).tobytes() + self._end)
         if self._trained:
             assert trained is not None and len(trained) == len(ids)
             flags = np.append(trained, trained[-1:]).astype(np.uint8)

@@ -3,6 +3,7 @@
 A task is a pure function of its arguments and the input's bytes; nothing else is shared, so that any engine can run it.
 """
 
+import functools
 import json
 import zlib
 from collections.abc import Iterator
@@ -12,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import files, inputs
+from jaxtrain.data import files, inputs, token_files
 from jaxtrain.data.corpus import SPLITS, UNFINISHED, check
 from jaxtrain.data.inputs import Ids, Piece, Text
 from jaxtrain.data.shards import Origin, ShardWriter, dtype_of
-from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
-from jaxtrain.errors import UserError
+from jaxtrain.data.tokenizer import Tokenizer, begun, encode_documents, load_tokenizer
+from jaxtrain.errors import UserError, nearest
 
 Task = tuple[Piece, ...]
 TOGETHER = 256  # documents that a tokenizer gets at a time
@@ -33,22 +34,28 @@ class Options:
     eval_fraction: float = 0.005  # of the documents, chosen by their content
     deduplicate: bool = False  # keep the first of equal documents only
     task_bytes: int = 2**26  # of input that make one shard
+    token_dtype: str = ""  # of files of tokens that do not say it
+    bos: str = ""  # the token that begins a document; "": none does
 
     def __post_init__(self):
         if not 0 <= self.eval_fraction < 1:
             raise UserError("--eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.005")
         if self.task_bytes < 1:
             raise UserError("--task_bytes", f"{self.task_bytes} is no size", "use 67108864 or so")
+        if self.token_dtype and self.token_dtype not in token_files.TYPES:
+            raise UserError("--token_dtype", f"{self.token_dtype!r} is no type of tokens",
+                            nearest(self.token_dtype, token_files.TYPES))
 
     def identity(self) -> dict[str, Any]:
         """What is not told by the tasks and the tokenizer's fingerprint."""
-        return {key: value for key, value in asdict(self).items() if key not in ("tokenizer", "eod", "task_bytes")}
+        return {key: value for key, value in asdict(self).items() if key not in
+                ("tokenizer", "eod", "bos", "task_bytes", "token_dtype")}
 
 
 def tokenize_shard(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
     """Make the shards of both splits, then their ledger. `plan` identifies all that the tokens depend on."""
     output = Path(output)
-    tokenizer = _loaded(options.tokenizer, options.eod)
+    tokenizer = loaded(options.tokenizer, options.eod, options.bos)
     writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod)
                for split in SPLITS}
     left_out: dict[str, int] = {}
@@ -60,12 +67,12 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
         writers[into].add(ids, key, num_bytes, origin)
 
     def flush():
-        encoded = tokenizer.encode_many([text.content for text, _ in batch])
+        encoded = encode_documents([text.content for text, _ in batch], tokenizer)
         for (text, origin), ids in zip(batch, encoded, strict=True):
             add(ids, key_of(text), len(text.content), origin)
             if len(probes) < 2 and number < 4 and len(ids):
                 head = text.content.decode(errors="replace")[:200]
-                probes.append({"text": head, "ids": tokenizer.encode(head.encode()).tolist()})
+                probes.append({"text": head, "ids": encode_documents([head.encode()], tokenizer)[0].tolist()})
         batch.clear()
 
     keep = np.load(keep_path(output, number)) if options.deduplicate else None
@@ -75,8 +82,7 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
         if keep is not None and not keep[i]:
             left_out["equal to another"] = left_out.get("equal to another", 0) + 1
         elif isinstance(found, Ids):
-            ids = _without_end(found, tokenizer)
-            add(ids, key_of(found), len(tokenizer.decode(ids).encode()), origin)
+            add(begun(found.ids, tokenizer), key_of(found), tokenizer.count_bytes(found.ids), origin)
         else:
             batch.append((found, origin))
             if len(batch) == TOGETHER:
@@ -91,11 +97,14 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
 
 def documents(task: Task, options: Options, left_out: dict[str, int]) -> Iterator[tuple[Text | Ids, Origin]]:
     """What a task has to offer, and where each document comes from; what it has not is counted."""
+    tokenizer = loaded(options.tokenizer, options.eod, options.bos)
+    dtype = dtype_of(tokenizer)
     for number, piece in enumerate(task):
         try:
-            for found in inputs.read(piece, options.field):
+            for found in inputs.read(piece, options.field, tokenizer.eod):
+                found = _checked(found, tokenizer, dtype) if isinstance(found, Ids) else found
                 reason = found.partition(": ")[2] if isinstance(found, str) else ""
-                if isinstance(found, Text) and not found.content:
+                if not isinstance(found, str) and not len(found.content if isinstance(found, Text) else found.ids):
                     reason = "empty"
                 if reason:
                     left_out[reason] = left_out.get(reason, 0) + 1
@@ -107,26 +116,28 @@ def documents(task: Task, options: Options, left_out: dict[str, int]) -> Iterato
 
 def key_of(document: Text | Ids) -> bytes:
     """Equal for equal documents."""
-    return inputs.content_hash(document.content if isinstance(document, Text) else document.ids.tobytes())
+    return inputs.content_hash(document.content if isinstance(document, Text) else document.ids.data)
 
 
-def _without_end(document: Ids, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of a document that was tokenised elsewhere, which may have brought its end along."""
-    ids = document.ids[:-1] if len(document.ids) and document.ids[-1] == tokenizer.eod else document.ids
-    if len(ids) and ids.max() >= tokenizer.vocab_size:
-        raise UserError("--tokenizer", f"{document.name} has id {ids.max()} and {tokenizer.name} has only "
-                        f"{tokenizer.vocab_size}", "name the tokenizer that the tokens were made with")
-    return ids
+def _checked(found: Ids, tokenizer: Tokenizer, dtype: np.dtype) -> Ids:
+    """A document that was tokenised elsewhere: of this vocabulary, and in one type, so that equal ones are equal.
+
+    What begins it is taken away, for that is put there by us.
+    """
+    ids = found.ids
+    if len(ids) and (ids.max() >= tokenizer.vocab_size or (ids.dtype.kind == "i" and ids.min() < 0)):
+        worst = ids.max() if ids.max() >= tokenizer.vocab_size else ids.min()
+        raise UserError("--tokenizer", f"{found.name} has id {worst} (document at {found.place}) and "
+                        f"{tokenizer.name} has only {tokenizer.vocab_size}",
+                        "name the tokenizer that the tokens were made with")
+    ids = ids[1:] if len(ids) and ids[0] == tokenizer.bos else ids
+    return Ids(found.name, ids.astype(dtype, copy=False), found.place)
 
 
-_TOKENIZER: dict[tuple[str, str], Tokenizer] = {}
-
-
-def _loaded(name: str, eod: str) -> Tokenizer:
+@functools.cache
+def loaded(name: str, eod: str, bos: str) -> Tokenizer:
     """Once a process."""
-    if (name, eod) not in _TOKENIZER:
-        _TOKENIZER[name, eod] = load_tokenizer(name, eod)
-    return _TOKENIZER[name, eod]
+    return load_tokenizer(name, eod, bos)
 
 
 def keep_path(output: Path, number: int) -> Path:

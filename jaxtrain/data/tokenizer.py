@@ -1,16 +1,21 @@
-"""Text to token ids and back: bytes, which need no file, and Hugging Face's tokenizer.json.
+"""Text to token ids and back: bytes, which need no file, Hugging Face's tokenizer.json, tiktoken and SentencePiece.
 
 What begins and ends a document is added by us, never by a tokenizer: one that adds its own is told not to.
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from jaxtrain.data import tiktoken_ranks
+from jaxtrain.data.sentencepiece_model import SentencePieceTokenizer
+from jaxtrain.data.tiktoken_ranks import TiktokenTokenizer
+from jaxtrain.data.vocabulary import Vocabulary, library, read_file, uint32, without_metaspace
 from jaxtrain.errors import UserError, nearest
 
 
@@ -20,6 +25,7 @@ class Tokenizer(Protocol):
     name: str
     vocab_size: int
     eod: int  # the id that ends a document; never part of encoded text
+    bos: int | None  # the id that begins one, if any does; nor is that
     fingerprint: str  # two tokenizers with the same fingerprint give the same ids
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -34,6 +40,10 @@ class Tokenizer(Protocol):
         """Readable text; ids that stand for no text are dropped."""
         ...
 
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """How long the text of a document is in UTF-8: known without making it, where the vocabulary allows."""
+        ...
+
 
 class ByteTokenizer:
     """Every byte is a token."""
@@ -41,6 +51,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     eod = 256
+    bos = None
     fingerprint = "bytes-1: ids 0..255 are the bytes, 256 ends a document"
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -56,26 +67,23 @@ class ByteTokenizer:
         ids = np.fromiter(ids, np.int64)
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode(errors="replace")
 
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """Of what is no end."""
+        return int(np.count_nonzero(ids < 256))
 
-# What ends a document in well-known vocabularies, the likeliest first.
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
-class JsonTokenizer:
+class JsonTokenizer(Vocabulary):
     """A tokenizer.json, run by the `tokenizers` library."""
 
-    def __init__(self, path: str | Path, eod: str = ""):
-        self.path = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-        try:
-            content = self.path.read_bytes()
-        except OSError as error:
-            raise UserError("data.tokenizer", f"{self.path} cannot be read ({error.strerror})",
-                            "name a tokenizer.json or 'bytes'") from error
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise UserError("data.tokenizer", f"{self.path} needs the package tokenizers",
-                            "pip install 'jaxtrain[data]'") from error
+    file = "tokenizer.json"
+
+    def __init__(self, path: str | Path, eod: str = "", bos: str = ""):
+        self.path = Path(path)
+        content = read_file(self.path)
+        tokenizers = library("tokenizers", path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # whatever the library's parser says
@@ -85,27 +93,19 @@ class JsonTokenizer:
         canonical = json.dumps(json.loads(content), sort_keys=True).encode()
         self.name, self.content = self.path.name, content
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self.eod_token, self.eod = self._end(eod)
-        sha256 = hashlib.sha256(canonical).hexdigest()
-        self.fingerprint = f"tokenizer.json {sha256}: {self.eod_token} ends a document"
+        self.settle(path, hashlib.sha256(canonical).hexdigest(), eod, bos)
+        self._lengths = self._measure(json.loads(content).get("decoder") or {"type": "none"})
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    def _end(self, asked: str) -> tuple[str, int]:
-        for token in [asked] if asked else ENDS:
-            if (id := self._tokenizer.token_to_id(token)) is not None:
-                return token, id
-        what = f"has no token {asked!r}" if asked else f"has none of {', '.join(ENDS)} to end a document with"
-        raise UserError("data.tokenizer", f"{self.path} {what}", "name one of its tokens with --eod")
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """The ids of one document; text that looks like a special token is text."""
-        return self.encode_many([text])[0]
+    def id_of(self, token: str) -> int | None:
+        """Of any token."""
+        return self._tokenizer.token_to_id(token)
 
     def encode_many(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """All at once, on as many threads as the library takes."""
         found = self._encode([text.decode(errors="replace") for text in texts])
-        return [np.array(one.ids, np.uint32) for one in found]
+        return [uint32(one.ids) for one in found]
 
     def _encode(self, texts: list[str]) -> Any:
         self._tokenizer.encode_special_tokens = True
@@ -115,12 +115,57 @@ class JsonTokenizer:
         """Readable text."""
         return self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=True)
 
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """From a table, for vocabularies of bytes and those made from SentencePiece's; of others the text is made."""
+        if self._lengths is None:
+            return len(self.decode(ids).encode())
+        return int(self._lengths[ids].sum()) - bool(len(ids) and self._begins[ids[0]])
 
-def load_tokenizer(name: str, eod: str = "") -> Tokenizer:
-    """ "bytes", or the path of a tokenizer.json or of its folder; `eod` names the token that ends a document."""
+    def _measure(self, decoder: dict[str, Any]) -> np.ndarray | None:
+        """The bytes of text that each id stands for, if it is the same wherever the id stands."""
+        steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
+        by_byte = set(steps) == {"ByteLevel"}  # a character stands for a byte
+        if not by_byte and not set(steps) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+            return None
+        # Where a text begins so, `decode` takes away the space that the tokenizer puts there.
+        drops = "Strip" in steps or steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
+        lengths, self._begins = np.zeros(self.vocab_size, np.int64), np.zeros(self.vocab_size, bool)
+        for token, id in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            is_byte = "ByteFallback" in steps and BYTE.fullmatch(token)
+            lengths[id] = len(token) if by_byte else 1 if is_byte else without_metaspace(token)
+            self._begins[id] = drops and token.startswith("▁")
+        for id, added in self._tokenizer.get_added_tokens_decoder().items():
+            lengths[id] = 0 if added.special else len(added.content.encode())
+            self._begins[id] &= not added.special
+        return lengths
+
+
+def begun(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """The ids of a document with what begins it in front, if the tokenizer has such a token."""
+    return ids if tokenizer.bos is None else np.concatenate([np.array([tokenizer.bos], np.uint32), ids])
+
+
+def encode_documents(texts: Sequence[bytes], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The ids of documents as they are written, but for the end. Whatever is checked is made here too."""
+    return [begun(ids, tokenizer) for ids in tokenizer.encode_many(texts)]
+
+
+def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
+    """ "bytes", a file or its folder, or tiktoken:NAME; `eod` and `bos` name the tokens around a document."""
     if name == "bytes":
+        if eod or bos:
+            raise UserError("--bos" if bos else "--eod", "bytes have no named tokens: 256 ends a document, nothing "
+                            "begins one", "leave it out, or name another --tokenizer")
         return ByteTokenizer()
-    if "/" not in name and not name.endswith(".json") and not Path(name).exists():
+    where, _, scheme = (name, "", "") if Path(name).exists() else name.rpartition(":")
+    if where == "tiktoken":
+        return tiktoken_ranks.named(scheme, eod, bos)
+    path = Path(where or name).expanduser()
+    if not path.exists() and "/" not in name and path.suffix not in (".json", ".tiktoken", ".model"):
         raise UserError("data.tokenizer", f"there is no tokenizer {name!r}", nearest(name, ["bytes"])
-                        + ", or name the path of a tokenizer.json")
-    return JsonTokenizer(name, eod)
+                        + ", or name the path of a tokenizer.json, .tiktoken or .model")
+    if path.is_dir():
+        path /= "tokenizer.json" if (path / "tokenizer.json").exists() else "tokenizer.model"
+    if path.suffix == ".tiktoken" or scheme or (path.suffix == ".model" and tiktoken_ranks.are_ranks(read_file(path))):
+        return TiktokenTokenizer(path, scheme, eod, bos)
+    return SentencePieceTokenizer(path, eod, bos) if path.suffix == ".model" else JsonTokenizer(path, eod, bos)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from jaxtrain.data import files, inputs
 from jaxtrain.data.inputs import Text
-from jaxtrain.data.tokenizer import ENDS, load_tokenizer
+from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.data.vocabulary import ENDS
 from jaxtrain.errors import Parser, UserError
 
 EOD = ENDS[0]

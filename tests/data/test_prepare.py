@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -179,39 +178,6 @@ def test_ids_are_the_tokenizers_and_ends_are_ours(tmp_path, tokenizer):
     assert corpus.tokenizer.vocab_size == 300
 
 
-def megatron(path: Path, documents, dtype, code) -> None:
-    """As Megatron-LM writes it: every document in sequences, here of two each."""
-    sequences = [part for ids in documents for part in (ids[:3], ids[3:])]
-    sizes = np.array([len(part) for part in sequences], "<i4")
-    places = (np.cumsum(sizes, dtype="<i8") - sizes) * np.dtype(dtype).itemsize
-    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(sequences), len(documents) + 1)
-    path.with_suffix(".bin").write_bytes(b"".join(np.array(part, dtype).tobytes() for part in sequences))
-    path.with_suffix(".idx").write_bytes(head + sizes.tobytes() + places.astype("<i8").tobytes()
-                                         + np.arange(0, len(sequences) + 1, 2, dtype="<i8").tobytes())
-
-
-@pytest.mark.parametrize(("dtype", "code"), [("<u2", 8), ("<i4", 4)])
-@pytest.mark.parametrize("task_bytes", [1, 500, 2**26])
-def test_megatrons_tokens_are_read_as_they_are(tmp_path, dtype, code, task_bytes):
-    texts = ["one", "a somewhat longer one", "é"] * 20
-    documents = [[*text.encode(), *[256] * (i % 2)] for i, text in enumerate(texts)]  # some bring their end along
-    (tmp_path / "in").mkdir()
-    megatron(tmp_path / "in/a", documents, dtype, code)
-    corpus = prepare([str(tmp_path / "in")], tmp_path / "out", Options(eval_fraction=0, task_bytes=task_bytes))
-    assert stream(corpus)[0] == [id for text in texts for id in [*text.encode(), 256]]
-    assert corpus.train.num_bytes == sum(len(text.encode()) for text in texts)
-    assert len(corpus.train.shards) == {1: 60, 2**26: 1}.get(task_bytes, len(corpus.train.shards))
-
-
-def test_megatrons_tokens_of_another_vocabulary_are_refused(tmp_path):
-    megatron(tmp_path / "a", [[1, 2, 3, 70000]], "<i4", 4)
-    with pytest.raises(UserError, match=r"a\.idx, document 0 has id 70000 and bytes has only 257"):
-        prepare([str(tmp_path / "a.idx")], tmp_path / "out", Options())
-    (tmp_path / "a.idx").write_bytes(b"MMIDIDX")
-    with pytest.raises(UserError, match="is no index of Megatron"):
-        prepare([str(tmp_path / "a.idx")], tmp_path / "out2", Options())
-
-
 def test_a_run_reads_the_corpus_with_its_tokenizer(tmp_path, tokenizer):
     made = prepare([str(write(tmp_path / "a.jsonl"))], tmp_path / "out",
                    Options(tokenizer=str(tokenizer), eval_fraction=0.2, task_bytes=900))
@@ -260,7 +226,9 @@ def test_a_tokenizer_that_changed_is_found(tmp_path, tokenizer, monkeypatch):
     from jaxtrain.data.tokenizer import JsonTokenizer
 
     with monkeypatch.context() as silent:  # as a library that begins to add a token
-        silent.setattr(JsonTokenizer, "encode", lambda self, text: np.append(0, self.encode_many([text])[0]))
+        encode = JsonTokenizer.encode_many
+        silent.setattr(JsonTokenizer, "encode_many",
+                       lambda self, texts: [np.append(0, ids) for ids in encode(self, texts)])
         with pytest.raises(UserError, match="gives other ids than when it was prepared"):
             open_corpus(corpus.path)
     other = json.loads((corpus.path / "tokenizer.json").read_text())

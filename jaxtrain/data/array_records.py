@@ -1,0 +1,109 @@
+"""ArrayRecord files, cut by numbers of records; a record is text, a JSON object, or a tf.train.Example.
+
+Which of these a file holds is told by its first record.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import UserError
+
+NAME = re.compile(r"\.array_?record(-\d+-of-\d+)?$")
+TOGETHER = 2**22  # bytes of records, as stored, that are read at a time
+
+
+def stretches(path: Path, size: int, module: Any) -> Iterator[tuple[str, int, int, int]]:
+    """(text, json or example; from, to, bytes) of stretches of about so many bytes, all records held equally long."""
+    stored = path.stat().st_size
+    with _opened(path, module) as reader:
+        total = reader.num_records()
+    step = max(1, total * size // stored)
+    form = _form(next(records(path, 0, 1, module))[1]) if total else ""
+    for start in range(0, total, step):
+        stop = min(start + step, total)
+        yield form, start, stop, stored * stop // total - stored * start // total
+
+
+def records(path: Path, start: int, stop: int, module: Any) -> Iterator[tuple[int, bytes]]:
+    """(number, content) of each record of a stretch."""
+    with _opened(path, module) as reader:
+        step = max(1, reader.num_records() * TOGETHER // path.stat().st_size)
+        for at in range(start, stop, step):
+            yield from enumerate(reader.read(at, min(at + step, stop)), at)
+
+
+@contextmanager
+def _opened(path: Path, module: Any) -> Iterator[Any]:
+    try:
+        reader = module.ArrayRecordReader(str(path))
+        if not reader.ok():  # it would only count no records
+            raise UserError("--input", f"{path} is no whole ArrayRecord file", "replace it")
+        yield reader
+        reader.close()
+    except (RuntimeError, IndexError) as error:
+        raise UserError("--input", f"{path} is corrupt ({error})", "replace it") from error
+
+
+def _form(record: bytes) -> str:
+    try:
+        if isinstance(json.loads(record), dict):
+            return "json"
+    except ValueError:
+        pass
+    try:
+        return "example" if features(record) else "text"
+    except ValueError:
+        return "text"
+
+
+def features(record: bytes) -> dict[str, memoryview]:
+    """A tf.train.Example's features by name; ValueError: it is none."""
+    found = {}
+    for message in _fields(memoryview(record)).get(1, []):
+        for entry in _fields(message).get(1, []):
+            parts = _fields(entry)
+            found[bytes(parts[1][0]).decode() if 1 in parts else ""] = parts.get(2, [memoryview(b"")])[0]
+    return found
+
+
+def content(record: bytes, field: str, where: str) -> bytes:
+    """The bytes of one feature of a tf.train.Example."""
+    try:
+        known = features(record)
+        values = [value for some in _fields(known.get(field, memoryview(b""))).get(1, [])
+                  for value in _fields(some).get(1, [])]
+    except ValueError as error:
+        raise UserError("--input", f"{where} is no tf.train.Example, as the first record is", "repair it") from error
+    if field not in known:
+        raise UserError("--field", f"{where} has no feature {field!r}", f"it has {', '.join(sorted(known))}")
+    if len(values) != 1:
+        raise UserError("--field", f"{where}: {field!r} is not one string of bytes", "name another feature")
+    return bytes(values[0])
+
+
+def _fields(message: memoryview) -> dict[int, list[memoryview]]:
+    """What a protobuf message holds, by number, where all of it is messages and strings."""
+    found: dict[int, list[memoryview]] = {}
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        length, at = _varint(message, at)
+        if key & 7 != 2 or at + length > len(message):
+            raise ValueError("no message of messages and strings")
+        found.setdefault(key >> 3, []).append(message[at: at + length])
+        at += length
+    return found
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    """-> the number that begins there, and the place behind it."""
+    for size in range(1, 11):
+        if at + size > len(message):
+            break
+        if message[at + size - 1] < 128:
+            return sum((byte & 127) << 7 * i for i, byte in enumerate(message[at: at + size])), at + size
+    raise ValueError("no number")
