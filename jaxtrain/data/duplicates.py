@@ -7,10 +7,11 @@ import numpy as np
 
 from jaxtrain.data import engines, files
 from jaxtrain.data.corpus import UNFINISHED
+from jaxtrain.data.engines import Engine
 from jaxtrain.data.tasks import Options, Task, documents, keep_path, key_of
 
 
-def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, workers: int) -> None:
+def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, workers: int | Engine) -> None:
     """Say of each task's documents which are the first of their kind, in the order of the input."""
     for _ in engines.run(hash_task, tasks, range(len(tasks)), output, options, "", workers):
         pass

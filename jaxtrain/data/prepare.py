@@ -1,63 +1,78 @@
 """python -m jaxtrain.data.prepare --input=FILE_OR_FOLDER... --tokenizer=... --output=FOLDER: text to a corpus, once.
 
 The work is a list of tasks that follows from the input alone (tasks.py). A kill costs the tasks that were under way,
-the same command goes on, and the result is the same to the byte for any number of workers.
+the same command goes on, and the result is the same to the byte for any number of workers, and any engine.
 """
 
 import argparse
 import os
 import shutil
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from jaxtrain.data import engines, files, inputs
+from jaxtrain.data import engines, files, inputs, lengths
 from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, open_corpus, read_manifest
 from jaxtrain.data.duplicates import find_duplicates
+from jaxtrain.data.engines import Engine
+from jaxtrain.data.on_ray import Ray
+from jaxtrain.data.progress import Line, Progress
 from jaxtrain.data.shards import dtype_of
 from jaxtrain.data.tasks import Options, Task, read_ledger, tokenize_shard
 from jaxtrain.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from jaxtrain.errors import Parser, UserError
 
 
-def prepare(sources: Sequence[str], output: str | Path, options: Options, workers: int = 1,
-            say: Any = lambda line: None) -> Corpus:
-    """Make the corpus, or what of it is missing, and open it."""
+def prepare(sources: Sequence[str], output: str | Path, options: Options, workers: int | Engine = 1,
+            say: Callable[[str], None] = lambda line: None) -> Corpus:
+    """Make the corpus, or what of it is missing, and open it; in so many processes, or through an engine."""
     output = Path(output).expanduser()
-    tokenizer = load_tokenizer(options.tokenizer, options.eod)
+    tasks, plan = plan_tasks(sources, options)
+    if begin(output, options, plan):
+        if options.deduplicate:  # first, for what a task may keep depends on all others
+            say("looking for equal documents")
+            find_duplicates(tasks, output, options, workers)
+        tokenize(tasks, range(len(tasks)), output, options, plan, workers, say)
+        _finish(output, tasks, plan, options, load_tokenizer(options.tokenizer, options.eod))
+    return open_corpus(output)
+
+
+def plan_tasks(sources: Sequence[str], options: Options) -> tuple[list[Task], str]:
+    """The tasks, and a hash of all that their tokens depend on: what `tokenize_shard` takes."""
     tasks = inputs.find_tasks(sources, options.task_bytes)
-    plan = files.digest(_plan(tasks, tokenizer, options))
+    return tasks, files.digest(_plan(tasks, load_tokenizer(options.tokenizer, options.eod), options))
+
+
+def begin(output: str | Path, options: Options, plan: str) -> bool:
+    """Make the folder, which must hold nothing else; whether there is anything left to do."""
+    output = Path(output).expanduser()
     if (output / "manifest.json").exists():
         if read_manifest(output)["plan"] != plan:
             raise UserError("--output", f"{output} holds another corpus", "name another folder, or delete it")
         shutil.rmtree(output / UNFINISHED, ignore_errors=True)  # a kill came when all was done
-        return open_corpus(output)
+        return False
     if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
         raise UserError("--output", f"{output} is not empty", "name another folder")
     try:
         (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError("--output", f"{output} cannot be written ({error.strerror})", "name another folder") from error
+    tokenizer = load_tokenizer(options.tokenizer, options.eod)
     if isinstance(tokenizer, JsonTokenizer):
         with files.written(output / "tokenizer.json") as file:
             file.write(tokenizer.content)
-    started, done, total = time.monotonic(), 0, inputs.total_size(tasks)
-    if options.deduplicate:  # first, for what a task may keep depends on all others
-        say("looking for equal documents")
-        find_duplicates(tasks, output, options, workers)
-    missing = [number for number, task in enumerate(tasks) if not read_ledger(output, number, task, plan)]
-    kept = total - sum(piece.size for number in missing for piece in tasks[number])
+    return True
+
+
+def tokenize(tasks: Sequence[Task], numbers: Sequence[int], output: Path, options: Options, plan: str,
+             workers: int | Engine, say: Callable[[str], None]) -> None:
+    """Do those of the tasks that are not done."""
+    missing = [number for number in numbers if not read_ledger(output, number, tasks[number], plan)]
+    progress = Progress("tokens", [inputs.total_size([task]) for task in tasks], missing, say)
     for number in engines.run(tokenize_shard, tasks, missing, output, options, plan, workers):
-        done += sum(piece.size for piece in tasks[number])
-        rate = max(1, done) / (time.monotonic() - started)
-        say(f"{(kept + done) / max(1, total):6.1%}  {rate / 1e6:8.2f} MB/s  {(total - kept - done) / rate:8.0f} s left")
-    _finish(output, tasks, plan, options, tokenizer)
-    return open_corpus(output)
+        progress.add(number)
 
 
 def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
@@ -115,14 +130,14 @@ def main(argv: list[str] | None = None) -> int:
         flags = parse(argv)
         options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
                           flags.task_bytes)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        terminal = sys.stderr.isatty()
-
-        def say(line):
-            print(line, end="\r" if terminal else "\n", file=sys.stderr, flush=True)
-
-        corpus = prepare(flags.input, flags.output, options, flags.workers or cores, say)
+        picture = Path(flags.histogram).expanduser() if flags.histogram else None
+        if picture:
+            lengths.check_picture(picture)
+        with Line(sys.stderr) as say:
+            corpus = prepare(flags.input, flags.output, options, _engine(flags), say)
         print(summary(corpus))
+        if picture:
+            lengths.draw(corpus, picture)
         return 0
     except UserError as mistake:
         print(mistake, file=sys.stderr)
@@ -130,6 +145,13 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command goes on", file=sys.stderr)
         return 130
+
+
+def _engine(flags: argparse.Namespace) -> int | Engine:
+    if flags.engine == "ray":
+        return Ray(flags.ray_address, flags.workers)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return flags.workers or cores
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -143,7 +165,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction)
     parser.add_argument("--deduplicate", action="store_true", help="keep the first of equal documents only")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")
-    parser.add_argument("--workers", type=int, default=0, help="processes; default: all cores")
+    parser.add_argument("--workers", type=int, default=0, help="tasks at a time; default: all cores")
+    parser.add_argument("--engine", choices=["local", "ray"], default="local", help="who does the tasks")
+    parser.add_argument("--ray_address", default="", help="host:port of a cluster, 'auto', or 'local': one for this")
+    parser.add_argument("--histogram", help="draw the lengths of documents into this PNG")
     flags = parser.parse_args(argv)
     if flags.workers < 0:
         raise UserError("--workers", f"{flags.workers} is no number of processes", "use 1 or more")
@@ -159,19 +184,7 @@ def summary(corpus: Corpus) -> str:
                      f"{tokens.num_bytes:>18,} bytes")
     left_out = read_manifest(corpus.path)["left_out"]
     lines += [f"left out: {count:,} ({reason})" for reason, count in left_out.items()]
-    return "\n".join([*lines, histogram(corpus)])
-
-
-def histogram(corpus: Corpus) -> str:
-    """Documents by length, in powers of two."""
-    lengths = np.concatenate([np.zeros(0, np.int64), *(np.diff(shard.offsets) for split in (corpus.train, corpus.eval)
-                                                       for shard in split.shards)])
-    if not len(lengths):
-        return "no documents"
-    powers = np.bincount(np.log2(lengths).astype(int))
-    width = 40 / powers.max()
-    return "\n".join(["documents by tokens"] + [f"{2**i:>12,}+ {count:>12,} {'#' * round(count * width)}"
-                                                for i, count in enumerate(powers) if count])
+    return "\n".join([*lines, lengths.histogram(corpus)])
 
 
 if __name__ == "__main__":
