@@ -6,6 +6,7 @@ A task is a pure function that ends with its ledger, so Ray may run it again whe
 import contextlib
 import importlib
 import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -58,11 +59,19 @@ class Ray:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             own = {"num_cpus": self.at_once or None, "include_dashboard": False} if self.address == "local" else {}
             try:
+                _reach(self.address)
                 ray.init(self.address or None, log_to_driver=False, logging_level="error", **own)
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 raise UserError("--ray_address", f"there is no cluster ({error})",
                                 "give the host:port of its head, or 'local'") from error
         return ray
+
+
+def _reach(address: str) -> None:
+    """Ray itself would try for minutes, and then end the process."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def _in_folder(folder: str, do: Callable[..., int], call: tuple[Any, ...]) -> int:

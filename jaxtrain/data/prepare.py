@@ -6,6 +6,7 @@ the same command goes on, and the result is the same to the byte for any number 
 
 import argparse
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -13,14 +14,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data import engines, files, inputs, lengths
+from jaxtrain.data import engines, files, inputs, lengths, on_slurm
 from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, open_corpus, read_manifest
-from jaxtrain.data.duplicates import find_duplicates
+from jaxtrain.data.duplicates import find_duplicates, hash_documents
 from jaxtrain.data.engines import Engine
 from jaxtrain.data.on_ray import Ray
 from jaxtrain.data.progress import Line, Progress
 from jaxtrain.data.shards import dtype_of
-from jaxtrain.data.tasks import Options, Task, read_ledger, tokenize_shard
+from jaxtrain.data.tasks import Options, Task, keep_path, read_ledger, tokenize_shard
 from jaxtrain.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from jaxtrain.errors import Parser, UserError
 
@@ -37,6 +38,42 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
         tokenize(tasks, range(len(tasks)), output, options, plan, workers, say)
         _finish(output, tasks, plan, options, load_tokenizer(options.tokenizer, options.eod))
     return open_corpus(output)
+
+
+def prepare_part(sources: Sequence[str], output: str | Path, options: Options, part: str = "", stage: str = "tokens",
+                 workers: int | Engine = 1, say: Callable[[str], None] = lambda line: None) -> None:
+    """Part "K/N" of a stage: every N-th task from K on. `prepare` does what is missing, and the manifest.
+
+    Parts share nothing but the folder, so they may run at once, twice, or not at all. Stage "duplicates" comes first,
+    if there is one; without a part it puts together what its parts found.
+    """
+    output = Path(output).expanduser()
+    number, parts = _numbers(part) if part else (0, 1)
+    if stage == "duplicates" and not options.deduplicate:
+        raise UserError("--stage", "documents are compared with --deduplicate only", "add it, or leave --stage out")
+    tasks, plan = plan_tasks(sources, options)
+    if not begin(output, options, plan):
+        return
+    mine = range(number, len(tasks), parts)
+    try:
+        if stage == "tokens":
+            if options.deduplicate and not all(keep_path(output, number).exists() for number in mine):
+                raise UserError("--part", "it is not known yet which documents stay", "run --stage=duplicates before")
+            tokenize(tasks, mine, output, options, plan, workers, say)
+        elif part:
+            hash_documents(tasks, mine, output, options, workers)
+        else:
+            find_duplicates(tasks, output, options, workers)
+    except FileNotFoundError:
+        if not (output / "manifest.json").exists():  # else all was done while we were at it
+            raise
+
+
+def _numbers(part: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", part)
+    if not found or int(found[1]) >= int(found[2]):
+        raise UserError("--part", f"{part!r} is no part", "write 0/16 to 15/16")
+    return int(found[1]), int(found[2])
 
 
 def plan_tasks(sources: Sequence[str], options: Options) -> tuple[list[Task], str]:
@@ -87,6 +124,10 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
     ledgers = [read_ledger(output, number, task, plan) for number, task in enumerate(tasks)]
     if None in ledgers:
         raise UserError("--input", f"the input of task {ledgers.index(None)} changed while it was read", "run again")
+    for ledger in ledgers:
+        if ledger and ledger["tokenizer"] != tokenizer.fingerprint:
+            raise UserError("--tokenizer", f"{options.tokenizer} is another one on some machine, or was for a while",
+                            f"make it the same everywhere, delete {output} and run again")
     done: list[dict[str, Any]] = [ledger for ledger in ledgers if ledger]
     left_out: dict[str, int] = {}
     for ledger in done:
@@ -133,7 +174,13 @@ def main(argv: list[str] | None = None) -> int:
         picture = Path(flags.histogram).expanduser() if flags.histogram else None
         if picture:
             lengths.check_picture(picture)
+        if flags.engine == "slurm":
+            print(_script(flags, options, sys.argv[1:] if argv is None else argv))
+            return 0
         with Line(sys.stderr) as say:
+            if flags.part or flags.stage != "tokens":
+                prepare_part(flags.input, flags.output, options, flags.part, flags.stage, _engine(flags), say)
+                return 0
             corpus = prepare(flags.input, flags.output, options, _engine(flags), say)
         print(summary(corpus))
         if picture:
@@ -154,6 +201,20 @@ def _engine(flags: argparse.Namespace) -> int | Engine:
     return flags.workers or cores
 
 
+def _script(flags: argparse.Namespace, options: Options, argv: Sequence[str]) -> str:
+    """What to submit, or where it lies."""
+    tasks, _ = plan_tasks(flags.input, options)  # so that mistakes are told here and now
+    script = on_slurm.render(argv, min(flags.parts or 16, len(tasks)), flags.workers or 1, flags.deduplicate)
+    if not flags.script:
+        return script.rstrip()
+    try:
+        Path(flags.script).expanduser().write_text(script)
+    except OSError as error:
+        raise UserError("--script", f"{flags.script} cannot be written ({error.strerror})", "name another file"
+                        ) from error
+    return f"bash {flags.script} submits {len(tasks):,} tasks"
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = Parser(prog="python -m jaxtrain.data.prepare")
@@ -166,12 +227,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--deduplicate", action="store_true", help="keep the first of equal documents only")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")
     parser.add_argument("--workers", type=int, default=0, help="tasks at a time; default: all cores")
-    parser.add_argument("--engine", choices=["local", "ray"], default="local", help="who does the tasks")
+    parser.add_argument("--engine", choices=["local", "ray", "slurm"], default="local",
+                        help="who does the tasks: processes here, a Ray cluster, or jobs of Slurm, in a script")
     parser.add_argument("--ray_address", default="", help="host:port of a cluster, 'auto', or 'local': one for this")
+    parser.add_argument("--parts", type=int, default=0, help="jobs of Slurm at a time, of --workers each; default: 16")
+    parser.add_argument("--script", default="", help="where the script goes, instead of standard output")
+    parser.add_argument("--part", default="", help="K/N: only every N-th task from K on; run without it to finish")
+    parser.add_argument("--stage", choices=["duplicates", "tokens"], default="tokens",
+                        help="of --part: what its tasks have in common, with --deduplicate, or their tokens")
     parser.add_argument("--histogram", help="draw the lengths of documents into this PNG")
     flags = parser.parse_args(argv)
-    if flags.workers < 0:
-        raise UserError("--workers", f"{flags.workers} is no number of processes", "use 1 or more")
+    for name in ("workers", "parts"):
+        if getattr(flags, name) < 0:
+            raise UserError(f"--{name}", f"{getattr(flags, name)} is no number of them", "use 1 or more")
+    for name, engine in (("ray_address", "ray"), ("parts", "slurm"), ("script", "slurm")):
+        if getattr(flags, name) and flags.engine != engine:
+            raise UserError(f"--{name}", f"--engine={flags.engine} has none", f"add --engine={engine}, or leave it out")
+    if flags.engine == "slurm" and (flags.part or flags.stage != "tokens"):
+        raise UserError("--engine", "the script itself deals out parts", "leave --part and --stage out")
     return flags
 
 

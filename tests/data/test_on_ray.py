@@ -1,0 +1,79 @@
+"""A real Ray cluster on this machine: the bytes of one run, whatever dies, and mistakes in one line."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.data.on_ray import Ray
+from jaxtrain.data.prepare import Options, main, prepare
+from jaxtrain.errors import UserError
+from tests.data.test_on_slurm import files, write
+
+pytest.importorskip("ray")
+ROOT = Path(__file__).parents[2]
+DIED = "died"
+
+
+def test_killed_workers_and_a_mistake_on_one_cluster(tmp_path):
+    """In a process of its own, for Ray changes the one that it starts from."""
+    done = subprocess.run([sys.executable, "-c", f"from tests.data.test_on_ray import *; chores({str(tmp_path)!r})"],
+                          cwd=ROOT, text=True, capture_output=True, timeout=120,
+                          env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"})
+    assert done.returncode == 0 and "all well" in done.stdout, done.stdout + done.stderr
+
+
+def chores(folder: str) -> None:
+    """What is asserted, after one start of a cluster."""
+    os.chdir(folder)
+    path = write(Path("a.jsonl"))
+    for deduplicate in (False, True):
+        options = Options(eval_fraction=0.1, task_bytes=3000, deduplicate=deduplicate)
+        want = prepare(["a.jsonl"], f"want-{deduplicate}", options)
+        lines = []
+        got = prepare(["a.jsonl"], f"got-{deduplicate}", options, Ray("local", at_once=2), lines.append)
+        assert files(got.path) == files(want.path)
+        assert lines[-1].startswith("tokens: 7 of 7 tasks, 100.0%")
+
+    calls = [(number, f"once-{number}") for number in range(4)]
+    assert sorted(Ray()(dies_once, calls)) == [0, 1, 2, 3] and all(Path(name).read_text() == DIED for _, name in calls)
+    with pytest.raises(UserError, match=r"--engine: the worker of task 7 died 4 times.*; run again with smaller"):
+        list(Ray()(dies, [(7,)]))
+
+    with open(path, "a") as file:
+        file.write("{")
+    with pytest.raises(UserError, match="is no JSON object") as mistake:
+        prepare(["a.jsonl"], "bad", Options(task_bytes=3000), Ray())
+    assert str(mistake.value).count("\n") == 0
+    with pytest.raises(ZeroDivisionError):  # a mistake of ours is told with its place
+        list(Ray()(divides, [(1,)]))
+    print("all well")
+
+
+def dies_once(number: int, name: str) -> int:
+    if not Path(name).exists():
+        Path(name).write_text(DIED)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def dies(number: int) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def divides(number: int) -> int:
+    return number // 0
+
+
+def test_the_command_line_and_mistakes_in_it(tmp_path, monkeypatch, capsys):
+    flags = [f"--input={write(tmp_path / 'a.jsonl')}", f"--output={tmp_path / 'out'}", "--engine=ray"]
+    assert main([*flags, "--ray_address=127.0.0.1:1"]) == 2
+    error = capsys.readouterr().err
+    assert "--ray_address: there is no cluster" in error and error.count("\n") == 1
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(flags) == 2
+    assert "jaxtrain[ray]" in capsys.readouterr().err
