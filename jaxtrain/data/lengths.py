@@ -36,8 +36,8 @@ def check_picture(path: Path) -> None:
         importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise UserError("--histogram", "matplotlib is not installed", "pip install 'jaxtrain[plots]'") from error
-    if not path.parent.is_dir():
-        raise UserError("--histogram", f"there is no folder {path.parent}", "make it, or name another file")
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError("--histogram", f"{path} can be no file", "name one in a folder that there is")
 
 
 def draw(corpus: Corpus, path: Path) -> None:

@@ -61,7 +61,7 @@ class Ray:
             try:
                 _reach(self.address)
                 ray.init(self.address or None, log_to_driver=False, logging_level="error", **own)
-            except (OSError, RuntimeError, ValueError) as error:
+            except (ImportError, OSError, RuntimeError, ValueError) as error:
                 raise UserError("--ray_address", f"there is no cluster ({error})",
                                 "give the host:port of its head, or 'local'") from error
         return ray
@@ -69,7 +69,7 @@ class Ray:
 
 def _reach(address: str) -> None:
     """Ray itself would try for minutes, and then end the process."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    host, colon, port = address.rpartition(":")
     if colon:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 

@@ -33,8 +33,7 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     tasks, plan = plan_tasks(sources, options)
     if begin(output, options, plan):
         if options.deduplicate:  # first, for what a task may keep depends on all others
-            say("looking for equal documents")
-            find_duplicates(tasks, output, options, workers)
+            find_duplicates(tasks, output, options, workers, say)
         tokenize(tasks, range(len(tasks)), output, options, plan, workers, say)
         _finish(output, tasks, plan, options, load_tokenizer(options.tokenizer, options.eod))
     return open_corpus(output)
@@ -61,9 +60,9 @@ def prepare_part(sources: Sequence[str], output: str | Path, options: Options, p
                 raise UserError("--part", "it is not known yet which documents stay", "run --stage=duplicates before")
             tokenize(tasks, mine, output, options, plan, workers, say)
         elif part:
-            hash_documents(tasks, mine, output, options, workers)
+            hash_documents(tasks, mine, output, options, workers, say)
         else:
-            find_duplicates(tasks, output, options, workers)
+            find_duplicates(tasks, output, options, workers, say)
     except FileNotFoundError:
         if not (output / "manifest.json").exists():  # else all was done while we were at it
             raise
@@ -107,7 +106,7 @@ def tokenize(tasks: Sequence[Task], numbers: Sequence[int], output: Path, option
              workers: int | Engine, say: Callable[[str], None]) -> None:
     """Do those of the tasks that are not done."""
     missing = [number for number in numbers if not read_ledger(output, number, tasks[number], plan)]
-    progress = Progress("tokens", [inputs.total_size([task]) for task in tasks], missing, say)
+    progress = Progress("tokens", tasks, numbers, missing, say)
     for number in engines.run(tokenize_shard, tasks, missing, output, options, plan, workers):
         progress.add(number)
 

@@ -2,31 +2,34 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TextIO
 
+from jaxtrain.data.inputs import total_size
+from jaxtrain.data.tasks import Task
+
 
 class Progress:
-    """Share, rate and time left; what earlier runs did counts for the share only."""
+    """Share, rate and time left of those of the tasks that are ours; what was done before counts for the share only."""
 
-    def __init__(self, what: str, sizes: list[int], missing: list[int], say: Callable[[str], None]):
-        self.what, self.sizes, self.say = what, sizes, say
-        self.total, self.left = sum(sizes), sum(sizes[number] for number in missing)
-        self.tasks = len(sizes) - len(missing)
-        self.started, self.done = time.monotonic(), 0
+    def __init__(self, what: str, tasks: Sequence[Task], ours: Sequence[int], missing: Sequence[int],
+                 say: Callable[[str], None]):
+        self.what, self.say, self.of = what, say, len(ours)
+        self.sizes = {number: total_size([tasks[number]]) for number in ours}
+        self.total, self.left = sum(self.sizes.values()), sum(self.sizes[number] for number in missing)
+        self.tasks, self.before = len(ours) - len(missing), self.left
+        self.started = time.monotonic()
         if missing:
-            say(f"{what}: {self.tasks} of {len(sizes)} tasks done")
+            say(f"{what}: {self.tasks:,} of {self.of:,} tasks")
 
     def add(self, number: int) -> None:
         """A task is done."""
         self.tasks += 1
-        self.done += self.sizes[number]
         self.left -= self.sizes[number]
-        rate = max(1, self.done) / max(1e-9, time.monotonic() - self.started)
-        share = 1 - self.left / self.total if self.total else 1
-        self.say(f"{self.what}: {self.tasks} of {len(self.sizes)} tasks, {share:.1%}, {rate / 1e6:.2f} MB/s, "
-                 f"{timedelta(seconds=round(self.left / rate))} left")
+        rate = max(1, self.before - self.left) / max(1e-9, time.monotonic() - self.started)
+        self.say(f"{self.what}: {self.tasks:,} of {self.of:,} tasks, {1 - self.left / max(1, self.total):.1%}, "
+                 f"{rate / 1e6:.2f} MB/s, {timedelta(seconds=round(self.left / rate))} left")
 
 
 class Line:
