@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,11 @@ ROOT = Path(__file__).parents[2]
 
 def test_killed_workers_and_a_mistake_on_one_cluster(tmp_path):
     """In a process of its own, for Ray changes the one that it starts from."""
-    done = subprocess.run([sys.executable, "-c", f"from tests.data.test_on_ray import *; chores({str(tmp_path)!r})"],
-                          cwd=ROOT, text=True, capture_output=True, timeout=120,
-                          env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"})
+    with tempfile.TemporaryDirectory(prefix="ray") as short:  # Ray's sockets need a short path
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": short}
+        code = f"from tests.data.test_on_ray import *; chores({str(tmp_path)!r})"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True, capture_output=True,
+                              timeout=240)
     assert done.returncode == 0 and "all well" in done.stdout, done.stdout + done.stderr
 
 

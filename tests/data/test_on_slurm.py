@@ -125,11 +125,17 @@ def test_each_stage_waits_for_the_one_before(tmp_path, deduplicate):
     assert subprocess.run(["bash", script], env=environment, capture_output=True).returncode == 1
 
 
-def test_without_a_file_the_script_is_printed(tmp_path, capsys):
-    assert main([f"--input={write(tmp_path / 'a.jsonl')}", "--output=out", "--engine", "slurm", "--workers=3"]) == 0
+def test_without_a_file_the_script_is_printed(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a b.jsonl", "c.jsonl"):
+        write(tmp_path / name)
+    flags = ["--input", "a b.jsonl", "c.jsonl", "--engine", "slurm", "--output=out", "--workers=3", "--eod", ""]
+    assert main(flags) == 0
     script = capsys.readouterr().out
     assert "--cpus-per-task=3" in script and "--array=0-0" in script  # no more parts than tasks
-    assert "--engine" not in script and "--workers=3" not in script
+    assert f"  cd {tmp_path}\n" in script
+    assert " jaxtrain.data.prepare --input 'a b.jsonl' c.jsonl --output=out --eod '' \\\n" in script
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("flags", "words"), [
