@@ -165,7 +165,7 @@ def _version(package: str) -> str | None:
 # ------------------------------------------------------------------------------------------------------ command line
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0: the corpus is complete; 2: the user's mistake, in one line."""
+    """Exit status 0: the corpus, or the part, is complete; 2: the user's mistake, in one line."""
     try:
         flags = parse(argv)
         options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
