@@ -14,7 +14,9 @@ APART = {
                "parallel/schedules/"),
     "long sequences": ("parallel/context.py", "parallel/tiles.py"),
     "preparing data": ("data/prepare.py", "data/inputs.py", "data/inspect.py", "data/fitting.py",
-                       "data/train_tokenizer.py"),
+                       "data/train_tokenizer.py", "data/tasks.py", "data/shards.py", "data/duplicates.py",
+                       "data/engines.py", "data/on_ray.py", "data/on_slurm.py", "data/progress.py",
+                       "data/lengths.py"),
     "experts": ("parallel/experts.py", "parallel/rows.py", "models/moe.py", "models/router.py", "models/mla.py",
                 "models/deepseek_v3.py"),
 }

@@ -1,65 +1,116 @@
 """python -m jaxtrain.data.prepare --input=FILE_OR_FOLDER... --tokenizer=... --output=FOLDER: text to a corpus, once.
 
 The work is a list of tasks that follows from the input alone (tasks.py). A kill costs the tasks that were under way,
-the same command goes on, and the result is the same to the byte for any number of workers.
+the same command goes on, and the result is the same to the byte for any number of workers, and any engine.
 """
 
 import argparse
 import os
+import re
 import shutil
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from jaxtrain.data import engines, files, inputs
+from jaxtrain.data import engines, files, inputs, lengths, on_slurm
 from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, open_corpus, read_manifest
-from jaxtrain.data.duplicates import find_duplicates
+from jaxtrain.data.duplicates import find_duplicates, hash_documents
+from jaxtrain.data.engines import Engine
+from jaxtrain.data.on_ray import Ray
+from jaxtrain.data.progress import Line, Progress
 from jaxtrain.data.shards import dtype_of
-from jaxtrain.data.tasks import Options, Task, loaded, read_ledger, tokenize_shard
+from jaxtrain.data.tasks import Options, Task, keep_path, loaded, read_ledger, tokenize_shard
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.data.vocabulary import Vocabulary
 from jaxtrain.errors import Parser, UserError
 
 
-def prepare(sources: Sequence[str], output: str | Path, options: Options, workers: int = 1,
-            say: Any = lambda line: None) -> Corpus:
-    """Make the corpus, or what of it is missing, and open it."""
+def prepare(sources: Sequence[str], output: str | Path, options: Options, workers: int | Engine = 1,
+            say: Callable[[str], None] = lambda line: None) -> Corpus:
+    """Make the corpus, or what of it is missing, and open it; in so many processes, or through an engine."""
     output = Path(output).expanduser()
+    tasks, plan = plan_tasks(sources, options)
+    if begin(output, options, plan):
+        if options.deduplicate:  # first, for what a task may keep depends on all others
+            find_duplicates(tasks, output, options, workers, say)
+        tokenize(tasks, range(len(tasks)), output, options, plan, workers, say)
+        _finish(output, tasks, plan, options, loaded(options.tokenizer, options.eod, options.bos))
+    return open_corpus(output)
+
+
+def prepare_part(sources: Sequence[str], output: str | Path, options: Options, part: str = "", stage: str = "tokens",
+                 workers: int | Engine = 1, say: Callable[[str], None] = lambda line: None) -> None:
+    """Part "K/N" of a stage: every N-th task from K on. `prepare` does what is missing, and the manifest.
+
+    Parts share nothing but the folder, so they may run at once, twice, or not at all. Stage "duplicates" comes first,
+    if there is one; without a part it puts together what its parts found.
+    """
+    output = Path(output).expanduser()
+    number, parts = _numbers(part) if part else (0, 1)
+    if stage == "duplicates" and not options.deduplicate:
+        raise UserError("--stage", "documents are compared with --deduplicate only", "add it, or leave --stage out")
+    tasks, plan = plan_tasks(sources, options)
+    if not begin(output, options, plan):
+        return
+    mine = range(number, len(tasks), parts)
+    try:
+        if stage == "tokens":
+            if options.deduplicate and not all(keep_path(output, number).exists() for number in mine):
+                raise UserError("--part", "it is not known yet which documents stay", "run --stage=duplicates before")
+            tokenize(tasks, mine, output, options, plan, workers, say)
+        elif part:
+            hash_documents(tasks, mine, output, options, workers, say)
+        else:
+            find_duplicates(tasks, output, options, workers, say)
+    except FileNotFoundError:
+        if not (output / "manifest.json").exists():  # else all was done while we were at it
+            raise
+
+
+def _numbers(part: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", part)
+    if not found or int(found[1]) >= int(found[2]):
+        raise UserError("--part", f"{part!r} is no part", "write 0/16 to 15/16")
+    return int(found[1]), int(found[2])
+
+
+def plan_tasks(sources: Sequence[str], options: Options) -> tuple[list[Task], str]:
+    """The tasks, and a hash of all that their tokens depend on: what `tokenize_shard` takes."""
     loaded.cache_clear()  # its file may have changed since this process made another corpus
-    tokenizer = loaded(options.tokenizer, options.eod, options.bos)
     tasks = inputs.find_tasks(sources, options.task_bytes, options.token_dtype)
-    plan = files.digest(_plan(tasks, tokenizer, options))
+    return tasks, files.digest(_plan(tasks, loaded(options.tokenizer, options.eod, options.bos), options))
+
+
+def begin(output: str | Path, options: Options, plan: str) -> bool:
+    """Make the folder, which must hold nothing else; whether there is anything left to do."""
+    output = Path(output).expanduser()
     if (output / "manifest.json").exists():
         if read_manifest(output)["plan"] != plan:
             raise UserError("--output", f"{output} holds another corpus", "name another folder, or delete it")
         shutil.rmtree(output / UNFINISHED, ignore_errors=True)  # a kill came when all was done
-        return open_corpus(output)
+        return False
     if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
         raise UserError("--output", f"{output} is not empty", "name another folder")
     try:
         (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError("--output", f"{output} cannot be written ({error.strerror})", "name another folder") from error
+    tokenizer = loaded(options.tokenizer, options.eod, options.bos)
     if isinstance(tokenizer, Vocabulary):
         with files.written(output / tokenizer.file) as file:
             file.write(tokenizer.content)
-    started, done, total = time.monotonic(), 0, inputs.total_size(tasks)
-    if options.deduplicate:  # first, for what a task may keep depends on all others
-        say("looking for equal documents")
-        find_duplicates(tasks, output, options, workers)
-    missing = [number for number, task in enumerate(tasks) if not read_ledger(output, number, task, plan)]
-    kept = total - sum(piece.size for number in missing for piece in tasks[number])
+    return True
+
+
+def tokenize(tasks: Sequence[Task], numbers: Sequence[int], output: Path, options: Options, plan: str,
+             workers: int | Engine, say: Callable[[str], None]) -> None:
+    """Do those of the tasks that are not done."""
+    missing = [number for number in numbers if not read_ledger(output, number, tasks[number], plan)]
+    progress = Progress("tokens", tasks, numbers, missing, say)
     for number in engines.run(tokenize_shard, tasks, missing, output, options, plan, workers):
-        done += sum(piece.size for piece in tasks[number])
-        rate = max(1, done) / (time.monotonic() - started)
-        say(f"{(kept + done) / max(1, total):6.1%}  {rate / 1e6:8.2f} MB/s  {(total - kept - done) / rate:8.0f} s left")
-    _finish(output, tasks, plan, options, tokenizer)
-    return open_corpus(output)
+        progress.add(number)
 
 
 def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
@@ -74,6 +125,10 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
     ledgers = [read_ledger(output, number, task, plan) for number, task in enumerate(tasks)]
     if None in ledgers:
         raise UserError("--input", f"the input of task {ledgers.index(None)} changed while it was read", "run again")
+    for ledger in ledgers:
+        if ledger and ledger["tokenizer"] != tokenizer.fingerprint:
+            raise UserError("--tokenizer", f"{options.tokenizer} is another one on some machine, or was for a while",
+                            f"make it the same everywhere, delete {output} and run again")
     done: list[dict[str, Any]] = [ledger for ledger in ledgers if ledger]
     left_out: dict[str, int] = {}
     for ledger in done:
@@ -113,20 +168,26 @@ def _version(package: str) -> str | None:
 # ------------------------------------------------------------------------------------------------------ command line
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0: the corpus is complete; 2: the user's mistake, in one line."""
+    """Exit status 0: the corpus, or the part, is complete; 2: the user's mistake, in one line."""
     try:
         flags = parse(argv)
         options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
                           flags.task_bytes, token_dtype=flags.token_dtype,
                           bos="" if flags.bos == "none" else flags.bos)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        terminal = sys.stderr.isatty()
-
-        def say(line):
-            print(line, end="\r" if terminal else "\n", file=sys.stderr, flush=True)
-
-        corpus = prepare(flags.input, flags.output, options, flags.workers or cores, say)
+        picture = Path(flags.histogram).expanduser() if flags.histogram else None
+        if picture:
+            lengths.check_picture(picture)
+        if flags.engine == "slurm":
+            print(_script(flags, options, sys.argv[1:] if argv is None else argv))
+            return 0
+        with Line(sys.stderr) as say:
+            if flags.part or flags.stage != "tokens":
+                prepare_part(flags.input, flags.output, options, flags.part, flags.stage, _engine(flags), say)
+                return 0
+            corpus = prepare(flags.input, flags.output, options, _engine(flags), say)
         print(summary(corpus))
+        if picture:
+            lengths.draw(corpus, picture)
         return 0
     except UserError as mistake:
         print(mistake, file=sys.stderr)
@@ -134,6 +195,27 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command goes on", file=sys.stderr)
         return 130
+
+
+def _engine(flags: argparse.Namespace) -> int | Engine:
+    if flags.engine == "ray":
+        return Ray(flags.ray_address, flags.workers)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return flags.workers or cores
+
+
+def _script(flags: argparse.Namespace, options: Options, argv: Sequence[str]) -> str:
+    """What to submit, or where it lies."""
+    tasks, _ = plan_tasks(flags.input, options)  # so that mistakes are told here and now
+    script = on_slurm.render(argv, min(flags.parts or 16, len(tasks)), flags.workers or 1, flags.deduplicate)
+    if not flags.script:
+        return script.rstrip()
+    try:
+        Path(flags.script).expanduser().write_text(script)
+    except OSError as error:
+        raise UserError("--script", f"{flags.script} cannot be written ({error.strerror})", "name another file"
+                        ) from error
+    return f"bash {flags.script} submits {len(tasks):,} tasks"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -150,10 +232,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction)
     parser.add_argument("--deduplicate", action="store_true", help="keep the first of equal documents only")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")
-    parser.add_argument("--workers", type=int, default=0, help="processes; default: all cores")
+    parser.add_argument("--workers", type=int, default=0, help="tasks at a time; default: all cores")
+    parser.add_argument("--engine", choices=["local", "ray", "slurm"], default="local",
+                        help="who does the tasks: processes here, a Ray cluster, or jobs of Slurm, in a script")
+    parser.add_argument("--ray_address", default="", help="host:port of a cluster, 'auto', or 'local': one for this")
+    parser.add_argument("--parts", type=int, default=0, help="jobs of Slurm at a time, of --workers each; default: 16")
+    parser.add_argument("--script", default="", help="where the script goes, instead of standard output")
+    parser.add_argument("--part", default="", help="K/N: only every N-th task from K on; run without it to finish")
+    parser.add_argument("--stage", choices=["duplicates", "tokens"], default="tokens",
+                        help="of --part: what its tasks have in common, with --deduplicate, or their tokens")
+    parser.add_argument("--histogram", help="draw the lengths of documents into this PNG")
     flags = parser.parse_args(argv)
-    if flags.workers < 0:
-        raise UserError("--workers", f"{flags.workers} is no number of processes", "use 1 or more")
+    for name in ("workers", "parts"):
+        if getattr(flags, name) < 0:
+            raise UserError(f"--{name}", f"{getattr(flags, name)} is no number of them", "use 1 or more")
+    for name, engine in (("ray_address", "ray"), ("parts", "slurm"), ("script", "slurm")):
+        if getattr(flags, name) and flags.engine != engine:
+            raise UserError(f"--{name}", f"--engine={flags.engine} has none", f"add --engine={engine}, or leave it out")
+    if flags.engine == "slurm" and (flags.part or flags.stage != "tokens"):
+        raise UserError("--engine", "the script itself deals out parts", "leave --part and --stage out")
     return flags
 
 
@@ -166,19 +263,7 @@ def summary(corpus: Corpus) -> str:
                      f"{tokens.num_bytes:>18,} bytes")
     left_out = read_manifest(corpus.path)["left_out"]
     lines += [f"left out: {count:,} ({reason})" for reason, count in left_out.items()]
-    return "\n".join([*lines, histogram(corpus)])
-
-
-def histogram(corpus: Corpus) -> str:
-    """Documents by length, in powers of two."""
-    lengths = np.concatenate([np.zeros(0, np.int64), *(np.diff(shard.offsets) for split in (corpus.train, corpus.eval)
-                                                       for shard in split.shards)])
-    if not len(lengths):
-        return "no documents"
-    powers = np.bincount(np.log2(lengths).astype(int))
-    width = 40 / powers.max()
-    return "\n".join(["documents by tokens"] + [f"{2**i:>12,}+ {count:>12,} {'#' * round(count * width)}"
-                                                for i, count in enumerate(powers) if count])
+    return "\n".join([*lines, lengths.histogram(corpus)])
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
     flush()
     shards = {split: {"task": number} | writer.close() for split, writer in writers.items()}
     files.write_json(_ledger_path(output, number), {
-        "plan": plan, "task": [[piece.identity(), _stamp(piece)] for piece in task], "shards": shards,
+        "plan": plan, "tokenizer": tokenizer.fingerprint, "task": [[piece.identity(), stamp(piece)] for piece in task],
+        "shards": shards,
         "keep": _keep_digest(output, number), "left_out": left_out, "probes": probes})
     return number
 
@@ -154,7 +155,8 @@ def _ledger_path(output: Path, number: int) -> Path:
     return output / UNFINISHED / f"{number:05}.json"
 
 
-def _stamp(piece: Piece) -> int:
+def stamp(piece: Piece) -> int:
+    """Another one when its file has changed."""
     return Path(piece.path).stat().st_mtime_ns
 
 
@@ -162,7 +164,7 @@ def read_ledger(output: Path, number: int, task: Task, plan: str) -> dict[str, A
     """The ledger of a task that is done and whose files and input are still what they were; else None."""
     try:
         ledger = json.loads(_ledger_path(output, number).read_bytes())
-        now = plan, [[p.identity(), _stamp(p)] for p in task], _keep_digest(output, number)
+        now = plan, [[p.identity(), stamp(p)] for p in task], _keep_digest(output, number)
         if (ledger["plan"], ledger["task"], ledger["keep"]) != now:
             return None
         for shard in ledger["shards"].values():
