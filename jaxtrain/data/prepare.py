@@ -9,18 +9,19 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import engines, files, inputs
+from jaxtrain.data import engines, files, inputs, provenance
 from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, open_corpus, read_manifest
 from jaxtrain.data.duplicates import find_duplicates
+from jaxtrain.data.filters import STEPS
+from jaxtrain.data.near import Near
 from jaxtrain.data.shards import dtype_of
-from jaxtrain.data.tasks import Options, Task, read_ledger, tokenize_shard
+from jaxtrain.data.tasks import ALIKE, Options, Task, read_ledger, tokenize_shard
 from jaxtrain.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from jaxtrain.errors import Parser, UserError
 
@@ -48,8 +49,8 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
             file.write(tokenizer.content)
     started, done, total = time.monotonic(), 0, inputs.total_size(tasks)
     if options.deduplicate:  # first, for what a task may keep depends on all others
-        say("looking for equal documents")
-        find_duplicates(tasks, output, options, workers)
+        say("looking for documents that are alike")
+        find_duplicates(tasks, output, options, plan, workers)
     missing = [number for number, task in enumerate(tasks) if not read_ledger(output, number, task, plan)]
     kept = total - sum(piece.size for number in missing for piece in tasks[number])
     for number in engines.run(tokenize_shard, tasks, missing, output, options, plan, workers):
@@ -73,10 +74,6 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
     if None in ledgers:
         raise UserError("--input", f"the input of task {ledgers.index(None)} changed while it was read", "run again")
     done: list[dict[str, Any]] = [ledger for ledger in ledgers if ledger]
-    left_out: dict[str, int] = {}
-    for ledger in done:
-        for reason, count in ledger["left_out"].items():
-            left_out[reason] = left_out.get(reason, 0) + count
     splits = {}
     for split in SPLITS:
         shards = [ledger["shards"][split] for ledger in done if ledger["shards"][split]["documents"]]
@@ -87,24 +84,50 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint,
                       "eod": getattr(tokenizer, "eod_token", ""), "vocab_size": tokenizer.vocab_size},
         "options": options.identity(),
-        "inputs": [[piece.identity() for piece in task] for task in tasks],
-        "left_out": left_out, "dtype": dtype_of(tokenizer).str, "splits": splits,
+        "inputs": [[piece.identity() | ({"sha256": sha256} if sha256 else {})
+                    for piece, sha256 in zip(task, ledger["stored"], strict=True)]
+                   for task, ledger in zip(tasks, done, strict=True)],
+        "left_out": _added(ledger["left_out"] for ledger in done), "steps": _steps(options, done),
+        "licences": _licences(options, done), "dtype": dtype_of(tokenizer).str, "splits": splits,
         "probes": [probe for ledger in done for probe in ledger["probes"]],
-        "versions": {name: _version(name) for name in ("jaxtrain", "numpy", "tokenizers")},
     }
+    code = provenance.code()  # beside what identifies the data, which another commit may make as well
     for partial in output.glob("*.partial"):  # of those who were killed
         partial.unlink()
     files.sync(output)
-    files.write_json(output / "manifest.json", manifest | {"sha256": files.digest(manifest)})
+    files.write_json(output / "manifest.json", manifest | {"code": code, "sha256": files.digest(manifest)})
     files.sync(output)
     shutil.rmtree(output / UNFINISHED)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each step did, in order; the search for duplicates comes last."""
+    steps = []
+    for rows in zip(*(ledger["steps"] for ledger in ledgers), strict=True):
+        steps.append({"step": rows[0]["step"]} | _added({key: row[key] for key in ("seen", "changed")} for row in rows)
+                     | {"removed": _added(row["removed"] for row in rows)})
+    if options.deduplicate:
+        left_out = _added(ledger["left_out"] for ledger in ledgers)
+        removed = {reason: left_out[reason] for reason in ALIKE if reason in left_out}
+        kept = sum(shard["documents"] for ledger in ledgers for shard in ledger["shards"].values())
+        steps.append({"step": f"deduplicate={options.deduplicate}", "seen": kept + sum(removed.values()), "changed": 0,
+                      "removed": removed})
+    return steps
+
+
+def _licences(options: Options, ledgers: list[dict[str, Any]]) -> dict[str, int]:
+    """Documents that stayed, by licence, as far as it was told."""
+    kept = sum(shard["documents"] for ledger in ledgers for shard in ledger["shards"].values())
+    counted = _added(ledger["licences"] for ledger in ledgers)
+    return counted if options.licence_field else {options.licence_of: kept} if options.licence_of else {}
+
+
+def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for some in counts:
+        for what, count in some.items():
+            total[what] = total.get(what, 0) + count
+    return total
 
 
 # ------------------------------------------------------------------------------------------------------ command line
@@ -114,7 +137,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         flags = parse(argv)
         options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
-                          flags.task_bytes)
+                          flags.task_bytes, tuple(flags.steps),
+                          Near(flags.near_threshold, flags.near_permutations, flags.near_shingle),
+                          flags.licence_of, tuple(flags.describe))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         terminal = sys.stderr.isatty()
 
@@ -141,7 +166,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--eod", default="", help="the token that ends a document; found for well-known vocabularies")
     parser.add_argument("--field", default=Options.field, help="which field of a JSON record or Parquet row is text")
     parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction)
-    parser.add_argument("--deduplicate", action="store_true", help="keep the first of equal documents only")
+    parser.add_argument("--steps", nargs="+", default=[], help=f"{', '.join(STEPS)}, module:function, datatrove:CLASS")
+    parser.add_argument("--deduplicate", nargs="?", const="exact", default=False, choices=("exact", "near"),
+                        help="keep the first only of documents that are equal, or nearly")
+    parser.add_argument("--near_threshold", type=float, default=Near.threshold, help="Jaccard similarity of shingles")
+    parser.add_argument("--near_permutations", type=int, default=Near.permutations, help="of a signature")
+    parser.add_argument("--near_shingle", type=int, default=Near.shingle, help="words of a shingle")
+    parser.add_argument("--licence_of", default="", help="of the whole input (SPDX), or record:FIELD to count a field")
+    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="for the datasheet")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")
     parser.add_argument("--workers", type=int, default=0, help="processes; default: all cores")
     flags = parser.parse_args(argv)
@@ -157,8 +189,9 @@ def summary(corpus: Corpus) -> str:
         tokens: Any = getattr(corpus, split)
         lines.append(f"{split:<6}{tokens.num_documents:>14,} documents {tokens.num_tokens:>18,} tokens "
                      f"{tokens.num_bytes:>18,} bytes")
-    left_out = read_manifest(corpus.path)["left_out"]
-    lines += [f"left out: {count:,} ({reason})" for reason, count in left_out.items()]
+    manifest = read_manifest(corpus.path)
+    lines += [f"changed: {step['changed']:,} ({step['step']})" for step in manifest.get("steps", ()) if step["changed"]]
+    lines += [f"left out: {count:,} ({reason})" for reason, count in manifest["left_out"].items()]
     return "\n".join([*lines, histogram(corpus)])
 
 

@@ -3,6 +3,8 @@
 A task is a pure function of its arguments and the input's bytes; nothing else is shared, so that any engine can run it.
 """
 
+import dataclasses
+import itertools
 import json
 import zlib
 from collections.abc import Iterator
@@ -12,14 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import files, inputs
+from jaxtrain.data import files, inputs, provenance
 from jaxtrain.data.corpus import SPLITS, UNFINISHED, check
 from jaxtrain.data.inputs import Ids, Piece, Text
+from jaxtrain.data.near import Near
 from jaxtrain.data.shards import Origin, ShardWriter, dtype_of
+from jaxtrain.data.steps import Steps, identity
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 
 Task = tuple[Piece, ...]
+ALIKE = ("", "equal to another", "nearly equal to another")
 TOGETHER = 256  # documents that a tokenizer gets at a time
 
 
@@ -31,18 +36,37 @@ class Options:
     eod: str = ""  # the token that ends a document; "": a well-known one
     field: str = "text"  # of JSON records and Parquet
     eval_fraction: float = 0.005  # of the documents, chosen by their content
-    deduplicate: bool = False  # keep the first of equal documents only
+    deduplicate: bool | str = False  # keep the first only of documents that are equal: "exact" (or True), or "near"
     task_bytes: int = 2**26  # of input that make one shard
+    steps: tuple[str, ...] = ()  # that clean, in order; see steps.py
+    near: Near = dataclasses.field(default_factory=Near)  # what "near" means
+    licence_of: str = ""  # of the whole input (SPDX), or record:FIELD
+    describe: tuple[str, ...] = ()  # KEY=VALUE, for the datasheet
 
     def __post_init__(self):
         if not 0 <= self.eval_fraction < 1:
             raise UserError("--eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.005")
         if self.task_bytes < 1:
             raise UserError("--task_bytes", f"{self.task_bytes} is no size", "use 67108864 or so")
+        if self.deduplicate is True:
+            object.__setattr__(self, "deduplicate", "exact")
+        if self.deduplicate not in (False, "exact", "near"):
+            raise UserError("--deduplicate", f"{self.deduplicate!r} is not known", "use exact or near")
+        for told in self.describe:
+            key, equals, _ = told.partition("=")
+            if not equals or not key.isidentifier():
+                raise UserError("--describe", f"{told!r} is no KEY=VALUE", "write description='...' or the like")
 
     def identity(self) -> dict[str, Any]:
         """What is not told by the tasks and the tokenizer's fingerprint."""
-        return {key: value for key, value in asdict(self).items() if key not in ("tokenizer", "eod", "task_bytes")}
+        told = {key: value for key, value in asdict(self).items() if key not in ("tokenizer", "eod", "task_bytes")}
+        near = self.near.identity() if self.deduplicate == "near" else None
+        return told | {"steps": [identity(name) for name in self.steps], "near": near, "describe": list(self.describe)}
+
+    @property
+    def licence_field(self) -> str:
+        """Which field of a record tells its licence."""
+        return self.licence_of.removeprefix("record:") if self.licence_of.startswith("record:") else ""
 
 
 def tokenize_shard(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
@@ -52,6 +76,8 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
     writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod)
                for split in SPLITS}
     left_out: dict[str, int] = {}
+    licences: dict[str, int] = {}
+    steps = Steps(options.steps)
     probes: list[dict[str, Any]] = []
     batch: list[tuple[Text, Origin]] = []
 
@@ -68,13 +94,16 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
                 probes.append({"text": head, "ids": tokenizer.encode(head.encode()).tolist()})
         batch.clear()
 
-    keep = np.load(keep_path(output, number)) if options.deduplicate else None
-    for i, (found, origin) in enumerate(documents(task, options, left_out)):
-        if keep is not None and i >= len(keep):
+    verdicts = iter(np.load(verdicts_path(output, number))) if options.deduplicate else itertools.repeat(0)
+    for found, origin in documents(task, options, left_out, steps):
+        if (verdict := next(verdicts, None)) is None:
             raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
-        if keep is not None and not keep[i]:
-            left_out["equal to another"] = left_out.get("equal to another", 0) + 1
-        elif isinstance(found, Ids):
+        if verdict:
+            _count(left_out, ALIKE[verdict])
+            continue
+        if options.licence_field and isinstance(found, Text):
+            _count(licences, str(found.record.get(options.licence_field) or "not told"))
+        if isinstance(found, Ids):
             ids = _without_end(found, tokenizer)
             add(ids, key_of(found), len(tokenizer.decode(ids).encode()), origin)
         else:
@@ -82,27 +111,41 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
             if len(batch) == TOGETHER:
                 flush()
     flush()
+    if options.deduplicate and next(verdicts, None) is not None:
+        raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
     shards = {split: {"task": number} | writer.close() for split, writer in writers.items()}
     files.write_json(_ledger_path(output, number), {
-        "plan": plan, "task": [[piece.identity(), _stamp(piece)] for piece in task], "shards": shards,
-        "keep": _keep_digest(output, number), "left_out": left_out, "probes": probes})
+        "plan": plan, "task": stamps(task), "shards": shards,
+        "verdicts": _verdicts_digest(output, number), "left_out": left_out, "probes": probes,
+        "steps": steps.counts, "licences": licences, "stored": [provenance.digest(piece) for piece in task]})
     return number
 
 
-def documents(task: Task, options: Options, left_out: dict[str, int]) -> Iterator[tuple[Text | Ids, Origin]]:
-    """What a task has to offer, and where each document comes from; what it has not is counted."""
+def documents(task: Task, options: Options, left_out: dict[str, int],
+              steps: Steps) -> Iterator[tuple[Text | Ids, Origin]]:
+    """What a task has to offer after all steps, and where each document comes from; what is left out is counted."""
+    beside = {*steps.fields, *filter(None, [options.licence_field])}
     for number, piece in enumerate(task):
         try:
-            for found in inputs.read(piece, options.field):
-                reason = found.partition(": ")[2] if isinstance(found, str) else ""
-                if isinstance(found, Text) and not found.content:
-                    reason = "empty"
-                if reason:
-                    left_out[reason] = left_out.get(reason, 0) + 1
-                elif not isinstance(found, str):
-                    yield found, Origin(number, found.place)
+            for found in inputs.read(piece, options.field, sorted(beside)):
+                if isinstance(found, str):
+                    _count(left_out, found.partition(": ")[2])
+                    continue
+                if isinstance(found, Ids) and options.steps:
+                    raise UserError("--steps", f"{found.name} is tokens already", "clean the text they were made from")
+                clean = found
+                if isinstance(found, Text):
+                    clean = steps(found) if found.content else "empty"
+                if isinstance(clean, str):
+                    _count(left_out, clean)
+                else:
+                    yield clean, Origin(number, found.place)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError("--input", f"{piece.path} cannot be read ({error})", "replace the file") from error
+
+
+def _count(counts: dict[str, int], what: str) -> None:
+    counts[what] = counts.get(what, 0) + 1
 
 
 def key_of(document: Text | Ids) -> bytes:
@@ -129,13 +172,13 @@ def _loaded(name: str, eod: str) -> Tokenizer:
     return _TOKENIZER[name, eod]
 
 
-def keep_path(output: Path, number: int) -> Path:
-    """Which of a task's documents stay."""
-    return output / UNFINISHED / f"{number:05}.keep.npy"
+def verdicts_path(output: Path, number: int) -> Path:
+    """Which of a task's documents are like an earlier one (1: equal, 2: nearly), and which stay (0)."""
+    return output / UNFINISHED / f"{number:05}.verdicts.npy"
 
 
-def _keep_digest(output: Path, number: int) -> str | None:
-    path = keep_path(output, number)
+def _verdicts_digest(output: Path, number: int) -> str | None:
+    path = verdicts_path(output, number)
     return files.file_digest(path) if path.exists() else None
 
 
@@ -143,16 +186,17 @@ def _ledger_path(output: Path, number: int) -> Path:
     return output / UNFINISHED / f"{number:05}.json"
 
 
-def _stamp(piece: Piece) -> int:
-    return Path(piece.path).stat().st_mtime_ns
+def stamps(task: Task) -> list[Any]:
+    """What changes when the input of a task does."""
+    return [[piece.identity(), Path(piece.path).stat().st_mtime_ns] for piece in task]
 
 
 def read_ledger(output: Path, number: int, task: Task, plan: str) -> dict[str, Any] | None:
     """The ledger of a task that is done and whose files and input are still what they were; else None."""
     try:
         ledger = json.loads(_ledger_path(output, number).read_bytes())
-        now = plan, [[p.identity(), _stamp(p)] for p in task], _keep_digest(output, number)
-        if (ledger["plan"], ledger["task"], ledger["keep"]) != now:
+        now = plan, stamps(task), _verdicts_digest(output, number)
+        if (ledger["plan"], ledger["task"], ledger["verdicts"]) != now:
             return None
         for shard in ledger["shards"].values():
             for name, sha256 in shard["sha256"].items():
