@@ -92,7 +92,7 @@ class Near:
                 graph = coo_array((np.ones(len(left), bool), (left, right)), (count, count))
                 components = connected_components(graph, directed=False)[1]
                 earliest = np.full(components.max() + 1, count)
-                np.minimum.at(earliest, components[::-1], np.arange(count)[::-1])
+                np.minimum.at(earliest, components, np.arange(count))
                 first = earliest[components[first]]
         return first
 

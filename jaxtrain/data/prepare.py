@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ import numpy as np
 
 from jaxtrain.data import engines, files, inputs, provenance
 from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, open_corpus, read_manifest
+from jaxtrain.data.dry_run import dry_run
 from jaxtrain.data.duplicates import find_duplicates
 from jaxtrain.data.filters import STEPS
 from jaxtrain.data.near import Near
 from jaxtrain.data.shards import dtype_of
+from jaxtrain.data.steps import added, total
 from jaxtrain.data.tasks import ALIKE, Options, Task, read_ledger, tokenize_shard
 from jaxtrain.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from jaxtrain.errors import Parser, UserError
@@ -87,7 +89,7 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
         "inputs": [[piece.identity() | ({"sha256": sha256} if sha256 else {})
                     for piece, sha256 in zip(task, ledger["stored"], strict=True)]
                    for task, ledger in zip(tasks, done, strict=True)],
-        "left_out": _added(ledger["left_out"] for ledger in done), "steps": _steps(options, done),
+        "left_out": added(ledger["left_out"] for ledger in done), "steps": _steps(options, done),
         "licences": _licences(options, done), "dtype": dtype_of(tokenizer).str, "splits": splits,
         "probes": [probe for ledger in done for probe in ledger["probes"]],
     }
@@ -102,12 +104,9 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
 
 def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each step did, in order; the search for duplicates comes last."""
-    steps = []
-    for rows in zip(*(ledger["steps"] for ledger in ledgers), strict=True):
-        steps.append({"step": rows[0]["step"]} | _added({key: row[key] for key in ("seen", "changed")} for row in rows)
-                     | {"removed": _added(row["removed"] for row in rows)})
+    steps = total([ledger["steps"] for ledger in ledgers])
     if options.deduplicate:
-        left_out = _added(ledger["left_out"] for ledger in ledgers)
+        left_out = added(ledger["left_out"] for ledger in ledgers)
         removed = {reason: left_out[reason] for reason in ALIKE if reason in left_out}
         kept = sum(shard["documents"] for ledger in ledgers for shard in ledger["shards"].values())
         steps.append({"step": f"deduplicate={options.deduplicate}", "seen": kept + sum(removed.values()), "changed": 0,
@@ -118,16 +117,8 @@ def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, An
 def _licences(options: Options, ledgers: list[dict[str, Any]]) -> dict[str, int]:
     """Documents that stayed, by licence, as far as it was told."""
     kept = sum(shard["documents"] for ledger in ledgers for shard in ledger["shards"].values())
-    counted = _added(ledger["licences"] for ledger in ledgers)
+    counted = added(ledger["licences"] for ledger in ledgers)
     return counted if options.licence_field else {options.licence_of: kept} if options.licence_of else {}
-
-
-def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for some in counts:
-        for what, count in some.items():
-            total[what] = total.get(what, 0) + count
-    return total
 
 
 # ------------------------------------------------------------------------------------------------------ command line
@@ -140,6 +131,9 @@ def main(argv: list[str] | None = None) -> int:
                           flags.task_bytes, tuple(flags.steps),
                           Near(flags.near_threshold, flags.near_permutations, flags.near_shingle),
                           flags.licence_of, tuple(flags.describe))
+        if flags.dry_run:
+            print(dry_run(inputs.find_tasks(flags.input, options.task_bytes), options, flags.sample))
+            return 0
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         terminal = sys.stderr.isatty()
 
@@ -161,7 +155,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = Parser(prog="python -m jaxtrain.data.prepare")
     parser.add_argument("--input", nargs="+", required=True, help="files or folders: text, .jsonl[.gz|.zst], .parquet")
-    parser.add_argument("--output", required=True, help="the corpus; then give it to a run as --config.data.source")
+    parser.add_argument("--output", default="", help="the corpus; then give it to a run as --config.data.source")
     parser.add_argument("--tokenizer", default=Options.tokenizer, help="'bytes', or the path of a tokenizer.json")
     parser.add_argument("--eod", default="", help="the token that ends a document; found for well-known vocabularies")
     parser.add_argument("--field", default=Options.field, help="which field of a JSON record or Parquet row is text")
@@ -175,10 +169,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--licence_of", default="", help="of the whole input (SPDX), or record:FIELD to count a field")
     parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="for the datasheet")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")
+    parser.add_argument("--dry_run", action="store_true", help="write nothing; say what would be left out or changed")
+    parser.add_argument("--sample", type=int, default=0, help="documents of a dry run, from all over; default: all")
     parser.add_argument("--workers", type=int, default=0, help="processes; default: all cores")
     flags = parser.parse_args(argv)
     if flags.workers < 0:
         raise UserError("--workers", f"{flags.workers} is no number of processes", "use 1 or more")
+    if flags.sample < 0 or (flags.sample and not flags.dry_run):
+        raise UserError("--sample", f"{flags.sample} is for nothing", "give a number of documents along with --dry_run")
+    if not flags.output and not flags.dry_run:
+        raise UserError("--output", "it is missing", "name the folder that the corpus shall be, or give --dry_run")
     return flags
 
 

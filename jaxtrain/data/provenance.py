@@ -1,13 +1,21 @@
 """What a corpus was made of, and by which code: the part of the manifest that a datasheet needs."""
 
 import hashlib
+from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.data import files
 from jaxtrain.data.inputs import Piece
+from jaxtrain.errors import UserError, nearest
 from jaxtrain.versions import git_commit, version_of
 
+# What --describe may tell: fields of Croissant, and those of its responsible-AI vocabulary; of some there are several.
+LISTS = ("keywords", "in_language", "data_collection_type", "data_biases", "data_limitations", "data_use_cases",
+         "personal_sensitive_information", "data_annotation_protocol")
+FIELDS = ("name", "description", "url", "version", "cite_as", "date_published", "creator", "data_collection",
+          "data_collection_raw_data", "data_social_impact", "data_release_maintenance_plan", *LISTS)
 _WHOLE = ("parquet", "megatron")  # their pieces are no stretch of bytes
 
 
@@ -22,6 +30,22 @@ def digest(piece: Piece) -> str | None:
             sha256.update(some)
             left -= len(some)
     return sha256.hexdigest()
+
+
+def described(words: Sequence[str]) -> dict[str, str]:
+    """What KEY=VALUE words say."""
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UserError("--describe", f"{word!r} is no KEY=VALUE", "write description='...' or the like")
+        if key not in FIELDS:
+            raise UserError("--describe", f"a datasheet has no field {key!r}", nearest(key, FIELDS))
+        if key == "date_published":
+            try:
+                date.fromisoformat(value)
+            except ValueError as error:
+                raise UserError("--describe", f"{word} is no date", "write it as 2026-01-31") from error
+    return dict(word.partition("=")[::2] for word in words)
 
 
 def code() -> dict[str, Any]:

@@ -5,13 +5,13 @@ steps is made anew for each task, so that a step which does keep something in mi
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.data import files, filters
 from jaxtrain.data.filters import Step
-from jaxtrain.data.inputs import Text
+from jaxtrain.data.inputs import Ids, Text
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.versions import version_of
 
@@ -28,8 +28,12 @@ class Steps:
                                              for name in names]
         self.fields = tuple(sorted({field for _, step in self.steps for field in getattr(step, "fields", ())}))
 
-    def __call__(self, document: Text) -> Text | str:
+    def __call__(self, document: Text | Ids) -> Text | Ids | str:
         """The document after all steps, or why one of them left it out."""
+        if isinstance(document, Ids):
+            if self.steps:
+                raise UserError("--steps", f"{document.name} is tokens already", "clean the text they were made from")
+            return document
         for i, (name, step) in enumerate(self.steps):
             count, result = self.counts[i], _apply(name, step, document)
             count["seen"] += 1
@@ -44,6 +48,21 @@ class Steps:
             count["changed"] += changed
             document = result
         return document
+
+
+def total(rows: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What each step did in all tasks, from the counts of each."""
+    return [{"step": counts[0]["step"]} | added({key: some[key] for key in ("seen", "changed")} for some in counts)
+            | {"removed": added(some["removed"] for some in counts)} for counts in zip(*rows, strict=True)]
+
+
+def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Numbers of the same name together."""
+    result: dict[str, int] = {}
+    for some in counts:
+        for what, count in some.items():
+            result[what] = result.get(what, 0) + count
+    return result
 
 
 def _apply(name: str, step: Step, document: Text) -> Text | str:

@@ -52,10 +52,7 @@ class Options:
             object.__setattr__(self, "deduplicate", "exact")
         if self.deduplicate not in (False, "exact", "near"):
             raise UserError("--deduplicate", f"{self.deduplicate!r} is not known", "use exact or near")
-        for told in self.describe:
-            key, equals, _ = told.partition("=")
-            if not equals or not key.isidentifier():
-                raise UserError("--describe", f"{told!r} is no KEY=VALUE", "write description='...' or the like")
+        provenance.described(self.describe)
 
     def identity(self) -> dict[str, Any]:
         """What is not told by the tasks and the tokenizer's fingerprint."""
@@ -121,27 +118,33 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
     return number
 
 
-def documents(task: Task, options: Options, left_out: dict[str, int],
-              steps: Steps) -> Iterator[tuple[Text | Ids, Origin]]:
-    """What a task has to offer after all steps, and where each document comes from; what is left out is counted."""
+def offered(task: Task, options: Options, left_out: dict[str, int],
+            steps: Steps) -> Iterator[tuple[Text | Ids, Origin]]:
+    """What a task has, and where each document comes from, before all steps; what cannot be used is counted."""
     beside = {*steps.fields, *filter(None, [options.licence_field])}
     for number, piece in enumerate(task):
         try:
             for found in inputs.read(piece, options.field, sorted(beside)):
-                if isinstance(found, str):
-                    _count(left_out, found.partition(": ")[2])
-                    continue
-                if isinstance(found, Ids) and options.steps:
-                    raise UserError("--steps", f"{found.name} is tokens already", "clean the text they were made from")
-                clean = found
-                if isinstance(found, Text):
-                    clean = steps(found) if found.content else "empty"
-                if isinstance(clean, str):
-                    _count(left_out, clean)
-                else:
-                    yield clean, Origin(number, found.place)
+                reason = found.partition(": ")[2] if isinstance(found, str) else ""
+                if isinstance(found, Text) and not found.content:
+                    reason = "empty"
+                if reason:
+                    _count(left_out, reason)
+                elif not isinstance(found, str):
+                    yield found, Origin(number, found.place)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError("--input", f"{piece.path} cannot be read ({error})", "replace the file") from error
+
+
+def documents(task: Task, options: Options, left_out: dict[str, int],
+              steps: Steps) -> Iterator[tuple[Text | Ids, Origin]]:
+    """What is there after all steps; what they leave out is counted."""
+    for found, origin in offered(task, options, left_out, steps):
+        clean = steps(found)
+        if isinstance(clean, str):
+            _count(left_out, clean)
+        else:
+            yield clean, origin
 
 
 def _count(counts: dict[str, int], what: str) -> None:
