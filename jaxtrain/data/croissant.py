@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         parser = Parser(prog="python -m jaxtrain.data.croissant")
         parser.add_argument("corpus", help="a folder that jaxtrain.data.prepare made")
         parser.add_argument("--output", default="", help="default: croissant.json in the folder")
-        parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="beside what `prepare` was told")
+        parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more of it")
         flags = parser.parse_args(argv)
         folder = Path(flags.corpus).expanduser()
         path = Path(flags.output).expanduser() if flags.output else folder / "croissant.json"

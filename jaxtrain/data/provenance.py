@@ -34,6 +34,7 @@ def digest(piece: Piece) -> str | None:
 
 def described(words: Sequence[str]) -> dict[str, str]:
     """What KEY=VALUE words say."""
+    told: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
@@ -45,7 +46,8 @@ def described(words: Sequence[str]) -> dict[str, str]:
                 date.fromisoformat(value)
             except ValueError as error:
                 raise UserError("--describe", f"{word} is no date", "write it as 2026-01-31") from error
-    return dict(word.partition("=")[::2] for word in words)
+        told[key] = value
+    return told
 
 
 def code() -> dict[str, Any]:
