@@ -67,31 +67,39 @@ def quality(language: str = "en") -> Step:
 
 # --------------------------------------------------------------------------------------------------------------- pii
 
-_EMAIL = re.compile(r"(?<![\w.+%-])[\w.+%-]{1,64}@(?:[\w-]{1,63}\.)+[^\W\d_]{2,24}\b")
-_IP = re.compile(r"(?<![\w.:])(?:(?:\d{1,3}\.){3}\d{1,3}|(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{1,4})(?![\w:]|\.\d)")
+# Each begins with a set of characters, to which `re` can skip; what must not stand before it comes second.
+_EMAIL = re.compile(r"[\w.+%-](?<![\w.+%-].)[\w.+%-]{0,63}@(?:[\w-]{1,63}\.)+[^\W\d_]{2,24}\b")
+_IPV4 = re.compile(r"\d(?<![\w.]\d)\d{0,2}(?:\.\d{1,3}){3}(?!\w|\.\d)")
+_IPV6 = re.compile(r"[23](?<![\w:].)[\da-fA-F]{3}(?::[\da-fA-F]{0,4}){2,7}(?![\w:])")  # of 2000::/3, all that is public
 # With a country's code, or in the form of North America; what has neither is too like other numbers.
-_PHONE = re.compile(r"(?<![\w.+-])(?:\+[1-9]\d{0,2}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{1,4}(?:[ .-]?\d{2,4}){2,4}"
-                    r"|(?:\(\d{3}\) ?|\d{3}[-.])\d{3}[-.]\d{4})(?![\w-]|\.\d)")
+_PHONE = re.compile(r"[+(\d](?<![\w.+-].)"
+                    r"(?:(?<=\+)[1-9]\d{0,2}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{1,4}(?:[ .-]?\d{2,4}){2,4}"
+                    r"|(?<=\()\d{3}\) ?\d{3}[-.]\d{4}|(?<=\d)\d\d[-.]\d{3}[-.]\d{4})(?![\w-]|\.\d)")
 
 
 def pii() -> Step:
     """Put e-mail, public IP addresses and phone numbers out of sight, behind ones that belong to nobody by standard."""
 
-    def address(match: re.Match) -> str:
-        try:
-            ip = ipaddress.ip_address(match[0])
-        except ValueError:
-            return match[0]
-        return ("192.0.2.1" if ip.version == 4 else "2001:db8::1") if ip.is_global else match[0]
-
     def step(document: Text) -> Text | str:
         before = text = document.content.decode()
         if "@" in text:
             text = _EMAIL.sub("email@example.com", text)
-        text = _PHONE.sub("+1 202 555 0100", _IP.sub(address, text))
+        text = _PHONE.sub(_fictional, _IPV6.sub(_documented, _IPV4.sub(_documented, text)))
         return document if text == before else replace(document, content=text.encode())
 
     return step
+
+
+def _documented(match: re.Match) -> str:
+    try:
+        ip = ipaddress.ip_address(match[0])
+    except ValueError:
+        return match[0]
+    return ("192.0.2.1" if ip.version == 4 else "2001:db8::1") if ip.is_global else match[0]
+
+
+def _fictional(match: re.Match) -> str:
+    return "+1 202 555 0100" if 9 <= sum(map(str.isdigit, match[0])) <= 15 else match[0]
 
 
 # ------------------------------------------------------------------------------------ language, licence, what is listed

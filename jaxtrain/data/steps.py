@@ -79,20 +79,20 @@ def _apply(name: str, step: Step, document: Text) -> Text | str:
 
 def make(name: str) -> Step:
     """The step that a word of the command line means: NAME, NAME=ARGUMENT, module:function or datatrove:CLASS(...)."""
-    if name.startswith("datatrove:"):
-        return filters.datatrove(name.partition(":")[2])
     word, equals, argument = name.partition("=")
-    found: Any = _find(word)
-    if not equals and ":" in word and not isinstance(found, type):
-        return found
     try:
+        if name.startswith("datatrove:"):
+            return filters.datatrove(name.partition(":")[2])
+        found: Any = _find(word)
+        if not equals and ":" in word and not isinstance(found, type):
+            return found
         factory: Callable[..., Step] = found
         return factory(argument) if equals else factory()
     except UserError:
         raise
     except Exception as error:
         raise UserError("--steps", f"{shown(name)} cannot be made ({type(error).__name__}: {error})",
-                        f"write {word}=ARGUMENT" if not equals else "repair its argument") from error
+                        "give it the argument that it needs") from error
 
 
 def _find(word: str) -> Any:
