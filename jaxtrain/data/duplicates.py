@@ -1,11 +1,11 @@
 """Which documents are the first of their kind: found before anything is tokenised, for it depends on all tasks.
 
 A task writes what is to be compared of its documents, once; then all are compared in this process, in the order of the
-input. That takes 24 bytes of memory a document for equal ones and about 50 for nearly equal ones, whatever they hold.
+input. That takes some 60 bytes of memory a document, however many bands there are.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,25 +16,33 @@ from jaxtrain.data.steps import Steps
 from jaxtrain.data.tasks import Options, Task, documents, key_of, stamps, verdicts_path
 
 
-def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, plan: str, workers: int) -> None:
+def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, plan: str, workers: int,
+                    say: Callable[[str], None]) -> None:
     """Say of each task's documents which are like an earlier one, in the order of the input."""
     missing = [number for number, task in enumerate(tasks) if not _is_signed(output, number, task, plan)]
-    for _ in engines.run(sign_task, tasks, missing, output, options, plan, workers):
-        pass
-    keys = [np.load(_path(output, number, "keys")) for number in range(len(tasks))]
+    for done, _ in enumerate(engines.run(sign_task, tasks, missing, output, options, plan, workers), 1):
+        say(f"looking for documents that are alike: {done} of {len(missing)} tasks")
+    keys = [np.load(_path(output, number, "keys"), mmap_mode="r") for number in range(len(tasks))]
     starts = np.cumsum([0, *map(len, keys)])
-    flat = np.concatenate([np.zeros(0, "V16"), *keys])
-    del keys
-    verdicts = np.ones(len(flat), np.uint8)
-    different = np.sort(np.unique(flat, return_index=True)[1])
+    different = _different(keys)
+    verdicts = np.ones(starts[-1], np.uint8)
     verdicts[different] = 0
     if options.deduplicate == "near":
-        del flat
         first = options.near.firsts(len(different), *_columns(output, starts, different))
         verdicts[different[first != np.arange(len(first))]] = 2
     for number, some in enumerate(np.split(verdicts, starts[1:-1])):
         with files.written(verdicts_path(output, number)) as file:
             np.save(file, some)
+
+
+def _different(keys: Sequence[np.ndarray]) -> np.ndarray:
+    """The first document of each key, in order: by half a key, and among those by the other half."""
+    head, tail = (np.concatenate([np.zeros(0, "<u8"), *(some.view("<u8").reshape(-1, 2)[:, half] for some in keys)])
+                  for half in (0, 1))
+    order = np.lexsort((tail, head))  # stable: equal documents stay in the order of the input
+    head, tail = head[order], tail[order]
+    is_first = np.append(True, (head[1:] != head[:-1]) | (tail[1:] != tail[:-1]))[: len(order)]
+    return np.sort(order[is_first])
 
 
 def sign_task(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
@@ -58,9 +66,13 @@ def _columns(output: Path, starts: np.ndarray, which: np.ndarray):
     """Keys of a band, and marks, of `which` documents; read as they are asked for."""
     tasks = range(len(starts) - 1)
 
+    places = np.searchsorted(which, starts)
+
     def band(number: int) -> np.ndarray:
-        keys = [np.load(_path(output, task, "bands"), mmap_mode="r")[number] for task in tasks]
-        return np.concatenate([np.zeros(0, "<u8"), *keys])[which]
+        keys = np.empty(len(which), "<u8")
+        for task, a, b in zip(tasks, places[:-1], places[1:], strict=True):
+            keys[a:b] = np.load(_path(output, task, "bands"), mmap_mode="r")[number][which[a:b] - starts[task]]
+        return keys
 
     def marks(some: np.ndarray) -> np.ndarray:
         documents = which[some]

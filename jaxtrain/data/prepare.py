@@ -49,10 +49,9 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     if isinstance(tokenizer, JsonTokenizer):
         with files.written(output / "tokenizer.json") as file:
             file.write(tokenizer.content)
-    started, done, total = time.monotonic(), 0, inputs.total_size(tasks)
     if options.deduplicate:  # first, for what a task may keep depends on all others
-        say("looking for documents that are alike")
-        find_duplicates(tasks, output, options, plan, workers)
+        find_duplicates(tasks, output, options, plan, workers, say)
+    started, done, total = time.monotonic(), 0, inputs.total_size(tasks)
     missing = [number for number, task in enumerate(tasks) if not read_ledger(output, number, task, plan)]
     kept = total - sum(piece.size for number in missing for piece in tasks[number])
     for number in engines.run(tokenize_shard, tasks, missing, output, options, plan, workers):

@@ -81,6 +81,19 @@ def test_a_cluster_leaves_its_first_wherever_the_others_are(tmp_path):
     assert [len(corpus.train.shards) > 4 for corpus in corpora] == [True, False]
 
 
+def test_tasks_and_workers_find_what_one_table_finds(tmp_path):
+    documents = [words for base in [fresh(60) for _ in range(80)] for words in (base, edited(base, 1))]
+    RNG.shuffle(documents)
+    texts = [" ".join(words) for words in documents]
+    first = firsts(Near(), documents)
+    wanted = [text for i, text in enumerate(texts) if first[i] == i]
+    assert 80 <= len(wanted) < 120
+    for workers in (1, 2):
+        options = Options(eval_fraction=0, deduplicate="near", task_bytes=20_000)
+        corpus = prepare([jsonl(tmp_path / "a.jsonl", texts)], tmp_path / str(workers), options, workers)
+        assert kept(corpus) == wanted and len(corpus.train.shards) > 3
+
+
 def test_short_and_empty_documents_and_tokens_have_signatures():
     near = Near(permutations=64)
     texts = [b"", b" \n", b"one", b"ONE ", b"one two three four five six"]
