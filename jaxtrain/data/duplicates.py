@@ -4,22 +4,22 @@ A task writes what is to be compared of its documents, once; then all are compar
 input. That takes some 60 bytes of memory a document, however many bands there are.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data import engines, files
+from jaxtrain.data import cleaned, engines, files
 from jaxtrain.data.corpus import UNFINISHED
+from jaxtrain.data.inputs import Text, stamps
 from jaxtrain.data.steps import Steps
-from jaxtrain.data.tasks import Options, Task, documents, key_of, stamps, verdicts_path
+from jaxtrain.data.tasks import Options, Task, documents, key_of, verdicts_path
 
 
 def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, plan: str, workers: int,
                     say: Callable[[str], None]) -> None:
     """Say of each task's documents which are like an earlier one, in the order of the input."""
-    missing = [number for number, task in enumerate(tasks) if not _is_signed(output, number, task, plan)]
+    missing = [number for number, task in enumerate(tasks) if cleaned.read_note(output, number, task, plan) is None]
     for done, _ in enumerate(engines.run(sign_task, tasks, missing, output, options, plan, workers), 1):
         say(f"looking for documents that are alike: {done} of {len(missing)} tasks")
     keys = [np.load(_path(output, number, "keys"), mmap_mode="r") for number in range(len(tasks))]
@@ -47,25 +47,29 @@ def _different(keys: Sequence[np.ndarray]) -> np.ndarray:
 
 def sign_task(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
     """What is to be compared of a task's documents, in order; last the note that it is there."""
-    output, keys, signatures, before = Path(output), bytearray(), bytearray(), stamps(task)
-    for found, _ in documents(task, options, {}, Steps(options.steps)):
-        keys += key_of(found)
-        if options.deduplicate == "near":
-            signatures += options.near.signature(found)
+    output, keys, signatures, left_out = Path(output), bytearray(), bytearray(), {}
+    note = {"plan": plan, "stamps": stamps(task), "left_out": left_out}
+    steps = Steps(options.steps)
+    with cleaned.written(output, number) as keep:
+        for found, origin in documents(task, options, left_out, steps):
+            keys += key_of(found)
+            if options.deduplicate == "near":
+                signatures += options.near.signature(found)
+            if options.steps and isinstance(found, Text):
+                keep(found, origin)
     columns = {"keys": np.frombuffer(bytes(keys), "V16")}
     if options.deduplicate == "near":
         columns["bands"], columns["marks"] = options.near.columns(bytes(signatures))
     for name, column in columns.items():
         with files.written(_path(output, number, name)) as file:
             np.save(file, column)
-    files.write_json(_note_path(output, number), [plan, before])
+    cleaned.write_note(output, number, note | {"steps": steps.counts})
     return number
 
 
 def _columns(output: Path, starts: np.ndarray, which: np.ndarray):
     """Keys of a band, and marks, of `which` documents; read as they are asked for."""
     tasks = range(len(starts) - 1)
-
     places = np.searchsorted(which, starts)
 
     def band(number: int) -> np.ndarray:
@@ -85,17 +89,6 @@ def _columns(output: Path, starts: np.ndarray, which: np.ndarray):
         return table
 
     return band, marks
-
-
-def _is_signed(output: Path, number: int, task: Task, plan: str) -> bool:
-    try:
-        return json.loads(_note_path(output, number).read_bytes()) == [plan, stamps(task)]
-    except (OSError, ValueError):
-        return False
-
-
-def _note_path(output: Path, number: int) -> Path:
-    return output / UNFINISHED / f"{number:05}.signed.json"
 
 
 def _path(output: Path, number: int, name: str) -> Path:

@@ -260,6 +260,11 @@ def extra(module: str, what: str, key: str = "--input", group: str = "data") -> 
         raise UserError(key, f"{what} needs {module.partition('.')[0]}", f"pip install 'jaxtrain[{group}]'") from error
 
 
+def stamps(task: Iterable[Piece]) -> list[Any]:
+    """What changes when the input of a task does."""
+    return [[piece.identity(), Path(piece.path).stat().st_mtime_ns] for piece in task]
+
+
 def total_size(tasks: Iterable[tuple[Piece, ...]]) -> int:
     """Bytes of all tasks, as stored."""
     return sum(piece.size for task in tasks for piece in task)

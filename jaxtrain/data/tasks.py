@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import files, inputs, provenance
+from jaxtrain.data import cleaned, files, inputs, provenance
 from jaxtrain.data.corpus import SPLITS, UNFINISHED, check
-from jaxtrain.data.inputs import Ids, Piece, Text
+from jaxtrain.data.inputs import Ids, Piece, Text, stamps
 from jaxtrain.data.near import Near
 from jaxtrain.data.shards import Origin, ShardWriter, dtype_of
 from jaxtrain.data.steps import Steps, identity
@@ -72,9 +72,9 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
     tokenizer = _loaded(options.tokenizer, options.eod)
     writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod)
                for split in SPLITS}
-    left_out: dict[str, int] = {}
+    before = stamps(task)
+    offer, left_out, counts = _to_tokenize(number, task, output, options, plan)
     licences: dict[str, int] = {}
-    steps = Steps(options.steps)
     probes: list[dict[str, Any]] = []
     batch: list[tuple[Text, Origin]] = []
 
@@ -92,7 +92,7 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
         batch.clear()
 
     verdicts = iter(np.load(verdicts_path(output, number))) if options.deduplicate else itertools.repeat(0)
-    for found, origin in documents(task, options, left_out, steps):
+    for found, origin in offer:
         if (verdict := next(verdicts, None)) is None:
             raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
         if verdict:
@@ -112,10 +112,20 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
         raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
     shards = {split: {"task": number} | writer.close() for split, writer in writers.items()}
     files.write_json(_ledger_path(output, number), {
-        "plan": plan, "task": stamps(task), "shards": shards,
+        "plan": plan, "task": before, "shards": shards,
         "verdicts": _verdicts_digest(output, number), "left_out": left_out, "probes": probes,
-        "steps": steps.counts, "licences": licences, "stored": [provenance.digest(piece) for piece in task]})
+        "steps": counts, "licences": licences, "stored": [provenance.digest(piece) for piece in task]})
     return number
+
+
+def _to_tokenize(number: int, task: Task, output: Path, options: Options, plan: str):
+    """-> the documents, what was left out so far, what each step did: at hand if duplicates were looked for."""
+    if not (options.deduplicate and options.steps):
+        left_out, steps = {}, Steps(options.steps)
+        return documents(task, options, left_out, steps), left_out, steps.counts
+    if (note := cleaned.read_note(output, number, task, plan)) is None:
+        raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
+    return cleaned.read(output, number), note["left_out"], note["steps"]
 
 
 def offered(task: Task, options: Options, left_out: dict[str, int],
@@ -187,11 +197,6 @@ def _verdicts_digest(output: Path, number: int) -> str | None:
 
 def _ledger_path(output: Path, number: int) -> Path:
     return output / UNFINISHED / f"{number:05}.json"
-
-
-def stamps(task: Task) -> list[Any]:
-    """What changes when the input of a task does."""
-    return [[piece.identity(), Path(piece.path).stat().st_mtime_ns] for piece in task]
 
 
 def read_ledger(output: Path, number: int, task: Task, plan: str) -> dict[str, Any] | None:

@@ -217,6 +217,30 @@ def test_a_function_a_factory_and_a_class_are_steps(tmp_path, plugin):
     assert manifest(corpus)["left_out"] == {"own_steps:shorter=5: too long": 1, "own_steps:Counter: every other": 2}
 
 
+def test_steps_run_once_and_again_where_the_input_changed(tmp_path, plugin, monkeypatch):
+    plugin(f"""
+def step(document):
+    with open({str(tmp_path / 'calls')!r}, "a") as file: file.write(document.content.decode() + " ")
+    return document
+""")
+    (tmp_path / "in").mkdir()
+    for i in range(3):
+        jsonl(tmp_path / f"in/{i}.jsonl", f"a{i}", "same")
+    options = Options(eval_fraction=0, steps=("own_steps:step",), deduplicate="exact", task_bytes=34)
+    with monkeypatch.context() as killed:
+        killed.setattr("jaxtrain.data.prepare._finish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare([str(tmp_path / "in")], tmp_path / "out", options)
+    assert (tmp_path / "calls").read_text() == "a0 same a1 same a2 same "
+    jsonl(tmp_path / "in/1.jsonl", "b1", "same")
+    corpus = prepare([str(tmp_path / "in")], tmp_path / "out", options)
+    assert texts(corpus) == ["a0", "same", "b1", "a2"]
+    assert (tmp_path / "calls").read_text() == "a0 same a1 same a2 same b1 same "
+    assert manifest(corpus)["steps"] == [
+        {"step": "own_steps:step", "seen": 6, "changed": 0, "removed": {}},
+        {"step": "deduplicate=exact", "seen": 6, "changed": 0, "removed": {"equal to another": 2}}]
+
+
 def test_a_change_of_a_step_or_of_its_file_is_noticed(tmp_path, plugin):
     plugin(PLUGIN)
     source, listed = jsonl(tmp_path / "a.jsonl", "one", "two"), tmp_path / "list.txt"
