@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.inputs import Ids, Text
-from jaxtrain.data.steps import Steps, added, total
+from jaxtrain.data.steps import Steps, added, summed
 from jaxtrain.data.tasks import ALIKE, Options, Task, key_of, offered
 
 EXAMPLES, WIDTH = 3, 100  # of each step; characters of each
@@ -38,7 +38,7 @@ def dry_run(tasks: Sequence[Task], options: Options, sample: int = 0) -> str:
         counts.append(steps.counts)
         left_out.append(unusable)
     lines = [f"{count:,} left out: {reason}" for reason, count in added(left_out).items()]
-    for row, some in zip(total(counts), examples, strict=True):
+    for row, some in zip(summed(counts), examples, strict=True):
         lines += [_title(row), *(f"    {count:,} {reason}" for reason, count in row["removed"].items()),
                   *(f"  {example}" for example in some)]
     if options.deduplicate:

@@ -22,7 +22,7 @@ from jaxtrain.data.duplicates import find_duplicates
 from jaxtrain.data.filters import STEPS
 from jaxtrain.data.near import Near
 from jaxtrain.data.shards import dtype_of
-from jaxtrain.data.steps import added, total
+from jaxtrain.data.steps import added, summed
 from jaxtrain.data.tasks import ALIKE, Options, Task, read_ledger, tokenize_shard
 from jaxtrain.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from jaxtrain.errors import Parser, UserError
@@ -103,7 +103,7 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
 
 def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each step did, in order; the search for duplicates comes last."""
-    steps = total([ledger["steps"] for ledger in ledgers])
+    steps = summed([ledger["steps"] for ledger in ledgers])
     if options.deduplicate:
         left_out = added(ledger["left_out"] for ledger in ledgers)
         removed = {reason: left_out[reason] for reason in ALIKE if reason in left_out}

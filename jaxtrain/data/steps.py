@@ -50,7 +50,7 @@ class Steps:
         return document
 
 
-def total(rows: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def summed(rows: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """What each step did in all tasks, from the counts of each."""
     return [{"step": counts[0]["step"]} | added({key: some[key] for key in ("seen", "changed")} for some in counts)
             | {"removed": added(some["removed"] for some in counts)} for counts in zip(*rows, strict=True)]

@@ -3,7 +3,10 @@
 import hashlib
 import json
 
+import mlcroissant
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from jaxtrain.data import open_corpus
 from jaxtrain.data.croissant import main
@@ -24,8 +27,7 @@ def source(tmp_path):
 
 
 def test_inputs_are_named_with_their_hashes_by_piece_where_they_were_cut(tmp_path, source):
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    pq.write_table(pa.table({"text": ["x", "y", "z"]}), source / "c.parquet", row_group_size=1)
+    parquet.write_table(pa.table({"text": ["x", "y", "z"]}), source / "c.parquet", row_group_size=1)
     corpus = prepare([str(source)], tmp_path / "out", Options(task_bytes=200, licence_of="record:rights"))
     manifest = json.loads((corpus.path / "manifest.json").read_text())
     pieces = [piece for task in manifest["inputs"] for piece in task]
@@ -52,7 +54,6 @@ def test_the_commit_is_told_but_does_not_change_what_the_data_is(tmp_path, sourc
 
 
 def test_the_datasheet_validates_and_tells_what_is_known(tmp_path, source, caplog):
-    mlcroissant = pytest.importorskip("mlcroissant")
     options = Options(eval_fraction=0, steps=("pii",), deduplicate=True, licence_of="CC-BY-4.0", describe=TOLD)
     corpus = prepare([str(source)], tmp_path / "out", options)
     assert main([str(corpus.path), "--describe", "data_limitations=few letters"]) == 0

@@ -9,10 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from jaxtrain.data import open_corpus
-from jaxtrain.data.inputs import Text
+from jaxtrain.data.inputs import Ids, Text
 from jaxtrain.data.prepare import Options, main, prepare
 from jaxtrain.data.steps import Steps
 from jaxtrain.errors import UserError
@@ -123,9 +126,6 @@ STEPS = ("licence=mit", "quality", "pii")
 def test_each_step_counts_what_it_saw_removed_and_changed(tmp_path, form):
     source = jsonl(tmp_path / "a.jsonl", *RECORDS)
     if form == "parquet":
-        import pyarrow as pa
-        from pyarrow import parquet
-
         parquet.write_table(pa.Table.from_pylist(RECORDS), source := str(tmp_path / "a.parquet"), row_group_size=20)
     corpus = prepare([source], tmp_path / "out", Options(eval_fraction=0, steps=STEPS, licence_of="record:license"))
     assert texts(corpus) == [row["text"].replace("jo@doe.org", "email@example.com")
@@ -294,10 +294,8 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, plugin, flags, wor
 
 
 def test_tokens_cannot_be_cleaned():
-    from jaxtrain.data.inputs import Ids
-
     with pytest.raises(UserError, match="x is tokens already"):
-        Steps(["pii"])(Ids("x", ids=None))  # type: ignore[arg-type]
+        Steps(["pii"])(Ids("x", np.arange(3)))
 
 
 def test_a_step_that_leaves_nothing_removes():
