@@ -147,7 +147,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes())
         recorded = manifest["sha256"]
-        content = {key: value for key, value in manifest.items() if key != "sha256"}
+        content = {key: value for key, value in manifest.items() if key not in ("sha256", "code")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError("data.source", f"{path} cannot be read ({error})", "prepare the corpus again") from error
     if manifest.get("format") != FORMAT:

@@ -1,49 +1,104 @@
-"""Which documents are the first of their kind: found before anything is tokenised, for it depends on all tasks."""
+"""Which documents are the first of their kind: found before anything is tokenised, for it depends on all tasks.
+
+A task writes what is to be compared of its documents, once; then all are compared in this process, in the order of the
+input. That takes some 60 bytes of memory a document, however many bands there are.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data import engines, files
+from jaxtrain.data import cleaned, engines, files
 from jaxtrain.data.corpus import UNFINISHED
 from jaxtrain.data.engines import Engine
+from jaxtrain.data.inputs import Text, stamps
 from jaxtrain.data.progress import Progress
-from jaxtrain.data.tasks import Options, Task, documents, keep_path, key_of, stamp
+from jaxtrain.data.steps import Steps
+from jaxtrain.data.tasks import Options, Task, documents, key_of, verdicts_path
 
 
-def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, workers: int | Engine,
+def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, plan: str, workers: int | Engine,
                     say: Callable[[str], None] = lambda line: None) -> None:
-    """Say of each task's documents which are the first of their kind, in the order of the input."""
-    hash_documents(tasks, range(len(tasks)), output, options, workers, say)
-    keys = [np.load(_keys_path(output, number, task, options)) for number, task in enumerate(tasks)]
-    flat = np.concatenate([np.zeros(0, "V16"), *keys])
-    first = np.zeros(len(flat), bool)
-    first[np.unique(flat, return_index=True)[1]] = True
-    for number, keep in enumerate(np.split(first, np.cumsum([len(some) for some in keys])[:-1])):
-        with files.written(keep_path(output, number)) as file:
-            np.save(file, keep)
+    """Say of each task's documents which are like an earlier one, in the order of the input."""
+    sign_documents(tasks, range(len(tasks)), output, options, plan, workers, say)
+    keys = [np.load(_path(output, number, "keys"), mmap_mode="r") for number in range(len(tasks))]
+    starts = np.cumsum([0, *map(len, keys)])
+    different = _different(keys)
+    verdicts = np.ones(starts[-1], np.uint8)
+    verdicts[different] = 0
+    if options.deduplicate == "near":
+        first = options.near.firsts(len(different), *_columns(output, starts, different))
+        verdicts[different[first != np.arange(len(first))]] = 2
+    for number, some in enumerate(np.split(verdicts, starts[1:-1])):
+        with files.written(verdicts_path(output, number)) as file:
+            np.save(file, some)
 
 
-def hash_documents(tasks: Sequence[Task], numbers: Sequence[int], output: Path, options: Options,
+def sign_documents(tasks: Sequence[Task], numbers: Sequence[int], output: Path, options: Options, plan: str,
                    workers: int | Engine, say: Callable[[str], None]) -> None:
     """What is compared, of those of the tasks where it is not there yet."""
-    missing = [number for number in numbers if not _keys_path(output, number, tasks[number], options).exists()]
+    missing = [number for number in numbers if cleaned.read_note(output, number, tasks[number], plan) is None]
     progress = Progress("duplicates", tasks, numbers, missing, say)
-    for number in engines.run(hash_task, tasks, missing, output, options, "", workers):
+    for number in engines.run(sign_task, tasks, missing, output, options, plan, workers):
         progress.add(number)
 
 
-def hash_task(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
-    """The keys of a task's documents, in order."""
-    path = _keys_path(Path(output), number, task, options)  # now: the input might change meanwhile
-    keys = b"".join(key_of(found) for found, _ in documents(task, options, {}))
-    with files.written(path) as file:
-        np.save(file, np.frombuffer(keys, "V16"))
+def _different(keys: Sequence[np.ndarray]) -> np.ndarray:
+    """The first document of each key, in order: by half a key, and among those by the other half."""
+    head, tail = (np.concatenate([np.zeros(0, "<u8"), *(some.view("<u8").reshape(-1, 2)[:, half] for some in keys)])
+                  for half in (0, 1))
+    order = np.lexsort((tail, head))  # stable: equal documents stay in the order of the input
+    head, tail = head[order], tail[order]
+    is_first = np.append(True, (head[1:] != head[:-1]) | (tail[1:] != tail[:-1]))[: len(order)]
+    return np.sort(order[is_first])
+
+
+def sign_task(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
+    """What is to be compared of a task's documents, in order; last the note that it is there."""
+    output, keys, signatures, left_out = Path(output), bytearray(), bytearray(), {}
+    note = {"plan": plan, "stamps": stamps(task), "left_out": left_out}
+    steps = Steps(options.steps)
+    with cleaned.written(output, number) as keep:
+        for found, origin in documents(task, options, left_out, steps):
+            keys += key_of(found)
+            if options.deduplicate == "near":
+                signatures += options.near.signature(found)
+            if options.steps and isinstance(found, Text):
+                keep(found, origin)
+    columns = {"keys": np.frombuffer(bytes(keys), "V16")}
+    if options.deduplicate == "near":
+        columns["bands"], columns["marks"] = options.near.columns(bytes(signatures))
+    for name, column in columns.items():
+        with files.written(_path(output, number, name)) as file:
+            np.save(file, column)
+    cleaned.write_note(output, number, note | {"steps": steps.counts})
     return number
 
 
-def _keys_path(output: Path, number: int, task: Task, options: Options) -> Path:
-    """Another one for other input, so that what is there is right."""
-    version = files.digest([options.identity(), [[piece.identity(), stamp(piece)] for piece in task]])
-    return output / UNFINISHED / f"{number:05}.{version[:16]}.keys.npy"
+def _columns(output: Path, starts: np.ndarray, which: np.ndarray):
+    """Keys of a band, and marks, of `which` documents; read as they are asked for."""
+    tasks = range(len(starts) - 1)
+    places = np.searchsorted(which, starts)
+
+    def band(number: int) -> np.ndarray:
+        keys = np.empty(len(which), "<u8")
+        for task, a, b in zip(tasks, places[:-1], places[1:], strict=True):
+            keys[a:b] = np.load(_path(output, task, "bands"), mmap_mode="r")[number][which[a:b] - starts[task]]
+        return keys
+
+    def marks(some: np.ndarray) -> np.ndarray:
+        documents = which[some]
+        order = np.argsort(documents, kind="stable")
+        edges = np.searchsorted(documents[order], starts)
+        found = [np.load(_path(output, task, "marks"), mmap_mode="r")[documents[order[a:b]] - starts[task]]
+                 for task, a, b in zip(tasks, edges[:-1], edges[1:], strict=True) if a < b]
+        table = np.concatenate(found)
+        table[order] = table.copy()
+        return table
+
+    return band, marks
+
+
+def _path(output: Path, number: int, name: str) -> Path:
+    return output / UNFINISHED / f"{number:05}.{name}.npy"

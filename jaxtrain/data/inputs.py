@@ -3,12 +3,13 @@
 What the tasks are follows from names and sizes alone: the same on every machine, for any number of workers.
 """
 
+import dataclasses
 import gzip
 import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,6 +47,7 @@ class Text:
     name: str  # the piece, and the place within it
     content: bytes  # UTF-8
     place: int = 0  # the byte or (compressed) line where it begins, its row in the group, its number, or 0
+    record: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)  # what was asked for beside it
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,12 @@ def _pieces(name: str, path: Path, task_bytes: int, token_dtype: str) -> Iterato
         yield Piece(name, str(path), "text", 0, size, size)
 
 
-def read(piece: Piece, field: str, eod: int | None = None) -> Iterator[Text | Ids | str]:
+def read(piece: Piece, field: str, eod: int | None = None,
+         beside: Sequence[str] = ()) -> Iterator[Text | Ids | str]:
     """Its documents in order; a string instead of one says why it was left out (a record without text is an error).
 
-    `eod` is the id that ends documents in files of tokens; without one these are passed over.
+    `eod` is the id that ends documents in files of tokens; without one these are passed over. `beside` names fields of
+    a record that come along with its text where it has them.
     """
     if piece.kind == "text":
         with open(piece.path, "rb") as file:
@@ -124,16 +128,16 @@ def read(piece: Piece, field: str, eod: int | None = None) -> Iterator[Text | Id
         else:
             yield Text(piece.name, content)
     elif piece.kind == "jsonl":
-        yield from _json_lines(piece, field)
+        yield from _json_lines(piece, field, beside)
     elif piece.kind.startswith("records"):
-        yield from _records(piece, field)
+        yield from _records(piece, field, beside)
     elif piece.kind.startswith("tokens"):
         if eod is not None:
             tokens = token_files.open_tokens(Path(piece.path), piece.kind.split()[1])
             for place, ids in tokens.documents(piece.start, piece.stop, eod):
                 yield Ids(piece.name, ids, place)
     else:
-        yield from _rows(piece, field)
+        yield from _rows(piece, field, beside)
 
 
 def _is_utf8(content: bytes) -> bool:
@@ -144,7 +148,7 @@ def _is_utf8(content: bytes) -> bool:
     return True
 
 
-def _json_lines(piece: Piece, field: str) -> Iterator[Text | str]:
+def _json_lines(piece: Piece, field: str, beside: Sequence[str]) -> Iterator[Text | str]:
     packed = piece.name.endswith(PACKED)
     with _opened(piece) as file:
         at, number = piece.start, 0
@@ -155,7 +159,8 @@ def _json_lines(piece: Piece, field: str) -> Iterator[Text | str]:
             number += 1
             where = f"{piece.name}, byte {at}" if piece.start else f"{piece.name}, line {number}"
             if line.strip():
-                yield Text(where, _field(line, field, where), number if packed else at)
+                content, record = _fields(line, field, where, beside)
+                yield Text(where, content, number if packed else at, record)
             at += len(line)
 
 
@@ -167,34 +172,41 @@ def _opened(piece: Piece) -> BinaryIO:
     return open(piece.path, "rb")
 
 
-def _field(line: bytes, field: str, where: str) -> bytes:
+def _fields(line: bytes, field: str, where: str, beside: Sequence[str]) -> tuple[bytes, dict[str, Any]]:
     try:
-        text = json.loads(line)[field]
+        record = json.loads(line)
+        text = record[field]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         reason = f"has no field {field!r}" if isinstance(error, KeyError) else f"is no JSON object ({error})"
         raise UserError("--input", f"{where} {reason}", "repair it, or name the field with --field") from error
     if not isinstance(text, str):
         raise UserError("--input", f"{where}: {field!r} is no text", "name another field with --field")
-    return text.encode(errors="replace")  # lone surrogates
+    content = text.encode(errors="replace")  # lone surrogates
+    return content, {name: record[name] for name in beside if name in record}
 
 
-def _rows(piece: Piece, field: str) -> Iterator[Text]:
+def _rows(piece: Piece, field: str, beside: Sequence[str]) -> Iterator[Text]:
     file = _parquet().ParquetFile(piece.path)
-    if field not in file.schema_arrow.names:
-        raise UserError("--field", f"{piece.name} has no column {field!r}",
-                        f"it has {', '.join(file.schema_arrow.names)}")
-    for row, text in enumerate(file.read_row_group(piece.start, columns=[field]).column(0)):
+    names = file.schema_arrow.names
+    if field not in names:
+        raise UserError("--field", f"{piece.name} has no column {field!r}", f"it has {', '.join(names)}")
+    beside = [name for name in beside if name in names and name != field]
+    columns = file.read_row_group(piece.start, columns=[field, *beside])
+    for row, (text, *others) in enumerate(zip(*(columns[name] for name in [field, *beside]), strict=True)):
         if (content := text.as_py()) is not None:
-            yield Text(f"{piece.name}, row {row} of group {piece.start}", str(content).encode(), row)
+            record = {name: other.as_py() for name, other in zip(beside, others, strict=True)}
+            yield Text(f"{piece.name}, row {row} of group {piece.start}", str(content).encode(), row, record)
 
 
-def _records(piece: Piece, field: str) -> Iterator[Text | str]:
+def _records(piece: Piece, field: str, beside: Sequence[str]) -> Iterator[Text | str]:
     form = piece.kind.split()[1]
-    for number, record in array_records.records(Path(piece.path), piece.start, piece.stop, _array_record()):
-        where = f"{piece.name}, record {number}"
-        if form != "text":
-            record = (_field if form == "json" else array_records.content)(record, field, where)
-        yield Text(where, record, number) if _is_utf8(record) else f"{piece.name}: not UTF-8 text"
+    for number, content in array_records.records(Path(piece.path), piece.start, piece.stop, _array_record()):
+        where, record = f"{piece.name}, record {number}", {}
+        if form == "json":
+            content, record = _fields(content, field, where, beside)
+        elif form != "text":
+            content = array_records.content(content, field, where)
+        yield Text(where, content, number, record) if _is_utf8(content) else f"{piece.name}: not UTF-8 text"
 
 
 def content_hash(content: bytes | memoryview) -> bytes:
@@ -203,24 +215,30 @@ def content_hash(content: bytes | memoryview) -> bytes:
 
 
 def _parquet() -> Any:
-    return _extra("pyarrow.parquet", "Parquet files")
+    return extra("pyarrow.parquet", "Parquet")
 
 
 def _zstandard() -> Any:
-    return _extra("zstandard", ".zst files")
+    return extra("zstandard", ".zst")
 
 
 def _array_record() -> Any:
-    return _extra("array_record.python.array_record_module", "ArrayRecord files")
+    return extra("array_record.python.array_record_module", "ArrayRecord files")
 
 
-def _extra(module: str, what: str) -> Any:
+def extra(module: str, what: str, key: str = "--input", group: str = "data") -> Any:
+    """A module of an optional package."""
     import importlib
 
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError("--input", f"{what} need {module.partition('.')[0]}", "pip install 'jaxtrain[data]'") from error
+        raise UserError(key, f"{what} needs {module.partition('.')[0]}", f"pip install 'jaxtrain[{group}]'") from error
+
+
+def stamps(task: Iterable[Piece]) -> list[Any]:
+    """What changes when the input of a task does."""
+    return [[piece.identity(), Path(piece.path).stat().st_mtime_ns] for piece in task]
 
 
 def total_size(tasks: Iterable[tuple[Piece, ...]]) -> int:

@@ -10,18 +10,21 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data import engines, files, inputs, lengths, on_slurm
+from jaxtrain.data import engines, files, inputs, lengths, on_slurm, provenance
 from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, open_corpus, read_manifest
-from jaxtrain.data.duplicates import find_duplicates, hash_documents
+from jaxtrain.data.dry_run import dry_run
+from jaxtrain.data.duplicates import find_duplicates, sign_documents
 from jaxtrain.data.engines import Engine
+from jaxtrain.data.filters import STEPS
+from jaxtrain.data.near import Near
 from jaxtrain.data.on_ray import Ray
 from jaxtrain.data.progress import Line, Progress
 from jaxtrain.data.shards import dtype_of
-from jaxtrain.data.tasks import Options, Task, keep_path, loaded, read_ledger, tokenize_shard
+from jaxtrain.data.steps import added, summed
+from jaxtrain.data.tasks import ALIKE, Options, Task, loaded, read_ledger, tokenize_shard, verdicts_path
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.data.vocabulary import Vocabulary
 from jaxtrain.errors import Parser, UserError
@@ -34,7 +37,7 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     tasks, plan = plan_tasks(sources, options)
     if begin(output, options, plan):
         if options.deduplicate:  # first, for what a task may keep depends on all others
-            find_duplicates(tasks, output, options, workers, say)
+            find_duplicates(tasks, output, options, plan, workers, say)
         tokenize(tasks, range(len(tasks)), output, options, plan, workers, say)
         _finish(output, tasks, plan, options, loaded(options.tokenizer, options.eod, options.bos))
     return open_corpus(output)
@@ -57,13 +60,13 @@ def prepare_part(sources: Sequence[str], output: str | Path, options: Options, p
     mine = range(number, len(tasks), parts)
     try:
         if stage == "tokens":
-            if options.deduplicate and not all(keep_path(output, number).exists() for number in mine):
+            if options.deduplicate and not all(verdicts_path(output, number).exists() for number in mine):
                 raise UserError("--part", "it is not known yet which documents stay", "run --stage=duplicates before")
             tokenize(tasks, mine, output, options, plan, workers, say)
         elif part:
-            hash_documents(tasks, mine, output, options, workers, say)
+            sign_documents(tasks, mine, output, options, plan, workers, say)
         else:
-            find_duplicates(tasks, output, options, workers, say)
+            find_duplicates(tasks, output, options, plan, workers, say)
     except FileNotFoundError:
         if not (output / "manifest.json").exists():  # else all was done while we were at it
             raise
@@ -130,10 +133,6 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
             raise UserError("--tokenizer", f"{options.tokenizer} is another one on some machine, or was for a while",
                             f"make it the same everywhere, delete {output} and run again")
     done: list[dict[str, Any]] = [ledger for ledger in ledgers if ledger]
-    left_out: dict[str, int] = {}
-    for ledger in done:
-        for reason, count in ledger["left_out"].items():
-            left_out[reason] = left_out.get(reason, 0) + count
     splits = {}
     for split in SPLITS:
         shards = [ledger["shards"][split] for ledger in done if ledger["shards"][split]["documents"]]
@@ -145,24 +144,39 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
                       "file": getattr(tokenizer, "file", ""), "eod": getattr(tokenizer, "eod_token", ""),
                       "bos": getattr(tokenizer, "bos_token", "")},
         "options": options.identity(),
-        "inputs": [[piece.identity() for piece in task] for task in tasks],
-        "left_out": left_out, "dtype": dtype_of(tokenizer).str, "splits": splits,
+        "inputs": [[piece.identity() | ({"sha256": sha256} if sha256 else {})
+                    for piece, sha256 in zip(task, ledger["stored"], strict=True)]
+                   for task, ledger in zip(tasks, done, strict=True)],
+        "left_out": added(ledger["left_out"] for ledger in done), "steps": _steps(options, done),
+        "licences": _licences(options, done), "dtype": dtype_of(tokenizer).str, "splits": splits,
         "probes": [probe for ledger in done for probe in ledger["probes"]],
-        "versions": {name: _version(name) for name in ("jaxtrain", "numpy", "tokenizers", "tiktoken", "sentencepiece")},
     }
+    code = provenance.code()  # beside what identifies the data, which another commit may make as well
     for partial in output.glob("*.partial"):  # of those who were killed
         partial.unlink()
     files.sync(output)
-    files.write_json(output / "manifest.json", manifest | {"sha256": files.digest(manifest)})
+    files.write_json(output / "manifest.json", manifest | {"code": code, "sha256": files.digest(manifest)})
     files.sync(output)
     shutil.rmtree(output / UNFINISHED)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each step did, in order; the search for duplicates comes last."""
+    steps = summed([ledger["steps"] for ledger in ledgers])
+    if options.deduplicate:
+        left_out = added(ledger["left_out"] for ledger in ledgers)
+        removed = {reason: left_out[reason] for reason in ALIKE if reason in left_out}
+        kept = sum(shard["documents"] for ledger in ledgers for shard in ledger["shards"].values())
+        steps.append({"step": f"deduplicate={options.deduplicate}", "seen": kept + sum(removed.values()), "changed": 0,
+                      "removed": removed})
+    return steps
+
+
+def _licences(options: Options, ledgers: list[dict[str, Any]]) -> dict[str, int]:
+    """Documents that stayed, by licence, as far as it was told."""
+    kept = sum(shard["documents"] for ledger in ledgers for shard in ledger["shards"].values())
+    counted = added(ledger["licences"] for ledger in ledgers)
+    return counted if options.licence_field else {options.licence_of: kept} if options.licence_of else {}
 
 
 # ------------------------------------------------------------------------------------------------------ command line
@@ -172,8 +186,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         flags = parse(argv)
         options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
-                          flags.task_bytes, token_dtype=flags.token_dtype,
-                          bos="" if flags.bos == "none" else flags.bos)
+                          flags.task_bytes, token_dtype=flags.token_dtype, bos="" if flags.bos == "none" else flags.bos,
+                          steps=tuple(flags.steps), licence_of=flags.licence_of, describe=tuple(flags.describe),
+                          near=Near(flags.near_threshold, flags.near_permutations, flags.near_shingle))
+        if flags.dry_run:
+            print(dry_run(inputs.find_tasks(flags.input, options.task_bytes, options.token_dtype), options,
+                          flags.sample))
+            return 0
         picture = Path(flags.histogram).expanduser() if flags.histogram else None
         if picture:
             lengths.check_picture(picture)
@@ -222,7 +241,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = Parser(prog="python -m jaxtrain.data.prepare")
     parser.add_argument("--input", nargs="+", required=True, help="files or folders: text, .jsonl[.gz|.zst], .parquet")
-    parser.add_argument("--output", required=True, help="the corpus; then give it to a run as --config.data.source")
+    parser.add_argument("--output", default="", help="the corpus; then give it to a run as --config.data.source")
     parser.add_argument("--tokenizer", default=Options.tokenizer,
                         help="'bytes', the path of a tokenizer.json, .tiktoken[:SCHEME] or .model, or tiktoken:NAME")
     parser.add_argument("--eod", default="", help="the token that ends a document; found for well-known vocabularies")
@@ -230,8 +249,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--field", default=Options.field, help="which field of a JSON record or Parquet row is text")
     parser.add_argument("--token_dtype", default="", help="of files of tokens without a header: uint16, uint32, ...")
     parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction)
-    parser.add_argument("--deduplicate", action="store_true", help="keep the first of equal documents only")
+    parser.add_argument("--steps", nargs="+", default=[], help=f"{', '.join(STEPS)}, module:function, datatrove:CLASS")
+    parser.add_argument("--deduplicate", nargs="?", const="exact", default=False, choices=("exact", "near"),
+                        help="keep the first only of documents that are equal, or nearly")
+    parser.add_argument("--near_threshold", type=float, default=Near.threshold, help="Jaccard similarity of shingles")
+    parser.add_argument("--near_permutations", type=int, default=Near.permutations, help="of a signature")
+    parser.add_argument("--near_shingle", type=int, default=Near.shingle, help="words of a shingle")
+    parser.add_argument("--licence_of", default="", help="of the whole input (SPDX), or record:FIELD to count a field")
+    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="for the datasheet")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")
+    parser.add_argument("--dry_run", action="store_true", help="write nothing; say what would be left out or changed")
+    parser.add_argument("--sample", type=int, default=0, help="documents of a dry run, from all over; default: all")
     parser.add_argument("--workers", type=int, default=0, help="tasks at a time; default: all cores")
     parser.add_argument("--engine", choices=["local", "ray", "slurm"], default="local",
                         help="who does the tasks: processes here, a Ray cluster, or jobs of Slurm, in a script")
@@ -251,6 +279,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise UserError(f"--{name}", f"--engine={flags.engine} has none", f"add --engine={engine}, or leave it out")
     if flags.engine == "slurm" and (flags.part or flags.stage != "tokens"):
         raise UserError("--engine", "the script itself deals out parts", "leave --part and --stage out")
+    if flags.sample < 0 or (flags.sample and not flags.dry_run):
+        raise UserError("--sample", f"{flags.sample} is for nothing", "give a number of documents along with --dry_run")
+    if not flags.output and not flags.dry_run:
+        raise UserError("--output", "it is missing", "name the folder that the corpus shall be, or give --dry_run")
     return flags
 
 
@@ -261,8 +293,9 @@ def summary(corpus: Corpus) -> str:
         tokens: Any = getattr(corpus, split)
         lines.append(f"{split:<6}{tokens.num_documents:>14,} documents {tokens.num_tokens:>18,} tokens "
                      f"{tokens.num_bytes:>18,} bytes")
-    left_out = read_manifest(corpus.path)["left_out"]
-    lines += [f"left out: {count:,} ({reason})" for reason, count in left_out.items()]
+    manifest = read_manifest(corpus.path)
+    lines += [f"changed: {step['changed']:,} ({step['step']})" for step in manifest.get("steps", ()) if step["changed"]]
+    lines += [f"left out: {count:,} ({reason})" for reason, count in manifest["left_out"].items()]
     return "\n".join([*lines, lengths.histogram(corpus)])
 
 

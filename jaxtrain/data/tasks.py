@@ -3,7 +3,9 @@
 A task is a pure function of its arguments and the input's bytes; nothing else is shared, so that any engine can run it.
 """
 
+import dataclasses
 import functools
+import itertools
 import json
 import zlib
 from collections.abc import Iterator
@@ -13,14 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import files, inputs, token_files
+from jaxtrain.data import cleaned, files, inputs, provenance, token_files
 from jaxtrain.data.corpus import SPLITS, UNFINISHED, check
-from jaxtrain.data.inputs import Ids, Piece, Text
+from jaxtrain.data.inputs import Ids, Piece, Text, stamps
+from jaxtrain.data.near import Near
 from jaxtrain.data.shards import Origin, ShardWriter, dtype_of
+from jaxtrain.data.steps import Steps, identity
 from jaxtrain.data.tokenizer import Tokenizer, begun, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError, nearest
 
 Task = tuple[Piece, ...]
+ALIKE = ("", "equal to another", "nearly equal to another")
 TOGETHER = 256  # documents that a tokenizer gets at a time
 
 
@@ -32,10 +37,14 @@ class Options:
     eod: str = ""  # the token that ends a document; "": a well-known one
     field: str = "text"  # of JSON records and Parquet
     eval_fraction: float = 0.005  # of the documents, chosen by their content
-    deduplicate: bool = False  # keep the first of equal documents only
+    deduplicate: bool | str = False  # keep the first only of documents that are equal: "exact" (or True), or "near"
     task_bytes: int = 2**26  # of input that make one shard
     token_dtype: str = ""  # of files of tokens that do not say it
     bos: str = ""  # the token that begins a document; "": none does
+    steps: tuple[str, ...] = ()  # that clean, in order; see steps.py
+    near: Near = dataclasses.field(default_factory=Near)  # what "near" means
+    licence_of: str = ""  # of the whole input (SPDX), or record:FIELD
+    describe: tuple[str, ...] = ()  # KEY=VALUE, for the datasheet
 
     def __post_init__(self):
         if not 0 <= self.eval_fraction < 1:
@@ -45,11 +54,23 @@ class Options:
         if self.token_dtype and self.token_dtype not in token_files.TYPES:
             raise UserError("--token_dtype", f"{self.token_dtype!r} is no type of tokens",
                             nearest(self.token_dtype, token_files.TYPES))
+        if self.deduplicate is True:
+            object.__setattr__(self, "deduplicate", "exact")
+        if self.deduplicate not in (False, "exact", "near"):
+            raise UserError("--deduplicate", f"{self.deduplicate!r} is not known", "use exact or near")
+        provenance.described(self.describe)
 
     def identity(self) -> dict[str, Any]:
         """What is not told by the tasks and the tokenizer's fingerprint."""
-        return {key: value for key, value in asdict(self).items() if key not in
+        told = {key: value for key, value in asdict(self).items() if key not in
                 ("tokenizer", "eod", "bos", "task_bytes", "token_dtype")}
+        near = self.near.identity() if self.deduplicate == "near" else None
+        return told | {"steps": [identity(name) for name in self.steps], "near": near, "describe": list(self.describe)}
+
+    @property
+    def licence_field(self) -> str:
+        """Which field of a record tells its licence."""
+        return self.licence_of.removeprefix("record:") if self.licence_of.startswith("record:") else ""
 
 
 def tokenize_shard(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
@@ -58,7 +79,9 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
     tokenizer = loaded(options.tokenizer, options.eod, options.bos)
     writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod)
                for split in SPLITS}
-    left_out: dict[str, int] = {}
+    before = stamps(task)
+    offer, left_out, counts = _to_tokenize(number, task, output, options, plan)
+    licences: dict[str, int] = {}
     probes: list[dict[str, Any]] = []
     batch: list[tuple[Text, Origin]] = []
 
@@ -75,44 +98,76 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
                 probes.append({"text": head, "ids": encode_documents([head.encode()], tokenizer)[0].tolist()})
         batch.clear()
 
-    keep = np.load(keep_path(output, number)) if options.deduplicate else None
-    for i, (found, origin) in enumerate(documents(task, options, left_out)):
-        if keep is not None and i >= len(keep):
+    verdicts = iter(np.load(verdicts_path(output, number))) if options.deduplicate else itertools.repeat(0)
+    for found, origin in offer:
+        if (verdict := next(verdicts, None)) is None:
             raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
-        if keep is not None and not keep[i]:
-            left_out["equal to another"] = left_out.get("equal to another", 0) + 1
-        elif isinstance(found, Ids):
+        if verdict:
+            _count(left_out, ALIKE[verdict])
+            continue
+        if options.licence_field and isinstance(found, Text):
+            _count(licences, str(found.record.get(options.licence_field) or "not told"))
+        if isinstance(found, Ids):
             add(begun(found.ids, tokenizer), key_of(found), tokenizer.count_bytes(found.ids), origin)
         else:
             batch.append((found, origin))
             if len(batch) == TOGETHER:
                 flush()
     flush()
+    if options.deduplicate and next(verdicts, None) is not None:
+        raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
     shards = {split: {"task": number} | writer.close() for split, writer in writers.items()}
     files.write_json(_ledger_path(output, number), {
-        "plan": plan, "tokenizer": tokenizer.fingerprint, "task": [[piece.identity(), stamp(piece)] for piece in task],
-        "shards": shards,
-        "keep": _keep_digest(output, number), "left_out": left_out, "probes": probes})
+        "plan": plan, "tokenizer": tokenizer.fingerprint, "task": before, "shards": shards,
+        "verdicts": _verdicts_digest(output, number), "left_out": left_out, "probes": probes,
+        "steps": counts, "licences": licences, "stored": [provenance.digest(piece) for piece in task]})
     return number
 
 
-def documents(task: Task, options: Options, left_out: dict[str, int]) -> Iterator[tuple[Text | Ids, Origin]]:
-    """What a task has to offer, and where each document comes from; what it has not is counted."""
+def _to_tokenize(number: int, task: Task, output: Path, options: Options, plan: str):
+    """-> the documents, what was left out so far, what each step did: at hand if duplicates were looked for."""
+    if not (options.deduplicate and options.steps):
+        left_out, steps = {}, Steps(options.steps)
+        return documents(task, options, left_out, steps), left_out, steps.counts
+    if (note := cleaned.read_note(output, number, task, plan)) is None:
+        raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
+    return cleaned.read(output, number), note["left_out"], note["steps"]
+
+
+def offered(task: Task, options: Options, left_out: dict[str, int],
+            steps: Steps) -> Iterator[tuple[Text | Ids, Origin]]:
+    """What a task has, and where each document comes from, before all steps; what cannot be used is counted."""
     tokenizer = loaded(options.tokenizer, options.eod, options.bos)
     dtype = dtype_of(tokenizer)
+    beside = sorted({*steps.fields, *filter(None, [options.licence_field])})
     for number, piece in enumerate(task):
         try:
-            for found in inputs.read(piece, options.field, tokenizer.eod):
+            for found in inputs.read(piece, options.field, tokenizer.eod, beside):
                 found = _checked(found, tokenizer, dtype) if isinstance(found, Ids) else found
                 reason = found.partition(": ")[2] if isinstance(found, str) else ""
                 if not isinstance(found, str) and not len(found.content if isinstance(found, Text) else found.ids):
                     reason = "empty"
                 if reason:
-                    left_out[reason] = left_out.get(reason, 0) + 1
+                    _count(left_out, reason)
                 elif not isinstance(found, str):
                     yield found, Origin(number, found.place)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError("--input", f"{piece.path} cannot be read ({error})", "replace the file") from error
+
+
+def documents(task: Task, options: Options, left_out: dict[str, int],
+              steps: Steps) -> Iterator[tuple[Text | Ids, Origin]]:
+    """What is there after all steps; what they leave out is counted."""
+    for found, origin in offered(task, options, left_out, steps):
+        clean = steps(found)
+        if isinstance(clean, str):
+            _count(left_out, clean)
+        else:
+            yield clean, origin
+
+
+def _count(counts: dict[str, int], what: str) -> None:
+    counts[what] = counts.get(what, 0) + 1
 
 
 def key_of(document: Text | Ids) -> bytes:
@@ -141,13 +196,13 @@ def loaded(name: str, eod: str, bos: str) -> Tokenizer:
     return load_tokenizer(name, eod, bos)
 
 
-def keep_path(output: Path, number: int) -> Path:
-    """Which of a task's documents stay."""
-    return output / UNFINISHED / f"{number:05}.keep.npy"
+def verdicts_path(output: Path, number: int) -> Path:
+    """Which of a task's documents are like an earlier one (1: equal, 2: nearly), and which stay (0)."""
+    return output / UNFINISHED / f"{number:05}.verdicts.npy"
 
 
-def _keep_digest(output: Path, number: int) -> str | None:
-    path = keep_path(output, number)
+def _verdicts_digest(output: Path, number: int) -> str | None:
+    path = verdicts_path(output, number)
     return files.file_digest(path) if path.exists() else None
 
 
@@ -155,17 +210,12 @@ def _ledger_path(output: Path, number: int) -> Path:
     return output / UNFINISHED / f"{number:05}.json"
 
 
-def stamp(piece: Piece) -> int:
-    """Another one when its file has changed."""
-    return Path(piece.path).stat().st_mtime_ns
-
-
 def read_ledger(output: Path, number: int, task: Task, plan: str) -> dict[str, Any] | None:
     """The ledger of a task that is done and whose files and input are still what they were; else None."""
     try:
         ledger = json.loads(_ledger_path(output, number).read_bytes())
-        now = plan, [[p.identity(), stamp(p)] for p in task], _keep_digest(output, number)
-        if (ledger["plan"], ledger["task"], ledger["keep"]) != now:
+        now = plan, stamps(task), _verdicts_digest(output, number)
+        if (ledger["plan"], ledger["task"], ledger["verdicts"]) != now:
             return None
         for shard in ledger["shards"].values():
             for name, sha256 in shard["sha256"].items():

@@ -1,10 +1,8 @@
 """Which run a workdir holds: config.json and run.json, and the refusal to continue it as another one."""
 
-import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import tempfile
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -15,6 +13,7 @@ import jax
 from jaxtrain.config import Config, DataConfig
 from jaxtrain.data import stages
 from jaxtrain.errors import UserError
+from jaxtrain.versions import git_commit, version_of
 
 # What a resumed run may change: where and how fast the same mathematics is done, and what is told about it.
 _FREE: dict[str, Set[str] | None] = {
@@ -84,8 +83,8 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
         return
     run = {
         "config_hash": config.hash(),
-        "git_commit": _git_commit(),
-        "packages": {name: _version(package) for name, package in _PACKAGES.items()},
+        "git_commit": git_commit(),
+        "packages": {name: version_of(package) for name, package in _PACKAGES.items()},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "mesh": dict(mesh_sizes),
@@ -132,22 +131,3 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _unwritable(workdir: Path, error: OSError) -> UserError:
     return UserError("--workdir", f"{workdir} cannot be written ({error.strerror})", "give a folder that can be")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git_commit() -> str | None:
-    """The commit of the checkout that jaxtrain runs from, "-dirty" appended if it was edited; None when installed."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():  # site-packages may lie inside somebody else's repository
-        return None
-    command = ["git", "--no-optional-locks", "describe", "--always", "--match=", "--abbrev=40", "--dirty"]
-    try:
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -1,0 +1,95 @@
+"""python -m jaxtrain.data.croissant CORPUS [--output=FILE] [--describe KEY=VALUE ...]: a datasheet, as Croissant 1.0.
+
+What is in it comes from the manifest; what only people know is told with --describe, to `prepare` or here.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.data import files
+from jaxtrain.data.corpus import SPLITS, read_manifest
+from jaxtrain.data.inputs import extra
+from jaxtrain.data.provenance import LISTS, described
+from jaxtrain.errors import Parser, UserError
+
+
+def datasheet(folder: Path, describe: Sequence[str] = ()) -> dict[str, Any]:
+    """The JSON-LD of the corpus in a folder; mlcroissant has found no fault with it."""
+    mlc = extra("mlcroissant", "a datasheet", "croissant", "croissant")
+    manifest = read_manifest(folder)
+    told = described(manifest["options"].get("describe", ())) | described(describe)
+    fields: dict[str, Any] = {key: [value] if key in LISTS else value for key, value in told.items()}
+    if creator := fields.pop("creator", ""):
+        fields["creators"] = [mlc.Organization(name=creator)]
+    try:
+        return mlc.Metadata(**{
+            "name": folder.resolve().name, "description": _description(manifest), "version": "1.0.0",
+            "license": list(manifest.get("licences") or ()) or None,
+            "data_preprocessing_protocol": _protocol(manifest), "distribution": _files(mlc, folder, manifest),
+            "data_collection_raw_data": _sources(manifest)} | fields).to_json()
+    except mlc.ValidationError as error:
+        raise UserError("--describe", f"the datasheet does not validate ({error})", "say it otherwise") from error
+
+
+def _description(manifest: dict[str, Any]) -> str:
+    counts = ", ".join(f"{manifest['splits'][split]['documents']:,} documents with "
+                       f"{manifest['splits'][split]['tokens']:,} tokens ({split})" for split in SPLITS)
+    return f"Text as tokens ({manifest['tokenizer']['name']}, {manifest['tokenizer']['vocab_size']:,} ids): {counts}."
+
+
+def _protocol(manifest: dict[str, Any]) -> list[str]:
+    """A sentence for each step."""
+    said = []
+    for step in manifest.get("steps", ()):
+        removed = ", ".join(f"{count:,} ({reason})" for reason, count in step["removed"].items()) or "none"
+        said.append(f"{step['step']}: of {step['seen']:,} documents left out {removed}; changed {step['changed']:,}.")
+    return [*said, f"Tokenised with {manifest['tokenizer']['name']}, {manifest['tokenizer']['fingerprint']}."]
+
+
+def _sources(manifest: dict[str, Any]) -> str:
+    pieces = [piece for task in manifest["inputs"] for piece in task]
+    hashed = files.digest([[piece["name"], piece["start"], piece.get("sha256")] for piece in pieces])
+    return (f"{len({piece['name'] for piece in pieces}):,} files, {sum(piece['size'] for piece in pieces):,} bytes; "
+            f"manifest.json names each with its sha256, and all together have the sha256 {hashed}.")
+
+
+def _files(mlc: Any, folder: Path, manifest: dict[str, Any]) -> list[Any]:
+    """The manifest, and every file that it names."""
+    hashes = {name: sha256 for split in SPLITS for shard in manifest["splits"][split]["shards"]
+              for name, sha256 in shard["sha256"].items()}
+    for name in ("manifest.json", "tokenizer.json"):
+        if (folder / name).exists():
+            hashes[name] = files.file_digest(folder / name)
+    return [mlc.FileObject(id=name, name=name, content_url=name, content_size=f"{(folder / name).stat().st_size} B",
+                           encoding_formats=[f"application/{'json' if name.endswith('.json') else 'octet-stream'}"],
+                           sha256=sha256) for name, sha256 in sorted(hashes.items())]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 2: the user's mistake, in one line."""
+    try:
+        parser = Parser(prog="python -m jaxtrain.data.croissant")
+        parser.add_argument("corpus", help="a folder that jaxtrain.data.prepare made")
+        parser.add_argument("--output", default="", help="default: croissant.json in the folder")
+        parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more of it")
+        flags = parser.parse_args(argv)
+        folder = Path(flags.corpus).expanduser()
+        path = Path(flags.output).expanduser() if flags.output else folder / "croissant.json"
+        sheet = datasheet(folder, flags.describe)
+        try:
+            with files.written(path) as file:
+                file.write((json.dumps(sheet, indent=1, ensure_ascii=False, default=str) + "\n").encode())
+        except OSError as error:
+            raise UserError("--output", f"{path} cannot be written ({error.strerror})", "name another file") from error
+        print(path)
+        return 0
+    except UserError as mistake:
+        print(mistake, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What a preparation would leave out and change, with examples; nothing is written, and all stays in this process."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data.inputs import Ids, Text
+from jaxtrain.data.steps import Steps, added, summed
+from jaxtrain.data.tasks import ALIKE, Options, Task, key_of, offered
+
+EXAMPLES, WIDTH = 3, 100  # of each step; characters of each
+
+
+def dry_run(tasks: Sequence[Task], options: Options, sample: int = 0) -> str:
+    """A report on `sample` documents, the first of tasks all over the input; on all of them if it is 0."""
+    examples: list[list[str]] = [[] for _ in options.steps]
+
+    def watch(step: int, before: Text, after: Text | str) -> None:
+        if len(examples[step]) < EXAMPLES:
+            what = f"{after}: {_head(before)}" if isinstance(after, str) else _change(before, after)
+            examples[step].append(f"{before.name}: {what}")
+
+    counts, left_out, names, heads = [], [], [], []
+    keys, signatures = bytearray(), bytearray()
+    for task, share in _shares(tasks, sample):
+        steps, unusable = Steps(options.steps, watch), {}
+        for found, _ in islice(offered(task, options, unusable, steps), share):
+            clean = steps(found)
+            if isinstance(clean, str) or not options.deduplicate:
+                continue
+            names.append(clean.name)
+            heads.append(_head(clean))
+            keys += key_of(clean)
+            if options.deduplicate == "near":
+                signatures += options.near.signature(clean)
+        counts.append(steps.counts)
+        left_out.append(unusable)
+    lines = [f"{count:,} left out: {reason}" for reason, count in added(left_out).items()]
+    for row, some in zip(summed(counts), examples, strict=True):
+        lines += [_title(row), *(f"    {count:,} {reason}" for reason, count in row["removed"].items()),
+                  *(f"  {example}" for example in some)]
+    if options.deduplicate:
+        lines += _duplicates(options, names, heads, bytes(keys), bytes(signatures))
+    return "\n".join([*lines, "nothing was written"])
+
+
+def _shares(tasks: Sequence[Task], sample: int) -> Iterator[tuple[Task, int | None]]:
+    """Tasks all over, and how many documents of each."""
+    if not sample:
+        yield from ((task, None) for task in tasks)
+        return
+    chosen = np.unique(np.linspace(0, len(tasks) - 1, min(sample, len(tasks))).astype(int))
+    for i, number in enumerate(chosen):
+        yield tasks[number], sample * (i + 1) // len(chosen) - sample * i // len(chosen)
+
+
+def _duplicates(options: Options, names: list[str], heads: list[str], keys: bytes, signatures: bytes) -> list[str]:
+    _, different, back = np.unique(np.frombuffer(keys, "V16"), return_index=True, return_inverse=True)
+    first = different[back]
+    verdicts = (first != np.arange(len(first))).astype(int)
+    if options.deduplicate == "near":
+        bands, marks = options.near.columns(signatures)
+        alike = options.near.firsts(len(first), lambda band: bands[band], lambda some: marks[some])
+        verdicts[(verdicts == 0) & (alike != np.arange(len(first)))] = 2
+        first = np.where(verdicts == 2, alike, first)
+    removed = {reason: int((verdicts == i).sum()) for i, reason in enumerate(ALIKE) if i and (verdicts == i).any()}
+    row = {"step": f"deduplicate={options.deduplicate}", "seen": len(first), "changed": 0, "removed": removed}
+    examples = [f"  {names[i]} is like {names[first[i]]}: {heads[i]}" for verdict in (1, 2)
+                for i in np.flatnonzero(verdicts == verdict)[:EXAMPLES]]
+    return [_title(row), *(f"    {count:,} {reason}" for reason, count in removed.items()), *examples]
+
+
+def _title(row: dict[str, Any]) -> str:
+    removed = sum(row["removed"].values())
+    return f"{row['step']}: of {row['seen']:,} documents {removed:,} left out, {row['changed']:,} changed"
+
+
+def _change(before: Text, after: Text) -> str:
+    """Both around the first difference."""
+    old, new = before.content.decode(), after.content.decode()
+    at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    start = max(0, at - WIDTH // 4)
+    return f"{old[start: start + WIDTH]!r} -> {new[start: start + WIDTH]!r}"
+
+
+def _head(document: Text | Ids) -> str:
+    if isinstance(document, Ids):
+        return f"{len(document.ids)} tokens"
+    return repr(document.content[: 4 * WIDTH].decode(errors="ignore")[:WIDTH])

@@ -1,0 +1,25 @@
+"""Which code this is: versions of packages, and the commit of a checkout."""
+
+import importlib.metadata
+import subprocess
+from pathlib import Path
+
+
+def version_of(package: str) -> str | None:
+    """None: not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that jaxtrain runs from, "-dirty" appended if it was edited; None when installed."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():  # site-packages may lie inside somebody else's repository
+        return None
+    command = ["git", "--no-optional-locks", "describe", "--always", "--match=", "--abbrev=40", "--dirty"]
+    try:
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,82 @@
+"""Where a corpus came from is in its manifest, and its datasheet is one that others can read."""
+
+import hashlib
+import json
+
+import mlcroissant
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from jaxtrain.data import open_corpus
+from jaxtrain.data.croissant import main
+from jaxtrain.data.prepare import Options, prepare
+
+TOLD = ("description=Letters of a family", "data_biases=one family only", "creator=The family",
+        "date_published=2026-01-31", "cite_as=Letters (2026)", "url=https://example.org/letters")
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("from jo@doe.org")
+    (folder / "b.jsonl").write_text("".join(json.dumps({"text": f"letter {i}", "rights": "CC0-1.0" if i % 2 else None})
+                                            + "\n" for i in range(9)))
+    return folder
+
+
+def test_inputs_are_named_with_their_hashes_by_piece_where_they_were_cut(tmp_path, source):
+    parquet.write_table(pa.table({"text": ["x", "y", "z"]}), source / "c.parquet", row_group_size=1)
+    corpus = prepare([str(source)], tmp_path / "out", Options(task_bytes=200, licence_of="record:rights"))
+    manifest = json.loads((corpus.path / "manifest.json").read_text())
+    pieces = [piece for task in manifest["inputs"] for piece in task]
+    for piece in pieces:
+        content = (source / piece["name"]).read_bytes()
+        if piece["kind"] == "parquet":
+            assert ("sha256" in piece) == (piece["start"] == 0)
+        else:
+            content = content[piece["start"]: piece["stop"]]
+        assert piece.get("sha256", hashlib.sha256(content).hexdigest()) == hashlib.sha256(content).hexdigest()
+    assert [piece["name"] for piece in pieces].count("b.jsonl") > 1
+    assert manifest["licences"] == {"not told": 9, "CC0-1.0": 4}  # of a file of text and of Parquet, too
+    assert set(manifest["code"]) == {"git_commit", "versions"}
+
+
+def test_the_commit_is_told_but_does_not_change_what_the_data_is(tmp_path, source, monkeypatch):
+    hashes = []
+    for commit in ("one", "two"):
+        monkeypatch.setattr("jaxtrain.data.provenance.git_commit", lambda commit=commit: commit)
+        corpus = prepare([str(source)], tmp_path / commit, Options())
+        assert json.loads((corpus.path / "manifest.json").read_text())["code"]["git_commit"] == commit
+        hashes.append(open_corpus(corpus.path).manifest_hash)
+    assert hashes[0] == hashes[1]
+
+
+def test_the_datasheet_validates_and_tells_what_is_known(tmp_path, source, caplog):
+    options = Options(eval_fraction=0, steps=("pii",), deduplicate=True, licence_of="CC-BY-4.0", describe=TOLD)
+    corpus = prepare([str(source)], tmp_path / "out", options)
+    assert main([str(corpus.path), "--describe", "data_limitations=few letters"]) == 0
+    dataset = mlcroissant.Dataset(str(corpus.path / "croissant.json"))  # raises when it does not validate
+    assert not dataset.metadata.ctx.issues.errors and not dataset.metadata.ctx.issues.warnings
+    sheet = dataset.metadata
+    assert (sheet.name, sheet.description, sheet.license) == ("out", "Letters of a family", ["CC-BY-4.0"])
+    assert (sheet.data_biases, sheet.data_limitations) == (["one family only"], ["few letters"])
+    assert sheet.data_preprocessing_protocol[:2] == [
+        "pii: of 10 documents left out none; changed 1.",
+        "deduplicate=exact: of 10 documents left out none; changed 0."]
+    assert "2 files" in sheet.data_collection_raw_data
+    files = {file.content_url: file.sha256 for file in sheet.distribution}
+    assert {"manifest.json", "train-00000.bin"} <= set(files)
+    for name, sha256 in files.items():
+        assert hashlib.sha256((corpus.path / name).read_bytes()).hexdigest() == sha256
+
+
+def test_a_mistake_is_one_line(tmp_path, source, capsys):
+    corpus = prepare([str(source)], tmp_path / "out", Options())
+    for words, told in (([str(tmp_path / "none")], "cannot be read"),
+                        ([str(corpus.path), "--output=/no/x"], "--output: /no/x cannot be written"),
+                        ([str(corpus.path), "--describe", "titel=x"], "no field 'titel'")):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1
