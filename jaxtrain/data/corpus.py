@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data import files
+from jaxtrain.data.chat import check_probe
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 
@@ -146,9 +147,12 @@ def _tokenizer(folder: Path, manifest: dict[str, Any]) -> Tokenizer:
         raise UserError("data.source", f"{folder} has another tokenizer than it was prepared with",
                         "restore its tokenizer.json or prepare the corpus again")
     for probe in manifest["probes"]:
-        if tokenizer.encode(probe["text"].encode()).tolist() != probe["ids"]:
+        same = check_probe(tokenizer, probe) if "marked" in probe \
+            else tokenizer.encode(probe["text"].encode()).tolist() == probe["ids"]
+        if not same:
             raise UserError("data.source", f"the tokenizer of {folder} gives other ids than when it was prepared: "
-                            f"{probe['text'][:40]!r}", "install the version of tokenizers that its manifest names")
+                            f"{probe.get('text', probe.get('marked'))[:40]!r}",
+                            "install the version of tokenizers that its manifest names")
     return tokenizer
 
 

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxtrain.data.conversations import FIELDS, Unusable, example_of, format_of
 from jaxtrain.errors import UserError
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
@@ -45,7 +47,7 @@ class Text:
     """One document."""
 
     name: str  # the piece, and the place within it
-    content: bytes  # UTF-8
+    content: bytes  # UTF-8; of a record that is no text, conversations.Example as bytes
     place: int = 0  # the byte or (compressed) line where it begins, its row in the group; 0 for a file of text
 
 
@@ -106,8 +108,10 @@ def _pieces(name: str, path: Path, task_bytes: int) -> Iterator[Piece]:
         yield Piece(name, str(path), "text", 0, size, size)
 
 
-def read(piece: Piece, field: str) -> Iterator[Text | Ids | str]:
+def read(piece: Piece, field: str, form: str = "text") -> Iterator[Text | Ids | str]:
     """Its documents in order; a string instead of one says why it was left out (a record without text is an error)."""
+    if form != "text" and piece.kind not in ("jsonl", "parquet"):
+        raise UserError("--format", f"{piece.name} has no records to read as {form}", "prepare it by itself")
     if piece.kind == "text":
         with open(piece.path, "rb") as file:
             content = file.read()
@@ -116,13 +120,13 @@ def read(piece: Piece, field: str) -> Iterator[Text | Ids | str]:
         else:
             yield Text(piece.name, content)
     elif piece.kind == "jsonl":
-        yield from _json_lines(piece, field)
+        yield from _json_lines(piece, field, form)
     elif piece.kind == "megatron":
         index = _index(Path(piece.path), Path(piece.path).stat().st_mtime_ns)
         for document in range(piece.start, piece.stop):
             yield Ids(f"{piece.name}, document {document}", index.document(document), document)
     else:
-        yield from _rows(piece, field)
+        yield from _rows(piece, field, form)
 
 
 def _is_utf8(content: bytes) -> bool:
@@ -133,7 +137,7 @@ def _is_utf8(content: bytes) -> bool:
     return True
 
 
-def _json_lines(piece: Piece, field: str) -> Iterator[Text | str]:
+def _json_lines(piece: Piece, field: str, form: str) -> Iterator[Text | str]:
     packed = piece.name.endswith(PACKED)
     with _opened(piece) as file:
         at, number = piece.start, 0
@@ -144,7 +148,11 @@ def _json_lines(piece: Piece, field: str) -> Iterator[Text | str]:
             number += 1
             where = f"{piece.name}, byte {at}" if piece.start else f"{piece.name}, line {number}"
             if line.strip():
-                yield Text(where, _field(line, field, where), number if packed else at)
+                place = number if packed else at
+                if form == "text":
+                    yield Text(where, _field(line, field, where), place)
+                else:
+                    yield _example(_record(line, where), form, where, place)
             at += len(line)
 
 
@@ -154,6 +162,20 @@ def _opened(piece: Piece) -> BinaryIO:
     if piece.name.endswith(".zst"):
         return io.BufferedReader(_zstandard().open(piece.path, "rb"))
     return open(piece.path, "rb")
+
+
+def _record(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise UserError("--input", f"{where} is no JSON object ({error})", "repair it") from error
+
+
+def _example(record: Any, form: str, where: str, place: int) -> Text | str:
+    try:
+        return Text(where, example_of(record, form, where), place)
+    except Unusable as reason:
+        return f"{where}: {reason}"
 
 
 def _field(line: bytes, field: str, where: str) -> bytes:
@@ -167,14 +189,42 @@ def _field(line: bytes, field: str, where: str) -> bytes:
     return text.encode(errors="replace")  # lone surrogates
 
 
-def _rows(piece: Piece, field: str) -> Iterator[Text]:
+def find_format(tasks: Iterable[tuple[Piece, ...]], field: str) -> str:
+    """What the first record looks like."""
+    for piece in (piece for task in tasks for piece in task):
+        if piece.kind == "parquet":
+            return format_of(set(_parquet().ParquetFile(piece.path).schema_arrow.names), field, piece.name)
+        if piece.kind == "jsonl":
+            try:
+                with _opened(piece) as file:
+                    line = next((line for line in file if line.strip()), b"{}")
+            except (OSError, EOFError, zlib.error) as error:
+                raise UserError("--input", f"{piece.path} cannot be read ({error})", "replace the file") from error
+            record = _record(line, f"{piece.name}, its first record,")
+            return format_of(set(record) if isinstance(record, dict) else set(), field, piece.name)
+    return "text"
+
+
+def _rows(piece: Piece, field: str, form: str) -> Iterator[Text | str]:
     file = _parquet().ParquetFile(piece.path)
+    if form != "text":
+        columns = [name for name in FIELDS[form] if name in file.schema_arrow.names]
+        for row, record in enumerate(file.read_row_group(piece.start, columns=columns).to_pylist()):
+            yield _example(_without_null(record), form, f"{piece.name}, row {row} of group {piece.start}", row)
+        return
     if field not in file.schema_arrow.names:
         raise UserError("--field", f"{piece.name} has no column {field!r}",
                         f"it has {', '.join(file.schema_arrow.names)}")
     for row, text in enumerate(file.read_row_group(piece.start, columns=[field]).column(0)):
         if (content := text.as_py()) is not None:
             yield Text(f"{piece.name}, row {row} of group {piece.start}", str(content).encode(), row)
+
+
+def _without_null(value: Any) -> Any:
+    """Parquet has every field of a struct in every row."""
+    if isinstance(value, dict):
+        return {key: _without_null(one) for key, one in value.items() if one is not None}
+    return [_without_null(one) for one in value] if isinstance(value, list) else value
 
 
 # As written by Megatron-LM's indexed_dataset.py and by datatrove: a number for each type of ids.

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data import engines, files, inputs
+from jaxtrain.data.chat import BUILT_IN, TRAIN_ON, Chat, refuse_useless_masks
+from jaxtrain.data.conversations import FORMATS
 from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, open_corpus, read_manifest
 from jaxtrain.data.duplicates import find_duplicates
 from jaxtrain.data.shards import dtype_of
@@ -31,7 +34,10 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     output = Path(output).expanduser()
     tokenizer = load_tokenizer(options.tokenizer, options.eod)
     tasks = inputs.find_tasks(sources, options.task_bytes)
-    plan = files.digest(_plan(tasks, tokenizer, options))
+    if options.format == "auto":
+        options = replace(options, format=inputs.find_format(tasks, options.field))
+    chat = Chat(tokenizer, options.chat_template, options.train_on) if options.format != "text" else None
+    plan = files.digest(_plan(tasks, tokenizer, options, chat))
     if (output / "manifest.json").exists():
         if read_manifest(output)["plan"] != plan:
             raise UserError("--output", f"{output} holds another corpus", "name another folder, or delete it")
@@ -46,6 +52,9 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     if isinstance(tokenizer, JsonTokenizer):
         with files.written(output / "tokenizer.json") as file:
             file.write(tokenizer.content)
+    if chat:
+        with files.written(output / "chat_template.jinja") as file:
+            file.write(chat.source.encode())
     started, done, total = time.monotonic(), 0, inputs.total_size(tasks)
     if options.deduplicate:  # first, for what a task may keep depends on all others
         say("looking for equal documents")
@@ -56,18 +65,19 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
         done += sum(piece.size for piece in tasks[number])
         rate = max(1, done) / (time.monotonic() - started)
         say(f"{(kept + done) / max(1, total):6.1%}  {rate / 1e6:8.2f} MB/s  {(total - kept - done) / rate:8.0f} s left")
-    _finish(output, tasks, plan, options, tokenizer)
+    _finish(output, tasks, plan, options, tokenizer, chat)
     return open_corpus(output)
 
 
-def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
+def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options, chat: Chat | None) -> dict[str, Any]:
     """All that the tokens depend on."""
     return {"format": FORMAT, "tokenizer": tokenizer.fingerprint, "options": options.identity(),
+            "chat": chat and chat.identity(),
             "tasks": [[piece.identity() for piece in task] for task in tasks]}
 
 
 def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
-            tokenizer: Tokenizer) -> None:
+            tokenizer: Tokenizer, chat: Chat | None) -> None:
     """Put all ledgers together as the manifest: with it the corpus is there."""
     ledgers = [read_ledger(output, number, task, plan) for number, task in enumerate(tasks)]
     if None in ledgers:
@@ -82,15 +92,17 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
         shards = [ledger["shards"][split] for ledger in done if ledger["shards"][split]["documents"]]
         splits[split] = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
         splits[split]["shards"] = shards
+    if options.masked:
+        refuse_useless_masks(splits, left_out)
     manifest = {
         "format": FORMAT, "plan": plan,
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint,
                       "eod": getattr(tokenizer, "eod_token", ""), "vocab_size": tokenizer.vocab_size},
-        "options": options.identity(),
+        "options": options.identity(), "chat": chat and chat.identity(),
         "inputs": [[piece.identity() for piece in task] for task in tasks],
         "left_out": left_out, "dtype": dtype_of(tokenizer).str, "splits": splits,
         "probes": [probe for ledger in done for probe in ledger["probes"]],
-        "versions": {name: _version(name) for name in ("jaxtrain", "numpy", "tokenizers")},
+        "versions": {name: _version(name) for name in ("jaxtrain", "numpy", "tokenizers", "jinja2")},
     }
     for partial in output.glob("*.partial"):  # of those who were killed
         partial.unlink()
@@ -113,8 +125,8 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status 0: the corpus is complete; 2: the user's mistake, in one line."""
     try:
         flags = parse(argv)
-        options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
-                          flags.task_bytes)
+        options = Options(flags.tokenizer, flags.eod, flags.field, flags.format, flags.chat_template, flags.train_on,
+                          flags.eval_fraction, flags.deduplicate, flags.task_bytes)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         terminal = sys.stderr.isatty()
 
@@ -140,6 +152,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", default=Options.tokenizer, help="'bytes', or the path of a tokenizer.json")
     parser.add_argument("--eod", default="", help="the token that ends a document; found for well-known vocabularies")
     parser.add_argument("--field", default=Options.field, help="which field of a JSON record or Parquet row is text")
+    parser.add_argument("--format", default=Options.format, help=f"of records: {', '.join(FORMATS)}; auto: as the first")
+    parser.add_argument("--chat_template", default="", help=f"a jinja file, or {', '.join(BUILT_IN)}; default: the "
+                        "one beside the tokenizer")
+    parser.add_argument("--train_on", default=Options.train_on, help=f"what is learnt of messages: {', '.join(TRAIN_ON)}")
     parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction)
     parser.add_argument("--deduplicate", action="store_true", help="keep the first of equal documents only")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")
@@ -157,7 +173,13 @@ def summary(corpus: Corpus) -> str:
         tokens: Any = getattr(corpus, split)
         lines.append(f"{split:<6}{tokens.num_documents:>14,} documents {tokens.num_tokens:>18,} tokens "
                      f"{tokens.num_bytes:>18,} bytes")
-    left_out = read_manifest(corpus.path)["left_out"]
+    manifest = read_manifest(corpus.path)
+    if manifest["chat"]:
+        learnt = sum(shard.get("learnt", shard["tokens"]) for split in SPLITS
+                     for shard in manifest["splits"][split]["shards"])
+        lines.append(f"format {manifest['options']['format']}, chat template {manifest['chat']['name']}: "
+                     f"{learnt / (corpus.train.num_tokens + corpus.eval.num_tokens):.1%} of the tokens are learnt")
+    left_out = manifest["left_out"]
     lines += [f"left out: {count:,} ({reason})" for reason, count in left_out.items()]
     return "\n".join([*lines, histogram(corpus)])
 

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data import files, inputs
+from jaxtrain.data.chat import TRAIN_ON, Chat
+from jaxtrain.data.conversations import FORMATS, Example
 from jaxtrain.data.corpus import SPLITS, UNFINISHED, check
 from jaxtrain.data.inputs import Ids, Piece, Text
 from jaxtrain.data.shards import Origin, ShardWriter, dtype_of
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest
 
 Task = tuple[Piece, ...]
 TOGETHER = 256  # documents that a tokenizer gets at a time
@@ -30,6 +32,9 @@ class Options:
     tokenizer: str = "bytes"
     eod: str = ""  # the token that ends a document; "": a well-known one
     field: str = "text"  # of JSON records and Parquet
+    format: str = "auto"  # of them: conversations.FORMATS; auto: what the first one looks like
+    chat_template: str = ""  # a file, or a name of chat.BUILT_IN; "": what lies beside the tokenizer
+    train_on: str = "assistant"  # turns of conversations: assistant, last (the last of these), or all (everything)
     eval_fraction: float = 0.005  # of the documents, chosen by their content
     deduplicate: bool = False  # keep the first of equal documents only
     task_bytes: int = 2**26  # of input that make one shard
@@ -39,27 +44,52 @@ class Options:
             raise UserError("--eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.005")
         if self.task_bytes < 1:
             raise UserError("--task_bytes", f"{self.task_bytes} is no size", "use 67108864 or so")
+        if self.format not in ("auto", *FORMATS):
+            raise UserError("--format", f"there is no format {self.format!r}", nearest(self.format, FORMATS))
+        if self.train_on not in TRAIN_ON:
+            raise UserError("--train_on", f"{self.train_on!r} is nobody", nearest(self.train_on, TRAIN_ON))
+        if (self.format, self.train_on) == ("preference", "all"):
+            raise UserError("--train_on", "where prompts are learnt, too, nothing tells them from what was preferred",
+                            "use --train_on=assistant")
 
     def identity(self) -> dict[str, Any]:
         """What is not told by the tasks and the tokenizer's fingerprint."""
-        return {key: value for key, value in asdict(self).items() if key not in ("tokenizer", "eod", "task_bytes")}
+        return {key: value for key, value in asdict(self).items() if key not in ("tokenizer", "eod", "chat_template", "task_bytes")}
+
+    @property
+    def masked(self) -> bool:
+        """Whether part of the tokens is read only."""
+        return self.format != "text" and self.train_on != "all"
 
 
 def tokenize_shard(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
     """Make the shards of both splits, then their ledger. `plan` identifies all that the tokens depend on."""
     output = Path(output)
     tokenizer = _loaded(options.tokenizer, options.eod)
-    writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod)
+    chat = Chat(tokenizer, options.chat_template, options.train_on) if options.format != "text" else None
+    writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod, options.masked)
                for split in SPLITS}
     left_out: dict[str, int] = {}
     probes: list[dict[str, Any]] = []
     batch: list[tuple[Text, Origin]] = []
 
-    def add(ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin):
+    def add(ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin, trained: np.ndarray | None = None):
         into = "eval" if int.from_bytes(key[:8]) < options.eval_fraction * 2**64 else "train"
-        writers[into].add(ids, key, num_bytes, origin)
+        writers[into].add(ids, key, num_bytes, origin, trained)
 
     def flush():
+        if chat:
+            found = chat.encode_many([text.content for text, _ in batch])
+            for (text, origin), documents in zip(batch, found, strict=True):
+                if isinstance(documents, str):
+                    left_out[documents] = left_out.get(documents, 0) + 1
+                    continue
+                for one in documents:  # the chosen one and the rejected one, if it is a preference
+                    add(one.ids, chat_key(text.content), one.num_bytes, origin, one.trained)
+                if len(probes) < 2 and number < 4:
+                    probes.append(chat.probe(text.content))
+            batch.clear()
+            return
         encoded = tokenizer.encode_many([text.content for text, _ in batch])
         for (text, origin), ids in zip(batch, encoded, strict=True):
             add(ids, key_of(text), len(text.content), origin)
@@ -93,7 +123,7 @@ def documents(task: Task, options: Options, left_out: dict[str, int]) -> Iterato
     """What a task has to offer, and where each document comes from; what it has not is counted."""
     for number, piece in enumerate(task):
         try:
-            for found in inputs.read(piece, options.field):
+            for found in inputs.read(piece, options.field, options.format):
                 reason = found.partition(": ")[2] if isinstance(found, str) else ""
                 if isinstance(found, Text) and not found.content:
                     reason = "empty"
@@ -117,6 +147,12 @@ def _without_end(document: Ids, tokenizer: Tokenizer) -> np.ndarray:
         raise UserError("--tokenizer", f"{document.name} has id {ids.max()} and {tokenizer.name} has only "
                         f"{tokenizer.vocab_size}", "name the tokenizer that the tokens were made with")
     return ids
+
+
+def chat_key(content: bytes) -> bytes:
+    """Decides about the split: equal for equal prompts, where there are some."""
+    prompt = Example.from_bytes(content).prompt
+    return inputs.content_hash(json.dumps(prompt).encode() if prompt else content)
 
 
 _TOKENIZER: dict[tuple[str, str], Tokenizer] = {}

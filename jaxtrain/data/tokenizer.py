@@ -20,6 +20,7 @@ class Tokenizer(Protocol):
     name: str
     vocab_size: int
     eod: int  # the id that ends a document; never part of encoded text
+    specials: dict[str, int]  # tokens that stand for no text, as chat templates spell them
     fingerprint: str  # two tokenizers with the same fingerprint give the same ids
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -30,8 +31,8 @@ class Tokenizer(Protocol):
         """Of several documents: faster than one by one."""
         ...
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Readable text; ids that stand for no text are dropped."""
+    def decode(self, ids: Iterable[int], specials: bool = False) -> str:
+        """Readable text; ids that stand for no text are dropped, or spelt with `specials`."""
         ...
 
 
@@ -40,7 +41,8 @@ class ByteTokenizer:
 
     name = "bytes"
     vocab_size = 257
-    eod = 256
+    eod, eod_token = 256, "<|endoftext|>"
+    specials = {eod_token: eod}  # noqa: RUF012
     fingerprint = "bytes-1: ids 0..255 are the bytes, 256 ends a document"
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -51,9 +53,11 @@ class ByteTokenizer:
         """One by one."""
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], specials: bool = False) -> str:
         """Text from ids; broken UTF-8 (a sample cut inside a character) becomes U+FFFD."""
         ids = np.fromiter(ids, np.int64)
+        if specials and (ends := np.flatnonzero(ids == self.eod)).size:
+            return self.eod_token.join(self.decode(part[part != self.eod]) for part in np.split(ids, ends))
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode(errors="replace")
 
 
@@ -77,23 +81,25 @@ class JsonTokenizer:
             raise UserError("data.tokenizer", f"{self.path} needs the package tokenizers",
                             "pip install 'jaxtrain[data]'") from error
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+            self.raw = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # whatever the library's parser says
             raise UserError("data.tokenizer", f"{self.path} is no tokenizer.json ({error})",
                             "name another file or 'bytes'") from error
         # Not the file's bytes: the same tokenizer, written otherwise, gives the same ids.
         canonical = json.dumps(json.loads(content), sort_keys=True).encode()
         self.name, self.content = self.path.name, content
-        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.specials: dict[str, int] = {token["content"]: token["id"] for token in json.loads(content).get("added_tokens", ())
+                                         if token["special"]}
+        self.vocab_size: int = 1 + max(self.raw.get_vocab(with_added_tokens=True).values())
         self.eod_token, self.eod = self._end(eod)
         sha256 = hashlib.sha256(canonical).hexdigest()
         self.fingerprint = f"tokenizer.json {sha256}: {self.eod_token} ends a document"
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self.raw.no_truncation()
+        self.raw.no_padding()
 
     def _end(self, asked: str) -> tuple[str, int]:
         for token in [asked] if asked else ENDS:
-            if (id := self._tokenizer.token_to_id(token)) is not None:
+            if (id := self.raw.token_to_id(token)) is not None:
                 return token, id
         what = f"has no token {asked!r}" if asked else f"has none of {', '.join(ENDS)} to end a document with"
         raise UserError("data.tokenizer", f"{self.path} {what}", "name one of its tokens with --eod")
@@ -108,12 +114,12 @@ class JsonTokenizer:
         return [np.array(one.ids, np.uint32) for one in found]
 
     def _encode(self, texts: list[str]) -> Any:
-        self._tokenizer.encode_special_tokens = True
-        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        self.raw.encode_special_tokens = True
+        return self.raw.encode_batch_fast(texts, add_special_tokens=False)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], specials: bool = False) -> str:
         """Readable text."""
-        return self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=True)
+        return self.raw.decode([int(id) for id in ids], skip_special_tokens=not specials)
 
 
 def load_tokenizer(name: str, eod: str = "") -> Tokenizer:

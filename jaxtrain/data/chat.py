@@ -1,0 +1,301 @@
+"""Conversations to tokens and to what of them is learnt: chat templates, as they lie beside a tokenizer.json.
+
+A template makes text of messages. What the assistant says in it, up to the token that ends its turn, is marked; then
+the whole text becomes ids at once, as it does when a model is asked, and an id that has a part in a mark is learnt.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data.conversations import Example, Messages, Unusable
+from jaxtrain.data.specials import BREAK, CODE, Specials
+from jaxtrain.data.tokenizer import JsonTokenizer, Tokenizer
+from jaxtrain.errors import UserError
+
+TRAIN_ON = ("assistant", "last", "all")
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around what is learnt; see specials.py
+_MARK = re.compile(f"[{OPEN}{CLOSE}{BREAK}{CODE}]")
+_GENERATION = re.compile(r"{%[-+]?\s*generation\b")
+
+BUILT_IN = {
+    "plain": """{% for message in messages %}{{ message.role }}: {% if message.role == "assistant" %}
+{% generation %}{{ message.content }}{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}
+{{ eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}
+{% if add_generation_prompt or not loop.last %}{{ "\\n" }}{% endif %}{% endfor %}
+{% if add_generation_prompt %}assistant: {% endif %}""",
+    "chatml": """{% for message in messages %}{{ "<|im_start|>" + message.role + "\\n" }}
+{% if message.role == "assistant" %}{% generation %}{{ message.content }}
+{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}{{ "<|im_end|>" }}{% endgeneration %}
+{% else %}{{ message.content + "<|im_end|>" }}{% endif %}{{ "\\n" }}{% endfor %}
+{% if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}""",
+}
+FIX = f"name a file with --chat_template, or one of our own: {', '.join(BUILT_IN)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Learnt:
+    """The ids of one document, and whether each is learnt; the last of `trained` is said of the document's end."""
+
+    ids: np.ndarray
+    trained: np.ndarray
+    num_bytes: int
+
+
+class Chat:
+    """A template with a tokenizer: examples to ids."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str = "", train_on: str = "assistant"):
+        self.tokenizer, self.train_on = tokenizer, train_on
+        self.specials = Specials(tokenizer)
+        config = _config(tokenizer)
+        self.name, self.source = _find(tokenizer, template, config)
+        self.variables = {"eos_token": getattr(tokenizer, "eod_token", "")} | {
+            key: value["content"] if isinstance(value, dict) else value for key, value in config.items()
+            if key.endswith("_token") and isinstance(value, str | dict)}
+        if self.name == "chatml" and (lacks := {"<|im_start|>", "<|im_end|>"} - self.specials.ids.keys()):
+            raise UserError("--chat_template", f"{tokenizer.name} has no special token {min(lacks)}",
+                            "use plain, or train a tokenizer with --special_tokens '<|im_start|>' '<|im_end|>'")
+        self._says = bool(_GENERATION.search(self.source))
+        self._template = _compile(self.name, self.source)
+
+    def identity(self) -> dict[str, Any]:
+        """What the text depends on, beside the messages."""
+        return {"name": self.name, "sha256": hashlib.sha256(self.source.encode()).hexdigest(),
+                "special_tokens": self.variables}
+
+    # ------------------------------------------------------------------------------------------------ text with marks
+
+    def marked(self, content: bytes) -> list[str]:
+        """The text of each completion of an example behind its prompt, with marks around what is learnt."""
+        if _MARK.search(content.decode()):
+            raise Unusable("a character that Unicode keeps for programs (U+FDD0 to U+FDD3)")
+        example = Example.from_bytes(content)
+        return [self._mark(example.prompt, completion, example.tools) for completion in example.completions]
+
+    def _mark(self, prompt: str | Messages, completion: str | Messages, tools: Any) -> str:
+        guarded = self.specials.guarded
+        if isinstance(prompt, str):
+            said, answer = guarded(prompt), guarded(completion)
+            return f"{OPEN}{said}{answer}{CLOSE}" if self.train_on == "all" else f"{said}{OPEN}{answer}{CLOSE}"
+        messages = guarded([*prompt, *completion])
+        turns = [i for i, message in enumerate(messages) if i >= len(prompt) and message["role"] == "assistant"]
+        text, spans = self._render(messages, guarded(tools), turns[-1:] if self.train_on == "last" else turns)
+        if self.train_on == "all":
+            return f"{OPEN}{text}{CLOSE}"
+        edges = [0, *(edge for span in spans for edge in span), len(text)]
+        marks = [OPEN, CLOSE] * len(spans)
+        return "".join(text[a:b] + mark for (a, b), mark in zip(pairwise(edges), [*marks, ""], strict=True))
+
+    def _render(self, messages: Messages, tools: Any, turns: list[int]) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and where the assistant speaks in it in these turns."""
+        whole = self._text(messages, tools)
+        if self.train_on == "all":
+            return _MARK_OUT.sub("", whole), []
+        if self._says:
+            text, found = _spans(whole)
+            spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            if len(spoken) != len(turns):
+                if len(found) != len(spoken):
+                    raise UserError("--chat_template", f"{self.name} has {len(found)} {{% generation %}} blocks for "
+                                    f"{len(spoken)} assistant turns, so that single turns cannot be told apart",
+                                    "make it one block a turn, or learn all turns")
+                found = [span for i, span in zip(spoken, found, strict=True) if i in turns]
+            spans = [self._to_end(text, *span) for span in found]
+        else:
+            text, spans = whole, [self._turn(whole, messages, tools, turn) for turn in turns]
+        return text, [(start, stop) for start, stop in spans
+                      if self.specials.pattern.sub("", text[start:stop]).replace(BREAK, "").strip()]  # it says something
+
+    def _turn(self, whole: str, messages: Messages, tools: Any, turn: int) -> tuple[int, int]:
+        """Between the text that asks for a turn and the text that has it."""
+        before = self._text(messages[:turn], tools, add_generation_prompt=True)
+        behind = self._text(messages[:turn + 1], tools)
+        if not (behind.startswith(before) and whole.startswith(behind)):
+            raise UserError("--chat_template", f"{self.name} writes earlier turns otherwise once later ones are there, "
+                            "so that what the assistant said cannot be found",
+                            "put {% generation %} and {% endgeneration %} around it in a copy of the template, or learn "
+                            "the last turn only with --train_on=last")
+        # A line feed behind the token that ends the turn is not the assistant's.
+        rest = re.search(f"(?:{self.specials.pattern.pattern})(\\s*)$", behind[len(before):])
+        return len(before), len(behind) - (len(rest[1]) if rest else 0)
+
+    def _to_end(self, text: str, start: int, stop: int) -> tuple[int, int]:
+        """With the token that ends the turn, if a block leaves that out."""
+        ended = re.search(f"(?:{self.specials.pattern.pattern})\\s*$", text[start:stop])
+        end = None if ended else self.specials.pattern.match(text, stop)
+        return start, end.end() if end else stop
+
+    def _text(self, messages: Messages, tools: Any, add_generation_prompt: bool = False) -> str:
+        try:
+            return self._template.render(messages=messages, tools=tools, documents=None,
+                                         add_generation_prompt=add_generation_prompt, **self.variables)
+        except Exception as error:  # a template is a program, and a record may be what it does not expect
+            raise Unusable(f"the chat template fails, {type(error).__name__}: {error}") from error
+
+    # ------------------------------------------------------------------------------------------------------------- ids
+
+    def encode_many(self, contents: list[bytes]) -> list[list[Learnt] | str]:
+        """Each example's documents, or why it is left out."""
+        found: list[list[str] | str] = []
+        for content in contents:
+            try:
+                found.append(self.marked(content))
+            except Unusable as reason:
+                found.append(str(reason))
+        documents = iter(encode(self.specials, [text for one in found if not isinstance(one, str) for text in one]))
+        done = [one if isinstance(one, str) else [next(documents) for _ in one] for one in found]
+        return [one if isinstance(one, str) or all(document.trained.any() for document in one) else "no turn to learn"
+                for one in done]
+
+    def probe(self, content: bytes) -> dict[str, Any]:
+        """The beginning of an example with what became of it, to be compared when the corpus is opened."""
+        text = self.marked(content)[0][:1000]
+        return {"marked": text} | _probed(self.specials, text)
+
+
+def check_probe(tokenizer: Tokenizer, probe: dict[str, Any]) -> bool:
+    """Whether a tokenizer still gives the ids and learns the same of them."""
+    return probe == {"marked": probe["marked"]} | _probed(Specials(tokenizer), probe["marked"])
+
+
+def _probed(specials: Specials, text: str) -> dict[str, Any]:
+    one, = encode(specials, [text])
+    return {"ids": one.ids.tolist(), "trained": one.trained.astype(int).tolist()}
+
+
+def refuse_useless_masks(splits: dict[str, Any], left_out: dict[str, int]) -> None:
+    """Where nothing is learnt, or everything though only answers should be, the template does not fit the records."""
+    for split, entry in splits.items():
+        learnt = sum(shard["learnt"] for shard in entry["shards"])
+        if learnt == entry["tokens"] and learnt:
+            raise UserError("--train_on", f"every token of the {split} split would be learnt: prompts are empty",
+                            "use --train_on=all if that is meant")
+        if split == "train" and not learnt:
+            reasons = ", ".join(f"{count:,} ({reason})" for reason, count in left_out.items()) or "there are no records"
+            raise UserError("--input", f"nothing of the train split would be learnt; left out: {reasons}",
+                            "look at the records, --format and --chat_template, or use a smaller --eval_fraction")
+
+
+_MARK_OUT = re.compile(f"[{OPEN}{CLOSE}]")
+
+
+def encode(specials: Specials, marked: list[str]) -> list[Learnt]:
+    """Texts with marks to documents."""
+    parted = [_spans(text) for text in marked]
+    return [_learnt(specials, text, spans, *columns)
+            for (text, spans), columns in zip(parted, specials.encode([text for text, _ in parted]), strict=True)]
+
+
+def _learnt(specials: Specials, text: str, spans: list[tuple[int, int]], ids: np.ndarray, starts: np.ndarray,
+            stops: np.ndarray) -> Learnt:
+    inside = np.zeros(len(text) + 1, np.int64)
+    for start, stop in spans:
+        inside[start + 1: stop + 1] = 1
+    inside = inside.cumsum()
+    trained = inside[stops] > inside[starts]
+    num_bytes = len(text.replace(BREAK, "").encode())
+    if len(ids) and ids[-1] == specials.tokenizer.eod:  # the token that ends the turn ends the document, too
+        return Learnt(ids[:-1], trained, num_bytes)
+    ended = len(ids) and ids[-1] in specials.ids.values()
+    return Learnt(ids, np.append(trained, bool(len(ids) and trained[-1] and not ended)), num_bytes)
+
+
+def _spans(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without marks, and what they are around."""
+    parts = re.split(f"([{OPEN}{CLOSE}])", marked)
+    edges = np.cumsum([0] + [len(part) for part in parts[::2]]).tolist()
+    opened, spans = None, []
+    for edge, mark in zip(edges[1:], parts[1::2], strict=False):
+        if mark == OPEN:
+            opened = edge
+        elif opened is not None:
+            spans.append((opened, edge))
+            opened = None
+    return "".join(parts[::2]), spans + ([(opened, edges[-1])] if opened is not None else [])
+
+
+# ----------------------------------------------------------------------------------------------------------- templates
+
+def _config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """tokenizer_config.json, if it lies beside tokenizer.json."""
+    path = tokenizer.path.with_name("tokenizer_config.json") if isinstance(tokenizer, JsonTokenizer) else None
+    if not path or not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError("--tokenizer", f"{path} cannot be read ({error})", "repair or remove it") from error
+
+
+def _find(tokenizer: Tokenizer, asked: str, config: dict[str, Any]) -> tuple[str, str]:
+    """Name and content of the template: the one asked for, else the one that came with the tokenizer."""
+    if asked in BUILT_IN:
+        return asked, _joined(BUILT_IN[asked])
+    if asked:
+        return Path(asked).name, _read(Path(asked).expanduser())
+    if not isinstance(tokenizer, JsonTokenizer):
+        return "plain", _joined(BUILT_IN["plain"])
+    beside = tokenizer.path.with_name("chat_template.jinja")
+    if beside.exists():
+        return beside.name, _read(beside)
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get("default")
+    if not isinstance(found, str):
+        raise UserError("--chat_template", f"there is no chat template beside {tokenizer.path}", FIX)
+    return "the chat_template of tokenizer_config.json", found
+
+
+def _joined(source: str) -> str:
+    return source.replace("\n", "")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError("--chat_template", f"{path} cannot be read ({error})", FIX) from error
+
+
+def _compile(name: str, source: str) -> Any:
+    """In jinja2's sandbox, with what Hugging Face gives templates; but no clock: the same text every day."""
+    try:
+        from jinja2 import TemplateError, TemplateSyntaxError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise UserError("--format", "chat templates need the package jinja2",
+                        "pip install 'jaxtrain[chat]'") from error
+
+    class Generation(Extension):
+        """{% generation %} marks what it is around."""
+
+        tags = {"generation"}  # noqa: RUF012 (as jinja2 has it)
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (OPEN, CLOSE))
+            return nodes.Scope([begin, *body, end], lineno=line)
+
+    def raise_exception(message):
+        raise TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, **keys):
+        return json.dumps(value, ensure_ascii=ensure_ascii, **keys).replace("\\ufdd2", BREAK)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                extensions=[Generation, loopcontrols])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    try:
+        return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise UserError("--chat_template", f"{name} is no template (line {error.lineno}: {error})", FIX) from error
