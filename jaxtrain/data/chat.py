@@ -7,21 +7,18 @@ the whole text becomes ids at once, as it does when a model is asked, and an id 
 import hashlib
 import json
 import re
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxtrain.data.conversations import Example, Messages, Unusable
+from jaxtrain.data.marks import CLOSE, OPEN, Learnt, encode, probed, spans_of
 from jaxtrain.data.specials import BREAK, CODE, Specials
 from jaxtrain.data.tokenizer import JsonTokenizer, Tokenizer
 from jaxtrain.errors import UserError
 
 TRAIN_ON = ("assistant", "last", "all")
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around what is learnt; see specials.py
-_MARK = re.compile(f"[{OPEN}{CLOSE}{BREAK}{CODE}]")
+_KEPT = re.compile(f"[{OPEN}{CLOSE}{BREAK}{CODE}]")
 _GENERATION = re.compile(r"{%[-+]?\s*generation\b")
 
 BUILT_IN = {
@@ -39,15 +36,6 @@ BUILT_IN = {
 FIX = f"name a file with --chat_template, or one of our own: {', '.join(BUILT_IN)}"
 
 
-@dataclass(frozen=True, eq=False)
-class Learnt:
-    """The ids of one document, and whether each is learnt; the last of `trained` is said of the document's end."""
-
-    ids: np.ndarray
-    trained: np.ndarray
-    num_bytes: int
-
-
 class Chat:
     """A template with a tokenizer: examples to ids."""
 
@@ -63,18 +51,19 @@ class Chat:
             raise UserError("--chat_template", f"{tokenizer.name} has no special token {min(lacks)}",
                             "use plain, or train a tokenizer with --special_tokens '<|im_start|>' '<|im_end|>'")
         self._says = bool(_GENERATION.search(self.source))
+        self._ending = re.compile(rf"(?:{self.specials.pattern.pattern})(\s*)\Z")
         self._template = _compile(self.name, self.source)
 
     def identity(self) -> dict[str, Any]:
         """What the text depends on, beside the messages."""
-        return {"name": self.name, "sha256": hashlib.sha256(self.source.encode()).hexdigest(),
+        return {"name": self.name, "sha256": hashlib.sha256(self.source.encode()).hexdigest(), "template": self.source,
                 "special_tokens": self.variables}
 
     # ------------------------------------------------------------------------------------------------ text with marks
 
     def marked(self, content: bytes) -> list[str]:
         """The text of each completion of an example behind its prompt, with marks around what is learnt."""
-        if _MARK.search(content.decode()):
+        if _KEPT.search(content.decode()):
             raise Unusable("a character that Unicode keeps for programs (U+FDD0 to U+FDD3)")
         example = Example.from_bytes(content)
         return [self._mark(example.prompt, completion, example.tools) for completion in example.completions]
@@ -97,9 +86,9 @@ class Chat:
         """The text, and where the assistant speaks in it in these turns."""
         whole = self._text(messages, tools)
         if self.train_on == "all":
-            return _MARK_OUT.sub("", whole), []
+            return spans_of(whole)[0], []
         if self._says:
-            text, found = _spans(whole)
+            text, found = spans_of(whole)
             spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
             if len(spoken) != len(turns):
                 if len(found) != len(spoken):
@@ -110,26 +99,27 @@ class Chat:
             spans = [self._to_end(text, *span) for span in found]
         else:
             text, spans = whole, [self._turn(whole, messages, tools, turn) for turn in turns]
-        return text, [(start, stop) for start, stop in spans
-                      if self.specials.pattern.sub("", text[start:stop]).replace(BREAK, "").strip()]  # it says something
+        return text, [(start, stop) for start, stop in spans if self._speech(text[start:stop])]
+
+    def _speech(self, text: str) -> str:
+        """What a turn says: nothing is not worth learning."""
+        return self.specials.pattern.sub("", text).replace(BREAK, "").strip()
 
     def _turn(self, whole: str, messages: Messages, tools: Any, turn: int) -> tuple[int, int]:
         """Between the text that asks for a turn and the text that has it."""
         before = self._text(messages[:turn], tools, add_generation_prompt=True)
         behind = self._text(messages[:turn + 1], tools)
         if not (behind.startswith(before) and whole.startswith(behind)):
-            raise UserError("--chat_template", f"{self.name} writes earlier turns otherwise once later ones are there, "
-                            "so that what the assistant said cannot be found",
-                            "put {% generation %} and {% endgeneration %} around it in a copy of the template, or learn "
-                            "the last turn only with --train_on=last")
+            raise UserError("--chat_template", f"{self.name} does not only add to the text from turn to turn, so that "
+                            "what the assistant said cannot be found", "put {% generation %} and {% endgeneration %} "
+                            "around that in a copy of the template, or learn the last turn only with --train_on=last")
         # A line feed behind the token that ends the turn is not the assistant's.
-        rest = re.search(f"(?:{self.specials.pattern.pattern})(\\s*)$", behind[len(before):])
+        rest = self._ending.search(behind, len(before))
         return len(before), len(behind) - (len(rest[1]) if rest else 0)
 
     def _to_end(self, text: str, start: int, stop: int) -> tuple[int, int]:
         """With the token that ends the turn, if a block leaves that out."""
-        ended = re.search(f"(?:{self.specials.pattern.pattern})\\s*$", text[start:stop])
-        end = None if ended else self.specials.pattern.match(text, stop)
+        end = None if self._ending.search(text, start, stop) else self.specials.pattern.match(text, stop)
         return start, end.end() if end else stop
 
     def _text(self, messages: Messages, tools: Any, add_generation_prompt: bool = False) -> str:
@@ -156,18 +146,7 @@ class Chat:
 
     def probe(self, content: bytes) -> dict[str, Any]:
         """The beginning of an example with what became of it, to be compared when the corpus is opened."""
-        text = self.marked(content)[0][:1000]
-        return {"marked": text} | _probed(self.specials, text)
-
-
-def check_probe(tokenizer: Tokenizer, probe: dict[str, Any]) -> bool:
-    """Whether a tokenizer still gives the ids and learns the same of them."""
-    return probe == {"marked": probe["marked"]} | _probed(Specials(tokenizer), probe["marked"])
-
-
-def _probed(specials: Specials, text: str) -> dict[str, Any]:
-    one, = encode(specials, [text])
-    return {"ids": one.ids.tolist(), "trained": one.trained.astype(int).tolist()}
+        return probed(self.specials, self.marked(content)[0][:1000])
 
 
 def refuse_useless_masks(splits: dict[str, Any], left_out: dict[str, int]) -> None:
@@ -181,44 +160,6 @@ def refuse_useless_masks(splits: dict[str, Any], left_out: dict[str, int]) -> No
             reasons = ", ".join(f"{count:,} ({reason})" for reason, count in left_out.items()) or "there are no records"
             raise UserError("--input", f"nothing of the train split would be learnt; left out: {reasons}",
                             "look at the records, --format and --chat_template, or use a smaller --eval_fraction")
-
-
-_MARK_OUT = re.compile(f"[{OPEN}{CLOSE}]")
-
-
-def encode(specials: Specials, marked: list[str]) -> list[Learnt]:
-    """Texts with marks to documents."""
-    parted = [_spans(text) for text in marked]
-    return [_learnt(specials, text, spans, *columns)
-            for (text, spans), columns in zip(parted, specials.encode([text for text, _ in parted]), strict=True)]
-
-
-def _learnt(specials: Specials, text: str, spans: list[tuple[int, int]], ids: np.ndarray, starts: np.ndarray,
-            stops: np.ndarray) -> Learnt:
-    inside = np.zeros(len(text) + 1, np.int64)
-    for start, stop in spans:
-        inside[start + 1: stop + 1] = 1
-    inside = inside.cumsum()
-    trained = inside[stops] > inside[starts]
-    num_bytes = len(text.replace(BREAK, "").encode())
-    if len(ids) and ids[-1] == specials.tokenizer.eod:  # the token that ends the turn ends the document, too
-        return Learnt(ids[:-1], trained, num_bytes)
-    ended = len(ids) and ids[-1] in specials.ids.values()
-    return Learnt(ids, np.append(trained, bool(len(ids) and trained[-1] and not ended)), num_bytes)
-
-
-def _spans(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks, and what they are around."""
-    parts = re.split(f"([{OPEN}{CLOSE}])", marked)
-    edges = np.cumsum([0] + [len(part) for part in parts[::2]]).tolist()
-    opened, spans = None, []
-    for edge, mark in zip(edges[1:], parts[1::2], strict=False):
-        if mark == OPEN:
-            opened = edge
-        elif opened is not None:
-            spans.append((opened, edge))
-            opened = None
-    return "".join(parts[::2]), spans + ([(opened, edges[-1])] if opened is not None else [])
 
 
 # ----------------------------------------------------------------------------------------------------------- templates
@@ -294,7 +235,8 @@ def _compile(name: str, source: str) -> Any:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                 extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
+    given: dict[str, Any] = environment.globals
+    given["raise_exception"] = raise_exception
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:

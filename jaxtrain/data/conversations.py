@@ -111,7 +111,7 @@ def _common(prompt: Any, parts: list[Any]) -> tuple[Any, list[Any]]:
     if prompt is not None and not whole:
         return prompt, parts
     if all(isinstance(part, str) for part in parts):
-        shared = commonprefix(parts)
+        shared = commonprefix(parts)  # noqa: RUF071 (by character is what is wanted)
         size = max(map(shared.rfind, " \n\t")) + 1  # not within a word
         return parts[0][:size], [part[size:] for part in parts]
     if not whole:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data import files
-from jaxtrain.data.chat import check_probe
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 
@@ -147,13 +146,19 @@ def _tokenizer(folder: Path, manifest: dict[str, Any]) -> Tokenizer:
         raise UserError("data.source", f"{folder} has another tokenizer than it was prepared with",
                         "restore its tokenizer.json or prepare the corpus again")
     for probe in manifest["probes"]:
-        same = check_probe(tokenizer, probe) if "marked" in probe \
-            else tokenizer.encode(probe["text"].encode()).tolist() == probe["ids"]
-        if not same:
+        if not _same(tokenizer, probe):
             raise UserError("data.source", f"the tokenizer of {folder} gives other ids than when it was prepared: "
                             f"{probe.get('text', probe.get('marked'))[:40]!r}",
                             "install the version of tokenizers that its manifest names")
     return tokenizer
+
+
+def _same(tokenizer: Tokenizer, probe: dict[str, Any]) -> bool:
+    if "marked" not in probe:
+        return tokenizer.encode(probe["text"].encode()).tolist() == probe["ids"]
+    from jaxtrain.data.marks import check_probe  # corpora of conversations only
+
+    return check_probe(tokenizer, probe)
 
 
 def check(path: Path, sha256: str, cache: Path | None = None) -> None:

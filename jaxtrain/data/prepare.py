@@ -52,9 +52,6 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     if isinstance(tokenizer, JsonTokenizer):
         with files.written(output / "tokenizer.json") as file:
             file.write(tokenizer.content)
-    if chat:
-        with files.written(output / "chat_template.jinja") as file:
-            file.write(chat.source.encode())
     started, done, total = time.monotonic(), 0, inputs.total_size(tasks)
     if options.deduplicate:  # first, for what a task may keep depends on all others
         say("looking for equal documents")
@@ -152,10 +149,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", default=Options.tokenizer, help="'bytes', or the path of a tokenizer.json")
     parser.add_argument("--eod", default="", help="the token that ends a document; found for well-known vocabularies")
     parser.add_argument("--field", default=Options.field, help="which field of a JSON record or Parquet row is text")
-    parser.add_argument("--format", default=Options.format, help=f"of records: {', '.join(FORMATS)}; auto: as the first")
+    parser.add_argument("--format", default=Options.format, help=f"of records: auto, {', '.join(FORMATS)}")
     parser.add_argument("--chat_template", default="", help=f"a jinja file, or {', '.join(BUILT_IN)}; default: the "
                         "one beside the tokenizer")
-    parser.add_argument("--train_on", default=Options.train_on, help=f"what is learnt of messages: {', '.join(TRAIN_ON)}")
+    parser.add_argument("--train_on", default=Options.train_on, help=f"turns that are learnt: {', '.join(TRAIN_ON)}")
     parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction)
     parser.add_argument("--deduplicate", action="store_true", help="keep the first of equal documents only")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")

@@ -73,7 +73,7 @@ class Specials:
         return ids, place[starts], np.where(stops > starts, place[stops - 1] + 1, place[starts])
 
     @cached_property
-    def _twin(self) -> tuple[Any, dict[int, int]]:
+    def _twin(self) -> tuple[Any, dict[Any, int]]:
         import tokenizers
 
         content = json.loads(self.tokenizer.content)  # type: ignore[attr-defined]
@@ -104,6 +104,6 @@ class Specials:
 
 def _columns(encoding: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-    # A byte-level tokenizer may count spaces to no token (`trim_offsets`): such a token begins where the last one ended.
+    # A byte-level tokenizer may count spaces to no token (`trim_offsets`): that begins where the one before ended.
     before = np.concatenate([[0], stops])[:-1]
     return np.array(encoding.ids, np.uint32), np.where(starts == stops, np.minimum(before, starts), starts), stops

@@ -53,8 +53,9 @@ class Options:
                             "use --train_on=assistant")
 
     def identity(self) -> dict[str, Any]:
-        """What is not told by the tasks and the tokenizer's fingerprint."""
-        return {key: value for key, value in asdict(self).items() if key not in ("tokenizer", "eod", "chat_template", "task_bytes")}
+        """What is not told by the tasks, the tokenizer's fingerprint and the template's identity."""
+        elsewhere = "tokenizer", "eod", "chat_template", "task_bytes"
+        return {key: value for key, value in asdict(self).items() if key not in elsewhere}
 
     @property
     def masked(self) -> bool:

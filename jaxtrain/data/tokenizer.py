@@ -88,8 +88,8 @@ class JsonTokenizer:
         # Not the file's bytes: the same tokenizer, written otherwise, gives the same ids.
         canonical = json.dumps(json.loads(content), sort_keys=True).encode()
         self.name, self.content = self.path.name, content
-        self.specials: dict[str, int] = {token["content"]: token["id"] for token in json.loads(content).get("added_tokens", ())
-                                         if token["special"]}
+        added = json.loads(content).get("added_tokens", ())
+        self.specials: dict[str, int] = {token["content"]: token["id"] for token in added if token["special"]}
         self.vocab_size: int = 1 + max(self.raw.get_vocab(with_added_tokens=True).values())
         self.eod_token, self.eod = self._end(eod)
         sha256 = hashlib.sha256(canonical).hexdigest()
