@@ -52,7 +52,7 @@ class Chat:
                             "use plain, or train a tokenizer with --special_tokens '<|im_start|>' '<|im_end|>'")
         self._says = bool(_GENERATION.search(self.source))
         self._ending = re.compile(rf"(?:{self.specials.pattern.pattern})(\s*)\Z")
-        self._template = _compile(self.name, self.source)
+        self._template = _compile(self.name, self.source) if self.source else None
 
     def identity(self) -> dict[str, Any]:
         """What the text depends on, beside the messages."""
@@ -112,7 +112,8 @@ class Chat:
         if not (behind.startswith(before) and whole.startswith(behind)):
             raise UserError("--chat_template", f"{self.name} does not only add to the text from turn to turn, so that "
                             "what the assistant said cannot be found", "put {% generation %} and {% endgeneration %} "
-                            "around that in a copy of the template, or learn the last turn only with --train_on=last")
+                            "around that in a copy of the template"
+                            + ", or learn the last turn only with --train_on=last" * (self.train_on != "last"))
         # A line feed behind the token that ends the turn is not the assistant's.
         rest = self._ending.search(behind, len(before))
         return len(before), len(behind) - (len(rest[1]) if rest else 0)
@@ -123,6 +124,8 @@ class Chat:
         return start, end.end() if end else stop
 
     def _text(self, messages: Messages, tools: Any, add_generation_prompt: bool = False) -> str:
+        if not self._template:  # records of plain text need none
+            raise UserError("--chat_template", f"there is no chat template beside {self.tokenizer.name}", FIX)
         try:
             return self._template.render(messages=messages, tools=tools, documents=None,
                                          add_generation_prompt=add_generation_prompt, **self.variables)
@@ -176,7 +179,7 @@ def _config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _find(tokenizer: Tokenizer, asked: str, config: dict[str, Any]) -> tuple[str, str]:
-    """Name and content of the template: the one asked for, else the one that came with the tokenizer."""
+    """Name and content of the template: the one asked for, else the one beside the tokenizer, if there is one."""
     if asked in BUILT_IN:
         return asked, _joined(BUILT_IN[asked])
     if asked:
@@ -189,9 +192,7 @@ def _find(tokenizer: Tokenizer, asked: str, config: dict[str, Any]) -> tuple[str
     found = config.get("chat_template")
     if isinstance(found, list):
         found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get("default")
-    if not isinstance(found, str):
-        raise UserError("--chat_template", f"there is no chat template beside {tokenizer.path}", FIX)
-    return "the chat_template of tokenizer_config.json", found
+    return ("the chat_template of tokenizer_config.json", found) if isinstance(found, str) else ("", "")
 
 
 def _joined(source: str) -> str:

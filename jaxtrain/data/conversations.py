@@ -71,10 +71,10 @@ def example_of(record: Any, form: str, where: str) -> bytes:
     if isinstance(tools, str):
         tools = _parsed(tools)
     if form == "messages":
-        said = record.get("messages") or record.get("conversations")
-        if said is None and not record.keys() & {"messages", "conversations"}:
+        said = [record[name] for name in ("messages", "conversations") if name in record]
+        if not said:
             raise _missing("messages", where)
-        return Example([], [_messages(said)], tools).to_bytes()
+        return Example([], [_messages(said[0])], tools).to_bytes()
     names = ("completion",) if form == "prompt_completion" else ("chosen", "rejected")
     for name in (("prompt",) if form == "prompt_completion" else ()) + names:
         if name not in record:

@@ -52,6 +52,11 @@ class Tokens:
         """Documents in the split."""
         return sum(len(shard.offsets) - 1 for shard in self.shards)
 
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens are only read."""
+        return any(shard.trained is not None for shard in self.shards)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop` of the split, as int32."""
         parts = [shard.tokens[a:b] for shard, a, b, _ in self._between(start, stop)]
@@ -59,7 +64,7 @@ class Tokens:
 
     def trained(self, start: int, stop: int) -> np.ndarray | None:
         """Whether tokens `start` to `stop` are to be learnt, or only read; None: all are."""
-        if all(shard.trained is None for shard in self.shards):
+        if not self.masked:
             return None
         return np.concatenate([np.ones(b - a, bool) if shard.trained is None else shard.trained[a:b] > 0
                                for shard, a, b, _ in self._between(start, stop)])

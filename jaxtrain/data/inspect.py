@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         if not 0 <= rows[0] < config.global_batch_size:
             raise UserError("--row", f"{flags.row} is no row of {config.global_batch_size}", "count from 0")
         batch = batches.rows(flags.step, rows)
-        masked = any(shard.trained is not None for shard in getattr(corpus, flags.split).shards)
+        masked = getattr(corpus, flags.split).masked
         colour = sys.stdout.isatty() if flags.colour == "auto" else flags.colour == "always"
         style = "colour" if colour else "brackets" if masked else "plain"
         if masked:

@@ -122,8 +122,8 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status 0: the corpus is complete; 2: the user's mistake, in one line."""
     try:
         flags = parse(argv)
-        options = Options(flags.tokenizer, flags.eod, flags.field, flags.format, flags.chat_template, flags.train_on,
-                          flags.eval_fraction, flags.deduplicate, flags.task_bytes)
+        options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
+                          flags.task_bytes, flags.format, flags.chat_template, flags.train_on)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         terminal = sys.stderr.isatty()
 

@@ -25,9 +25,10 @@ class Specials:
         self.tokenizer = tokenizer
         longest_first = sorted(self.ids, key=lambda text: (-len(text), text))
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        # What a special token could grow from, together with what a template writes beside it.
-        self._begins = tuple({text[:i] for text in self.ids for i in range(1, len(text))})
-        self._ends = tuple({text[i:] for text in self.ids for i in range(1, len(text))})
+        # What a special token could grow from, together with what stands beside it.
+        self._begins = {text[:i] for text in self.ids for i in range(1, len(text))}
+        self._ends = {text[i:] for text in self.ids for i in range(1, len(text))}
+        self._sizes = range(1, max(map(len, self.ids), default=0))
 
     def guarded(self, said: Any) -> Any:
         """Text, or any structure with text in it, that yields no special token wherever it is put."""
@@ -42,7 +43,8 @@ class Specials:
         core = said.strip()  # as many templates do
         if not core:
             return said
-        before, after = BREAK * core.startswith(self._ends), BREAK * core.endswith(self._begins)
+        before = BREAK * any(core[:size] in self._ends for size in self._sizes)
+        after = BREAK * any(core[-size:] in self._begins for size in self._sizes)
         return said.replace(core, before + core + after, 1) if before or after else said
 
     def encode(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -86,20 +88,15 @@ class Specials:
         return twin, {twin.token_to_id(f"{CODE}{id}{CODE}"): id for id in self.ids.values()}
 
     def _bytes(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ids, starts, stops, at = [], [], [], 0
-        for found in [*self.pattern.finditer(text), None]:
-            for i in range(at, found.start() if found else len(text)):
-                if text[i] != BREAK:
-                    encoded = text[i].encode(errors="replace")
-                    ids += encoded
-                    starts += [i] * len(encoded)
-                    stops += [i + 1] * len(encoded)
-            if found:
-                at = found.end()
-                ids.append(self.ids[found[0]])
-                starts.append(found.start())
-                stops.append(at)
-        return np.array(ids, np.uint16), np.array(starts, np.int64), np.array(stops, np.int64)
+        # Every character's bytes, where it is; then special tokens, each in place of its characters.
+        sizes = np.array([len(character.encode()) for character in text], np.int64)
+        ids = self.tokenizer.encode(text.encode())
+        starts = np.repeat(np.arange(len(text)), sizes)
+        stops, kept = starts + 1, np.repeat(np.array([character != BREAK for character in text], bool), sizes)
+        for found in self.pattern.finditer(text):
+            first, last = np.searchsorted(starts, found.span())
+            ids[first], stops[first], kept[first + 1: last] = self.ids[found[0]], found.end(), False
+        return ids[kept], starts[kept], stops[kept]
 
 
 def _columns(encoding: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -32,12 +32,12 @@ class Options:
     tokenizer: str = "bytes"
     eod: str = ""  # the token that ends a document; "": a well-known one
     field: str = "text"  # of JSON records and Parquet
-    format: str = "auto"  # of them: conversations.FORMATS; auto: what the first one looks like
-    chat_template: str = ""  # a file, or a name of chat.BUILT_IN; "": what lies beside the tokenizer
-    train_on: str = "assistant"  # turns of conversations: assistant, last (the last of these), or all (everything)
     eval_fraction: float = 0.005  # of the documents, chosen by their content
     deduplicate: bool = False  # keep the first of equal documents only
     task_bytes: int = 2**26  # of input that make one shard
+    format: str = "auto"  # of records: conversations.FORMATS; auto: what the first one looks like
+    chat_template: str = ""  # a file, or a name of chat.BUILT_IN; "": what lies beside the tokenizer
+    train_on: str = "assistant"  # turns of conversations: assistant, last (the last of these), or all (everything)
 
     def __post_init__(self):
         if not 0 <= self.eval_fraction < 1:
