@@ -89,10 +89,11 @@ class Specials:
 
     def _bytes(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         # Every character's bytes, where it is; then special tokens, each in place of its characters.
-        sizes = np.array([len(character.encode()) for character in text], np.int64)
+        points = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        sizes = 1 + np.searchsorted([0x80, 0x800, 0x10000], points, "right")  # UTF-8
         ids = self.tokenizer.encode(text.encode())
         starts = np.repeat(np.arange(len(text)), sizes)
-        stops, kept = starts + 1, np.repeat(np.array([character != BREAK for character in text], bool), sizes)
+        stops, kept = starts + 1, np.repeat(points != ord(BREAK), sizes)
         for found in self.pattern.finditer(text):
             first, last = np.searchsorted(starts, found.span())
             ids[first], stops[first], kept[first + 1: last] = self.ids[found[0]], found.end(), False

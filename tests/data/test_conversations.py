@@ -18,6 +18,7 @@ from jaxtrain.data.batches import rows
 from jaxtrain.data.conversations import Example, Unusable, example_of, format_of
 from jaxtrain.data.inspect import main as inspect
 from jaxtrain.data.prepare import Options, main, prepare
+from jaxtrain.data.train_tokenizer import main as train_tokenizer
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -307,6 +308,29 @@ def test_the_loss_is_that_of_the_assistants_tokens_and_no_others(tmp_path):
     assert matched > 5
     _, metrics = run.step(state, run.batch(0))
     assert math.isclose(float(metrics["loss"]), np.mean(terms), rel_tol=1e-5)
+
+
+def test_a_tokenizer_of_ones_own_with_the_tokens_of_a_template(tmp_path, capsys):
+    source, path = EXAMPLES / "conversations.jsonl", tmp_path / "tokenizer.json"
+    assert train_tokenizer([f"--input={source}", f"--output={path}", "--vocab_size=400", "--special_tokens",
+                            "<|im_start|>", "<|im_end|>"]) == 0
+    options = Options(tokenizer=str(path), chat_template="chatml", eval_fraction=0)
+    made = prepare([str(source)], tmp_path / "out", options)
+    begin, end = (made.tokenizer.specials[text] for text in ("<|im_start|>", "<|im_end|>"))
+    ids = made.train.read(0, made.train.num_tokens)
+    messages = [message for line in source.read_text().splitlines() for message in json.loads(line)["messages"]]
+    assert "<|im_end|>" in "".join(message["content"] for message in messages)
+    assert (ids == begin).sum() == (ids == end).sum() == len(messages)
+    learnt = made.train.trained(0, len(ids))
+    assert learnt[ids == end].sum() == sum(message["role"] == "assistant" for message in messages)
+    assert not learnt[ids == begin].any() and not learnt[ids == made.tokenizer.eod].any()
+    assert "The part of an array that one device holds.<|im_end|>" in made.tokenizer.decode(ids[learnt], specials=True)
+
+
+def test_examples_of_preferences_are_what_they_say(tmp_path):
+    made = prepare([str(EXAMPLES / "preferences.jsonl")], tmp_path / "out", Options(eval_fraction=0))
+    first, second = (bytes(id for id, _ in one[:-1]).decode() for one in documents(made.train)[:2])
+    assert (first, second) == ("user: Say hello.\nassistant: Hello!", "user: Say hello.\nassistant: No.")
 
 
 def test_a_command_line_prepares_and_another_one_trains(tmp_path):
