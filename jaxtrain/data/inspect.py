@@ -64,9 +64,8 @@ def cuts(tokens: Tokens, config: DataConfig) -> str:
     """How many conversations do not stay whole."""
     long = sum(int((np.diff(shard.offsets) - 1 > config.seq_len).sum()) for shard in tokens.shards)
     if config.packing == "best_fit":
-        return f"{long:,} of {tokens.num_documents:,} conversations are longer than data.seq_len={config.seq_len}: cut"
-    return f"conversations are cut wherever a row ends; data.packing=best_fit would cut {long:,} of " \
-        f"{tokens.num_documents:,}"
+        return f"cut: {long:,} of {tokens.num_documents:,} conversations, longer than data.seq_len={config.seq_len}"
+    return f"cut: conversations where rows end; data.packing=best_fit would cut {long:,} of {tokens.num_documents:,}"
 
 
 def show(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, tokens: bool, style: str) -> str:

@@ -269,7 +269,9 @@ def test_inspect_shows_what_is_learnt(tmp_path, monkeypatch, capsys):
     assert inspect(keys) == 0
     shown = capsys.readouterr().out
     assert "    user: q\n    assistant: ‹a<|endoftext|>›\n" in shown and "‹wörd<|endoftext|>›" in shown
-    assert "1 of 2 conversations are longer than data.seq_len=64: cut" in shown
+    assert "cut: 1 of 2 conversations, longer than data.seq_len=64\n" in shown
+    assert inspect([*keys[:-1], "--config.data.packing=concat"]) == 0
+    assert "data.packing=best_fit would cut 1 of 2" in capsys.readouterr().out
     assert inspect([*keys, "--colour=always"]) == 0
     shown = capsys.readouterr().out
     assert "\033[38;5;240muser: q\n    assistant: \033[38;5;157ma<|endoftext|>\033[0m" in shown and "‹" not in shown
