@@ -4,6 +4,7 @@ A template makes text of messages. What the assistant says in it, up to the toke
 the whole text becomes ids at once, as it does when a model is asked, and an id that has a part in a mark is learnt.
 """
 
+import datetime
 import hashlib
 import json
 import re
@@ -33,6 +34,7 @@ BUILT_IN = {
 {% else %}{{ message.content + "<|im_end|>" }}{% endif %}{{ "\\n" }}{% endfor %}
 {% if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}""",
 }
+TODAY = datetime.date(2024, 7, 26)  # as Llama's templates have it where there is no clock
 FIX = f"name a file with --chat_template, or one of our own: {', '.join(BUILT_IN)}"
 
 
@@ -51,7 +53,8 @@ class Chat:
             raise UserError("--chat_template", f"{tokenizer.name} has no special token {min(lacks)}",
                             "use plain, or train a tokenizer with --special_tokens '<|im_start|>' '<|im_end|>'")
         self._says = bool(_GENERATION.search(self.source))
-        self._ending = re.compile(rf"(?:{self.specials.pattern.pattern})(\s*)\Z")
+        self._ending = re.compile(rf"(?:{self.specials.pattern.pattern})\s*\Z")
+        self._tail = re.compile(rf"(?:{self.specials.pattern.pattern}|\s)*\Z")
         self._template = _compile(self.name, self.source) if self.source else None
 
     def identity(self) -> dict[str, Any]:
@@ -96,10 +99,9 @@ class Chat:
                                     f"{len(spoken)} assistant turns, so that single turns cannot be told apart",
                                     "make it one block a turn, or learn all turns")
                 found = [span for i, span in zip(spoken, found, strict=True) if i in turns]
-            spans = [self._to_end(text, *span) for span in found]
         else:
-            text, spans = whole, [self._turn(whole, messages, tools, turn) for turn in turns]
-        return text, [(start, stop) for start, stop in spans if self._speech(text[start:stop])]
+            text, found = whole, [self._turn(whole, messages, tools, turn) for turn in turns]
+        return text, [self._to_end(text, *span) for span in found if self._speech(text[slice(*span)])]
 
     def _speech(self, text: str) -> str:
         """What a turn says: nothing is not worth learning."""
@@ -109,17 +111,19 @@ class Chat:
         """Between the text that asks for a turn and the text that has it."""
         before = self._text(messages[:turn], tools, add_generation_prompt=True)
         behind = self._text(messages[:turn + 1], tools)
-        if not (behind.startswith(before) and whole.startswith(behind)):
+        # White space behind the token that ends the turn is not the assistant's, nor what stands at the very end only.
+        tail = self._tail.search(behind, len(before)).start()  # type: ignore[union-attr]
+        stops = [found.end() for found in self.specials.pattern.finditer(behind, tail)][::-1] or [len(behind)]
+        stop = next((stop for stop in stops if whole.startswith(behind[:stop])), None)
+        if not behind.startswith(before) or stop is None:
             raise UserError("--chat_template", f"{self.name} does not only add to the text from turn to turn, so that "
                             "what the assistant said cannot be found", "put {% generation %} and {% endgeneration %} "
                             "around that in a copy of the template"
                             + ", or learn the last turn only with --train_on=last" * (self.train_on != "last"))
-        # A line feed behind the token that ends the turn is not the assistant's.
-        rest = self._ending.search(behind, len(before))
-        return len(before), len(behind) - (len(rest[1]) if rest else 0)
+        return len(before), stop
 
     def _to_end(self, text: str, start: int, stop: int) -> tuple[int, int]:
-        """With the token that ends the turn, if a block leaves that out."""
+        """With the token that ends the turn, where it comes behind: left out by a block, or beginning the next turn."""
         end = None if self._ending.search(text, start, stop) else self.specials.pattern.match(text, stop)
         return start, end.end() if end else stop
 
@@ -207,7 +211,7 @@ def _read(path: Path) -> str:
 
 
 def _compile(name: str, source: str) -> Any:
-    """In jinja2's sandbox, with what Hugging Face gives templates; but no clock: the same text every day."""
+    """In jinja2's sandbox, with what Hugging Face gives templates; but the clock stands: the same text every day."""
     try:
         from jinja2 import TemplateError, TemplateSyntaxError, nodes
         from jinja2.ext import Extension, loopcontrols
@@ -237,7 +241,7 @@ def _compile(name: str, source: str) -> Any:
                                                 extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson
     given: dict[str, Any] = environment.globals
-    given["raise_exception"] = raise_exception
+    given.update(raise_exception=raise_exception, strftime_now=TODAY.strftime)
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:

@@ -46,13 +46,13 @@ def _learnt(specials: Specials, text: str, spans: list[tuple[int, int]], ids: np
 
 
 def spans_of(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks, and what they are around."""
+    """The text without marks, and what they are around; what they are around twice in a row is one."""
     parts = re.split(f"([{OPEN}{CLOSE}])", marked)
     edges = np.cumsum([0] + [len(part) for part in parts[::2]]).tolist()
     opened, spans = None, []
     for edge, mark in zip(edges[1:], parts[1::2], strict=False):
         if mark == OPEN:
-            opened = edge
+            opened = spans.pop()[0] if spans and spans[-1][1] == edge else edge
         elif opened is not None:
             spans.append((opened, edge))
             opened = None

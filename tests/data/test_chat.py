@@ -1,6 +1,7 @@
 """Chat templates: every token against what was written down by hand, and nothing that somebody says becomes special."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -214,6 +215,36 @@ def test_train_on(characters, template, train_on, want):
     of = Chat(load_tokenizer(str(characters)), "chatml", train_on) if template == "chatml" \
         else chat(characters, template, train_on)
     assert shown(of, one(of, TALK)) == want
+
+
+def test_a_turn_may_have_several_blocks_in_a_row(characters):
+    end = "{{ '<|im_end|>\\n' }}"
+    split = SAID.replace(end + "{% else", "{% generation %}" + end + "{% endgeneration %}{% else")
+    of = chat(characters, split, "last")
+    text = shown(of, one(of, TALK))
+    assert text.count("‹ciao<|im_end|>\n⏹›") == 1 == text.count("‹")
+
+
+def test_what_stands_at_the_very_end_only_is_no_turn(characters):
+    of = chat(characters, TEMPLATES["chatml"] + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")
+    assert shown(of, one(of, TALK)) == LEARNT["chatml"].replace("ciao<|im_end|>›\n", "ciao<|im_end|>\n</s>›")
+
+
+def test_a_turn_may_end_with_the_token_that_begins_the_next(characters):
+    of = chat(characters, "{% for m in messages %}{{ '<turn>' if m.role == 'user' else '</turn>' }}{{ m.content }}"
+              "{% endfor %}{% if add_generation_prompt %}{{ '</turn>' }}{% endif %}")
+    assert shown(of, one(of, TALK)) == "<turn>hi  </turn>‹hé!\n<turn>›bye</turn>‹ciao⏹›"
+
+
+def test_the_clock_stands(characters):
+    of = chat(characters, "{{ strftime_now('%d %b %Y') }}" + TEMPLATES["chatml"])
+    assert shown(of, one(of, TALK)) == "26 Jul 2024" + LEARNT["chatml"]
+
+
+def test_without_jinja2_the_extra_is_named(characters, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(UserError, match=r"need the package jinja2; pip install 'jaxtrain\[chat\]'"):
+        Chat(load_tokenizer("bytes"))
 
 
 @pytest.mark.parametrize("template", [TEMPLATES["chatml"], SAID], ids=["found", "said"])

@@ -179,6 +179,17 @@ def test_preferences_are_pairs_in_one_split(tmp_path):
     assert made.train.num_documents + made.eval.num_documents == 240 and made.eval.num_documents > 20
 
 
+def test_another_template_makes_another_corpus(tmp_path):
+    source, template = write(tmp_path / "a.jsonl", talks(9)), tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}:{% endfor %}")
+    options = Options(eval_fraction=0, chat_template=str(template))
+    made = prepare([str(source)], tmp_path / "out", options)
+    assert prepare([str(source)], tmp_path / "out", options).manifest_hash == made.manifest_hash
+    template.write_text(template.read_text() + "!")
+    with pytest.raises(UserError, match="holds another corpus"):
+        prepare([str(source)], tmp_path / "out", options)
+
+
 def test_what_is_left_out_is_counted(tmp_path, capsys):
     records = [*talks(5), {"messages": [ASKED]}, {"messages": [ASKED, SAID | {"content": ""}]}, {"messages": []}]
     assert main([f"--input={write(tmp_path / 'a.jsonl', records)}", f"--output={tmp_path / 'out'}", "--workers=1",
