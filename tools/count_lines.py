@@ -14,7 +14,8 @@ APART = {
                "parallel/schedules/"),
     "long sequences": ("parallel/context.py", "parallel/tiles.py"),
     "preparing data": ("data/prepare.py", "data/inputs.py", "data/inspect.py", "data/fitting.py",
-                       "data/train_tokenizer.py"),
+                       "data/train_tokenizer.py", "data/chat.py", "data/conversations.py", "data/marks.py",
+                       "data/specials.py"),
     "experts": ("parallel/experts.py", "parallel/rows.py", "models/moe.py", "models/router.py", "models/mla.py",
                 "models/deepseek_v3.py"),
 }

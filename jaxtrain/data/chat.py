@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,6 @@ class Chat:
             raise UserError("--chat_template", f"{tokenizer.name} has no special token {min(lacks)}",
                             "use plain, or train a tokenizer with --special_tokens '<|im_start|>' '<|im_end|>'")
         self._says = bool(_GENERATION.search(self.source))
-        self._ending = re.compile(rf"(?:{self.specials.pattern.pattern})\s*\Z")
-        self._tail = re.compile(rf"(?:{self.specials.pattern.pattern}|\s)*\Z")
         self._template = _compile(self.name, self.source) if self.source else None
 
     def identity(self) -> dict[str, Any]:
@@ -112,8 +111,7 @@ class Chat:
         before = self._text(messages[:turn], tools, add_generation_prompt=True)
         behind = self._text(messages[:turn + 1], tools)
         # White space behind the token that ends the turn is not the assistant's, nor what stands at the very end only.
-        tail = self._tail.search(behind, len(before)).start()  # type: ignore[union-attr]
-        stops = [found.end() for found in self.specials.pattern.finditer(behind, tail)][::-1] or [len(behind)]
+        stops = list(self._ends(behind, len(before), len(behind))) or [len(behind)]
         stop = next((stop for stop in stops if whole.startswith(behind[:stop])), None)
         if not behind.startswith(before) or stop is None:
             raise UserError("--chat_template", f"{self.name} does not only add to the text from turn to turn, so that "
@@ -124,8 +122,17 @@ class Chat:
 
     def _to_end(self, text: str, start: int, stop: int) -> tuple[int, int]:
         """With the token that ends the turn, where it comes behind: left out by a block, or beginning the next turn."""
-        end = None if self._ending.search(text, start, stop) else self.specials.pattern.match(text, stop)
+        end = None if any(self._ends(text, start, stop)) else self.specials.pattern.match(text, stop)
         return start, end.end() if end else stop
+
+    def _ends(self, text: str, start: int, stop: int) -> Iterator[int]:
+        """Where the special tokens end that a stretch ends with, the last one first, white space between them aside."""
+        while start < (stop := start + len(text[start:stop].rstrip())):
+            special = next((one for one in self.specials.ids if text.endswith(one, start, stop)), None)
+            if special is None:
+                return
+            yield stop
+            stop -= len(special)
 
     def _text(self, messages: Messages, tools: Any, add_generation_prompt: bool = False) -> str:
         if not self._template:  # records of plain text need none

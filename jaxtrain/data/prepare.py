@@ -174,7 +174,7 @@ def summary(corpus: Corpus) -> str:
     if manifest["chat"]:
         learnt = sum(shard.get("learnt", shard["tokens"]) for split in SPLITS
                      for shard in manifest["splits"][split]["shards"])
-        lines.append(f"format {manifest['options']['format']}, chat template {manifest['chat']['name']}: "
+        lines.append(f"format {manifest['options']['format']}, chat template {manifest['chat']['name'] or 'none'}: "
                      f"{learnt / (corpus.train.num_tokens + corpus.eval.num_tokens):.1%} of the tokens are learnt")
     left_out = manifest["left_out"]
     lines += [f"left out: {count:,} ({reason})" for reason, count in left_out.items()]
