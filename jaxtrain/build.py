@@ -171,6 +171,8 @@ class Run:
         total, weight = np.sum(jax.device_get(sums), axis=0)
         nats = float(total / weight)
         text = self.corpus.eval
+        if text.masked:  # how many bytes the learnt tokens stand for is not known
+            return {"eval_loss": nats}
         predicted = text.num_tokens - text.num_documents  # the first token of a document follows nothing
         return {"eval_loss": nats, "eval_bits_per_byte": nats * predicted / text.num_bytes / float(np.log(2))}
 

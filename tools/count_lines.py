@@ -8,15 +8,15 @@ Plain: a dense decoder over data, fsdp and tensor, on text as it is. What only o
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "jaxtrain"
+# Of data/, what reads text or one corpus.
+DATA = {"__init__", "batches", "cache", "corpus", "files", "loader", "order", "packing", "source", "stages", "storage",
+        "tokenizer"}
 APART = {
     "on demand": ("standalone.py", "observe/tensorboard.py", "models/ahead.py"),
     "stages": ("parallel/pipeline.py", "parallel/stage.py", "parallel/deferred.py", "parallel/placement.py",
                "parallel/schedules/"),
     "long sequences": ("parallel/context.py", "parallel/tiles.py"),
-    "preparing data": ("data/prepare.py", "data/inputs.py", "data/inspect.py", "data/fitting.py",
-                       "data/train_tokenizer.py", "data/tasks.py", "data/shards.py", "data/duplicates.py",
-                       "data/engines.py", "data/on_ray.py", "data/on_slurm.py", "data/progress.py",
-                       "data/lengths.py"),
+    "preparing data": tuple(f"data/{path.name}" for path in (ROOT / "data").glob("*.py") if path.stem not in DATA),
     "experts": ("parallel/experts.py", "parallel/rows.py", "models/moe.py", "models/router.py", "models/mla.py",
                 "models/deepseek_v3.py"),
 }

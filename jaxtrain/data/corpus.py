@@ -53,6 +53,11 @@ class Tokens:
         """Documents in the split."""
         return sum(len(shard.offsets) - 1 for shard in self.shards)
 
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens are only read."""
+        return any(shard.trained is not None for shard in self.shards)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop` of the split, as int32."""
         parts = [shard.tokens[a:b] for shard, a, b, _ in self._between(start, stop)]
@@ -60,7 +65,7 @@ class Tokens:
 
     def trained(self, start: int, stop: int) -> np.ndarray | None:
         """Whether tokens `start` to `stop` are to be learnt, or only read; None: all are."""
-        if all(shard.trained is None for shard in self.shards):
+        if not self.masked:
             return None
         return np.concatenate([np.ones(b - a, bool) if shard.trained is None else shard.trained[a:b] > 0
                                for shard, a, b, _ in self._between(start, stop)])
@@ -162,15 +167,25 @@ def _tokenizer(folder: Path, manifest: dict[str, Any]) -> Tokenizer:
     """The corpus's own, after it has shown that it still gives the ids that it gave."""
     said = manifest["tokenizer"]
     where = str(folder / said["file"]) if said["file"] else "bytes"
-    tokenizer = load_tokenizer(where, said["eod"], said["bos"])
+    named = () if where == "bytes" else (said["eod"], said["bos"])
+    tokenizer = load_tokenizer(where, *named)
     if tokenizer.fingerprint != said["fingerprint"]:
         raise UserError("data.source", f"{folder} has another tokenizer than it was prepared with",
                         f"restore its {said['file']} or prepare the corpus again")
     for probe in manifest["probes"]:
-        if encode_documents([probe["text"].encode()], tokenizer)[0].tolist() != probe["ids"]:
+        if not _same(tokenizer, probe):
             raise UserError("data.source", f"the tokenizer of {folder} gives other ids than when it was prepared: "
-                            f"{probe['text'][:40]!r}", "install the versions that its manifest names")
+                            f"{probe.get('text', probe.get('marked'))[:40]!r}",
+                            "install the versions that its manifest names")
     return tokenizer
+
+
+def _same(tokenizer: Tokenizer, probe: dict[str, Any]) -> bool:
+    if "marked" not in probe:
+        return encode_documents([probe["text"].encode()], tokenizer)[0].tolist() == probe["ids"]
+    from jaxtrain.data.marks import check_probe  # corpora of conversations only
+
+    return check_probe(tokenizer, probe)
 
 
 def check(path: Path, sha256: str, cache: Path | None = None) -> None:

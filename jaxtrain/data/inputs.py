@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxtrain.data import array_records, token_files
+from jaxtrain.data.conversations import FIELDS, Unusable, example_of, format_of
 from jaxtrain.errors import UserError
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
@@ -45,7 +47,7 @@ class Text:
     """One document."""
 
     name: str  # the piece, and the place within it
-    content: bytes  # UTF-8
+    content: bytes  # UTF-8; of a record that is no text, conversations.Example as bytes
     place: int = 0  # the byte or (compressed) line where it begins, its row in the group, its number, or 0
     record: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)  # what was asked for beside it
 
@@ -113,13 +115,15 @@ def _pieces(name: str, path: Path, task_bytes: int, token_dtype: str) -> Iterato
         yield Piece(name, str(path), "text", 0, size, size)
 
 
-def read(piece: Piece, field: str, eod: int | None = None,
-         beside: Sequence[str] = ()) -> Iterator[Text | Ids | str]:
+def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str] = (),
+         form: str = "text") -> Iterator[Text | Ids | str]:
     """Its documents in order; a string instead of one says why it was left out (a record without text is an error).
 
     `eod` is the id that ends documents in files of tokens; without one these are passed over. `beside` names fields of
-    a record that come along with its text where it has them.
+    a record that come along with its text where it has them. `form` is one of conversations.FORMATS.
     """
+    if form != "text" and piece.kind not in ("jsonl", "parquet"):
+        raise UserError("--format", f"{piece.name} has no records to read as {form}", "prepare it by itself")
     if piece.kind == "text":
         with open(piece.path, "rb") as file:
             content = file.read()
@@ -128,7 +132,7 @@ def read(piece: Piece, field: str, eod: int | None = None,
         else:
             yield Text(piece.name, content)
     elif piece.kind == "jsonl":
-        yield from _json_lines(piece, field, beside)
+        yield from _json_lines(piece, field, beside, form)
     elif piece.kind.startswith("records"):
         yield from _records(piece, field, beside)
     elif piece.kind.startswith("tokens"):
@@ -137,7 +141,7 @@ def read(piece: Piece, field: str, eod: int | None = None,
             for place, ids in tokens.documents(piece.start, piece.stop, eod):
                 yield Ids(piece.name, ids, place)
     else:
-        yield from _rows(piece, field, beside)
+        yield from _rows(piece, field, beside, form)
 
 
 def _is_utf8(content: bytes) -> bool:
@@ -148,7 +152,7 @@ def _is_utf8(content: bytes) -> bool:
     return True
 
 
-def _json_lines(piece: Piece, field: str, beside: Sequence[str]) -> Iterator[Text | str]:
+def _json_lines(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
     packed = piece.name.endswith(PACKED)
     with _opened(piece) as file:
         at, number = piece.start, 0
@@ -159,8 +163,12 @@ def _json_lines(piece: Piece, field: str, beside: Sequence[str]) -> Iterator[Tex
             number += 1
             where = f"{piece.name}, byte {at}" if piece.start else f"{piece.name}, line {number}"
             if line.strip():
-                content, record = _fields(line, field, where, beside)
-                yield Text(where, content, number if packed else at, record)
+                place = number if packed else at
+                if form == "text":
+                    content, record = _fields(line, field, where, beside)
+                    yield Text(where, content, place, record)
+                else:
+                    yield _example(_record(line, where), form, where, place, beside)
             at += len(line)
 
 
@@ -170,6 +178,21 @@ def _opened(piece: Piece) -> BinaryIO:
     if piece.name.endswith(".zst"):
         return io.BufferedReader(_zstandard().open(piece.path, "rb"))
     return open(piece.path, "rb")
+
+
+def _record(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise UserError("--input", f"{where} is no JSON object ({error})", "repair it") from error
+
+
+def _example(record: Any, form: str, where: str, place: int, beside: Sequence[str]) -> Text | str:
+    try:
+        content = example_of(record, form, where)
+        return Text(where, content, place, {key: record[key] for key in beside if key in record})
+    except Unusable as reason:
+        return f"{where}: {reason}"
 
 
 def _fields(line: bytes, field: str, where: str, beside: Sequence[str]) -> tuple[bytes, dict[str, Any]]:
@@ -185,9 +208,30 @@ def _fields(line: bytes, field: str, where: str, beside: Sequence[str]) -> tuple
     return content, {name: record[name] for name in beside if name in record}
 
 
-def _rows(piece: Piece, field: str, beside: Sequence[str]) -> Iterator[Text]:
+def find_format(tasks: Iterable[tuple[Piece, ...]], field: str) -> str:
+    """What the first record looks like."""
+    for piece in (piece for task in tasks for piece in task):
+        if piece.kind == "parquet":
+            return format_of(set(_parquet().ParquetFile(piece.path).schema_arrow.names), field, piece.name)
+        if piece.kind == "jsonl":
+            try:
+                with _opened(piece) as file:
+                    line = next((line for line in file if line.strip()), b"{}")
+            except (OSError, EOFError, zlib.error) as error:
+                raise UserError("--input", f"{piece.path} cannot be read ({error})", "replace the file") from error
+            record = _record(line, f"{piece.name}, its first record,")
+            return format_of(set(record) if isinstance(record, dict) else set(), field, piece.name)
+    return "text"
+
+
+def _rows(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
     file = _parquet().ParquetFile(piece.path)
     names = file.schema_arrow.names
+    if form != "text":
+        columns = [name for name in dict.fromkeys([*FIELDS[form], *beside]) if name in names]
+        for row, record in enumerate(file.read_row_group(piece.start, columns=columns).to_pylist()):
+            yield _example(_without_null(record), form, f"{piece.name}, row {row} of group {piece.start}", row, beside)
+        return
     if field not in names:
         raise UserError("--field", f"{piece.name} has no column {field!r}", f"it has {', '.join(names)}")
     beside = [name for name in beside if name in names and name != field]
@@ -207,6 +251,13 @@ def _records(piece: Piece, field: str, beside: Sequence[str]) -> Iterator[Text |
         elif form != "text":
             content = array_records.content(content, field, where)
         yield Text(where, content, number, record) if _is_utf8(content) else f"{piece.name}: not UTF-8 text"
+
+
+def _without_null(value: Any) -> Any:
+    """Parquet has every field of a struct in every row."""
+    if isinstance(value, dict):
+        return {key: _without_null(one) for key, one in value.items() if one is not None}
+    return [_without_null(one) for one in value] if isinstance(value, list) else value
 
 
 def content_hash(content: bytes | memoryview) -> bytes:

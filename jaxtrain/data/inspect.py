@@ -1,6 +1,7 @@
 """python -m jaxtrain.data.inspect --config=configs/gpt.py [--config.data.KEY=VALUE ...] --step=N: any batch to look at.
 
-What training gets at that step: rows, the documents in them, the text, and which tokens carry no loss.
+What training gets at that step: rows, the documents in them, the text, and which tokens are learnt. A token is learnt
+where it is the target of one that carries loss: a stretch's last target is shown with it.
 """
 
 import argparse
@@ -10,9 +11,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from jaxtrain.config import load_config
+from jaxtrain.config import DataConfig, load_config
 from jaxtrain.data.batches import eval_batches, train_batches
 from jaxtrain.data.cache import load_corpus
+from jaxtrain.data.corpus import Tokens
 from jaxtrain.data.origins import origins
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import Parser, UserError, overrides_of
@@ -35,11 +37,15 @@ def main(argv: list[str] | None = None) -> int:
         if not 0 <= rows[0] < size:
             raise UserError("--row", f"{flags.row} is no row of {size}", "count from 0")
         batch = batches.rows(flags.step, rows)
+        masked = getattr(corpus, flags.split).masked
         colour = sys.stdout.isatty() if flags.colour == "auto" else flags.colour == "always"
+        style = "colour" if colour else "brackets" if masked else "plain"
+        if masked:
+            print(cuts(getattr(corpus, flags.split), config))
         for i, row in enumerate(rows):
             one = {key: column[i] for key, column in batch.items()}
             froms = origins(corpus, flags.split, *batches.origin(flags.step, row))
-            print(show(row, one, corpus.tokenizer, flags.tokens, colour, froms))
+            print(show(row, one, corpus.tokenizer, flags.tokens, style, froms))
         return 0
     except UserError as mistake:
         print(mistake, file=sys.stderr)
@@ -59,7 +65,15 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     return flags, overrides_of(rest, vars(flags))
 
 
-def show(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, tokens: bool, colour: bool,
+def cuts(tokens: Tokens, config: DataConfig) -> str:
+    """How many conversations do not stay whole."""
+    long = sum(int((np.diff(shard.offsets) - 1 > config.seq_len).sum()) for shard in tokens.shards)
+    if config.packing == "best_fit":
+        return f"cut: {long:,} of {tokens.num_documents:,} conversations, longer than data.seq_len={config.seq_len}"
+    return f"cut: conversations where rows end; data.packing=best_fit would cut {long:,} of {tokens.num_documents:,}"
+
+
+def show(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, tokens: bool, style: str,
          froms: Sequence[str] = ()) -> str:
     """One row, a paragraph a document. `froms`: where each segment comes from."""
     segments, weights = row["segments"], row["weights"]
@@ -75,7 +89,8 @@ def show(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, tokens: 
         lines.append(f"  [{start}:{stop}] document {segment}, positions from {begins}"
                      + (f", {silent} without loss" if silent else "")
                      + (f"; {froms[segment - 1]}" if len(froms) >= segment else ""))
-        text = _coloured(row, start, stop, tokenizer) if colour else _text(tokenizer, row["tokens"][start:stop])
+        plain = style == "plain"
+        text = _text(tokenizer, row["tokens"][start:stop]) if plain else _marked(row, start, stop, tokenizer, style)
         lines.append("    " + text.replace("\n", "\n    "))
         if tokens:
             lines.append("    " + " ".join(map(str, row["tokens"][start:stop])))
@@ -86,12 +101,21 @@ def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
     return tokenizer.decode(ids) + " ⏹" * bool(ids[-1] == tokenizer.eod)
 
 
-def _coloured(row: dict[str, np.ndarray], start: int, stop: int, tokenizer: Tokenizer) -> str:
-    """Stretches with loss in the document's colour, others grey."""
-    colour, weights = COLOURS[row["segments"][start] % len(COLOURS)], row["weights"][start:stop]
-    edges = [0, *(np.flatnonzero(np.diff(weights > 0)) + 1), stop - start]
-    return "".join(f"\033[38;5;{colour if weights[a] else GREY}m{_text(tokenizer, row['tokens'][start + a: start + b])}"
-                   for a, b in pairwise(edges)) + "\033[0m"
+def _marked(row: dict[str, np.ndarray], start: int, stop: int, tokenizer: Tokenizer, style: str) -> str:
+    """What is learnt in the document's colour, the rest grey; or what is learnt in brackets."""
+    ids = np.append(row["tokens"][start:stop], row["targets"][stop - 1])
+    learnt = np.append(False, row["weights"][start:stop] > 0)
+    size = stop - start + int(learnt[-1])  # the last target only where it is learnt: else it is another document's
+    edges = [0, *(np.flatnonzero(np.diff(learnt[:size])) + 1).tolist(), size]
+    colour = COLOURS[row["segments"][start] % len(COLOURS)]
+
+    def stretch(a: int, b: int) -> str:
+        text = tokenizer.decode(ids[a:b], specials=True)
+        if style == "brackets":
+            return f"‹{text}›" if learnt[a] else text
+        return f"\033[38;5;{colour if learnt[a] else GREY}m{text}"
+
+    return "".join(stretch(a, b) for a, b in pairwise(edges)) + "\033[0m" * (style == "colour")
 
 
 if __name__ == "__main__":

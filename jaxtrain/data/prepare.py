@@ -10,10 +10,13 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.data import engines, files, inputs, lengths, on_slurm, provenance
+from jaxtrain.data.chat import BUILT_IN, TRAIN_ON, refuse_useless_masks
+from jaxtrain.data.conversations import FORMATS
 from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, open_corpus, read_manifest
 from jaxtrain.data.dry_run import dry_run
 from jaxtrain.data.duplicates import find_duplicates, sign_documents
@@ -24,7 +27,7 @@ from jaxtrain.data.on_ray import Ray
 from jaxtrain.data.progress import Line, Progress
 from jaxtrain.data.shards import dtype_of
 from jaxtrain.data.steps import added, summed
-from jaxtrain.data.tasks import ALIKE, Options, Task, loaded, read_ledger, tokenize_shard, verdicts_path
+from jaxtrain.data.tasks import ALIKE, Options, Task, chat_of, loaded, read_ledger, tokenize_shard, verdicts_path
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.data.vocabulary import Vocabulary
 from jaxtrain.errors import Parser, UserError
@@ -34,7 +37,7 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
             say: Callable[[str], None] = lambda line: None) -> Corpus:
     """Make the corpus, or what of it is missing, and open it; in so many processes, or through an engine."""
     output = Path(output).expanduser()
-    tasks, plan = plan_tasks(sources, options)
+    tasks, plan, options = plan_tasks(sources, options)
     if begin(output, options, plan):
         if options.deduplicate:  # first, for what a task may keep depends on all others
             find_duplicates(tasks, output, options, plan, workers, say)
@@ -54,7 +57,7 @@ def prepare_part(sources: Sequence[str], output: str | Path, options: Options, p
     number, parts = _numbers(part) if part else (0, 1)
     if stage == "duplicates" and not options.deduplicate:
         raise UserError("--stage", "documents are compared with --deduplicate only", "add it, or leave --stage out")
-    tasks, plan = plan_tasks(sources, options)
+    tasks, plan, options = plan_tasks(sources, options)
     if not begin(output, options, plan):
         return
     mine = range(number, len(tasks), parts)
@@ -79,11 +82,19 @@ def _numbers(part: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def plan_tasks(sources: Sequence[str], options: Options) -> tuple[list[Task], str]:
-    """The tasks, and a hash of all that their tokens depend on: what `tokenize_shard` takes."""
+def plan_tasks(sources: Sequence[str], options: Options) -> tuple[list[Task], str, Options]:
+    """The tasks, a hash of all that their tokens depend on, and options with nothing left open: `tokenize_shard`'s."""
     loaded.cache_clear()  # its file may have changed since this process made another corpus
     tasks = inputs.find_tasks(sources, options.task_bytes, options.token_dtype)
-    return tasks, files.digest(_plan(tasks, loaded(options.tokenizer, options.eod, options.bos), options))
+    options = resolved(options, tasks)
+    return tasks, files.digest(_plan(tasks, loaded(options.tokenizer, options.eod, options.bos), options)), options
+
+
+def resolved(options: Options, tasks: Sequence[Task]) -> Options:
+    """With the format that the first record has, if it was left open."""
+    if options.format != "auto":
+        return options
+    return replace(options, format=inputs.find_format(tasks, options.field))
 
 
 def begin(output: str | Path, options: Options, plan: str) -> bool:
@@ -118,13 +129,16 @@ def tokenize(tasks: Sequence[Task], numbers: Sequence[int], output: Path, option
 
 def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
     """All that the tokens depend on."""
+    chat = chat_of(options)
     return {"format": FORMAT, "tokenizer": tokenizer.fingerprint, "options": options.identity(),
+            "chat": chat and chat.identity(),
             "tasks": [[piece.identity() for piece in task] for task in tasks]}
 
 
 def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
             tokenizer: Tokenizer) -> None:
     """Put all ledgers together as the manifest: with it the corpus is there."""
+    chat = chat_of(options)
     ledgers = [read_ledger(output, number, task, plan) for number, task in enumerate(tasks)]
     if None in ledgers:
         raise UserError("--input", f"the input of task {ledgers.index(None)} changed while it was read", "run again")
@@ -138,12 +152,14 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
         shards = [ledger["shards"][split] for ledger in done if ledger["shards"][split]["documents"]]
         splits[split] = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
         splits[split]["shards"] = shards
+    if options.masked:
+        refuse_useless_masks(splits, added(ledger["left_out"] for ledger in done))
     manifest = {
         "format": FORMAT, "plan": plan,
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
                       "file": getattr(tokenizer, "file", ""), "eod": getattr(tokenizer, "eod_token", ""),
                       "bos": getattr(tokenizer, "bos_token", "")},
-        "options": options.identity(),
+        "options": options.identity(), "chat": chat and chat.identity(),
         "inputs": [[piece.identity() | ({"sha256": sha256} if sha256 else {})
                     for piece, sha256 in zip(task, ledger["stored"], strict=True)]
                    for task, ledger in zip(tasks, done, strict=True)],
@@ -187,11 +203,13 @@ def main(argv: list[str] | None = None) -> int:
         flags = parse(argv)
         options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
                           flags.task_bytes, token_dtype=flags.token_dtype, bos="" if flags.bos == "none" else flags.bos,
+                          format=flags.format,
+                          chat_template=flags.chat_template, train_on=flags.train_on,
                           steps=tuple(flags.steps), licence_of=flags.licence_of, describe=tuple(flags.describe),
                           near=Near(flags.near_threshold, flags.near_permutations, flags.near_shingle))
         if flags.dry_run:
-            print(dry_run(inputs.find_tasks(flags.input, options.task_bytes, options.token_dtype), options,
-                          flags.sample))
+            tasks, _, options = plan_tasks(flags.input, options)
+            print(dry_run(tasks, options, flags.sample))
             return 0
         picture = Path(flags.histogram).expanduser() if flags.histogram else None
         if picture:
@@ -225,7 +243,7 @@ def _engine(flags: argparse.Namespace) -> int | Engine:
 
 def _script(flags: argparse.Namespace, options: Options, argv: Sequence[str]) -> str:
     """What to submit, or where it lies."""
-    tasks, _ = plan_tasks(flags.input, options)  # so that mistakes are told here and now
+    tasks, _, _ = plan_tasks(flags.input, options)  # so that mistakes are told here and now
     script = on_slurm.render(argv, min(flags.parts or 16, len(tasks)), flags.workers or 1, flags.deduplicate)
     if not flags.script:
         return script.rstrip()
@@ -248,6 +266,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bos", default="none", help="the token that we put in front of each document, or none")
     parser.add_argument("--field", default=Options.field, help="which field of a JSON record or Parquet row is text")
     parser.add_argument("--token_dtype", default="", help="of files of tokens without a header: uint16, uint32, ...")
+    parser.add_argument("--format", default=Options.format, help=f"of records: auto, {', '.join(FORMATS)}")
+    parser.add_argument("--chat_template", default="", help=f"a jinja file, or {', '.join(BUILT_IN)}; default: the "
+                        "one beside the tokenizer")
+    parser.add_argument("--train_on", default=Options.train_on, help=f"turns that are learnt: {', '.join(TRAIN_ON)}")
     parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction)
     parser.add_argument("--steps", nargs="+", default=[], help=f"{', '.join(STEPS)}, module:function, datatrove:CLASS")
     parser.add_argument("--deduplicate", nargs="?", const="exact", default=False, choices=("exact", "near"),
@@ -294,6 +316,11 @@ def summary(corpus: Corpus) -> str:
         lines.append(f"{split:<6}{tokens.num_documents:>14,} documents {tokens.num_tokens:>18,} tokens "
                      f"{tokens.num_bytes:>18,} bytes")
     manifest = read_manifest(corpus.path)
+    if manifest["chat"]:
+        learnt = sum(shard.get("learnt", shard["tokens"]) for split in SPLITS
+                     for shard in manifest["splits"][split]["shards"])
+        lines.append(f"format {manifest['options']['format']}, chat template {manifest['chat']['name'] or 'none'}: "
+                     f"{learnt / (corpus.train.num_tokens + corpus.eval.num_tokens):.1%} of the tokens are learnt")
     lines += [f"changed: {step['changed']:,} ({step['step']})" for step in manifest.get("steps", ()) if step["changed"]]
     lines += [f"left out: {count:,} ({reason})" for reason, count in manifest["left_out"].items()]
     return "\n".join([*lines, lengths.histogram(corpus)])

@@ -16,12 +16,12 @@ LISTS = ("keywords", "in_language", "data_collection_type", "data_biases", "data
          "personal_sensitive_information", "data_annotation_protocol")
 FIELDS = ("name", "description", "url", "version", "cite_as", "date_published", "creator", "data_collection",
           "data_collection_raw_data", "data_social_impact", "data_release_maintenance_plan", *LISTS)
-_WHOLE = ("parquet", "megatron")  # their pieces are no stretch of bytes
+_STRETCHES = ("text", "jsonl")  # all other pieces are no stretch of bytes
 
 
 def digest(piece: Piece) -> str | None:
     """The sha256 of the stored bytes: of the piece, or with the first piece of the file; None: that one has it."""
-    if piece.kind in _WHOLE:
+    if piece.kind not in _STRETCHES:
         return files.file_digest(Path(piece.path)) if piece.start == 0 else None
     left, sha256 = piece.stop - piece.start, hashlib.sha256()
     with open(piece.path, "rb") as file:
@@ -52,5 +52,6 @@ def described(words: Sequence[str]) -> dict[str, str]:
 
 def code() -> dict[str, Any]:
     """The commit, where there is one, and the versions of what has a say in a corpus."""
-    packages = ("jaxtrain", "numpy", "tokenizers", "datatrove", "py3langid", "rensa")
+    packages = ("jaxtrain", "numpy", "tokenizers", "tiktoken", "sentencepiece", "jinja2", "datatrove", "py3langid",
+                "rensa")
     return {"git_commit": git_commit(), "versions": {name: version_of(name) for name in packages}}

@@ -47,7 +47,7 @@ class SentencePieceTokenizer(Vocabulary):
         found = self._model.encode(decoded, out_type=int, add_bos=False, add_eos=False, num_threads=threads())
         return [uint32(ids) for ids in found]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], specials: bool = False) -> str:
         """Readable text; control tokens are left out."""
         return self._model.decode([id for id in map(int, ids) if 0 <= id < self.vocab_size])
 

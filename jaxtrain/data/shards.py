@@ -41,11 +41,11 @@ class ShardWriter:
 
     def add(self, ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin,
             trained: np.ndarray | None = None) -> None:
-        """One document; the end is put behind it, and is learnt if the last of its ids is."""
+        """One document; the end is put behind it, and the last of `trained` says whether that is learnt."""
         self._tokens.write(ids.astype(self.dtype).tobytes() + self._end)
         if self._trained:
-            assert trained is not None and len(trained) == len(ids)
-            flags = np.append(trained, trained[-1:]).astype(np.uint8)
+            assert trained is not None and len(trained) == len(ids) + 1
+            flags = trained.astype(np.uint8)
             self.learnt += int(flags.sum())
             self._trained.write(flags.tobytes())
         self.lengths.append(len(ids) + 1)

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data import cleaned, files, inputs, provenance, token_files
+from jaxtrain.data.chat import TRAIN_ON, Chat
+from jaxtrain.data.conversations import FORMATS, Example
 from jaxtrain.data.corpus import SPLITS, UNFINISHED, check
 from jaxtrain.data.inputs import Ids, Piece, Text, stamps
 from jaxtrain.data.near import Near
@@ -45,6 +47,9 @@ class Options:
     near: Near = dataclasses.field(default_factory=Near)  # what "near" means
     licence_of: str = ""  # of the whole input (SPDX), or record:FIELD
     describe: tuple[str, ...] = ()  # KEY=VALUE, for the datasheet
+    format: str = "auto"  # of records: conversations.FORMATS; auto: what the first one looks like
+    chat_template: str = ""  # a file, or a name of chat.BUILT_IN; "": what lies beside the tokenizer
+    train_on: str = "assistant"  # turns of conversations: assistant, last (the last of these), or all (everything)
 
     def __post_init__(self):
         if not 0 <= self.eval_fraction < 1:
@@ -58,14 +63,31 @@ class Options:
             object.__setattr__(self, "deduplicate", "exact")
         if self.deduplicate not in (False, "exact", "near"):
             raise UserError("--deduplicate", f"{self.deduplicate!r} is not known", "use exact or near")
+        if self.format not in ("auto", *FORMATS):
+            raise UserError("--format", f"there is no format {self.format!r}", nearest(self.format, FORMATS))
+        if self.train_on not in TRAIN_ON:
+            raise UserError("--train_on", f"{self.train_on!r} is nobody", nearest(self.train_on, TRAIN_ON))
+        if (self.format, self.train_on) == ("preference", "all"):
+            raise UserError("--train_on", "where prompts are learnt, too, nothing tells them from what was preferred",
+                            "use --train_on=assistant")
+        if self.format not in ("auto", "text") and self.steps:
+            raise UserError("--steps", f"they read text, and --format={self.format} has conversations",
+                            "clean them beforehand, or leave the steps out")
+        if self.format not in ("auto", "text") and self.bos:
+            raise UserError("--bos", "the chat template says what begins a conversation", "leave it out")
         provenance.described(self.describe)
 
     def identity(self) -> dict[str, Any]:
-        """What is not told by the tasks and the tokenizer's fingerprint."""
+        """What is not told by the tasks, the tokenizer's fingerprint and the template's identity."""
         told = {key: value for key, value in asdict(self).items() if key not in
-                ("tokenizer", "eod", "bos", "task_bytes", "token_dtype")}
+                ("tokenizer", "eod", "bos", "task_bytes", "token_dtype", "chat_template")}
         near = self.near.identity() if self.deduplicate == "near" else None
         return told | {"steps": [identity(name) for name in self.steps], "near": near, "describe": list(self.describe)}
+
+    @property
+    def masked(self) -> bool:
+        """Whether part of the tokens is read only."""
+        return self.format != "text" and self.train_on != "all"
 
     @property
     def licence_field(self) -> str:
@@ -76,8 +98,8 @@ class Options:
 def tokenize_shard(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
     """Make the shards of both splits, then their ledger. `plan` identifies all that the tokens depend on."""
     output = Path(output)
-    tokenizer = loaded(options.tokenizer, options.eod, options.bos)
-    writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod)
+    tokenizer, chat = loaded(options.tokenizer, options.eod, options.bos), chat_of(options)
+    writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod, options.masked)
                for split in SPLITS}
     before = stamps(task)
     offer, left_out, counts = _to_tokenize(number, task, output, options, plan)
@@ -85,11 +107,23 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
     probes: list[dict[str, Any]] = []
     batch: list[tuple[Text, Origin]] = []
 
-    def add(ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin):
+    def add(ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin, trained: np.ndarray | None = None):
         into = "eval" if int.from_bytes(key[:8]) < options.eval_fraction * 2**64 else "train"
-        writers[into].add(ids, key, num_bytes, origin)
+        writers[into].add(ids, key, num_bytes, origin, trained)
 
     def flush():
+        if chat:
+            found = chat.encode_many([text.content for text, _ in batch])
+            for (text, origin), documents in zip(batch, found, strict=True):
+                if isinstance(documents, str):
+                    _count(left_out, documents)
+                    continue
+                for one in documents:  # the chosen one and the rejected one, if it is a preference
+                    add(one.ids, chat_key(text.content), one.num_bytes, origin, one.trained)
+                if len(probes) < 2 and number < 4:
+                    probes.append(chat.probe(text.content))
+            batch.clear()
+            return
         encoded = encode_documents([text.content for text, _ in batch], tokenizer)
         for (text, origin), ids in zip(batch, encoded, strict=True):
             add(ids, key_of(text), len(text.content), origin)
@@ -142,7 +176,7 @@ def offered(task: Task, options: Options, left_out: dict[str, int],
     beside = sorted({*steps.fields, *filter(None, [options.licence_field])})
     for number, piece in enumerate(task):
         try:
-            for found in inputs.read(piece, options.field, tokenizer.eod, beside):
+            for found in inputs.read(piece, options.field, tokenizer.eod, beside, options.format):
                 found = _checked(found, tokenizer, dtype) if isinstance(found, Ids) else found
                 reason = found.partition(": ")[2] if isinstance(found, str) else ""
                 if not isinstance(found, str) and not len(found.content if isinstance(found, Text) else found.ids):
@@ -188,6 +222,19 @@ def _checked(found: Ids, tokenizer: Tokenizer, dtype: np.dtype) -> Ids:
                         "name the tokenizer that the tokens were made with")
     ids = ids[1:] if len(ids) and ids[0] == tokenizer.bos else ids
     return Ids(found.name, ids.astype(dtype, copy=False), found.place)
+
+
+def chat_key(content: bytes) -> bytes:
+    """Decides about the split: equal for equal prompts, where there are some."""
+    prompt = Example.from_bytes(content).prompt
+    return inputs.content_hash(json.dumps(prompt).encode() if prompt else content)
+
+
+def chat_of(options: Options) -> Chat | None:
+    """What makes ids of conversations, if they are any."""
+    if options.format == "text":
+        return None
+    return Chat(loaded(options.tokenizer, options.eod, options.bos), options.chat_template, options.train_on)
 
 
 @functools.cache

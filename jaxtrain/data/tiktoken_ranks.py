@@ -87,9 +87,10 @@ class TiktokenTokenizer(Vocabulary):
         # Not encode_to_numpy: before 0.11 it made special tokens of text whatever it was told.
         return uint32(self._encoding.encode_ordinary(text.decode(errors="replace")))
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Readable text; special tokens are left out."""
-        return self._encoding.decode([int(id) for id in ids if self._length(int(id)) > 0])
+    def decode(self, ids: Iterable[int], specials: bool = False) -> str:
+        """Readable text; special tokens are left out, or spelt with `specials`."""
+        spelt = set(self._special.values()) if specials else set()
+        return self._encoding.decode([id for id in map(int, ids) if self._length(id) > 0 or id in spelt])
 
     def _length(self, id: int) -> int:
         return int(self._lengths[id]) if 0 <= id < self.vocab_size else 0

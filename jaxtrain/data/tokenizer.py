@@ -6,8 +6,9 @@ What begins and ends a document is added by us, never by a tokenizer: one that a
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     eod: int  # the id that ends a document; never part of encoded text
     bos: int | None  # the id that begins one, if any does; nor is that
+    specials: Mapping[str, int]  # tokens that stand for no text, as chat templates spell them
     fingerprint: str  # two tokenizers with the same fingerprint give the same ids
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -36,8 +38,8 @@ class Tokenizer(Protocol):
         """Of several documents: faster than one by one."""
         ...
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Readable text; ids that stand for no text are dropped."""
+    def decode(self, ids: Iterable[int], specials: bool = False) -> str:
+        """Readable text; ids that stand for no text are dropped, or spelt with `specials`."""
         ...
 
     def count_bytes(self, ids: np.ndarray) -> int:
@@ -50,8 +52,9 @@ class ByteTokenizer:
 
     name = "bytes"
     vocab_size = 257
-    eod = 256
+    eod, eod_token = 256, "<|endoftext|>"
     bos = None
+    specials: Mapping[str, int] = MappingProxyType({eod_token: eod})
     fingerprint = "bytes-1: ids 0..255 are the bytes, 256 ends a document"
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -62,9 +65,11 @@ class ByteTokenizer:
         """One by one."""
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], specials: bool = False) -> str:
         """Text from ids; broken UTF-8 (a sample cut inside a character) becomes U+FFFD."""
         ids = np.fromiter(ids, np.int64)
+        if specials and (ends := np.flatnonzero(ids == self.eod)).size:
+            return self.eod_token.join(self.decode(part[part != self.eod]) for part in np.split(ids, ends))
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode(errors="replace")
 
     def count_bytes(self, ids: np.ndarray) -> int:
@@ -85,22 +90,24 @@ class JsonTokenizer(Vocabulary):
         content = read_file(self.path)
         tokenizers = library("tokenizers", path)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+            self.raw = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # whatever the library's parser says
             raise UserError("data.tokenizer", f"{self.path} is no tokenizer.json ({error})",
                             "name another file or 'bytes'") from error
         # Not the file's bytes: the same tokenizer, written otherwise, gives the same ids.
         canonical = json.dumps(json.loads(content), sort_keys=True).encode()
         self.name, self.content = self.path.name, content
-        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        added = json.loads(content).get("added_tokens", ())
+        self.specials = {token["content"]: token["id"] for token in added if token["special"]}
+        self.vocab_size: int = 1 + max(self.raw.get_vocab(with_added_tokens=True).values())
         self.settle(path, hashlib.sha256(canonical).hexdigest(), eod, bos)
         self._lengths = self._measure(json.loads(content).get("decoder") or {"type": "none"})
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self.raw.no_truncation()
+        self.raw.no_padding()
 
     def id_of(self, token: str) -> int | None:
         """Of any token."""
-        return self._tokenizer.token_to_id(token)
+        return self.raw.token_to_id(token)
 
     def encode_many(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """All at once, on as many threads as the library takes."""
@@ -108,12 +115,12 @@ class JsonTokenizer(Vocabulary):
         return [uint32(one.ids) for one in found]
 
     def _encode(self, texts: list[str]) -> Any:
-        self._tokenizer.encode_special_tokens = True
-        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        self.raw.encode_special_tokens = True
+        return self.raw.encode_batch_fast(texts, add_special_tokens=False)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], specials: bool = False) -> str:
         """Readable text."""
-        return self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=True)
+        return self.raw.decode([int(id) for id in ids], skip_special_tokens=not specials)
 
     def count_bytes(self, ids: np.ndarray) -> int:
         """From a table, for vocabularies of bytes and those made from SentencePiece's; of others the text is made."""
@@ -130,11 +137,11 @@ class JsonTokenizer(Vocabulary):
         # Where a text begins so, `decode` takes away the space that the tokenizer puts there.
         drops = "Strip" in steps or steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
         lengths, self._begins = np.zeros(self.vocab_size, np.int64), np.zeros(self.vocab_size, bool)
-        for token, id in self._tokenizer.get_vocab(with_added_tokens=False).items():
+        for token, id in self.raw.get_vocab(with_added_tokens=False).items():
             is_byte = "ByteFallback" in steps and BYTE.fullmatch(token)
             lengths[id] = len(token) if by_byte else 1 if is_byte else without_metaspace(token)
             self._begins[id] = drops and token.startswith("▁")
-        for id, added in self._tokenizer.get_added_tokens_decoder().items():
+        for id, added in self.raw.get_added_tokens_decoder().items():
             lengths[id] = 0 if added.special else len(added.content.encode())
             self._begins[id] &= not added.special
         return lengths

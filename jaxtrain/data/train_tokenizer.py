@@ -6,10 +6,11 @@ it, `jaxtrain.data.prepare` first of all.
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxtrain.data import files, inputs
+from jaxtrain.data.conversations import Example
 from jaxtrain.data.inputs import Text
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.data.vocabulary import ENDS
@@ -20,36 +21,41 @@ EOD = ENDS[0]
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def train(texts: Iterator[str], vocab_size: int) -> str:
-    """The content of a tokenizer.json with so many ids, of which 256 are bytes and one ends documents."""
+def train(texts: Iterator[str], vocab_size: int, specials: Sequence[str] = ()) -> str:
+    """The content of a tokenizer.json with so many ids, of which 256 are bytes, one ends documents, and the `specials`
+    are what a chat template puts around turns."""
     try:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
         raise UserError("--output", "training a tokenizer needs the package tokenizers",
                         "pip install 'jaxtrain[data]'") from error
-    if vocab_size < 257:
-        raise UserError("--vocab_size", f"{vocab_size} leaves no room for all bytes and {EOD}", "use 257 or more")
+    added = list(dict.fromkeys([EOD, *specials]))
+    if vocab_size < (least := 256 + len(added)):
+        raise UserError("--vocab_size", f"{vocab_size} leaves no room for all bytes and {', '.join(added)}",
+                        f"use {least} or more")
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOD], show_progress=False,
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=added, show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer.to_str(pretty=True)
 
 
 def texts(sources: list[str], field: str, limit: int) -> Iterator[str]:
-    """Documents until so many bytes have passed, taken evenly from all tasks."""
+    """Documents until so many bytes have passed, taken evenly from all tasks; of conversations, what is said."""
     tasks = inputs.find_tasks(sources)
+    form = inputs.find_format(tasks, field)
     share = limit // len(tasks)
     for task in tasks:
         left = share
         for piece in task:
-            for found in inputs.read(piece, field):
+            for found in inputs.read(piece, field, form=form):
                 if isinstance(found, Text) and left > 0:
                     left -= len(found.content)
-                    yield found.content.decode(errors="replace")
+                    yield from [found.content.decode(errors="replace")] if form == "text" \
+                        else Example.from_bytes(found.content).texts()
             if left <= 0:
                 break
 
@@ -61,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         output = Path(flags.output)
         if output.exists():
             raise UserError("--output", f"{output} exists", "name another file, or delete it")
-        content = train(texts(flags.input, flags.field, flags.bytes), flags.vocab_size)
+        content = train(texts(flags.input, flags.field, flags.bytes), flags.vocab_size, flags.special_tokens)
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             with files.written(output) as file:
@@ -82,6 +88,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", nargs="+", required=True, help="as of jaxtrain.data.prepare")
     parser.add_argument("--output", required=True, help="the tokenizer.json to write")
     parser.add_argument("--vocab_size", type=int, default=32_768)
+    parser.add_argument("--special_tokens", nargs="+", default=[], help="such as '<|im_start|>' '<|im_end|>'")
     parser.add_argument("--field", default="text", help="which field of a JSON record or Parquet row is text")
     parser.add_argument("--bytes", type=int, default=2**30, help="of text to learn from, at most")
     return parser.parse_args(argv)

@@ -3,9 +3,10 @@
 import os
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ class Vocabulary:
     eod_token: str
     bos: int | None
     bos_token: str
+    specials: Mapping[str, int] = MappingProxyType({})  # tokens that stand for no text, where it is known
 
     def settle(self, path: str | Path, sha256: str, eod: str, bos: str, ends: Iterable[str] = ENDS) -> None:
         """Find what ends and begins documents; `sha256` stands for all else that the ids depend on."""

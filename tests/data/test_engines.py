@@ -28,8 +28,8 @@ def test_an_engine_of_ones_own_gives_the_same_bytes(tmp_path, deduplicate):
 
 def test_tasks_called_one_by_one_are_not_done_again(tmp_path, monkeypatch):
     source, options = [str(write(tmp_path / "a.jsonl"))], Options(eval_fraction=0.1, task_bytes=3000)
-    tasks, plan = plan_tasks(source, options)
-    assert plan_tasks(source, options) == (tasks, plan) != plan_tasks(source, Options(eval_fraction=0.2))
+    tasks, plan, options = plan_tasks(source, options)
+    assert plan_tasks(source, options) == (tasks, plan, options) != plan_tasks(source, Options(eval_fraction=0.2))
     assert begin(tmp_path / "got", options, plan)
     for number in (5, 1, 1, 0, 3, 6, 2, 4):
         assert tokenize_shard(number, tasks[number], tmp_path / "got", options, plan) == number
@@ -45,7 +45,7 @@ def test_tasks_called_one_by_one_are_not_done_again(tmp_path, monkeypatch):
 def test_a_machine_with_another_tokenizer_is_found(tmp_path):
     """Here the one of --tokenizer, at the same path, which another process sees changed."""
     source, options = [str(write(tmp_path / "a.jsonl"))], Options(task_bytes=3000)
-    tasks, plan = plan_tasks(source, options)
+    tasks, plan, options = plan_tasks(source, options)
     with pytest.MonkeyPatch.context() as there:
         there.setattr("jaxtrain.data.tokenizer.ByteTokenizer.fingerprint", "another")
         begin(tmp_path / "out", options, plan)

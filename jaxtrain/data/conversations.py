@@ -1,0 +1,169 @@
+"""Records to learn answers from: messages, prompt and completion, preferred and rejected; all brought to one form.
+
+An example is a prompt, which is only read, and completions, which may be learnt: one, or the chosen and the rejected
+one. Both are plain text, or messages as chat templates take them.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any, TypeAlias
+
+from jaxtrain.errors import UserError
+
+Messages: TypeAlias = list[dict[str, Any]]
+
+FORMATS = ("text", "messages", "prompt_completion", "preference")
+FIELDS = {"messages": ("messages", "conversations", "tools"), "prompt_completion": ("prompt", "completion", "tools"),
+          "preference": ("prompt", "chosen", "rejected", "tools")}
+ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool", "function")} | {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
+
+
+class Unusable(ValueError):
+    """Why a record is left out."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One record; `prompt` and each of `completions` are of one kind."""
+
+    prompt: str | Messages
+    completions: list[str] | list[Messages]
+    tools: list[Any] | None
+
+    def to_bytes(self) -> bytes:
+        """Equal for equal examples."""
+        return json.dumps([self.prompt, self.completions, self.tools], ensure_ascii=False,
+                          separators=(",", ":")).encode(errors="replace")
+
+    @staticmethod
+    def from_bytes(content: bytes) -> "Example":
+        """What `to_bytes` wrote."""
+        return Example(*json.loads(content))
+
+    def texts(self) -> Iterator[str]:
+        """All that is said."""
+        for part in (self.prompt, *self.completions):
+            if isinstance(part, str):
+                yield part
+            else:
+                yield from (message["content"] for message in part if message.get("content"))
+
+
+def format_of(fields: set[str], field: str, where: str) -> str:
+    """What a record with such fields is."""
+    fits = [name for name, there in (
+        ("text", field in fields), ("messages", bool(fields & {"messages", "conversations"})),
+        ("prompt_completion", {"prompt", "completion"} <= fields),
+        ("preference", {"chosen", "rejected"} <= fields)) if there]
+    if len(fits) > 1:
+        raise UserError("--format", f"{where} may be read as {' or as '.join(fits)}", "name one with --format")
+    return fits[0] if fits else "text"
+
+
+def example_of(record: Any, form: str, where: str) -> bytes:
+    """A record in the one form. Raises Unusable where it has nothing to learn from."""
+    if not isinstance(record, dict):
+        raise UserError("--input", f"{where} is no JSON object", "repair it")
+    tools = record.get("tools") or None
+    if isinstance(tools, str):
+        tools = _parsed(tools)
+    if form == "messages":
+        said = [record[name] for name in ("messages", "conversations") if name in record]
+        if not said:
+            raise _missing("messages", where)
+        return Example([], [_messages(said[0])], tools).to_bytes()
+    names = ("completion",) if form == "prompt_completion" else ("chosen", "rejected")
+    for name in (("prompt",) if form == "prompt_completion" else ()) + names:
+        if name not in record:
+            raise _missing(name, where)
+    parts = [_part(record[name]) for name in names]
+    prompt = record.get("prompt")
+    if form == "preference":
+        if parts[0] == parts[1]:
+            raise Unusable("chosen and rejected are equal")
+        prompt, parts = _common(None if prompt is None else _part(prompt), parts)
+    prompt, *parts = _alike([_part(prompt), *parts])
+    return Example(prompt, parts, tools).to_bytes()
+
+
+def _missing(name: str, where: str) -> UserError:
+    return UserError("--input", f"{where} has no field {name!r}", "repair it, or say with --format what records are")
+
+
+def _part(value: Any) -> str | Messages:
+    return value if isinstance(value, str) else _messages(value)
+
+
+def _alike(parts: list[Any]) -> list[Any]:
+    """Text among messages is what the user said first, or what the assistant answered."""
+    if all(isinstance(part, str) for part in parts):
+        return parts
+    return [[{"role": "assistant" if i else "user", "content": part}] if isinstance(part, str) else part
+            for i, part in enumerate(parts)]
+
+
+def _common(prompt: Any, parts: list[Any]) -> tuple[Any, list[Any]]:
+    """The prompt apart, where both completions repeat it, or where it stands in them only."""
+    whole = all(isinstance(part, list) and part[0]["role"] != "assistant" for part in parts)
+    if prompt is not None and not whole:
+        return prompt, parts
+    if all(isinstance(part, str) for part in parts):
+        shared = commonprefix(parts)  # noqa: RUF071 (by character is what is wanted)
+        size = max(map(shared.rfind, " \n\t")) + 1  # not within a word
+        return parts[0][:size], [part[size:] for part in parts]
+    if not whole:
+        return [], _alike(["", *parts])[1:]
+    size = 0
+    while size < min(map(len, parts)) and parts[0][size] == parts[1][size]:
+        size += 1
+    return parts[0][:size], [part[size:] for part in parts]
+
+
+def _messages(said: Any) -> Messages:
+    if isinstance(said, str):
+        said = _parsed(said)
+    if not isinstance(said, list) or not all(isinstance(one, dict) for one in said):
+        raise Unusable("no list of messages")
+    if not said:
+        raise Unusable("no messages")
+    return [_message(one) for one in said]
+
+
+def _message(said: dict[str, Any]) -> dict[str, Any]:
+    """As OpenAI has it; ShareGPT's `from` and `value` are renamed, and what is null is not there."""
+    role = said.get("role", said.get("from"))
+    if role not in ROLES:
+        raise Unusable(f"role {role!r} is not known")
+    content = said.get("content", said.get("value"))
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise Unusable("content that is no text")
+        content = "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise Unusable("content that is no text")
+    rest = {key: value for key, value in said.items()
+            if key not in ("role", "from", "content", "value") and value is not None}
+    if calls := rest.get("tool_calls"):
+        rest["tool_calls"] = [_call(call) for call in (_parsed(calls) if isinstance(calls, str) else calls)]
+    if content is None and not calls and ROLES[role] != "assistant":
+        raise Unusable("content that is no text")
+    return {"role": ROLES[role], "content": content or "", **rest}
+
+
+def _call(call: Any) -> Any:
+    """Templates write arguments as JSON themselves; OpenAI hands them out as a string of it."""
+    if isinstance(call, dict) and isinstance(function := call.get("function", call), dict) \
+            and isinstance(arguments := function.get("arguments"), str):
+        function = function | {"arguments": _parsed(arguments)}
+        return call | {"function": function} if "function" in call else function
+    return call
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
