@@ -16,6 +16,7 @@ from jaxtrain.config import DataConfig
 from jaxtrain.data.corpus import SPLITS, Corpus, Shard, Tokens, is_corpus, open_corpus
 from jaxtrain.data.files import digest, file_digest, sync, write_json
 from jaxtrain.data.source import Document, find_documents
+from jaxtrain.data.storage import is_url
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 
@@ -25,8 +26,8 @@ FORMAT = 1
 def load_corpus(config: DataConfig) -> Corpus:
     """Open the tokens of `config.source`, made first if need be. Every process of a run may call this at once."""
     root = cache_root(config)
-    if config.source != "stdlib" and is_corpus(config.source):
-        return open_corpus(config.source, root)
+    if config.source != "stdlib" and (is_url(config.source) or is_corpus(config.source)):
+        return open_corpus(config.source, root, config.corrupt, config.cache_bytes)
     tokenizer = load_tokenizer(config.tokenizer)
     documents = find_documents(config.source, config.eval_fraction)
     identity = _identity(config, tokenizer, documents)
@@ -112,7 +113,7 @@ def _open(folder: Path, tokenizer: Tokenizer) -> Corpus:
     if digest(manifest) != recorded:
         raise _corrupt(folder / "manifest.json")
     splits = {split: _open_split(folder, split, manifest[split], np.dtype(manifest["dtype"])) for split in SPLITS}
-    return Corpus(**splits, tokenizer=tokenizer, manifest_hash=recorded, path=folder)
+    return Corpus(splits["train"], splits["eval"], tokenizer=tokenizer, manifest_hash=recorded, path=folder)
 
 
 def _open_split(folder: Path, split: str, entry: dict, dtype: np.dtype) -> Tokens:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxtrain.data import storage
 from jaxtrain.errors import UserError
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
@@ -60,7 +61,8 @@ class Ids:
 
 def find_tasks(inputs: Sequence[str], task_bytes: int = 2**26) -> list[tuple[Piece, ...]]:
     """All pieces in order of input and name; neighbours share a task while they are small."""
-    pieces = [piece for source in inputs for name, path in _files(source) for piece in _pieces(name, path, task_bytes)]
+    pieces = [piece for source in inputs for name, path, size in _files(source)
+              for piece in _pieces(name, path, size, task_bytes)]
     if not pieces:
         raise UserError("--input", f"{', '.join(inputs)} has no files", FIX)
     tasks: list[list[Piece]] = [[]]
@@ -74,43 +76,45 @@ def find_tasks(inputs: Sequence[str], task_bytes: int = 2**26) -> list[tuple[Pie
     return [tuple(task) for task in tasks]
 
 
-def _files(source: str) -> list[tuple[str, Path]]:
+def _files(source: str) -> list[tuple[str, str, int]]:
+    """Name, path or URL, and size of each."""
+    if storage.is_url(source):
+        return [(file.name, file.path, file.size) for file in storage.find(source)]
     root = Path(source).expanduser()
     if not root.exists():
         raise UserError("--input", f"{source} does not exist", FIX)
     if root.is_file():
-        return [(root.name, root)]
+        return [(root.name, str(root), root.stat().st_size)]
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [Path(folder, name) for name in files if not name.startswith(".")]
-    return sorted((path.relative_to(root).as_posix(), path) for path in found if path.is_file())
+    return sorted((path.relative_to(root).as_posix(), str(path), path.stat().st_size)
+                  for path in found if path.is_file())
 
 
-def _pieces(name: str, path: Path, task_bytes: int) -> Iterator[Piece]:
-    size = path.stat().st_size
+def _pieces(name: str, path: str, size: int, task_bytes: int) -> Iterator[Piece]:
     if name.endswith(".parquet"):
-        groups = _parquet().ParquetFile(path).metadata
+        groups = _parquet_file(path).metadata
         for i in range(groups.num_row_groups):
-            yield Piece(name, str(path), "parquet", i, i + 1, groups.row_group(i).total_byte_size)
+            yield Piece(name, path, "parquet", i, i + 1, groups.row_group(i).total_byte_size)
     elif name.endswith(".idx"):
         yield from _documents(name, path, task_bytes)
-    elif path.suffix == ".bin" and path.with_suffix(".idx").exists():
+    elif name.endswith(".bin") and storage.exists(path[:-4] + ".idx"):
         return  # read by way of its index
     elif name.endswith(JSONL):
         # What is compressed cannot be entered in the middle.
         step = max(size, 1) if name.endswith(PACKED) else task_bytes
         for start in range(0, size, step):
-            yield Piece(name, str(path), "jsonl", start, min(start + step, size), min(step, size - start))
+            yield Piece(name, path, "jsonl", start, min(start + step, size), min(step, size - start))
     elif size:
-        yield Piece(name, str(path), "text", 0, size, size)
+        yield Piece(name, path, "text", 0, size, size)
 
 
 def read(piece: Piece, field: str) -> Iterator[Text | Ids | str]:
     """Its documents in order; a string instead of one says why it was left out (a record without text is an error)."""
     if piece.kind == "text":
-        with open(piece.path, "rb") as file:
-            content = file.read()
+        content = storage.read(piece.path)
         if b"\0" in content[:8192] or not _is_utf8(content):
             yield f"{piece.name}: not UTF-8 text"
         else:
@@ -118,7 +122,7 @@ def read(piece: Piece, field: str) -> Iterator[Text | Ids | str]:
     elif piece.kind == "jsonl":
         yield from _json_lines(piece, field)
     elif piece.kind == "megatron":
-        index = _index(Path(piece.path), Path(piece.path).stat().st_mtime_ns)
+        index = _index(piece.path, storage.stamp(piece.path))
         for document in range(piece.start, piece.stop):
             yield Ids(f"{piece.name}, document {document}", index.document(document), document)
     else:
@@ -150,10 +154,10 @@ def _json_lines(piece: Piece, field: str) -> Iterator[Text | str]:
 
 def _opened(piece: Piece) -> BinaryIO:
     if piece.name.endswith(".gz"):
-        return io.BufferedReader(gzip.open(piece.path, "rb"))  # type: ignore[arg-type]
+        return io.BufferedReader(gzip.open(storage.open(piece.path), "rb"))  # type: ignore[arg-type]
     if piece.name.endswith(".zst"):
-        return io.BufferedReader(_zstandard().open(piece.path, "rb"))
-    return open(piece.path, "rb")
+        return io.BufferedReader(_zstandard().open(storage.open(piece.path), "rb"))
+    return storage.open(piece.path)
 
 
 def _field(line: bytes, field: str, where: str) -> bytes:
@@ -168,7 +172,7 @@ def _field(line: bytes, field: str, where: str) -> bytes:
 
 
 def _rows(piece: Piece, field: str) -> Iterator[Text]:
-    file = _parquet().ParquetFile(piece.path)
+    file = _parquet_file(piece.path)
     if field not in file.schema_arrow.names:
         raise UserError("--field", f"{piece.name} has no column {field!r}",
                         f"it has {', '.join(file.schema_arrow.names)}")
@@ -184,21 +188,22 @@ _MEGATRON_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int
 class _Index:
     """Megatron's .idx: sizes and places of sequences in the .bin beside it, and which of them make a document."""
 
-    def __init__(self, path: Path):
+    def __init__(self, name: str):
+        path = storage.fetched(name)
         with open(path, "rb") as file:
             head = file.read(34)
         known = len(head) == 34 and head.startswith(b"MMIDIDX\0\0") and head[17] in _MEGATRON_DTYPES
         if not known:
-            raise UserError("--input", f"{path} is no index of Megatron's with integer tokens", "remove it")
+            raise UserError("--input", f"{name} is no index of Megatron's with integer tokens", "remove it")
         _, code, sequences, documents = struct.unpack_from("<QBQQ", head, 9)
         raw = np.memmap(path, np.uint8, mode="r", offset=34)
         sizes, places, ends = 4 * sequences, 12 * sequences, 12 * sequences + 8 * documents
         if len(raw) < ends:
-            raise UserError("--input", f"{path} is shorter than its head says", "replace it")
+            raise UserError("--input", f"{name} is shorter than its head says", "replace it")
         self.sizes, self.places = raw[:sizes].view("<i4"), raw[sizes:places].view("<i8")
         self.first = raw[places:ends].view("<i8")  # of each document; the last entry is the end
         self.dtype = np.dtype(_MEGATRON_DTYPES[code]).newbyteorder("<")
-        self.tokens = np.memmap(path.with_suffix(".bin"), np.uint8, mode="r")
+        self.tokens = np.memmap(storage.fetched(name[:-4] + ".bin"), np.uint8, mode="r")
 
     def document(self, number: int) -> np.ndarray:
         """Its ids."""
@@ -209,20 +214,20 @@ class _Index:
 
 
 @functools.lru_cache(maxsize=4)
-def _index(path: Path, mtime_ns: int) -> _Index:
+def _index(path: str, stamp: int | str) -> _Index:
     """Once for each version of a file."""
     return _Index(path)
 
 
-def _documents(name: str, path: Path, task_bytes: int) -> Iterator[Piece]:
-    index = _index(path, path.stat().st_mtime_ns)
+def _documents(name: str, path: str, task_bytes: int) -> Iterator[Piece]:
+    index = _index(path, storage.stamp(path))
     ends = np.cumsum(index.sizes.astype(np.int64) * index.dtype.itemsize)
     before = np.concatenate([[0], ends])[index.first]  # bytes before each document, and in all
     start = 0
     while start < len(index.first) - 1:
         stop = int(np.searchsorted(before, before[start] + task_bytes, "right")) - 1
         stop = min(max(stop, start + 1), len(index.first) - 1)
-        yield Piece(name, str(path), "megatron", start, stop, int(before[stop] - before[start]))
+        yield Piece(name, path, "megatron", start, stop, int(before[stop] - before[start]))
         start = stop
 
 
@@ -231,8 +236,9 @@ def content_hash(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _parquet() -> Any:
-    return _extra("pyarrow.parquet", "Parquet files")
+def _parquet_file(path: str) -> Any:
+    # A plain path is faster than a file.
+    return _extra("pyarrow.parquet", "Parquet files").ParquetFile(storage.open(path) if storage.is_url(path) else path)
 
 
 def _zstandard() -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
+from jaxtrain.data.ahead import Ahead
 from jaxtrain.errors import UserError
 
 
@@ -26,9 +27,11 @@ class Batches:
 
     With `repeat` the epochs follow each other without end, and a batch may take its last rows from the next epoch: no
     row is lost. Without, there are `num_batches`, and the last one is filled up with rows of zeros (so, of weight 0).
+    With `threads` so many rows are read at once, those of the next steps too: for where reading is waiting.
     """
 
-    def __init__(self, rows: Rows, *, global_batch_size: int, seed: int, shuffle: bool = True, repeat: bool = True):
+    def __init__(self, rows: Rows, *, global_batch_size: int, seed: int, shuffle: bool = True, repeat: bool = True,
+                 threads: int = 0):
         import grain  # a second's import, that only a run which reads data pays
 
         if seed < 0:
@@ -37,6 +40,7 @@ class Batches:
         order = order.shuffle() if shuffle else order
         self._order = order.repeat() if repeat else order  # shuffle before repeat: each epoch is a permutation
         self._pad = None if repeat else {name: np.zeros_like(column) for name, column in rows[0].items()}
+        self._ahead = Ahead(self._row, threads) if threads else None
         self.global_batch_size = global_batch_size
         self.num_batches = None if repeat else -(-len(rows) // global_batch_size)  # None: no end
 
@@ -47,7 +51,8 @@ class Batches:
         """Only these rows of the global batch at `step`: what one process reads of it."""
         if step < 0 or (self.num_batches is not None and step >= self.num_batches):
             raise IndexError(f"batch {step} of {self.num_batches}")
-        chosen = [self._row(step, int(index)) for index in indices]
+        indices = [int(index) for index in indices]
+        chosen = self._ahead.rows(step, indices) if self._ahead else [self._row(step, index) for index in indices]
         return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
 
     def _row(self, step: int, index: int) -> dict[str, np.ndarray]:

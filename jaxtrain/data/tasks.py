@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import files, inputs
+from jaxtrain.data import files, inputs, storage
 from jaxtrain.data.corpus import SPLITS, UNFINISHED, check
 from jaxtrain.data.inputs import Ids, Piece, Text
 from jaxtrain.data.shards import Origin, ShardWriter, dtype_of
@@ -143,8 +143,8 @@ def _ledger_path(output: Path, number: int) -> Path:
     return output / UNFINISHED / f"{number:05}.json"
 
 
-def _stamp(piece: Piece) -> int:
-    return Path(piece.path).stat().st_mtime_ns
+def _stamp(piece: Piece) -> int | str:
+    return storage.stamp(piece.path)
 
 
 def read_ledger(output: Path, number: int, task: Task, plan: str) -> dict[str, Any] | None:
