@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count, islice
 
 import numpy as np
 
@@ -20,20 +21,19 @@ class Ahead:
 
     def rows(self, step: int, indices: Sequence[int]) -> list[Row]:
         """In the order of `indices`."""
-        soon = -(-self._threads // max(1, len(indices)))  # steps that keep all threads busy
+        now = [(step, index) for index in indices]
+        soon = list(islice(((later, index) for later in count(step + 1) for index in indices), self._threads))
         with self._lock:
-            wanted = {(s, i): self._begun.pop((s, i), None) or self._pool.submit(self._read, s, i)
-                      for s in range(step, step + soon + 1) for i in indices}
-            for other in self._begun.values():  # of a place that was left
+            begun = {place: self._begun.pop(place, None) or self._pool.submit(self._read, *place)
+                     for place in (*now, *soon)}
+            for other in self._begun.values():  # of a step that nobody came to
                 other.cancel()
-            now = [wanted.pop(place) if (place := (step, i)) in wanted else self._pool.submit(self._read, step, i)
-                   for i in indices]
-            self._begun = wanted
+            self._begun = {place: begun[place] for place in soon}
         try:
-            return [future.result() for future in now]
+            return [begun[place].result() for place in now]
         except BaseException:
             with self._lock:
                 self._begun = {}
-            for future in (*now, *wanted.values()):
+            for future in begun.values():
                 future.cancel()
             raise

@@ -8,6 +8,7 @@ import os
 import threading
 import uuid
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -48,7 +49,8 @@ class ChunkCache:
         except FileNotFoundError:
             pass  # somebody needed the room
         except OSError as error:
-            Path(partial).unlink(missing_ok=True)
+            with suppress(OSError):
+                os.unlink(partial)
             if not self._silent:
                 self._silent = True
                 warnings.warn(f"data.cache_dir: {self._folder} cannot be written ({error.strerror}), so what is read "

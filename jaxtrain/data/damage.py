@@ -8,6 +8,7 @@ import base64
 import threading
 import warnings
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,17 @@ class Damage:
         """Where a chunk begins and ends, in bytes of the column."""
         return number * CHUNK, min((number + 1) * CHUNK, self.length * self.dtype.itemsize)
 
-    def intact(self, number: int, content: bytes) -> bool:
+    def intact(self, number: int, content: bytes | np.ndarray) -> bool:
         """Whether it is what was written."""
         return zlib.crc32(content) == self.sums[number]
 
-    def add(self, number: int) -> None:
-        """One more; the first is told."""
+    def add(self, numbers: Iterable[int]) -> None:
+        """Some more; the first are told."""
         first = not self.bad
-        self.bad.add(number)
-        if first:
-            warnings.warn(f"data.corrupt: {self.name} is corrupt; rows that need what is lost carry no loss",
-                          stacklevel=2)
+        self.bad |= set(numbers)
+        if first and self.bad:
+            warnings.warn(f"data.corrupt: {self.name} is corrupt, {self.lost:,} of its {self.length:,} tokens as far "
+                          "as is known; rows that need them carry no loss", stacklevel=2)
 
     @property
     def lost(self) -> int:
@@ -60,10 +61,8 @@ class DamagedColumn:
     def __init__(self, path: Path, dtype: np.dtype, length: int, crc32: str):
         self.damage = Damage(str(path), dtype, length, crc32)
         self._bytes = np.memmap(path, np.uint8, mode="r") if path.exists() and path.stat().st_size else b""
-        for number in self.damage.chunks(0, length):
-            start, stop = self.damage.edges(number)
-            if not self.damage.intact(number, self._bytes[start:stop]):  # type: ignore[arg-type]
-                self.damage.add(number)
+        pieces = {number: self._bytes[slice(*self.damage.edges(number))] for number in self.damage.chunks(0, length)}
+        self.damage.add(number for number, piece in pieces.items() if not self.damage.intact(number, piece))
 
     def __len__(self) -> int:
         return self.damage.length

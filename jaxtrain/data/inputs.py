@@ -189,14 +189,13 @@ class _Index:
     """Megatron's .idx: sizes and places of sequences in the .bin beside it, and which of them make a document."""
 
     def __init__(self, name: str):
-        path = storage.fetched(name)
-        with open(path, "rb") as file:
-            head = file.read(34)
+        file = storage.fetched(name)
+        head = file.read(34)
         known = len(head) == 34 and head.startswith(b"MMIDIDX\0\0") and head[17] in _MEGATRON_DTYPES
         if not known:
             raise UserError("--input", f"{name} is no index of Megatron's with integer tokens", "remove it")
         _, code, sequences, documents = struct.unpack_from("<QBQQ", head, 9)
-        raw = np.memmap(path, np.uint8, mode="r", offset=34)
+        raw = np.memmap(file, np.uint8, mode="r", offset=34)
         sizes, places, ends = 4 * sequences, 12 * sequences, 12 * sequences + 8 * documents
         if len(raw) < ends:
             raise UserError("--input", f"{name} is shorter than its head says", "replace it")

@@ -78,7 +78,7 @@ class RemoteColumn:
             if self.damage.intact(number, content):
                 return content
         if self._spare:
-            self.damage.add(number)
+            self.damage.add([number])
             raise Lost(self._url)
         raise UserError("data.source", f"{self._url} is corrupt: bytes {first} to {last} are not what its manifest "
                         f"says, fetched {AGAIN} times", FIX)
@@ -116,9 +116,7 @@ class Store:
         if there != size and not self._spare:
             what = "is not there" if there < 0 else f"has {there} bytes instead of {size}"
             raise UserError("data.source", f"{storage.join(self._url, name)} {what}", FIX)
-        for number in column.damage.chunks(0, len(column)):
-            if column.damage.edges(number)[1] > there:
-                column.damage.add(number)
+        column.damage.add(n for n in column.damage.chunks(0, len(column)) if column.damage.edges(n)[1] > there)
         return column
 
     def _fetch(self, name: str, sha256: str | None) -> None:

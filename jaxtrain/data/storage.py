@@ -4,7 +4,6 @@ What may pass (timeouts, lost connections, a server that is busy, a body cut sho
 longer pause; what will not (no such object, no permission) is said at once. Paths never touch fsspec.
 """
 
-import atexit
 import builtins
 import datetime
 import errno
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar, cast
 
 from jaxtrain.errors import UserError
 
@@ -28,6 +27,8 @@ BLOCK = 2**23  # bytes of a URL that are read at a time by whoever reads on and 
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError,
             ValueError, TypeError)
 _LASTING_NUMBERS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, getattr(errno, "EREMCHG", None)}
+_LASTING_NAMES = {"NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "SSOError", "ProfileNotFound",
+                  "ParamValidationError", "DefaultCredentialsError"}  # of botocore and google.auth
 _STAMPS = "ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "updated", "mtime", "created"
 _random = random.Random()  # not the module's own, whose state may be somebody's
 T = TypeVar("T")
@@ -117,18 +118,16 @@ def open(path: str | Path) -> BinaryIO:
     return io.BufferedReader(_Object(path), BLOCK)
 
 
-def fetched(path: str | Path) -> Path:
-    """Where a file lies on this machine; that of a URL goes with the process."""
-    return Path(path) if not is_url(path) else _fetched(str(path), stamp(path))
-
-
-@functools.lru_cache(maxsize=8)
-def _fetched(url: str, stamp: int | str) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="jaxtrain-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    with open(url) as source, builtins.open(folder / "file", "wb") as file:
+def fetched(path: str | Path) -> BinaryIO:
+    """A file of this machine, for whoever wants to map it; what a URL holds, in one without a name."""
+    if not is_url(path):
+        return builtins.open(path, "rb")
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (for the caller)
+    with open(path) as source:
         shutil.copyfileobj(source, file, BLOCK)
-    return folder / "file"
+    file.flush()
+    file.seek(0)
+    return cast(BinaryIO, file)
 
 
 def put(local: Path, url: str) -> None:
@@ -210,12 +209,9 @@ def _tried(url: str | Path, do: Callable[[], T], what: str = "read") -> T:
 
 def _lasts(error: Exception) -> bool:
     """Whether it would be the same again. What is not known may pass."""
-    names = {cls.__name__ for cls in type(error).__mro__}
-    if "BotoCoreError" in names:  # what never reached the store, or was lost on the way
-        return not names & {"HTTPClientError", "IncompleteReadError", "ResponseParserError"}
-    if isinstance(error, OSError) and error.errno is None and str(error).startswith("Forbidden"):
-        return True  # as gcsfs says it
-    return isinstance(error, _LASTING) or (isinstance(error, OSError) and error.errno in _LASTING_NUMBERS)
+    if isinstance(error, OSError) and (error.errno in _LASTING_NUMBERS or str(error).startswith("Forbidden")):
+        return True  # the word is how gcsfs says it
+    return isinstance(error, _LASTING) or any(cls.__name__ in _LASTING_NAMES for cls in type(error).__mro__)
 
 
 def _refuse(url: str | Path, error: Exception, what: str) -> NoReturn:

@@ -48,6 +48,7 @@ class Options:
 def tokenize_shard(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
     """Make the shards of both splits, then their ledger. `plan` identifies all that the tokens depend on."""
     output = Path(output)
+    stamped = [[piece.identity(), _stamp(piece)] for piece in task]  # first: what changes while it is read is noticed
     tokenizer = _loaded(options.tokenizer, options.eod)
     writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod)
                for split in SPLITS}
@@ -84,7 +85,7 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
     flush()
     shards = {split: {"task": number} | writer.close() for split, writer in writers.items()}
     files.write_json(_ledger_path(output, number), {
-        "plan": plan, "task": [[piece.identity(), _stamp(piece)] for piece in task], "shards": shards,
+        "plan": plan, "task": stamped, "shards": shards,
         "keep": _keep_digest(output, number), "left_out": left_out, "probes": probes})
     return number
 
