@@ -173,9 +173,13 @@ def _filesystem(url: str | Path) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _connected(protocol: str) -> Any:
-    import fsspec
+    import fsspec.config
 
-    fs = fsspec.filesystem(protocol, use_listings_cache=False)  # a listing from before would hide what changed
+    options: dict[str, Any] = {"use_listings_cache": False}  # a listing from before would hide what changed
+    if protocol in ("s3", "s3a"):  # ten connections are the default, which threads would wait for
+        said = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
+        options["config_kwargs"] = {"max_pool_connections": 64, **said}
+    fs = fsspec.filesystem(protocol, **options)
     if hasattr(fs, "retries"):
         fs.retries = 1  # s3fs would try again within each of our tries
     return fs

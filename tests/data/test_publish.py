@@ -95,6 +95,23 @@ def test_what_is_there_but_wrong_is_sent_again(network, bucket, corpus):
     assert everything(f"{bucket}/c", corpus)
 
 
+def test_what_does_not_arrive_as_it_was_sent_is_sent_again(bucket, corpus, tmp_path, monkeypatch):
+    plain, sent = storage.put, []
+
+    def put(local, url):
+        sent.append(url)
+        (tmp_path / "wrong").write_bytes(local.read_bytes()[:-1] + b"x")
+        plain(tmp_path / "wrong" if local.name == "train-00001.bin" and sent.count(url) < 3 else local, url)
+
+    monkeypatch.setattr(storage, "put", put)
+    publish(corpus, f"{bucket}/c")
+    assert len(sent) == 16 + 2 and everything(f"{bucket}/c", corpus)
+    monkeypatch.setattr(storage, "put", lambda local, url: plain(corpus / "manifest.json", url))
+    with pytest.raises(UserError, match=r"is not what was sent, 3 times"):
+        publish(corpus, f"{bucket}/d")
+    assert not storage.exists(f"{bucket}/d/manifest.json")
+
+
 @pytest.mark.parametrize(("harm", "words"), [
     (lambda folder: flip(folder / "train-00000.bin", 5), "train-00000.bin is corrupt: its sha256 is not"),
     (lambda folder: (folder / "train-00000.bin").unlink(), "train-00000.bin cannot be read"),

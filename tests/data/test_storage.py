@@ -5,6 +5,8 @@ import json
 import struct
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +71,13 @@ def test_what_lasts_is_said_at_once(network, url, bucket, name, fault, words):
     assert str(caught.value).startswith(f"{bucket}/{name}: {words}") and str(caught.value).count(";") == 1
     assert isinstance(caught.value, storage.Gone) == (not fault)
     assert len(network.requests) == 1
+
+
+def test_threads_do_not_wait_for_each_other(network, url):
+    together = threading.Barrier(16, timeout=30)
+    network.fault = lambda *_: together.wait() and ""  # an answer, once all are here
+    with ThreadPoolExecutor(16) as pool:
+        assert set(pool.map(lambda _: storage.read(url, 0, 10), range(16))) == {CONTENT[:10]}
 
 
 def test_a_bucket_that_is_not_there_is_named(network):
