@@ -74,10 +74,12 @@ def test_what_lasts_is_said_at_once(network, url, bucket, name, fault, words):
 
 
 def test_threads_do_not_wait_for_each_other(network, url):
+    network.calm()
     together = threading.Barrier(16, timeout=30)
     network.fault = lambda *_: together.wait() and ""  # an answer, once all are here
     with ThreadPoolExecutor(16) as pool:
         assert set(pool.map(lambda _: storage.read(url, 0, 10), range(16))) == {CONTENT[:10]}
+    assert len(network.requests) == 16  # none was given up for a second try
 
 
 def test_a_bucket_that_is_not_there_is_named(network):
