@@ -215,10 +215,13 @@ def _shard(folder: Path, shard: dict[str, Any], column: Callable[..., Any], dtyp
 def _column(folder: Path, cache: Path | None, spare: bool, shard: dict[str, Any], name: str, dtype: np.dtype) -> Any:
     try:
         check(folder / name, shard["sha256"][name], cache)
-    except UserError:
+    except UserError as refused:
         if not spare:
             raise
-        return DamagedColumn(folder / name, dtype, shard["tokens"], shard["crc32"][name])
+        try:
+            return DamagedColumn(folder / name, dtype, shard["tokens"], shard["crc32"][name])
+        except OSError:
+            raise refused from None  # it is there, but not for us
     if not shard["tokens"]:  # what is empty cannot be mapped
         return np.zeros(0, dtype)
     return np.asarray(np.memmap(folder / name, dtype, mode="r"))

@@ -93,5 +93,9 @@ class SparedRows:
             return self._rows[i]
         except Lost:
             with self._lock:
+                fresh = i not in self.lost
                 self.lost.add(int(i))
+                count = len(self.lost)
+            if fresh and count & (count - 1) == 0:  # 1, 2, 4, 8, ...
+                warnings.warn(f"data.corrupt: {count} of {len(self)} rows carry no loss, so far", stacklevel=2)
             return self._empty

@@ -91,7 +91,10 @@ def test_rows_that_touch_what_is_lost_carry_no_loss_and_others_stay(place, whole
                 assert all(np.array_equal(row[key], want[i][key]) for key in row)
     assert found.lost == lost == touching(want, first + TOKENS, last + TOKENS) and 0 < len(lost) < len(want)
     assert there.train.lost == last - first and there.eval.lost == 0
-    named = [str(warning.message) for warning in warned if "is corrupt" in str(warning.message)]
+    said = [str(warning.message) for warning in warned]
+    counts = [line for line in said if line.endswith(f" of {len(want)} rows carry no loss, so far")]
+    assert [int(line.split()[1]) for line in counts] == [2**i for i in range(len(lost).bit_length())]
+    named = [line for line in said if "is corrupt" in line]
     assert len(named) == 1 and f"{source}/train-00001." in named[0] and f"of its {TOKENS:,} tokens" in named[0]
 
 
@@ -130,6 +133,20 @@ def test_by_default_a_corrupt_file_is_refused_and_named(place, whole, tmp_path, 
             batches[step]
     assert f"{source}/train-00001." in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).startswith("data.source: ")
+
+
+def test_what_is_there_but_not_for_us_is_not_taken_for_corrupt(whole, tmp_path, monkeypatch):
+    plain = open
+
+    def closed(path, *args, **keys):
+        if str(path).endswith("train-00001.bin"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path, *args, **keys)
+
+    monkeypatch.setattr("builtins.open", closed)
+    for corrupt in ("fail", "skip_and_count"):
+        with pytest.raises(UserError, match=r"train-00001\.bin cannot be read \(Permission denied\)"):
+            load_corpus(config(whole, tmp_path, corrupt=corrupt))
 
 
 def test_a_chunk_that_arrives_corrupt_once_is_fetched_again(network, bucket, whole, tmp_path):
