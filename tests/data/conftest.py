@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-FAULTS = "error", "busy", "reset", "truncated", "short", "silent"
+FAULTS = "error", "busy", "reset", "truncated", "short"  # and "silent", which waits
 
 
 class Proxy(BaseHTTPRequestHandler):
@@ -100,11 +100,12 @@ class Network(ThreadingHTTPServer):
         self.faults: list[str] = []
         self.fault = lambda number, method, path: ""
 
-    def shake(self, seed: int, faults=FAULTS, share: float = 0.3, methods=("GET",)):
-        """A share of the requests fails, as the seed says."""
+    def shake(self, seed: int, faults=FAULTS, share: float = 0.3, methods=("GET",), silent=()):
+        """A share of the requests fails, as the seed says; some get no answer, which takes longer."""
         rng = random.Random(seed)
         drawn = [rng.choice(faults) if rng.random() < share else "" for _ in range(10_000)]
-        self.fault = lambda number, method, path: drawn[number] if method in methods else ""
+        self.fault = lambda number, method, path: (
+            "silent" if number in silent else drawn[number] if method in methods else "")
 
     def handle_error(self, *_):
         pass  # a client that went away
@@ -150,18 +151,27 @@ def _network(_server):
 @pytest.fixture
 def network(_network, monkeypatch):
     """Between this process, and those that it starts, and the server; calm until a test shakes it."""
-    import fsspec.config
-
     from jaxtrain.data import storage
 
     for key, value in environment(_network.address).items():
         monkeypatch.setenv(key, value)
-    # As a user would set it: nobody waits for a minute here.
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 0.5, "connect_timeout": 5}})
     monkeypatch.setattr(storage, "PAUSE", (0.001, 0.01))
     _network.calm()
     yield _network
     _network.calm()
+
+
+@pytest.fixture
+def impatient(network, monkeypatch):
+    """This process does not wait long for an answer, as a user would set it."""
+    import fsspec.config
+
+    from jaxtrain.data import storage
+
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 0.5}})
+    storage._connected.cache_clear()
+    yield
+    storage._connected.cache_clear()
 
 
 @pytest.fixture
