@@ -179,6 +179,8 @@ class DataConfig:
     seed: int = 0
     eval_fraction: float = 0.05  # of the files; a single file is split by position
     cache_dir: str = ""  # "": $JAXTRAIN_CACHE or ~/.cache/jaxtrain
+    cache_bytes: int = 2**36  # of a corpus in object storage that the local disk keeps, at most
+    corrupt: str = "fail"  # or "skip_and_count": rows that need what is corrupt carry no loss
     prefetch: int = 2  # batches prepared ahead, on a background thread
 
     def __post_init__(self):
@@ -189,6 +191,9 @@ class DataConfig:
             raise UserError("data.eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.05")
         if self.mixture and self.source != DataConfig.source:
             raise UserError("data.source", f"data.mixture names other sources than {self.source!r}", "leave it out")
+        if self.cache_bytes < 2**20:
+            raise UserError("data.cache_bytes", f"{self.cache_bytes} holds no chunk of tokens", f"use {2**20} or more")
+        _one_of("data.corrupt", self.corrupt, ("fail", "skip_and_count"))
         _one_of("data.packing", self.packing, ("concat", "best_fit"))
         _one_of("data.tokenizer", self.tokenizer, ("bytes",))
 

@@ -8,6 +8,7 @@ from jaxtrain.data import stages
 from jaxtrain.data.cache import cache_root
 from jaxtrain.data.corpus import Corpus
 from jaxtrain.data.curriculum import Curriculum
+from jaxtrain.data.damage import SparedRows
 from jaxtrain.data.fitting import cached_plan
 from jaxtrain.data.loader import Batches
 from jaxtrain.data.packing import FittedRows, PackedRows
@@ -16,20 +17,30 @@ from jaxtrain.data.packing import FittedRows, PackedRows
 def train_batches(config: DataConfig, corpus: Corpus) -> Batches | Curriculum:
     """By step: shuffled, reshuffled each epoch, without end unless the sources have one."""
     if not config.mixture and not config.stages:
-        return Batches(rows(config, corpus, "train"), global_batch_size=config.global_batch_size, seed=config.seed)
+        return Batches(rows(config, corpus, "train"), global_batch_size=config.global_batch_size, seed=config.seed,
+                       threads=corpus.threads)
     make = functools.cache(lambda name, seq_len: rows(config, corpus.part(name), "train", seq_len))
-    return Curriculum(stages.sources(config), stages.stages(config), make, config.seed)
+    return Curriculum(stages.sources(config), stages.stages(config), make, config.seed, corpus.threads)
 
 
 def eval_batches(config: DataConfig, corpus: Corpus) -> Batches:
     """Every token of the evaluation split once, shuffled so that the first batches are a fair part."""
-    return Batches(rows(config, corpus, "eval"), global_batch_size=config.global_batch_size, seed=0, repeat=False)
+    return Batches(rows(config, corpus, "eval"), global_batch_size=config.global_batch_size, seed=0, repeat=False,
+                   threads=corpus.threads)
 
 
-def rows(config: DataConfig, corpus: Corpus, split: str, seq_len: int = 0) -> PackedRows | FittedRows:
-    """The split in rows of `seq_len` tokens (0: `data.seq_len`), as `data.packing` says."""
-    tokens: Any = getattr(corpus, split)
+def rows(config: DataConfig, corpus: Corpus, split: str, seq_len: int = 0) -> PackedRows | FittedRows | SparedRows:
+    """The split in rows of `seq_len` tokens (0: `data.seq_len`), as `data.packing` says.
+
+    Those that are corrupt are refused or empty, as `data.corrupt` says.
+    """
     seq_len = seq_len or config.seq_len
+    packed = _packed(config, corpus, split, seq_len)
+    return packed if config.corrupt == "fail" else SparedRows(packed, seq_len, corpus.tokenizer.eod)
+
+
+def _packed(config: DataConfig, corpus: Corpus, split: str, seq_len: int) -> PackedRows | FittedRows:
+    tokens: Any = getattr(corpus, split)
     if config.packing == "concat":
         return PackedRows(tokens, seq_len, pad_last=split == "eval")
     plan = cached_plan(tokens, seq_len, cache_root(config) / "plans", f"{corpus.manifest_hash} {split}")
@@ -41,7 +52,7 @@ def packing(config: DataConfig, corpus: Corpus) -> str:
     full, cut, documents = [], 0, 0
     for name in corpus.manifests:
         part = corpus.part(name)
-        made = rows(config, part, "train")
+        made = _packed(config, part, "train", config.seq_len)
         full.append((made.fill, len(made)))
         cut += made.cut
         documents += part.train.num_documents

@@ -18,6 +18,7 @@ from jaxtrain.data.corpus import SPLITS, Corpus, Shard, Tokens, is_corpus, open_
 from jaxtrain.data.files import digest, file_digest, sync, write_json
 from jaxtrain.data.source import Document, find_documents
 from jaxtrain.data.stages import sources
+from jaxtrain.data.storage import is_url
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 
@@ -39,7 +40,8 @@ def load_corpus(config: DataConfig) -> Corpus:
                             "prepare all sources with the same tokenizer")
     manifests = digest({name: part.manifest_hash for name, part in parts.items()})
     return Corpus(_joined([part.train for part in parts.values()]), _joined([part.eval for part in parts.values()]),
-                  next(iter(parts.values())).tokenizer, manifests, cache_root(config), parts)
+                  next(iter(parts.values())).tokenizer, manifests, cache_root(config),
+                  max(part.threads for part in parts.values()), parts)
 
 
 def _joined(parts: list[Tokens]) -> Tokens:
@@ -48,8 +50,8 @@ def _joined(parts: list[Tokens]) -> Tokens:
 
 def _load(config: DataConfig) -> Corpus:
     root = cache_root(config)
-    if config.source != "stdlib" and is_corpus(config.source):
-        return open_corpus(config.source, root)
+    if config.source != "stdlib" and (is_url(config.source) or is_corpus(config.source)):
+        return open_corpus(config.source, root, config.corrupt, config.cache_bytes)
     tokenizer = load_tokenizer(config.tokenizer)
     documents = find_documents(config.source, config.eval_fraction)
     identity = _identity(config, tokenizer, documents)

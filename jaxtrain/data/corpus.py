@@ -1,20 +1,22 @@
 """Tokens on disk, memory-mapped: documents end to end over any number of shards, each closed by the end-of-document id.
 
-A corpus is a folder with a manifest.json, which names its shards with their hashes; nothing else in it counts.
+A corpus is a folder with a manifest.json, which names its shards with their hashes; nothing else in it counts. One in
+object storage is read by way of the cache (remote.py).
 """
 
 import bisect
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import files
+from jaxtrain.data import files, remote, storage
+from jaxtrain.data.damage import DamagedColumn, Lost
 from jaxtrain.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError
 
@@ -27,9 +29,9 @@ UNFINISHED = "unfinished"  # a folder beside the shards, with what `prepare` kno
 class Shard:
     """One stretch of a split: whole documents."""
 
-    tokens: np.ndarray
+    tokens: Any  # an array, or what can be sliced like one
     offsets: np.ndarray  # where each document starts, and the end of the last; int64
-    trained: np.ndarray | None = None  # whether each token is to be learnt (1) or only read (0); None: all are
+    trained: Any = None  # whether each token is to be learnt (1) or only read (0); None: all are
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +59,12 @@ class Tokens:
     def masked(self) -> bool:
         """Whether some tokens are only read."""
         return any(shard.trained is not None for shard in self.shards)
+
+    @property
+    def lost(self) -> int:
+        """Tokens that are known to be corrupt, or their marks; remote ones become known when they are asked for."""
+        return sum(max(column.damage.lost if hasattr(column, "damage") else 0
+                       for column in (shard.tokens, shard.trained)) for shard in self.shards)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop` of the split, as int32."""
@@ -104,7 +112,8 @@ class Corpus:
     eval: Tokens
     tokenizer: Tokenizer
     manifest_hash: str  # the same wherever and by whomever the corpus was made
-    path: Path
+    path: Path  # of the manifest and of all that is small
+    threads: int = 0  # that should read at once, where reading is waiting
     parts: Mapping[str, "Corpus"] = field(default_factory=dict)  # the sources of a mixture, by name
 
     def part(self, name: str) -> "Corpus":
@@ -125,35 +134,61 @@ def is_corpus(folder: str | Path) -> bool:
     return (folder / UNFINISHED).is_dir()
 
 
-def open_corpus(folder: str | Path, cache: Path | None = None) -> Corpus:
-    """Open what `prepare` wrote; each file is checked against its hash once for each version of it."""
+def open_corpus(folder: str | Path, cache: Path | None = None, corrupt: str = "fail",
+                cache_bytes: int = 2**36) -> Corpus:
+    """Open what `prepare` wrote, a folder or a URL; a file is checked against its hash once for each version of it.
+
+    Tokens that are corrupt are refused; with `corrupt="skip_and_count"` rows that need them raise `damage.Lost`.
+    """
+    spare = corrupt == "skip_and_count"
+    if storage.is_url(folder):
+        url, manifest = str(folder), read_manifest(folder)
+        store = remote.Store(url, manifest, cache, cache_bytes, spare)
+        return _corpus(store.folder, manifest, store.column, remote.THREADS)
     folder = Path(folder).expanduser()
     manifest = read_manifest(folder)
-    tokenizer = _tokenizer(folder, manifest)
-    dtype = np.dtype(manifest["dtype"])
+    for shard in (shard for split in SPLITS for shard in manifest["splits"][split]["shards"]):
+        for name in shard["sha256"].keys() - shard["crc32"].keys():
+            check(folder / name, shard["sha256"][name], cache)
+    return _corpus(folder, manifest, partial(_column, folder, cache, spare))
+
+
+def _corpus(folder: Path, manifest: dict[str, Any], column: Callable[..., Any], threads: int = 0) -> Corpus:
+    tokenizer, dtype = _tokenizer(folder, manifest), np.dtype(manifest["dtype"])
     splits = {}
     for split in SPLITS:
         entry = manifest["splits"][split]
-        for shard in entry["shards"]:
-            for name, sha256 in shard["sha256"].items():
-                check(folder / name, sha256, cache)
-        splits[split] = Tokens(tuple(_map(folder, shard, dtype) for shard in entry["shards"]), entry["bytes"])
-        if tokenizer.bos is not None and any(shard.tokens[0] != tokenizer.bos for shard in splits[split].shards):
+        splits[split] = Tokens(tuple(_shard(folder, shard, column, dtype) for shard in entry["shards"]), entry["bytes"])
+        if tokenizer.bos is not None and any(_begins_without(tokenizer.bos, shard) for shard in splits[split].shards):
             raise UserError("data.source", f"{folder} has documents without {manifest['tokenizer']['bos']} in front",
                             "prepare the corpus again")
-    return Corpus(splits["train"], splits["eval"], tokenizer, manifest["sha256"], folder)
+    return Corpus(splits["train"], splits["eval"], tokenizer, manifest["sha256"], folder, threads)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def _begins_without(bos: int, shard: Shard) -> bool:
+    try:
+        return shard.tokens[:1].tolist() != [bos]
+    except Lost:
+        return False
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any]:
     """The manifest, checked against its own hash."""
-    path = folder / "manifest.json"
-    if not path.exists() and (folder / UNFINISHED).is_dir():
+    path = storage.join(folder, "manifest.json")
+    if not storage.is_url(folder) and not Path(path).exists() and Path(folder, UNFINISHED).is_dir():
         raise UserError("data.source", f"{folder} is not finished", "run the same prepare command again")
     try:
-        manifest = json.loads(path.read_bytes())
+        content = storage.read(path)
+    except storage.Gone as error:
+        raise UserError("data.source", f"{folder} has no manifest.json, so it is no corpus",
+                        "check the name, or put one there with python -m jaxtrain.data.publish") from error
+    except OSError as error:
+        raise UserError("data.source", f"{path} cannot be read ({error})", "prepare the corpus again") from error
+    try:
+        manifest = json.loads(content)
         recorded = manifest["sha256"]
         content = {key: value for key, value in manifest.items() if key not in ("sha256", "code")}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError("data.source", f"{path} cannot be read ({error})", "prepare the corpus again") from error
     if manifest.get("format") != FORMAT:
         raise UserError("data.source", f"{path} is of format {manifest.get('format')!r}, not {FORMAT!r}",
@@ -211,15 +246,24 @@ def check(path: Path, sha256: str, cache: Path | None = None) -> None:
             pass  # it is checked again next time
 
 
-def _map(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> Shard:
-    # Plain arrays over the maps: slices of np.memmap itself cost microseconds more each.
+def _shard(folder: Path, shard: dict[str, Any], column: Callable[..., Any], dtype: np.dtype) -> Shard:
     name = shard["name"]
-    tokens = _column(folder / f"{name}.bin", dtype)
-    trained = _column(folder / f"{name}.trained.bin", np.dtype(np.uint8)) if "learnt" in shard else None
+    tokens = column(shard, f"{name}.bin", dtype)
+    trained = column(shard, f"{name}.trained.bin", np.dtype(np.uint8)) if "learnt" in shard else None
+    # Plain arrays over the maps: slices of np.memmap itself cost microseconds more each.
     return Shard(tokens, np.asarray(np.load(folder / f"{name}.offsets.npy", mmap_mode="r")), trained)
 
 
-def _column(path: Path, dtype: np.dtype) -> np.ndarray:
-    if not os.path.getsize(path):  # what is empty cannot be mapped
+def _column(folder: Path, cache: Path | None, spare: bool, shard: dict[str, Any], name: str, dtype: np.dtype) -> Any:
+    try:
+        check(folder / name, shard["sha256"][name], cache)
+    except UserError as refused:
+        if not spare:
+            raise
+        try:
+            return DamagedColumn(folder / name, dtype, shard["tokens"], shard["crc32"][name])
+        except OSError:
+            raise refused from None  # it is there, but not for us
+    if not shard["tokens"]:  # what is empty cannot be mapped
         return np.zeros(0, dtype)
-    return np.asarray(np.memmap(path, dtype, mode="r"))
+    return np.asarray(np.memmap(folder / name, dtype, mode="r"))

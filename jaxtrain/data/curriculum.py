@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxtrain.data.ahead import Ahead
 from jaxtrain.data.loader import Rows, take
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.order import Order
@@ -42,7 +43,8 @@ class Curriculum:
     `rows(name, seq_len)` gives the rows of a source; a unit is `unit / seq_len` of these, one behind the other.
     """
 
-    def __init__(self, sources: Sequence[Source], stages: Sequence[Stage], rows: Callable[[str, int], Rows], seed: int):
+    def __init__(self, sources: Sequence[Source], stages: Sequence[Stage], rows: Callable[[str, int], Rows], seed: int,
+                 threads: int = 0):
         self.names = [source.name for source in sources]
         limits = [source.epochs or math.inf for source in sources]
         seeds = [seed if not name else _seed(seed, name) for name in self.names]
@@ -71,6 +73,7 @@ class Curriculum:
                 break  # what comes behind has nothing to draw from
             epochs = self._epochs(self._eras[-1], place)
         self.num_batches = self._count()
+        self._ahead = Ahead(self._read, threads) if threads else None
 
     def shape(self, step: int) -> tuple[int, int]:
         """Rows, and tokens of a row, at this step."""
@@ -92,6 +95,9 @@ class Curriculum:
 
     def rows(self, step: int, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """Only these rows of the global batch at `step`."""
+        return self._ahead.rows(step, indices) if self._ahead else self._read(step, indices)
+
+    def _read(self, step: int, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         part, (sources, numbers) = self._at(step), self.locate(step, indices)
         batch: dict[str, np.ndarray] = {}
         for source in np.unique(sources):
@@ -102,13 +108,17 @@ class Curriculum:
                 batch[name][mine] = column
         return batch
 
-    def locate(self, step: int, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """-> of each of these rows of the batch the number of its source, and which row of the source it is."""
+    def _check(self, step: int, indices: Sequence[int] | np.ndarray) -> None:
         if step < 0 or step >= (self.num_batches or math.inf):
             raise IndexError(f"batch {step} of {self.num_batches}")
-        part, within = self._at(step), np.asarray(indices, np.int64)
+        part, within = self._at(step), np.asarray(indices)
         for index in within[(within < 0) | (within >= part.stage.batch)]:
             raise IndexError(f"row {index} of a batch of {part.stage.batch}")
+
+    def locate(self, step: int, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """-> of each of these rows of the batch the number of its source, and which row of the source it is."""
+        self._check(step, indices)
+        part, within = self._at(step), np.asarray(indices, np.int64)
         units, pieces = np.divmod(within, part.per_unit)
         sources, nths = self._eras[part.stage.era].mixture.locate(part.place_at(step) + units)
         numbers = np.empty(len(within), np.int64)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxtrain.data import array_records, token_files
+from jaxtrain.data import array_records, storage, token_files
 from jaxtrain.data.conversations import FIELDS, Unusable, example_of, format_of
 from jaxtrain.errors import UserError
 
@@ -63,8 +63,8 @@ class Ids:
 
 def find_tasks(inputs: Sequence[str], task_bytes: int = 2**26, token_dtype: str = "") -> list[tuple[Piece, ...]]:
     """All pieces in order of input and name; neighbours share a task while they are small."""
-    pieces = [piece for source in inputs for name, path in _files(source)
-              for piece in _pieces(name, path, task_bytes, token_dtype)]
+    pieces = [piece for source in inputs for name, path, size in _files(source)
+              for piece in _pieces(name, path, size, task_bytes, token_dtype)]
     if not pieces:
         raise UserError("--input", f"{', '.join(inputs)} has no files", FIX)
     tasks: list[list[Piece]] = [[]]
@@ -78,41 +78,44 @@ def find_tasks(inputs: Sequence[str], task_bytes: int = 2**26, token_dtype: str 
     return [tuple(task) for task in tasks]
 
 
-def _files(source: str) -> list[tuple[str, Path]]:
+def _files(source: str) -> list[tuple[str, str, int]]:
+    """Name, path or URL, and size of each."""
+    if storage.is_url(source):
+        return [(file.name, file.path, file.size) for file in storage.find(source)]
     root = Path(source).expanduser()
     if not root.exists():
         raise UserError("--input", f"{source} does not exist", FIX)
     if root.is_file():
-        return [(root.name, root)]
+        return [(root.name, str(root), root.stat().st_size)]
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [Path(folder, name) for name in files if not name.startswith(".")]
-    return sorted((path.relative_to(root).as_posix(), path) for path in found if path.is_file())
+    return sorted((path.relative_to(root).as_posix(), str(path), path.stat().st_size)
+                  for path in found if path.is_file())
 
 
-def _pieces(name: str, path: Path, task_bytes: int, token_dtype: str) -> Iterator[Piece]:
-    size = path.stat().st_size
+def _pieces(name: str, path: str, size: int, task_bytes: int, token_dtype: str) -> Iterator[Piece]:
     if name.endswith(".parquet"):
-        groups = _parquet().ParquetFile(path).metadata
+        groups = _parquet_file(path).metadata
         for i in range(groups.num_row_groups):
-            yield Piece(name, str(path), "parquet", i, i + 1, groups.row_group(i).total_byte_size)
+            yield Piece(name, path, "parquet", i, i + 1, groups.row_group(i).total_byte_size)
     elif array_records.NAME.search(name):
-        for form, start, stop, stored in array_records.stretches(path, task_bytes, _array_record()):
-            yield Piece(name, str(path), f"records {form}", start, stop, stored)
+        for form, start, stop, stored in array_records.stretches(storage.here(path), task_bytes, _array_record()):
+            yield Piece(name, path, f"records {form}", start, stop, stored)
     elif token_files.is_beside(path):
         return
     elif token_files.is_token_file(path):
         tokens = token_files.open_tokens(path, token_dtype)
         for start, stop, stored in tokens.stretches(task_bytes):
-            yield Piece(name, str(path), f"tokens {tokens.dtype.name}", start, stop, stored)
+            yield Piece(name, path, f"tokens {tokens.dtype.name}", start, stop, stored)
     elif name.endswith(JSONL):
         # What is compressed cannot be entered in the middle.
         step = max(size, 1) if name.endswith(PACKED) else task_bytes
         for start in range(0, size, step):
-            yield Piece(name, str(path), "jsonl", start, min(start + step, size), min(step, size - start))
+            yield Piece(name, path, "jsonl", start, min(start + step, size), min(step, size - start))
     elif size:
-        yield Piece(name, str(path), "text", 0, size, size)
+        yield Piece(name, path, "text", 0, size, size)
 
 
 def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str] = (),
@@ -125,8 +128,7 @@ def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str]
     if form != "text" and piece.kind not in ("jsonl", "parquet"):
         raise UserError("--format", f"{piece.name} has no records to read as {form}", "prepare it by itself")
     if piece.kind == "text":
-        with open(piece.path, "rb") as file:
-            content = file.read()
+        content = storage.read(piece.path)
         if b"\0" in content[:8192] or not _is_utf8(content):
             yield f"{piece.name}: not UTF-8 text"
         else:
@@ -137,7 +139,7 @@ def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str]
         yield from _records(piece, field, beside)
     elif piece.kind.startswith("tokens"):
         if eod is not None:
-            tokens = token_files.open_tokens(Path(piece.path), piece.kind.split()[1])
+            tokens = token_files.open_tokens(piece.path, piece.kind.split()[1])
             for place, ids in tokens.documents(piece.start, piece.stop, eod):
                 yield Ids(piece.name, ids, place)
     else:
@@ -174,10 +176,10 @@ def _json_lines(piece: Piece, field: str, beside: Sequence[str], form: str) -> I
 
 def _opened(piece: Piece) -> BinaryIO:
     if piece.name.endswith(".gz"):
-        return io.BufferedReader(gzip.open(piece.path, "rb"))  # type: ignore[arg-type]
+        return io.BufferedReader(gzip.open(storage.open(piece.path), "rb"))  # type: ignore[arg-type]
     if piece.name.endswith(".zst"):
-        return io.BufferedReader(_zstandard().open(piece.path, "rb"))
-    return open(piece.path, "rb")
+        return io.BufferedReader(_zstandard().open(storage.open(piece.path), "rb"))
+    return storage.open(piece.path)
 
 
 def _record(line: bytes, where: str) -> Any:
@@ -212,7 +214,7 @@ def find_format(tasks: Iterable[tuple[Piece, ...]], field: str) -> str:
     """What the first record looks like."""
     for piece in (piece for task in tasks for piece in task):
         if piece.kind == "parquet":
-            return format_of(set(_parquet().ParquetFile(piece.path).schema_arrow.names), field, piece.name)
+            return format_of(set(_parquet_file(piece.path).schema_arrow.names), field, piece.name)
         if piece.kind == "jsonl":
             try:
                 with _opened(piece) as file:
@@ -225,7 +227,7 @@ def find_format(tasks: Iterable[tuple[Piece, ...]], field: str) -> str:
 
 
 def _rows(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
-    file = _parquet().ParquetFile(piece.path)
+    file = _parquet_file(piece.path)
     names = file.schema_arrow.names
     if form != "text":
         columns = [name for name in dict.fromkeys([*FIELDS[form], *beside]) if name in names]
@@ -244,7 +246,7 @@ def _rows(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterato
 
 def _records(piece: Piece, field: str, beside: Sequence[str]) -> Iterator[Text | str]:
     form = piece.kind.split()[1]
-    for number, content in array_records.records(Path(piece.path), piece.start, piece.stop, _array_record()):
+    for number, content in array_records.records(storage.here(piece.path), piece.start, piece.stop, _array_record()):
         where, record = f"{piece.name}, record {number}", {}
         if form == "json":
             content, record = _fields(content, field, where, beside)
@@ -265,8 +267,10 @@ def content_hash(content: bytes | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _parquet() -> Any:
-    return extra("pyarrow.parquet", "Parquet")
+def _parquet_file(path: str) -> Any:
+    # A plain path is faster than a file.
+    parquet = extra("pyarrow.parquet", "Parquet")
+    return parquet.ParquetFile(storage.open(path) if storage.is_url(path) else path)
 
 
 def _zstandard() -> Any:
@@ -289,7 +293,7 @@ def extra(module: str, what: str, key: str = "--input", group: str = "data") -> 
 
 def stamps(task: Iterable[Piece]) -> list[Any]:
     """What changes when the input of a task does."""
-    return [[piece.identity(), Path(piece.path).stat().st_mtime_ns] for piece in task]
+    return [[piece.identity(), storage.stamp(piece.path)] for piece in task]
 
 
 def total_size(tasks: Iterable[tuple[Piece, ...]]) -> int:

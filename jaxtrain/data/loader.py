@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxtrain.data.ahead import Ahead
 from jaxtrain.data.order import Order
 
 
@@ -30,10 +31,13 @@ class Batches:
 
     With `repeat` the epochs follow each other without end, and a batch may take its last rows from the next epoch: no
     row is lost. Without, there are `num_batches`, and the last one is filled up with rows of zeros (so, of weight 0).
+    With `threads` so many rows are read at once, those of the next steps too: for where reading is waiting.
     """
 
-    def __init__(self, rows: Rows, *, global_batch_size: int, seed: int, shuffle: bool = True, repeat: bool = True):
+    def __init__(self, rows: Rows, *, global_batch_size: int, seed: int, shuffle: bool = True, repeat: bool = True,
+                 threads: int = 0):
         self._rows, self._order = rows, Order(len(rows), seed, shuffle)
+        self._ahead = Ahead(self._read, threads) if threads else None
         self.global_batch_size = global_batch_size
         self.num_batches = None if repeat else -(-len(rows) // global_batch_size)  # None: no end
 
@@ -47,6 +51,9 @@ class Batches:
         within = np.asarray(indices, np.int64)
         for index in within[(within < 0) | (within >= self.global_batch_size)]:
             raise IndexError(f"row {index} of a batch of {self.global_batch_size}")
+        return self._ahead.rows(step, within) if self._ahead else self._read(step, within)
+
+    def _read(self, step: int, within: np.ndarray) -> dict[str, np.ndarray]:
         places = int(step) * self.global_batch_size + within
         there = places < len(self._rows) if self.num_batches else np.ones(len(places), bool)
         if there.all():

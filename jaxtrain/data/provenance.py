@@ -3,10 +3,9 @@
 import hashlib
 from collections.abc import Sequence
 from datetime import date
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from jaxtrain.data import files
+from jaxtrain.data import storage
 from jaxtrain.data.inputs import Piece
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.versions import git_commit, version_of
@@ -22,9 +21,12 @@ _STRETCHES = ("text", "jsonl")  # all other pieces are no stretch of bytes
 def digest(piece: Piece) -> str | None:
     """The sha256 of the stored bytes: of the piece, or with the first piece of the file; None: that one has it."""
     if piece.kind not in _STRETCHES:
-        return files.file_digest(Path(piece.path)) if piece.start == 0 else None
+        if piece.start:
+            return None
+        with storage.open(piece.path) as file:
+            return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
     left, sha256 = piece.stop - piece.start, hashlib.sha256()
-    with open(piece.path, "rb") as file:
+    with storage.open(piece.path) as file:
         file.seek(piece.start)
         while left and (some := file.read(min(left, 2**20))):
             sha256.update(some)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxtrain.data import storage
 from jaxtrain.errors import UserError
 
 TYPES = ("uint8", "uint16", "uint32", "int32", "uint64", "int64")
@@ -41,21 +42,23 @@ class TokenFile(Protocol):
         ...
 
 
-def is_token_file(path: Path) -> bool:
+def is_token_file(path: str) -> bool:
     """Whether documents are read from this file as tokens."""
-    return path.suffix in (".idx", ".bin", ".npy", ".ds")
+    return path.endswith((".idx", ".bin", ".npy", ".ds"))
 
 
-def is_beside(path: Path) -> bool:
+def is_beside(path: str) -> bool:
     """Whether this file is read by way of another."""
-    if path.suffix == ".bin":
-        return path.with_suffix(".idx").exists()
-    return path.stem.endswith(".ds") and path.with_suffix("").exists()
+    stem, _, end = path.rpartition(".")
+    return storage.exists(f"{stem}.idx") if end == "bin" else stem.endswith(".ds") and storage.exists(stem)
 
 
-def open_tokens(path: Path, dtype: str = "") -> TokenFile:
+def open_tokens(path: str, dtype: str = "") -> TokenFile:
     """Once for each version of a file; `dtype` is that of tokens without a header."""
-    return _open(path, path.stat().st_mtime_ns, dtype)
+    stem, _, end = path.rpartition(".")
+    beside = {"idx": [f"{stem}.bin"], "ds": [f"{path}.index", f"{path}.loss"]}
+    local = storage.here(path, beside.get(end, []))
+    return _open(local, local.stat().st_mtime_ns, dtype)
 
 
 @functools.lru_cache(maxsize=4)

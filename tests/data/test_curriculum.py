@@ -36,7 +36,7 @@ def tokens(rng: random.Random, documents: int, longest: int, first: int) -> Toke
 def corpora(rng: random.Random, names, longest=40) -> Corpus:
     parts = {name: Corpus(made := tokens(rng, 60, longest, 1000 + 100_000 * i), made, ByteTokenizer(), name * 8, None)
              for i, name in enumerate(names)}
-    return Corpus(next(iter(parts.values())).train, None, ByteTokenizer(), "all", None, parts)
+    return Corpus(next(iter(parts.values())).train, None, ByteTokenizer(), "all", None, parts=parts)
 
 
 def config(**keys) -> DataConfig:

@@ -1,0 +1,250 @@
+"""Files by path or by URL (s3://, gs://, what fsspec knows): listed, sized, read and written in spite of the network.
+
+What may pass (timeouts, lost connections, a server that is busy, a body cut short) is tried again, each time after a
+longer pause; what will not (no such object, no permission) is said at once. Paths never touch fsspec.
+"""
+
+import builtins
+import datetime
+import errno
+import functools
+import io
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, TypeVar, cast
+
+from jaxtrain.errors import UserError
+
+TRIES = 8
+PAUSE = 0.2, 20.0  # seconds: the first, doubled each time, and the longest
+BLOCK = 2**23  # bytes of a URL that are read at a time by whoever reads on and on
+
+_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError,
+            ValueError, TypeError)
+_LASTING_NUMBERS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, getattr(errno, "EREMCHG", None)}
+_LASTING_NAMES = {"NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "SSOError", "ProfileNotFound",
+                  "ParamValidationError", "DefaultCredentialsError"}  # of botocore and google.auth
+_STAMPS = "ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "updated", "mtime", "created"
+_random = random.Random()  # not the module's own, whose state may be somebody's
+T = TypeVar("T")
+
+
+class Gone(UserError):
+    """There is no such object."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file in a listing."""
+
+    name: str  # relative to what was listed, with forward slashes
+    path: str
+    size: int
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether it is for fsspec."""
+    return "://" in str(path)
+
+
+def join(folder: str | Path, name: str) -> str:
+    """The path or URL of a file in a folder."""
+    return f"{str(folder).rstrip('/')}/{name}"
+
+
+def size(path: str | Path) -> int:
+    """In bytes."""
+    return _info(path)["size"] if is_url(path) else Path(path).stat().st_size
+
+
+def exists(path: str | Path) -> bool:
+    """Whether there is such a file."""
+    if not is_url(path):
+        return Path(path).exists()
+    try:
+        return bool(_info(path))
+    except Gone:
+        return False
+
+
+def stamp(path: str | Path) -> int | str:
+    """Another one for another version of a file: its time, or what the store says instead."""
+    if not is_url(path):
+        return Path(path).stat().st_mtime_ns
+    info = _info(path)
+    return " ".join([str(info["size"]), *(f"{key}={_plain(info[key])}" for key in _STAMPS if info.get(key))])
+
+
+def find(url: str) -> list[Found]:
+    """All files below a URL, or the one that it names, by name; hidden ones do not count."""
+    fs = _filesystem(url)
+    root = fs._strip_protocol(url).rstrip("/")
+    listed = _tried(url, lambda: fs.find(url, detail=True))
+    found = []
+    for path, info in listed.items():
+        name = path[len(root) + 1:] if path != root else path.rpartition("/")[2]
+        if info["type"] == "file" and not any(part.startswith(".") or not part for part in name.split("/")):
+            found.append(Found(name, fs.unstrip_protocol(path), info["size"]))
+    return sorted(found, key=lambda file: file.name)
+
+
+def read(path: str | Path, start: int = 0, stop: int | None = None) -> bytes:
+    """Bytes `start` to `stop`, all of them: fewer are an error, once they were asked for often enough."""
+    if not is_url(path):
+        with builtins.open(path, "rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else stop - start)
+    end = size(path) if stop is None else stop
+    fs = _filesystem(path)
+
+    def get() -> bytes:
+        content = fs.cat_file(str(path), start=start, end=end) if end > start else b""
+        if len(content) != end - start:
+            raise EOFError(f"{len(content)} bytes came instead of {end - start}")
+        return content
+
+    return _tried(path, get)
+
+
+def open(path: str | Path) -> BinaryIO:
+    """To read, with seeking."""
+    if not is_url(path):
+        return builtins.open(path, "rb")
+    return io.BufferedReader(_Object(path), BLOCK)
+
+
+def fetched(path: str | Path) -> BinaryIO:
+    """A file of this machine, for whoever wants to map it; what a URL holds, in one without a name."""
+    if not is_url(path):
+        return builtins.open(path, "rb")
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (for the caller)
+    with open(path) as source:
+        shutil.copyfileobj(source, file, BLOCK)
+    file.flush()
+    file.seek(0)
+    return cast(BinaryIO, file)
+
+
+def here(path: str | Path, beside: Sequence[str] = ()) -> Path:
+    """A file of this machine under its own name, in a folder with those of `beside` that there are."""
+    return _copied(str(path), stamp(path), tuple(beside))[0] if is_url(path) else Path(path)
+
+
+@functools.lru_cache(maxsize=4)
+def _copied(url: str, version: int | str, beside: tuple[str, ...]) -> tuple[Path, Any]:
+    """Once for each version of an object; the folder goes when nobody needs it any more."""
+    folder = tempfile.TemporaryDirectory(prefix="jaxtrain-")
+    for one in (url, *beside):
+        if one == url or exists(one):
+            with builtins.open(Path(folder.name, one.rpartition("/")[2]), "wb") as file, open(one) as source:
+                shutil.copyfileobj(source, file, BLOCK)
+    return Path(folder.name, url.rpartition("/")[2]), folder
+
+
+def put(local: Path, url: str) -> None:
+    """Send a file. Stores show an object when all of it is there."""
+    fs = _filesystem(url)
+    _tried(url, lambda: fs.put_file(str(local), url), "written")
+
+
+class _Object(io.RawIOBase):
+    """What is behind a URL, as a file."""
+
+    def __init__(self, url: str | Path):
+        self._url, self._size, self._at = url, size(url), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        content = read(self._url, self._at, max(self._at, min(self._at + len(buffer), self._size)))
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
+def _info(path: str | Path) -> dict[str, Any]:
+    fs = _filesystem(path)
+    return _tried(path, lambda: fs.info(str(path)))
+
+
+def _filesystem(url: str | Path) -> Any:
+    return _of_protocol(str(url).partition("://")[0], str(url))
+
+
+@functools.lru_cache(maxsize=8)
+def _connected(protocol: str) -> Any:
+    import fsspec.config
+
+    options: dict[str, Any] = {"use_listings_cache": False}  # a listing from before would hide what changed
+    if protocol in ("s3", "s3a"):  # ten connections are the default, which threads would wait for
+        said = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
+        options["config_kwargs"] = {"max_pool_connections": 64, **said}
+    fs = fsspec.filesystem(protocol, **options)
+    if hasattr(fs, "retries"):
+        fs.retries = 1  # s3fs would try again within each of our tries
+    return fs
+
+
+def _of_protocol(protocol: str, url: str) -> Any:
+    try:
+        return _connected(protocol)
+    except ImportError as error:
+        extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(protocol)
+        fix = f"pip install 'jaxtrain[{extra}]'" if extra else "install it"
+        raise UserError(url, f"{protocol}:// needs a package that is not here ({error})", fix) from error
+    except ValueError as error:
+        raise UserError(url, f"{protocol}:// cannot be used ({error})", "use s3:// or gs://") from error
+
+
+def _tried(url: str | Path, do: Callable[[], T], what: str = "read") -> T:
+    first, longest = PAUSE
+    for attempt in range(TRIES):
+        try:
+            return do()
+        except Exception as error:  # every store has its own
+            if _lasts(error):
+                _refuse(url, error, what)
+            if attempt == TRIES - 1:
+                raise UserError(str(url), f"cannot be {what}: {_words(error)}, and that {TRIES} times",
+                                "see whether the store is up, then run again") from error
+        time.sleep(min(longest, first * 2**attempt) * _random.uniform(0.5, 1))
+    raise AssertionError
+
+
+def _lasts(error: Exception) -> bool:
+    """Whether it would be the same again. What is not known may pass."""
+    if isinstance(error, OSError) and (error.errno in _LASTING_NUMBERS or str(error).startswith("Forbidden")):
+        return True  # the word is how gcsfs says it
+    return isinstance(error, _LASTING) or any(cls.__name__ in _LASTING_NAMES for cls in type(error).__mro__)
+
+
+def _refuse(url: str | Path, error: Exception, what: str) -> NoReturn:
+    if isinstance(error, FileNotFoundError):
+        raise Gone(str(url), f"is not there ({_words(error)})", "check the name of bucket and object") from error
+    raise UserError(str(url), f"cannot be {what} ({_words(error)})",
+                    "check the credentials and what they permit") from error
+
+
+def _words(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+def _plain(value: Any) -> str:
+    return value.isoformat() if isinstance(value, datetime.datetime) else str(value)

@@ -1,0 +1,33 @@
+"""A corpus of random tokens, of which some are only read: large enough for several chunks."""
+
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.data import files
+from jaxtrain.data.corpus import FORMAT
+from jaxtrain.data.shards import Origin, ShardWriter
+from jaxtrain.data.tokenizer import ByteTokenizer
+
+
+def corpus(folder: Path, shards: int = 2, tokens: int = 1_300_000, seed: int = 0) -> Path:
+    folder.mkdir()
+    rng = np.random.default_rng(seed)
+    splits = {}
+    for split, count, size in (("train", shards, tokens), ("eval", 1, 5000)):
+        entries = []
+        for number in range(count):
+            writer = ShardWriter(folder / f"{split}-{number:05}", np.dtype("<u2"), 256, trained=True)
+            left = size
+            while left > 0:
+                length = min(left, int(rng.integers(2, 5000)))
+                ids = rng.integers(0, 256, length - 1).astype(np.uint16)
+                writer.add(ids, rng.bytes(16), length, Origin(0, 0), rng.random(length) < 0.7)
+                left -= length
+            entries.append({"task": number} | writer.close())
+        splits[split] = {"bytes": size * count, "shards": entries}
+    manifest = {"format": FORMAT, "plan": "", "dtype": "<u2", "probes": [], "splits": splits, "tokenizer": {
+        "name": "bytes", "fingerprint": ByteTokenizer.fingerprint, "file": "", "eod": "", "bos": "",
+        "vocab_size": 257}}
+    files.write_json(folder / "manifest.json", manifest | {"sha256": files.digest(manifest)})
+    return folder
