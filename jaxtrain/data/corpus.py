@@ -54,8 +54,12 @@ class Tokens:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop` of the split, as int32."""
+        return self.stored(start, stop).astype(np.int32)
+
+    def stored(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop` of the split as they are stored, where possible without a copy."""
         parts = [shard.tokens[a:b] for shard, a, b, _ in self._between(start, stop)]
-        return (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int32)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def trained(self, start: int, stop: int) -> np.ndarray | None:
         """Whether tokens `start` to `stop` are to be learnt, or only read; None: all are."""
@@ -68,7 +72,7 @@ class Tokens:
         """Where documents begin within tokens `start` to `stop`, counted in the split."""
         found = []
         for shard, a, b, before in self._between(start, stop):
-            first, last = np.searchsorted(shard.offsets[:-1], (a, b))
+            first, last = shard.offsets[:-1].searchsorted((a, b))
             found.append(shard.offsets[first:last] + before)
         return np.concatenate(found) if len(found) != 1 else found[0]
 

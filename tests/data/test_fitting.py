@@ -88,3 +88,14 @@ def test_nothing_to_predict_is_refused():
     tokens, _ = split([1, 1])
     with pytest.raises(UserError, match="nothing to predict"):
         FittedRows(tokens, fitting.plan(tokens, 4), 4)
+
+
+def test_several_rows_at_once_are_the_rows_one_by_one():
+    tokens, _ = split(np.random.default_rng(0).integers(1, 90, 50))
+    rows = FittedRows(tokens, fitting.plan(tokens, 64), 64)
+    numbers = [3, 0, 3, len(rows) - 1]
+    for name, column in rows.take(numbers).items():
+        assert column.tolist() == [rows[i][name].tolist() for i in numbers] and column.flags.c_contiguous
+    for i in (-1, len(rows)):
+        with pytest.raises(IndexError):
+            rows.take([0, i])
