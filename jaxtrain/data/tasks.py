@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data import files, inputs
-from jaxtrain.data.corpus import SPLITS, UNFINISHED, check
+from jaxtrain.data.corpus import SPLITS, UNFINISHED, check, trust
 from jaxtrain.data.inputs import Ids, Piece, Text
 from jaxtrain.data.shards import Origin, ShardWriter, dtype_of
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -83,6 +83,9 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
                 flush()
     flush()
     shards = {split: {"task": number} | writer.close() for split, writer in writers.items()}
+    for shard in shards.values():
+        for name, sha256 in shard["sha256"].items():
+            trust(output / name, sha256)
     files.write_json(_ledger_path(output, number), {
         "plan": plan, "task": [[piece.identity(), _stamp(piece)] for piece in task], "shards": shards,
         "keep": _keep_digest(output, number), "left_out": left_out, "probes": probes})
