@@ -28,3 +28,11 @@ def test_data():
                           timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("prepare") == 2 and done.stdout.count("plain memmap") == 2
+
+
+def test_index():
+    command = [sys.executable, ROOT / "tools/bench_index.py", "--documents=3000", "--per_shard=1000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert "3 shards" in done.stdout and "3,000 documents" in done.stdout and done.stdout.count("planned in") == 2

@@ -69,33 +69,32 @@ class FittedRows:
     """Random access to rows of a plan: whole documents where they fit, padding (segment 0) where a row is not full."""
 
     def __init__(self, tokens: Tokens, plan: Plan, seq_len: int):
-        if len(plan.rows) < 2:
+        if not len(plan):
             raise UserError("data.source", f"{tokens.num_tokens} tokens have nothing to predict", "give more text")
         self._tokens, self._plan, self._T = tokens, plan, seq_len
 
     def __len__(self) -> int:
-        return len(self._plan.rows) - 1
+        return len(self._plan)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         return {name: column[0] for name, column in self.take([i]).items()}
 
     def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Several rows at once, [n, T] arrays."""
-        T, numbers_N, rows = self._T, _checked(numbers, len(self)), self._plan.rows
-        n, first_N = len(numbers_N), rows[numbers_N]
-        counts_N = rows[numbers_N + 1] - first_N + 1  # pieces and, as one more, what is left of the row
+        T, n = self._T, len(numbers)
+        counts_N, starts, lengths = self._plan.pieces(_checked(numbers, len(self)))
+        counts_N += 1  # what is left of the row is a segment, too
         row_S = np.repeat(np.arange(n), counts_N)
         begin_N = np.cumsum(counts_N) - counts_N
         number_S = np.arange(1, len(row_S) + 1) - begin_N[row_S]
         piece_S = number_S < counts_N[row_S]
-        pieces = (first_N[row_S] + number_S - 1)[piece_S]
         lengths_S = np.zeros(len(row_S), np.int64)
-        lengths_S[piece_S] = self._plan.lengths[pieces]
+        lengths_S[piece_S] = lengths
         within_S = np.cumsum(lengths_S) - lengths_S
         within_S -= within_S[begin_N][row_S]
         tokens, targets, weights = _empty(n, T)
         weights[:] = 1
-        places = row_S[piece_S], within_S[piece_S], lengths_S[piece_S], self._plan.starts[pieces]
+        places = row_S[piece_S], within_S[piece_S], lengths, starts
         for row, at, length, start in zip(*(column.tolist() for column in places), strict=True):
             text = self._tokens.stored(start, start + length + 1)
             tokens[row, at: at + length], targets[row, at: at + length] = text[:-1], text[1:]

@@ -84,7 +84,8 @@ class _Column:
         self._chunk, self._size = memoryview(bytearray(CHUNK)), 0  # what is not in the file yet
         self._sums: list[int] = []
 
-    def write(self, content: bytes | np.ndarray) -> None:
+    def write(self, content: Any) -> None:
+        """Bytes, or an array, as they are."""
         left = memoryview(content).cast("B") if len(content) else memoryview(b"")
         while left:
             some, left = left[: CHUNK - self._size], left[CHUNK - self._size:]

@@ -82,10 +82,10 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
             if len(batch) == TOGETHER:
                 flush()
     flush()
-    shards = {split: {"task": number} | writer.close() for split, writer in writers.items()}
-    for shard in shards.values():
-        for name, sha256 in shard["sha256"].items():
-            trust(output / name, sha256)
+    shards: dict[str, dict[str, Any]] = {
+        split: {"task": number} | writer.close() for split, writer in writers.items()}
+    for name, sha256 in [pair for shard in shards.values() for pair in shard["sha256"].items()]:
+        trust(output / name, sha256)
     files.write_json(_ledger_path(output, number), {
         "plan": plan, "task": [[piece.identity(), _stamp(piece)] for piece in task], "shards": shards,
         "keep": _keep_digest(output, number), "left_out": left_out, "probes": probes})
