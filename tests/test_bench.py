@@ -23,11 +23,12 @@ def test_compare_and_losses():
 
 
 def test_data():
-    command = [sys.executable, ROOT / "tools/bench_data.py", "--megabytes=0.3"]
+    command = [sys.executable, ROOT / "tools/bench_data.py", "--megabytes=0.3", "--config=configs/gpt.py:tiny"]
     done = subprocess.run(command, capture_output=True, text=True,
                           timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("prepare") == 2 and done.stdout.count("plain memmap") == 2
+    for words, times in (("prepare", 2), ("memory at most", 1), ("plain memmap", 2), ("full to", 3), ("waited", 1)):
+        assert done.stdout.count(words) == times, words
 
 
 def test_index():

@@ -79,8 +79,8 @@ def main() -> None:
         plan = cached_plan(tokens, flags.seq_len, folder / "plans", "sizes")
         print(f"best_fit: {len(plan):,} rows, planned in {time.perf_counter() - start:.2f} s, {peak()}")
         size = sum(path.stat().st_size for path in (folder / "plans").iterdir())
-        print(f"  full to {plan.fill:.4%}, {plan.cut:,} documents cut; {size / flags.documents:.1f} bytes a document on "
-              "disk")
+        print(f"  full to {plan.fill:.4%}, {plan.cut:,} documents cut; "
+              f"{size / flags.documents:.1f} bytes a document on disk")
         start = time.perf_counter()
         plan = cached_plan(tokens, flags.seq_len, folder / "plans", "sizes")
         print(f"  opened again in {time.perf_counter() - start:.3f} s")

@@ -168,5 +168,6 @@ def cached_plan(tokens: Tokens, seq_len: int, folder: Path, identity: str) -> Pl
 
 def _open(path: Path) -> Plan:
     with open(path, "rb") as file:
-        *arrays, (cut, pieces) = (np.load(file) for _ in range(6))
-        return Plan(*arrays, np.asarray(np.memmap(path, np.int64, "r", file.tell(), (int(pieces),))), int(cut))
+        rows, items, lengths, each, first, (cut, pieces) = (np.load(file) for _ in range(6))
+        starts = np.asarray(np.memmap(path, np.int64, "r", file.tell(), (int(pieces),)))
+        return Plan(rows, items, lengths, each, first, starts, int(cut))
