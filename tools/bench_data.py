@@ -238,7 +238,7 @@ def pack_online(folder: Path) -> None:
 
 def wait_for_data(folder: Path, config: str) -> None:
     """The share of the time of steps that a run waits for data."""
-    subprocess.run([sys.executable, "-m", "jaxtrain.main", f"--config={config}", "--config.train.steps=30",
+    subprocess.run([sys.executable, "-m", "jaxtrain.main", f"--config={config}", "--config.train.steps=60",
                     "--config.train.log_every=1", f"--workdir={folder / 'run'}"], cwd=ROOT, check=True,
                    capture_output=True, env=os.environ | {"JAXTRAIN_CACHE": str(folder / "cache")})
     with open(folder / "run" / "metrics.jsonl") as file:

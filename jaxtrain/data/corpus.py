@@ -4,6 +4,7 @@ A corpus is a folder with a manifest.json, which names its shards with their has
 """
 
 import bisect
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ class Tokens:
         """Documents in the split."""
         return sum(len(shard.offsets) - 1 for shard in self.shards)
 
+    @functools.cached_property
+    def masked(self) -> bool:
+        """Whether some tokens are only read."""
+        return any(shard.trained is not None for shard in self.shards)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop` of the split, as int32."""
         return self.stored(start, stop).astype(np.int32)
@@ -63,7 +69,7 @@ class Tokens:
 
     def trained(self, start: int, stop: int) -> np.ndarray | None:
         """Whether tokens `start` to `stop` are to be learnt, or only read; None: all are."""
-        if all(shard.trained is None for shard in self.shards):
+        if not self.masked:
             return None
         return np.concatenate([np.ones(b - a, bool) if shard.trained is None else shard.trained[a:b] > 0
                                for shard, a, b, _ in self._between(start, stop)])
