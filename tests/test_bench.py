@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -22,6 +24,7 @@ def test_compare_and_losses():
     assert "its step alone" in times
 
 
+@pytest.mark.slow
 def test_data():
     command = [sys.executable, ROOT / "tools/bench_data.py", "--megabytes=0.3", "--config=configs/gpt.py:tiny"]
     done = subprocess.run(command, capture_output=True, text=True,

@@ -242,7 +242,7 @@ def wait_for_data(folder: Path, config: str) -> None:
                     "--config.train.log_every=1", f"--workdir={folder / 'run'}"], cwd=ROOT, check=True,
                    capture_output=True, env=os.environ | {"JAXTRAIN_CACHE": str(folder / "cache")})
     with open(folder / "run" / "metrics.jsonl") as file:
-        lines = [line for line in map(json.loads, file) if line.get("data_wait_s") is not None]
+        lines = [line for line in map(json.loads, file) if line.get("data_wait_s") is not None and line["step_time_s"]]
     wait, step = (sum(line[name] for line in lines) for name in ("data_wait_s", "step_time_s"))
     print(f"{config}: {len(lines)} steps, {step:.1f} s, waited for data {wait / step:.3%} of it")
 
