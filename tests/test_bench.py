@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -22,9 +24,19 @@ def test_compare_and_losses():
     assert "its step alone" in times
 
 
+@pytest.mark.slow
 def test_data():
-    command = [sys.executable, ROOT / "tools/bench_data.py", "--megabytes=0.3"]
+    command = [sys.executable, ROOT / "tools/bench_data.py", "--megabytes=0.3", "--config=configs/gpt.py:tiny"]
     done = subprocess.run(command, capture_output=True, text=True,
                           timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("prepare") == 2 and done.stdout.count("plain memmap") == 2
+    for words, times in (("prepare", 2), ("memory at most", 1), ("plain memmap", 2), ("full to", 3), ("waited", 1)):
+        assert done.stdout.count(words) == times, words
+
+
+def test_index():
+    command = [sys.executable, ROOT / "tools/bench_index.py", "--documents=3000", "--per_shard=1000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert "3 shards" in done.stdout and "3,000 documents" in done.stdout and done.stdout.count("planned in") == 2

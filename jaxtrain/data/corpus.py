@@ -5,6 +5,7 @@ object storage is read by way of the cache (remote.py).
 """
 
 import bisect
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class Tokens:
         """Documents in the split."""
         return sum(len(shard.offsets) - 1 for shard in self.shards)
 
-    @property
+    @functools.cached_property
     def masked(self) -> bool:
         """Whether some tokens are only read."""
         return any(shard.trained is not None for shard in self.shards)
@@ -68,8 +69,12 @@ class Tokens:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop` of the split, as int32."""
+        return self.stored(start, stop).astype(np.int32)
+
+    def stored(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop` of the split as they are stored, where possible without a copy."""
         parts = [shard.tokens[a:b] for shard, a, b, _ in self._between(start, stop)]
-        return (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int32)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def trained(self, start: int, stop: int) -> np.ndarray | None:
         """Whether tokens `start` to `stop` are to be learnt, or only read; None: all are."""
@@ -82,7 +87,7 @@ class Tokens:
         """Where documents begin within tokens `start` to `stop`, counted in the split."""
         found = []
         for shard, a, b, before in self._between(start, stop):
-            first, last = np.searchsorted(shard.offsets[:-1], (a, b))
+            first, last = shard.offsets[:-1].searchsorted((a, b))
             found.append(shard.offsets[first:last] + before)
         return np.concatenate(found) if len(found) != 1 else found[0]
 
@@ -223,27 +228,45 @@ def _same(tokenizer: Tokenizer, probe: dict[str, Any]) -> bool:
     return check_probe(tokenizer, probe)
 
 
+_SEEN: set[str] = set()  # versions of files that this process has read, or written, and found right
+
+
 def check(path: Path, sha256: str, cache: Path | None = None) -> None:
-    """Refuse a file that is not what its manifest says. With a `cache`, a version once seen right is not read again."""
+    """Refuse a file that is not what its manifest says. A version that this process, or with a `cache` another one, has
+    seen right is not read again."""
     try:
-        stat = path.stat()
-        identity = [str(path.absolute()), stat.st_size, stat.st_mtime_ns, sha256]
-        seen = cache and cache / "checked" / files.digest(identity)
-        if seen and seen.exists():
+        version = _version(path, sha256)
+        seen = cache and cache / "checked" / version
+        if version in _SEEN or (seen and seen.exists()):
             return
         intact = files.file_digest(path) == sha256
     except OSError as error:
-        raise UserError("data.source", f"{path} cannot be read ({error.strerror})",
-                        "run the same prepare command again") from error
+        raise _unreadable(path, error) from error
     if not intact:
         raise UserError("data.source", f"{path} is corrupt: its sha256 is not the manifest's",
-                        "delete it and run the same prepare command again")
+                        "delete the corpus and run the same prepare command again")
+    _SEEN.add(version)
     if seen:
         try:
             seen.parent.mkdir(parents=True, exist_ok=True)
             seen.touch()
         except OSError:
             pass  # it is checked again next time
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError("data.source", f"{path} cannot be read ({error.strerror})", "make it readable, or prepare the "
+                     "corpus again")
+
+
+def trust(path: Path, sha256: str) -> None:
+    """Take a file that was hashed while it was written as seen right."""
+    _SEEN.add(_version(path, sha256))
+
+
+def _version(path: Path, sha256: str) -> str:
+    stat = path.stat()
+    return files.digest([str(path.absolute()), stat.st_size, stat.st_mtime_ns, sha256])
 
 
 def _shard(folder: Path, shard: dict[str, Any], column: Callable[..., Any], dtype: np.dtype) -> Shard:
@@ -266,4 +289,7 @@ def _column(folder: Path, cache: Path | None, spare: bool, shard: dict[str, Any]
             raise refused from None  # it is there, but not for us
     if not shard["tokens"]:  # what is empty cannot be mapped
         return np.zeros(0, dtype)
-    return np.asarray(np.memmap(folder / name, dtype, mode="r"))
+    try:
+        return np.asarray(np.memmap(folder / name, dtype, mode="r"))
+    except OSError as error:
+        raise _unreadable(folder / name, error) from error

@@ -3,6 +3,8 @@
 T: the row length.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jaxtrain.data.corpus import Tokens
@@ -53,47 +55,53 @@ class PackedRows:
         return [start, *self._tokens.starts(start + 1, stop).tolist()]
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        if not 0 <= i < self._len:
-            raise IndexError(f"row {i} of {self._len}")
-        start = i * self._T
-        text = self._tokens.read(start, start + self._T + 1)
-        size = len(text) - 1  # T, but for a padded last row
-        # Where documents begin inside the row or right behind it: the token before each has a foreign target.
-        begins = self._tokens.starts(start + 1, start + size + 1) - start
-        weights = np.ones(size, np.float32)
-        weights[begins - 1] = 0
-        if (trained := self._tokens.trained(start + 1, start + size + 1)) is not None:
-            weights[~trained] = 0
-        edges = np.concatenate([[0], begins[begins < size], [size]]).astype(np.int32)
-        lengths = np.diff(edges)
-        segments = np.repeat(np.arange(1, len(edges), dtype=np.int32), lengths)
-        positions = np.arange(size, dtype=np.int32) - np.repeat(edges[:-1], lengths)
-        row = {"tokens": text[:-1], "targets": text[1:], "segments": segments, "positions": positions,
-               "weights": weights}
-        return row if size == self._T else {name: self._pad(name, column) for name, column in row.items()}
+        return {name: column[0] for name, column in self.take([i]).items()}
 
-    def _pad(self, name: str, column: np.ndarray) -> np.ndarray:
-        # Every document ends in the end-of-document id, so the very last token is one.
-        end = self._tokens.num_tokens
-        fill = self._tokens.read(end - 1, end)[0] if name in ("tokens", "targets") else 0
-        return np.pad(column, (0, self._T - len(column)), constant_values=fill)
+    def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """Several rows at once, [n, T] arrays."""
+        T, starts_N = self._T, _checked(numbers, self._len) * self._T
+        n, end, edges = len(starts_N), self._tokens.num_tokens, []
+        tokens, targets, weights = _empty(n, T)
+        weights[:] = 1
+        for row, start in enumerate(starts_N.tolist()):
+            stop = min(start + T + 1, end)
+            text = self._tokens.stored(start, stop)
+            size = len(text) - 1  # T, but for a padded last row
+            tokens[row, :size], targets[row, :size] = text[:-1], text[1:]
+            if size < T:  # every document ends in the end-of-document id, so the very last token is one
+                tokens[row, size:] = targets[row, size:] = text[-1]
+            if (trained := self._tokens.trained(start + 1, stop)) is not None:
+                weights[row, :size] = trained
+            # A segment begins with the row, and where documents do: in it, or right behind it (and is then empty).
+            edges += [starts_N[row: row + 1], self._tokens.starts(start + 1, stop)]
+        counts_N = 1 + np.fromiter(map(len, edges[1::2]), np.int64, n)
+        first_N, row_S = np.cumsum(counts_N) - counts_N, np.repeat(np.arange(n), counts_N)  # S: segments of all rows
+        within_S = np.concatenate(edges) - starts_N[row_S]
+        number_S = np.arange(1, len(row_S) + 1) - first_N[row_S]
+        begun_S = number_S > 1
+        weights[row_S[begun_S], within_S[begun_S] - 1] = 0  # the token before has a foreign target
+        segments, positions = _spread(number_S, within_S, row_S, n, T)
+        for row in np.flatnonzero(starts_N + T >= end):
+            for column in (segments, positions, weights):
+                column[row, end - 1 - starts_N[row]:] = 0
+        return _named(tokens, targets, segments, positions, weights)
 
 
 class FittedRows:
     """Random access to rows of a plan: whole documents where they fit, padding (segment 0) where a row is not full."""
 
     def __init__(self, tokens: Tokens, plan: Plan, seq_len: int):
-        if len(plan.rows) < 2:
+        if not len(plan):
             raise UserError("data.source", f"{tokens.num_tokens} tokens have nothing to predict", "give more text")
         self._tokens, self._plan, self._T = tokens, plan, seq_len
 
     def __len__(self) -> int:
-        return len(self._plan.rows) - 1
+        return len(self._plan)
 
     @property
     def fill(self) -> float:
         """The share of places that hold a token."""
-        return float(self._plan.lengths.sum() / (len(self) * self._T))
+        return self._plan.used / (len(self) * self._T)
 
     @property
     def cut(self) -> int:
@@ -102,22 +110,59 @@ class FittedRows:
 
     def places(self, i: int) -> list[int]:
         """Where each of its segments begins, in the tokens of the split."""
-        return self._plan.starts[slice(*self._plan.rows[i: i + 2])].tolist()
+        return self._plan.pieces(np.array([i]))[1].tolist()
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        if not 0 <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)}")
-        pieces = slice(*self._plan.rows[i: i + 2])
-        lengths = self._plan.lengths[pieces]
-        row: dict[str, np.ndarray] = {
-            name: np.zeros(self._T, np.float32 if name == "weights" else np.int32)
-            for name in ("tokens", "targets", "segments", "positions", "weights")}
-        at = 0
-        for segment, (start, length) in enumerate(zip(self._plan.starts[pieces], lengths, strict=True), start=1):
-            text, place = self._tokens.read(int(start), int(start) + int(length) + 1), slice(at, at + int(length))
-            row["tokens"][place], row["targets"][place] = text[:-1], text[1:]
-            row["segments"][place], row["positions"][place] = segment, np.arange(length)
-            trained = self._tokens.trained(int(start) + 1, int(start) + int(length) + 1)
-            row["weights"][place] = 1 if trained is None else trained
-            at += int(length)
-        return row
+        return {name: column[0] for name, column in self.take([i]).items()}
+
+    def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """Several rows at once, [n, T] arrays."""
+        T, n = self._T, len(numbers)
+        counts_N, starts, lengths = self._plan.pieces(_checked(numbers, len(self)))
+        counts_N += 1  # what is left of the row is a segment, too
+        row_S = np.repeat(np.arange(n), counts_N)
+        begin_N = np.cumsum(counts_N) - counts_N
+        number_S = np.arange(1, len(row_S) + 1) - begin_N[row_S]
+        piece_S = number_S < counts_N[row_S]
+        lengths_S = np.zeros(len(row_S), np.int64)
+        lengths_S[piece_S] = lengths
+        within_S = np.cumsum(lengths_S) - lengths_S
+        within_S -= within_S[begin_N][row_S]
+        tokens, targets, weights = _empty(n, T)
+        weights[:] = 1
+        places = row_S[piece_S], within_S[piece_S], lengths, starts
+        for row, at, length, start in zip(*(column.tolist() for column in places), strict=True):
+            text = self._tokens.stored(start, start + length + 1)
+            tokens[row, at: at + length], targets[row, at: at + length] = text[:-1], text[1:]
+            if (trained := self._tokens.trained(start + 1, start + length + 1)) is not None:
+                weights[row, at: at + length] = trained
+        segments, positions = _spread(number_S, within_S, row_S, n, T)
+        made = tokens, targets, segments, positions, weights
+        for row, at in enumerate(within_S[~piece_S].tolist()):
+            for column in made:
+                column[row, at:] = 0
+        return _named(*made)
+
+
+def _checked(numbers: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+    for number in numbers:
+        if not 0 <= number < length:
+            raise IndexError(f"row {number} of {length}")
+    return np.asarray(numbers, np.int64)
+
+
+def _empty(n: int, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, targets, weights: one block, for the memory of many small ones goes back and is cleared each time."""
+    tokens, targets, weights = np.empty((3, n, T), np.int32)
+    return tokens, targets, weights.view(np.float32)
+
+
+def _spread(number_S: np.ndarray, within_S: np.ndarray, row_S: np.ndarray, n: int, T: int) -> list[np.ndarray]:
+    """Segments and positions of n rows, from the number of each segment, where in its row it begins, and which row."""
+    lengths_S = np.diff(within_S + row_S * T, append=n * T)
+    segments, begins = (np.repeat(each_S.astype(np.int32), lengths_S).reshape(n, T) for each_S in (number_S, within_S))
+    return [segments, np.subtract(np.arange(T, dtype=np.int32), begins, out=begins)]
+
+
+def _named(*columns: np.ndarray) -> dict[str, np.ndarray]:
+    return dict(zip(("tokens", "targets", "segments", "positions", "weights"), columns, strict=True))

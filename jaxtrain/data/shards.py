@@ -1,6 +1,7 @@
 """Shards as they are written: documents end to end, where each begins, what it hashes to and where it came from."""
 
 import base64
+import hashlib
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, dtype: np.dtype, end: int, trained: bool = False):
-        self.path, self.dtype, self._end = path, dtype, np.array(end, dtype).tobytes()
+        self.path, self.dtype, self._end = path, dtype, np.array([end], dtype)
         self.lengths: list[int] = []
         self.keys: list[bytes] = []
         self.origins: list[tuple[int, int]] = []
@@ -42,12 +43,13 @@ class ShardWriter:
     def add(self, ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin,
             trained: np.ndarray | None = None) -> None:
         """One document; the end is put behind it, and the last of `trained` says whether that is learnt."""
-        self._tokens.write(ids.astype(self.dtype).tobytes() + self._end)
+        self._tokens.write(ids.astype(self.dtype, copy=False))
+        self._tokens.write(self._end)
         if self._trained:
             assert trained is not None and len(trained) == len(ids) + 1
             flags = trained.astype(np.uint8)
             self.learnt += int(flags.sum())
-            self._trained.write(flags.tobytes())
+            self._trained.write(flags)
         self.lengths.append(len(ids) + 1)
         self.keys.append(key)
         self.origins.append((origin.piece, origin.place))
@@ -57,48 +59,53 @@ class ShardWriter:
         """-> the shard's entry in the manifest."""
         columns = [column for column in (self._tokens, self._trained) if column]
         crc32 = {column.path.name: column.close() for column in columns}
+        sha256 = {column.path.name: column.sha256.hexdigest() for column in columns}
         arrays = {"offsets": np.cumsum([0, *self.lengths], dtype="<i8"),
                   "keys": np.frombuffer(b"".join(self.keys), np.uint8).reshape(-1, 16),
                   "origins": np.array(self.origins, ORIGIN)}
         for name, array in arrays.items():
-            with files.written(self.path.with_name(f"{self.path.name}.{name}.npy")) as file:
+            path = self.path.with_name(f"{self.path.name}.{name}.npy")
+            with files.written(path) as file:
                 np.save(file, array)
-        names = [*crc32, *(f"{self.path.name}.{name}.npy" for name in arrays)]
+            sha256[path.name] = files.file_digest(path)
         entry = {"name": self.path.name, "documents": len(self.lengths), "tokens": sum(self.lengths),
-                 "bytes": self.bytes, "crc32": crc32,
-                 "sha256": {name: files.file_digest(self.path.with_name(name)) for name in names}}
+                 "bytes": self.bytes, "crc32": crc32, "sha256": sha256}
         return entry | ({"learnt": self.learnt} if self._trained else {})
 
 
 class _Column:
-    """A file under way, and the checksums of its chunks."""
+    """A file under way, its hash, and the checksums of its chunks."""
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.sha256 = path, hashlib.sha256()
         self._context = files.written(path)
         self._file = self._context.__enter__()
+        self._chunk, self._size = memoryview(bytearray(CHUNK)), 0  # what is not in the file yet
         self._sums: list[int] = []
-        self._sum = self._within = 0
 
-    def write(self, content: bytes) -> None:
-        self._file.write(content)
-        while content:
-            some, content = content[: CHUNK - self._within], content[CHUNK - self._within:]
-            self._sum = zlib.crc32(some, self._sum)
-            self._within += len(some)
-            if self._within == CHUNK:
+    def write(self, content: Any) -> None:
+        """Bytes, or an array, as they are."""
+        left = memoryview(content).cast("B") if len(content) else memoryview(b"")
+        while left:
+            some, left = left[: CHUNK - self._size], left[CHUNK - self._size:]
+            self._chunk[self._size: self._size + len(some)] = some
+            self._size += len(some)
+            if self._size == CHUNK:
                 self._end_chunk()
 
     def close(self) -> str:
         """-> the checksums, as text."""
-        if self._within:
+        if self._size:
             self._end_chunk()
         self._context.__exit__(None, None, None)
         return base64.b64encode(np.array(self._sums, "<u4").tobytes()).decode()
 
     def _end_chunk(self) -> None:
-        self._sums.append(self._sum)
-        self._sum = self._within = 0
+        chunk = self._chunk[: self._size]
+        self._file.write(chunk)
+        self._sums.append(zlib.crc32(chunk))
+        self.sha256.update(chunk)
+        self._size = 0
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtrain.data import cleaned, files, inputs, provenance, token_files
 from jaxtrain.data.chat import TRAIN_ON, Chat
 from jaxtrain.data.conversations import FORMATS, Example
-from jaxtrain.data.corpus import SPLITS, UNFINISHED, check
+from jaxtrain.data.corpus import SPLITS, UNFINISHED, check, trust
 from jaxtrain.data.inputs import Ids, Piece, Text, stamps
 from jaxtrain.data.near import Near
 from jaxtrain.data.shards import Origin, ShardWriter, dtype_of
@@ -150,7 +150,10 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
     flush()
     if options.deduplicate and next(verdicts, None) is not None:
         raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
-    shards = {split: {"task": number} | writer.close() for split, writer in writers.items()}
+    shards: dict[str, dict[str, Any]] = {
+        split: {"task": number} | writer.close() for split, writer in writers.items()}
+    for name, sha256 in [pair for shard in shards.values() for pair in shard["sha256"].items()]:
+        trust(output / name, sha256)
     files.write_json(_ledger_path(output, number), {
         "plan": plan, "tokenizer": tokenizer.fingerprint, "task": before, "shards": shards,
         "verdicts": _verdicts_digest(output, number), "left_out": left_out, "probes": probes,

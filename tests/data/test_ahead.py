@@ -47,14 +47,14 @@ def test_rows_of_the_next_steps_are_begun_and_read_once():
 def test_as_many_wait_at_once_as_there_are_threads():
     together = threading.Barrier(5, timeout=60)
 
-    def read(step, index):
+    def read(step, indices):
         if step < 3:
             together.wait()  # would break, were fewer of them under way
-        return {"tokens": np.array([step, index])}
+        return {"tokens": np.array([[step, index] for index in indices])}
 
     ahead = Ahead(read, 5)
     for step in range(2):
-        assert [row["tokens"].tolist() for row in ahead.rows(step, [0, 1])] == [[step, 0], [step, 1]]
+        assert ahead.rows(step, [0, 1])["tokens"].tolist() == [[step, 0], [step, 1]]
     together.abort()
 
 

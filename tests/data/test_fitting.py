@@ -47,8 +47,30 @@ def test_every_token_is_predicted_once_from_its_own_document(seed, seq_len):
     assert plan.cut == sum(len(document) - 1 > seq_len for document in documents)
 
 
-def test_each_piece_goes_where_it_leaves_the_least_room():
-    assert fitting._fit([7, 6, 3, 3, 2, 1, 1], 10) == [0, 1, 0, 1, 2, 1, 2]
+def one_by_one(lengths, room) -> list[list[int]]:
+    """Each piece, longest first, where it leaves the least room; the rows, each with its lengths."""
+    rows: list[list[int]] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row in rows if room - sum(row) >= length]
+        if fitting:
+            min(fitting, key=lambda row: room - sum(row)).append(length)
+        else:
+            rows.append([length])
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_piece_goes_where_it_leaves_the_least_room(seed):
+    """Groups of rows that look alike are what comes out where each piece is placed by itself."""
+    rng = np.random.default_rng(seed)
+    room = int(rng.integers(1, 40))
+    lengths = rng.integers(1, room + 1, int(rng.integers(1, 200))) // rng.integers(1, 4)
+    tokens, _ = split(np.maximum(lengths, 1) + 1)
+    plan = fitting.plan(tokens, room)
+    counts, starts, of_pieces = plan.pieces(np.arange(len(plan)))
+    rows = [sorted(row.tolist(), reverse=True) for row in np.split(of_pieces, np.cumsum(counts)[:-1])]
+    assert sorted(map(sum, rows)) == sorted(map(sum, one_by_one(np.maximum(lengths, 1).tolist(), room)))
+    assert len(set(starts.tolist())) == len(starts) == len(lengths)
 
 
 def test_rows_are_nearly_full():
@@ -63,9 +85,14 @@ def test_a_plan_is_kept_and_a_broken_one_made_again(tmp_path, monkeypatch):
     path, = tmp_path.iterdir()
     with monkeypatch.context() as once:
         once.setattr(fitting, "plan", lambda *_: pytest.fail("planned again"))
+        once.setattr(fitting, "_sort", lambda *_: pytest.fail("planned again"))
         again = fitting.cached_plan(tokens, 16, tmp_path, "them")
-    assert all(np.array_equal(getattr(first, name), getattr(again, name)) for name in ("rows", "starts", "lengths"))
-    path.write_bytes(path.read_bytes()[:-100])
+    rows = np.arange(len(first))
+    assert all(map(np.array_equal, first.pieces(rows), again.pieces(rows))) and first.cut == again.cut
+    assert all(map(np.array_equal, first.pieces(rows), fitting.plan(tokens, 16).pieces(rows)))
+    content = path.read_bytes()
+    path.unlink()  # what is mapped stays as it was
+    path.write_bytes(content[:-100])
     third = fitting.cached_plan(tokens, 16, tmp_path, "them")
     assert np.array_equal(first.starts, third.starts) and len(list(tmp_path.iterdir())) == 1
 
@@ -84,7 +111,38 @@ def test_a_run_may_choose_it(tmp_path):
     assert counted == corpus.eval.num_tokens - corpus.eval.num_documents
 
 
-def test_nothing_to_predict_is_refused():
+def test_nothing_to_predict_is_refused(tmp_path):
     tokens, _ = split([1, 1])
     with pytest.raises(UserError, match="nothing to predict"):
         FittedRows(tokens, fitting.plan(tokens, 4), 4)
+    with pytest.raises(UserError, match="nothing to predict"):
+        FittedRows(tokens, fitting.cached_plan(tokens, 4, tmp_path, "them"), 4)
+
+
+def test_documents_looked_at_a_few_at_a_time_make_the_same_plan(monkeypatch):
+    tokens, _ = split(np.random.default_rng(0).integers(1, 90, 100), per_shard=30)
+    whole = fitting.plan(tokens, 16)
+    monkeypatch.setattr(fitting, "CHUNK", 4)
+    parts = fitting.plan(tokens, 16)
+    assert all(map(np.array_equal, whole.pieces(np.arange(len(whole))), parts.pieces(np.arange(len(parts)))))
+
+
+def test_a_plan_that_cannot_be_kept_is_made_all_the_same(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "no space")
+
+    tokens, _ = split(range(1, 40))
+    monkeypatch.setattr(fitting.os, "posix_fallocate", full)
+    kept_not = fitting.cached_plan(tokens, 16, tmp_path, "them")
+    assert np.array_equal(kept_not.starts, fitting.plan(tokens, 16).starts) and not list(tmp_path.iterdir())
+
+
+def test_several_rows_at_once_are_the_rows_one_by_one():
+    tokens, _ = split(np.random.default_rng(0).integers(1, 90, 50))
+    rows = FittedRows(tokens, fitting.plan(tokens, 64), 64)
+    numbers = [3, 0, 3, len(rows) - 1]
+    for name, column in rows.take(numbers).items():
+        assert column.tolist() == [rows[i][name].tolist() for i in numbers] and column.flags.c_contiguous
+    for i in (-1, len(rows)):
+        with pytest.raises(IndexError):
+            rows.take([0, i])

@@ -78,7 +78,7 @@ def test_it_says_where_each_document_is_from(tmp_path, monkeypatch):
         config = DataConfig(mixture=mixture, seq_len=64, global_batch_size=8, packing=packing)
         corpus = load_corpus(config)
         batches, seen = train_batches(config, corpus), set()
-        for step in range(4):
+        for step in range(12):
             batch = batches[step]
             for row in range(8):
                 froms = origins(corpus, "train", *batches.origin(step, row))

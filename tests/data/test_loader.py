@@ -204,3 +204,24 @@ def run(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=root, capture_output=True, text=True,
                           timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+class Together(Numbered):
+    """Rows that are given several at once."""
+
+    def __getitem__(self, i):
+        assert i == 0, "one by one"
+        return super().__getitem__(i)
+
+    def take(self, numbers):
+        assert all(0 <= number < self.count for number in numbers)
+        return {"tokens": np.repeat(np.asarray(numbers, np.int32)[:, None], 3, 1),
+                "weights": np.ones((len(numbers), 3), np.float32)}
+
+
+def test_rows_that_can_are_taken_several_at_once():
+    for options in ({}, {"repeat": False}, {"shuffle": False}):
+        together = Batches(Together(23), global_batch_size=8, seed=0, **options)
+        for step in range(3):
+            assert same(together[step], make(**options)[step])
+        assert same(together.rows(2, [7, 1]), make(**options).rows(2, [7, 1]))

@@ -99,3 +99,15 @@ def test_there_is_no_row_behind_the_last():
     for i in (len(rows), -1):
         with pytest.raises(IndexError):
             rows[i]
+
+
+@pytest.mark.parametrize("T", [1, 6, 16])
+def test_several_rows_at_once_are_the_rows_one_by_one(T):
+    for seed in range(10):
+        rows = PackedRows(tokens_of([*random_documents(seed), [1] * T]), T, pad_last=True)
+        numbers = np.random.default_rng(seed).integers(0, len(rows), 9).tolist() + [len(rows) - 1] * 2
+        batch = rows.take(numbers)
+        for name, column in batch.items():
+            assert column.tolist() == [rows[i][name].tolist() for i in numbers] and column.flags.c_contiguous
+        batch["tokens"][:] = -1  # an array is nobody else's memory
+        assert (batch["targets"] != -1).all()
