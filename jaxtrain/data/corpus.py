@@ -119,7 +119,7 @@ def open_corpus(folder: str | Path, cache: Path | None = None) -> Corpus:
     return Corpus(**splits, tokenizer=tokenizer, manifest_hash=manifest["sha256"], path=folder)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path, format: str = FORMAT) -> dict[str, Any]:
     """The manifest, checked against its own hash."""
     path = folder / "manifest.json"
     if not path.exists() and (folder / UNFINISHED).is_dir():
@@ -130,8 +130,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         content = {key: value for key, value in manifest.items() if key != "sha256"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError("data.source", f"{path} cannot be read ({error})", "prepare the corpus again") from error
-    if manifest.get("format") != FORMAT:
-        raise UserError("data.source", f"{path} is of format {manifest.get('format')!r}, not {FORMAT!r}",
+    if manifest.get("format") != format:
+        raise UserError("data.source", f"{path} is of format {manifest.get('format')!r}, not {format!r}",
                         "prepare the corpus again with this version")
     if files.digest(content) != recorded:
         raise UserError("data.source", f"{path} was changed after it was written", "prepare the corpus again")
@@ -178,12 +178,13 @@ def check(path: Path, sha256: str, cache: Path | None = None) -> None:
 def _map(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> Shard:
     # Plain arrays over the maps: slices of np.memmap itself cost microseconds more each.
     name = shard["name"]
-    tokens = _column(folder / f"{name}.bin", dtype)
-    trained = _column(folder / f"{name}.trained.bin", np.dtype(np.uint8)) if "learnt" in shard else None
+    tokens = mapped(folder / f"{name}.bin", dtype)
+    trained = mapped(folder / f"{name}.trained.bin", np.dtype(np.uint8)) if "learnt" in shard else None
     return Shard(tokens, np.asarray(np.load(folder / f"{name}.offsets.npy", mmap_mode="r")), trained)
 
 
-def _column(path: Path, dtype: np.dtype) -> np.ndarray:
+def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    """A file of numbers, mapped."""
     if not os.path.getsize(path):  # what is empty cannot be mapped
         return np.zeros(0, dtype)
     return np.asarray(np.memmap(path, dtype, mode="r"))

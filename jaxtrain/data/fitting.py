@@ -31,7 +31,7 @@ class Plan:
 
 def plan(tokens: Tokens, seq_len: int) -> Plan:
     """Of all documents with at least one token to predict."""
-    starts, lengths, cut = _pieces(tokens, seq_len)
+    starts, lengths, cut = pieces(tokens, seq_len)
     longest_first = np.argsort(-lengths, kind="stable")
     row_of = np.empty(len(lengths), np.int64)
     row_of[longest_first] = _fit(lengths[longest_first].tolist(), seq_len)
@@ -40,7 +40,7 @@ def plan(tokens: Tokens, seq_len: int) -> Plan:
     return Plan(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), starts[order], lengths[order], cut)
 
 
-def _pieces(tokens: Tokens, seq_len: int) -> tuple[np.ndarray, np.ndarray, int]:
+def pieces(tokens: Tokens, seq_len: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Starts and lengths of whole rows and rests. A document's last token is a target only."""
     starts, inputs, before = [], [], 0
     for shard in tokens.shards:

@@ -63,14 +63,20 @@ def find_tasks(inputs: Sequence[str], task_bytes: int = 2**26) -> list[tuple[Pie
     pieces = [piece for source in inputs for name, path in _files(source) for piece in _pieces(name, path, task_bytes)]
     if not pieces:
         raise UserError("--input", f"{', '.join(inputs)} has no files", FIX)
+    return cut([(piece,) for piece in pieces], task_bytes)
+
+
+def cut(groups: Iterable[tuple[Piece, ...]], task_bytes: int) -> list[tuple[Piece, ...]]:
+    """Tasks of whole groups in their order; a group that is larger than a task has one of its own."""
     tasks: list[list[Piece]] = [[]]
     room = task_bytes
-    for piece in pieces:
-        if tasks[-1] and piece.size > room:
+    for group in groups:
+        size = sum(piece.size for piece in group)
+        if tasks[-1] and size > room:
             tasks.append([])
             room = task_bytes
-        tasks[-1].append(piece)
-        room -= piece.size
+        tasks[-1] += group
+        room -= size
     return [tuple(task) for task in tasks]
 
 
@@ -239,13 +245,14 @@ def _zstandard() -> Any:
     return _extra("zstandard", ".zst files")
 
 
-def _extra(module: str, what: str) -> Any:
+def _extra(module: str, what: str, name: str = "data") -> Any:
     import importlib
 
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError("--input", f"{what} need {module.partition('.')[0]}", "pip install 'jaxtrain[data]'") from error
+        raise UserError("--input", f"{what} need {module.partition('.')[0]}",
+                        f"pip install 'jaxtrain[{name}]'") from error
 
 
 def total_size(tasks: Iterable[tuple[Piece, ...]]) -> int:

@@ -32,32 +32,48 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     tokenizer = load_tokenizer(options.tokenizer, options.eod)
     tasks = inputs.find_tasks(sources, options.task_bytes)
     plan = files.digest(_plan(tasks, tokenizer, options))
+    if is_done(output, plan, FORMAT):
+        return open_corpus(output)
+    if isinstance(tokenizer, JsonTokenizer):
+        with files.written(output / "tokenizer.json") as file:
+            file.write(tokenizer.content)
+    if options.deduplicate:  # first, for what a task may keep depends on all others
+        say("looking for equal documents")
+        find_duplicates(tasks, output, options, workers)
+    _finish(output, tasks, plan, options, tokenizer, work(tokenize_shard, tasks, output, options, plan, workers, say))
+    return open_corpus(output)
+
+
+def is_done(output: Path, plan: str, format: str) -> bool:
+    """Whether the output is complete; else it is a folder to work in, or an error says why not."""
     if (output / "manifest.json").exists():
-        if read_manifest(output)["plan"] != plan:
+        if read_manifest(output, format)["plan"] != plan:
             raise UserError("--output", f"{output} holds another corpus", "name another folder, or delete it")
         shutil.rmtree(output / UNFINISHED, ignore_errors=True)  # a kill came when all was done
-        return open_corpus(output)
+        return True
     if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
         raise UserError("--output", f"{output} is not empty", "name another folder")
     try:
         (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError("--output", f"{output} cannot be written ({error.strerror})", "name another folder") from error
-    if isinstance(tokenizer, JsonTokenizer):
-        with files.written(output / "tokenizer.json") as file:
-            file.write(tokenizer.content)
+    return False
+
+
+def work(do: Any, tasks: Sequence[Task], output: Path, options: Any, plan: str, workers: int,
+         say: Any) -> list[dict[str, Any]]:
+    """Do what is missing of the tasks -> the ledgers of all."""
     started, done, total = time.monotonic(), 0, inputs.total_size(tasks)
-    if options.deduplicate:  # first, for what a task may keep depends on all others
-        say("looking for equal documents")
-        find_duplicates(tasks, output, options, workers)
     missing = [number for number, task in enumerate(tasks) if not read_ledger(output, number, task, plan)]
     kept = total - sum(piece.size for number in missing for piece in tasks[number])
-    for number in engines.run(tokenize_shard, tasks, missing, output, options, plan, workers):
+    for number in engines.run(do, tasks, missing, output, options, plan, workers):
         done += sum(piece.size for piece in tasks[number])
         rate = max(1, done) / (time.monotonic() - started)
         say(f"{(kept + done) / max(1, total):6.1%}  {rate / 1e6:8.2f} MB/s  {(total - kept - done) / rate:8.0f} s left")
-    _finish(output, tasks, plan, options, tokenizer)
-    return open_corpus(output)
+    ledgers = [read_ledger(output, number, task, plan) for number, task in enumerate(tasks)]
+    if None in ledgers:
+        raise UserError("--input", f"the input of task {ledgers.index(None)} changed while it was read", "run again")
+    return [ledger for ledger in ledgers if ledger]
 
 
 def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
@@ -67,16 +83,8 @@ def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options) -> dict
 
 
 def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
-            tokenizer: Tokenizer) -> None:
-    """Put all ledgers together as the manifest: with it the corpus is there."""
-    ledgers = [read_ledger(output, number, task, plan) for number, task in enumerate(tasks)]
-    if None in ledgers:
-        raise UserError("--input", f"the input of task {ledgers.index(None)} changed while it was read", "run again")
-    done: list[dict[str, Any]] = [ledger for ledger in ledgers if ledger]
-    left_out: dict[str, int] = {}
-    for ledger in done:
-        for reason, count in ledger["left_out"].items():
-            left_out[reason] = left_out.get(reason, 0) + count
+            tokenizer: Tokenizer, done: Sequence[dict[str, Any]]) -> None:
+    """Put all ledgers together as the manifest."""
     splits = {}
     for split in SPLITS:
         shards = [ledger["shards"][split] for ledger in done if ledger["shards"][split]["documents"]]
@@ -88,10 +96,24 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
                       "eod": getattr(tokenizer, "eod_token", ""), "vocab_size": tokenizer.vocab_size},
         "options": options.identity(),
         "inputs": [[piece.identity() for piece in task] for task in tasks],
-        "left_out": left_out, "dtype": dtype_of(tokenizer).str, "splits": splits,
+        "left_out": sum_left_out(done), "dtype": dtype_of(tokenizer).str, "splits": splits,
         "probes": [probe for ledger in done for probe in ledger["probes"]],
         "versions": {name: _version(name) for name in ("jaxtrain", "numpy", "tokenizers")},
     }
+    complete(output, manifest)
+
+
+def sum_left_out(ledgers: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """What all tasks together left out, by reason."""
+    left_out: dict[str, int] = {}
+    for ledger in ledgers:
+        for reason, count in ledger["left_out"].items():
+            left_out[reason] = left_out.get(reason, 0) + count
+    return left_out
+
+
+def complete(output: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest: with it the corpus is there."""
     for partial in output.glob("*.partial"):  # of those who were killed
         partial.unlink()
     files.sync(output)
@@ -115,13 +137,12 @@ def main(argv: list[str] | None = None) -> int:
         flags = parse(argv)
         options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
                           flags.task_bytes)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         terminal = sys.stderr.isatty()
 
         def say(line):
             print(line, end="\r" if terminal else "\n", file=sys.stderr, flush=True)
 
-        corpus = prepare(flags.input, flags.output, options, flags.workers or cores, say)
+        corpus = prepare(flags.input, flags.output, options, flags.workers or cores(), say)
         print(summary(corpus))
         return 0
     except UserError as mistake:
@@ -130,6 +151,11 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command goes on", file=sys.stderr)
         return 130
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 import base64
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ class ShardWriter:
         self.keys: list[bytes] = []
         self.origins: list[tuple[int, int]] = []
         self.bytes = self.learnt = 0
-        self._tokens = _Column(path.with_name(f"{path.name}.bin"))
-        self._trained = _Column(path.with_name(f"{path.name}.trained.bin")) if trained else None
+        self._tokens = Column(path.with_name(f"{path.name}.bin"))
+        self._trained = Column(path.with_name(f"{path.name}.trained.bin")) if trained else None
 
     def add(self, ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin,
             trained: np.ndarray | None = None) -> None:
@@ -56,21 +57,25 @@ class ShardWriter:
     def close(self) -> dict[str, Any]:
         """-> the shard's entry in the manifest."""
         columns = [column for column in (self._tokens, self._trained) if column]
-        crc32 = {column.path.name: column.close() for column in columns}
         arrays = {"offsets": np.cumsum([0, *self.lengths], dtype="<i8"),
                   "keys": np.frombuffer(b"".join(self.keys), np.uint8).reshape(-1, 16),
                   "origins": np.array(self.origins, ORIGIN)}
-        for name, array in arrays.items():
-            with files.written(self.path.with_name(f"{self.path.name}.{name}.npy")) as file:
-                np.save(file, array)
-        names = [*crc32, *(f"{self.path.name}.{name}.npy" for name in arrays)]
         entry = {"name": self.path.name, "documents": len(self.lengths), "tokens": sum(self.lengths),
-                 "bytes": self.bytes, "crc32": crc32,
-                 "sha256": {name: files.file_digest(self.path.with_name(name)) for name in names}}
+                 "bytes": self.bytes, **close(self.path, columns, arrays)}
         return entry | ({"learnt": self.learnt} if self._trained else {})
 
 
-class _Column:
+def close(path: Path, columns: Sequence["Column"], arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """End a shard's columns and put its arrays beside them -> the checksums of them all."""
+    crc32 = {column.path.name: column.close() for column in columns}
+    for name, array in arrays.items():
+        with files.written(path.with_name(f"{path.name}.{name}.npy")) as file:
+            np.save(file, array)
+    names = [*crc32, *(f"{path.name}.{name}.npy" for name in arrays)]
+    return {"crc32": crc32, "sha256": {name: files.file_digest(path.with_name(name)) for name in names}}
+
+
+class Column:
     """A file under way, and the checksums of its chunks."""
 
     def __init__(self, path: Path):
@@ -81,6 +86,7 @@ class _Column:
         self._sum = self._within = 0
 
     def write(self, content: bytes) -> None:
+        """Put it behind what is there."""
         self._file.write(content)
         while content:
             some, content = content[: CHUNK - self._within], content[CHUNK - self._within:]

@@ -83,9 +83,7 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
                 flush()
     flush()
     shards = {split: {"task": number} | writer.close() for split, writer in writers.items()}
-    files.write_json(_ledger_path(output, number), {
-        "plan": plan, "task": [[piece.identity(), _stamp(piece)] for piece in task], "shards": shards,
-        "keep": _keep_digest(output, number), "left_out": left_out, "probes": probes})
+    write_ledger(output, number, task, plan, {"shards": shards, "left_out": left_out, "probes": probes})
     return number
 
 
@@ -145,6 +143,13 @@ def _ledger_path(output: Path, number: int) -> Path:
 
 def _stamp(piece: Piece) -> int:
     return Path(piece.path).stat().st_mtime_ns
+
+
+def write_ledger(output: Path, number: int, task: Task, plan: str, made: dict[str, Any]) -> None:
+    """Say that a task is done: what it made, and from what."""
+    files.write_json(_ledger_path(output, number), {
+        "plan": plan, "task": [[piece.identity(), _stamp(piece)] for piece in task],
+        "keep": _keep_digest(output, number), **made})
 
 
 def read_ledger(output: Path, number: int, task: Task, plan: str) -> dict[str, Any] | None:
