@@ -6,15 +6,14 @@ up to the next larger one, other rows in each epoch, so that every row comes exa
 the largest bucket is filled with rows of weight 0.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxtrain.data.unpacked import Unpacked
 from jaxtrain.errors import UserError
 
-CANDIDATES = 1024  # lengths that may become a bucket's; more would cost time and gain no tenth of a percent
+CANDIDATES = 1024  # lengths that may become a bucket's: more would cost time and gain a tenth of a percent
 
 
 def choose(lengths: np.ndarray, count: int, multiple: int = 1) -> tuple[int, ...]:
@@ -25,9 +24,9 @@ def choose(lengths: np.ndarray, count: int, multiple: int = 1) -> tuple[int, ...
     values_V, counts_V = np.unique(np.maximum(-(-lengths // multiple), 1) * multiple, return_counts=True)
     if not len(values_V):
         raise UserError("buckets", "there are no rows to choose lengths for", "give more data")
-    ends_V = np.cumsum(counts_V)
+    ends_V, steps_V = np.cumsum(counts_V), np.cumsum(counts_V * values_V)
     if len(values_V) > CANDIDATES:
-        kept = np.unique(np.searchsorted(ends_V, np.linspace(0, ends_V[-1], CANDIDATES + 1)[1:]))
+        kept = np.unique(np.searchsorted(steps_V, np.linspace(0, steps_V[-1], CANDIDATES + 1)[1:]))
         values_V, ends_V = values_V[kept], ends_V[kept]
     before_V = np.concatenate([[0], ends_V[:-1]])
     # places[i, j]: of rows i to j, in a bucket of length j
@@ -145,15 +144,14 @@ class BucketedBatches:
             place = self._full[bucket] * self._sizes[bucket] + at - len(own)
 
 
-def _permutation(count: int, seed: int, which: int, shuffle: bool) -> Any:
+def _permutation(count: int, seed: int, which: int, shuffle: bool) -> Callable[[int, int], int]:
     """(epoch, place) -> number below `count`: Grain's permutations, another one in each epoch, each entry in O(1)."""
     if not shuffle:
         return lambda epoch, place: place
-    import grain  # a second's import, that only a run which reads data pays
+    from grain.experimental import index_shuffle  # a second's import, that only a run which reads data pays
 
-    own_seed = int(np.random.SeedSequence([seed, which]).generate_state(1)[0])
-    order = grain.MapDataset.range(count).shuffle(seed=own_seed).repeat()
-    return lambda epoch, place: order[epoch * count + place]
+    first = int(np.random.SeedSequence([seed, which]).generate_state(1)[0])
+    return lambda epoch, place: index_shuffle(place, max_index=count - 1, seed=(first + epoch) % 2**32, rounds=4)
 
 
 def _check(lengths: np.ndarray, buckets: Sequence[int], sizes: Sequence[int], seed: int) -> None:
