@@ -134,8 +134,8 @@ def test_the_command_line(tmp_path, capsys):
                  "--time=at", "--category", "item", "--workers=1"]) == 0
     said = capsys.readouterr().out
     assert "item i4 per step" in said and "60 sequences" in said and "% padding" in said
-    for words, reason in ((["events", "--input=x", "--output=y"], "--user"), (["video"], "invalid choice: 'video'"),
-                          (["audio", f"--input={tmp_path}", f"--output={tmp_path / 'o'}", "--workers=-1"], "--workers")):
+    for words, reason in ((["events", "--input=x", "--output=y"], "--user"), (["video"], "invalid choice"),
+                          (["audio", "--input=x", "--output=y", "--workers=-1"], "--workers")):
         assert main(words) == 2
         error = capsys.readouterr().err
         assert reason in error and error.count("\n") == 1
