@@ -2,8 +2,8 @@
 
     python examples/audio_notes.py
 
-Half a minute on a laptop, which plays eight devices. The clips are made here: three to seven notes each, played by sines
-in noise, as WAV and FLAC, with the names of the notes beside them. So is speech prepared, with its transcripts.
+Half a minute on a laptop, which plays eight devices. The clips are made here: three to seven notes each, sines
+in noise, as WAV and FLAC, the names of the notes beside them. Speech with its transcripts goes the same way.
 """
 
 import os
@@ -29,7 +29,7 @@ from jaxtrain.data.prepare_sequences import prepare_sequences, summary
 
 NOTES = "CDEFGAB"
 HERTZ = 261.6 * 2 ** (np.array([0, 2, 4, 5, 7, 9, 11]) / 12)
-CLIPS, STEPS, WIDTH, CONTEXT = 200, 50, 64, 5
+CLIPS, STEPS, WIDTH, CONTEXT = 200, 80, 64, 5
 
 
 # ------------------------------------------------------------------------------------------------------------- the data
@@ -111,14 +111,15 @@ def main():
         state = step.init(lambda: Listener(nnx.Rngs(0)))
         for n in range(STEPS):
             state, metrics = step(state, batches[n])
-            if n % 10 == 0 or n == STEPS - 1:
+            if n % 5 == 0 or n == STEPS - 1:
                 print(f"step {n:3}  {len(batches[n]['features']):3} rows of {batches.length(n):3}  "
                       f"loss a note {float(metrics['loss']):7.4f}")
         model, right, all_ = step.module(state), 0, 0
         held_out = batches_of(corpus.eval, mesh, repeat=False)
         for n in range(held_out.num_batches):
             batch = held_out[n]
-            for said, ids, there in zip(transcribe(model, batch), batch["target"], batch["target_weights"], strict=True):
+            said_B, ids_B, there_B = transcribe(model, batch), batch["target"], batch["target_weights"]
+            for said, ids, there in zip(said_B, ids_B, there_B, strict=True):
                 wanted = bytes(ids[there > 0].tolist()).decode()
                 right, all_ = right + (said == wanted and bool(wanted)), all_ + bool(wanted)
         print(f"melodies that were not trained on, transcribed without a mistake: {right} of {all_}")

@@ -110,7 +110,8 @@ def main():
         for n in range(STEPS):
             state, metrics = step(state, batches[n])
             if n % 20 == 0 or n == STEPS - 1:
-                print(f"step {n:3}  {batches.size(n):3} rows of {batches.length(n):2}  loss {float(metrics['loss']):.4f}")
+                size, length = batches.size(n), batches.length(n)
+                print(f"step {n:3}  {size:3} rows of {length:2}  loss {float(metrics['loss']):.4f}")
         held_out = batches_of(corpus.eval, mesh, repeat=False)
         totals, weights = zip(*(step.evaluate(state, held_out[n]) for n in range(held_out.num_batches)), strict=True)
         loss = float(sum(totals) / sum(weights))

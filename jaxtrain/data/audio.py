@@ -4,6 +4,7 @@ A clip is a file. What is said in it may lie beside it (`a.wav`, `a.txt`), or be
 """
 
 import functools
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -96,7 +97,7 @@ class Audio:
         return inputs.cut([(clip, _text(clip)) if self.target == "text" else (clip,) for clip in clips],
                           self.task_bytes)
 
-    def ready(self, tasks: Sequence[Task], output: Path, workers: int) -> tuple["Audio", list[Task]]:
+    def ready(self, tasks: Sequence[Task], output: Path, workers: int, say: Any) -> tuple["Audio", list[Task]]:
         """With the names of all folders."""
         labels = {_folder(piece) for task in tasks for piece in task} if self.target == "folder" else ()
         return replace(self, labels=tuple(sorted(labels))), list(tasks)
@@ -114,7 +115,7 @@ class Audio:
                 continue
             found: dict[str, Any] = {"features": log_mel(samples)}
             if self.target == "text":
-                found["target"] = _tokenizer(self.tokenizer).encode(Path(task[i + 1].path).read_bytes().strip())
+                found["target"] = _tokenizer(self.tokenizer).encode(_content(task[i + 1]).strip())
             elif self.target == "folder":
                 found["label"] = [self.labels.index(_folder(piece))]
             yield found, Origin(i, 0)
@@ -141,11 +142,18 @@ def _folder(clip: Piece) -> str:
     return name
 
 
+def _content(piece: Piece) -> bytes:
+    try:
+        return Path(piece.path).read_bytes()
+    except OSError as error:  # not left out: it may be there the next time
+        raise UserError("--input", f"{piece.path} cannot be read ({error.strerror})", "replace the file") from error
+
+
 def _samples(piece: Piece) -> np.ndarray | str:
     """At 16 kHz, channels averaged; or why not."""
     soundfile = inputs._extra("soundfile", "audio files", "audio")
     try:
-        samples, rate = soundfile.read(piece.path, dtype="float32", always_2d=True)
+        samples, rate = soundfile.read(io.BytesIO(_content(piece)), dtype="float32", always_2d=True)
     except soundfile.LibsndfileError:
         return "no audio that can be read"
     mono = samples.mean(1)

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import engines, files, inputs
+from jaxtrain.data import files, inputs
 from jaxtrain.data.corpus import UNFINISHED
 from jaxtrain.data.inputs import Piece
+from jaxtrain.data.prepare import run
 from jaxtrain.data.sequences import Column
 from jaxtrain.data.shards import Origin
 from jaxtrain.data.tasks import Task
@@ -89,14 +90,13 @@ class Events:
             raise UserError("--time", f"{self.time!r} is {one} in {a} and {other} in {b}", "write both alike")
         return inputs.cut([(group,) for group in groups], self.task_bytes)
 
-    def ready(self, tasks: Sequence[Task], output: Path, workers: int) -> tuple["Events", list[Task]]:
+    def ready(self, tasks: Sequence[Task], output: Path, workers: int, say: Any) -> tuple["Events", list[Task]]:
         """Spread over partitions, with the vocabularies; what an earlier run spread is not read again."""
         size = inputs.total_size(tasks)
         source: Any = replace(self, partitions=-(-size // self.task_bytes))
         spread = [source.spread_path(output, task) for task in tasks]
         missing = [number for number, path in enumerate(spread) if not path.exists()]
-        for _ in engines.run(spread_task, tasks, missing, output, source, "", workers):
-            pass
+        run(spread_task, tasks, missing, output, source, "", workers, say)
         # The partitions' ledgers watch this file instead of the input: it changes when the input does.
         path, content = output / UNFINISHED / PARTITIONS, [[path.name, len(task)]
                                                            for path, task in zip(spread, tasks, strict=True)]
@@ -185,8 +185,11 @@ def _rows(source: Events, piece: Piece, number: int, left_out: dict[str, int]) -
     """The wanted columns of a row group, without rows that have no user or no time."""
     pa, pc = _arrow()
 
-    group = inputs._parquet().ParquetFile(piece.path).read_row_group(
-        piece.start, columns=[source.user, source.time, *source.categories, *source.numbers])
+    wanted = [source.user, source.time, *source.categories, *source.numbers]
+    try:
+        group = inputs._parquet().ParquetFile(piece.path).read_row_group(piece.start, columns=wanted)
+    except (OSError, pa.ArrowException) as error:
+        raise UserError("--input", f"{piece.path} cannot be read ({error})", "replace the file") from error
     columns = {"user": _cast(group, source.user, pa.large_string(), "--user", piece), "time": _time(group[source.time])}
     columns |= {f"category {i}": _cast(group, name, pa.large_string(), "--category", piece)
                 for i, name in enumerate(source.categories)}

@@ -63,17 +63,23 @@ def is_done(output: Path, plan: str, format: str) -> bool:
 def work(do: Any, tasks: Sequence[Task], output: Path, options: Any, plan: str, workers: int,
          say: Any) -> list[dict[str, Any]]:
     """Do what is missing of the tasks -> the ledgers of all."""
-    started, done, total = time.monotonic(), 0, inputs.total_size(tasks)
     missing = [number for number, task in enumerate(tasks) if not read_ledger(output, number, task, plan)]
+    run(do, tasks, missing, output, options, plan, workers, say)
+    ledgers = [read_ledger(output, number, task, plan) for number, task in enumerate(tasks)]
+    if None in ledgers:
+        raise UserError("--input", f"the input of task {ledgers.index(None)} changed while it was read", "run again")
+    return [ledger for ledger in ledgers if ledger]
+
+
+def run(do: Any, tasks: Sequence[Task], missing: Sequence[int], output: Path, options: Any, plan: str, workers: int,
+        say: Any) -> None:
+    """Do the missing tasks, and tell how it goes."""
+    started, done, total = time.monotonic(), 0, inputs.total_size(tasks)
     kept = total - sum(piece.size for number in missing for piece in tasks[number])
     for number in engines.run(do, tasks, missing, output, options, plan, workers):
         done += sum(piece.size for piece in tasks[number])
         rate = max(1, done) / (time.monotonic() - started)
         say(f"{(kept + done) / max(1, total):6.1%}  {rate / 1e6:8.2f} MB/s  {(total - kept - done) / rate:8.0f} s left")
-    ledgers = [read_ledger(output, number, task, plan) for number, task in enumerate(tasks)]
-    if None in ledgers:
-        raise UserError("--input", f"the input of task {ledgers.index(None)} changed while it was read", "run again")
-    return [ledger for ledger in ledgers if ledger]
 
 
 def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:

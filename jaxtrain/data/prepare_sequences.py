@@ -60,7 +60,7 @@ class Source(Protocol):
         """From names and sizes alone."""
         ...
 
-    def ready(self, tasks: Sequence[Task], output: Path, workers: int) -> tuple["Source", list[Task]]:
+    def ready(self, tasks: Sequence[Task], output: Path, workers: int, say: Any) -> tuple["Source", list[Task]]:
         """With what must be known of all tasks before any can be done; and the tasks that are left to do then."""
         ...
 
@@ -85,7 +85,7 @@ def prepare_sequences(sources: Sequence[str], output: str | Path, source: Source
     plan = files.digest([FORMAT, source.kind, source.identity(), inputs])
     if is_done(output, plan, FORMAT):
         return open_sequences(output)
-    source, tasks = source.ready(tasks, output, workers)
+    source, tasks = source.ready(tasks, output, workers, say)
     ledgers = work(make_shard, tasks, output, source, files.digest([plan, source.manifest()]), workers, say)
     splits = {}
     for split in SPLITS:

@@ -112,6 +112,16 @@ def test_what_cannot_be_read_is_left_out_and_counted(tmp_path):
     assert corpus.manifest["left_out"] == {"no audio that can be read": 1, "shorter than a frame": 1}
 
 
+def test_what_is_not_there_for_now_is_not_left_out(tmp_path):
+    write(tmp_path / "in/a.wav", clip(0.1), text="x")
+    source = Audio("text")
+    task, = source.find_tasks([str(tmp_path / "in")])
+    for name in ("a.txt", "a.wav"):
+        (tmp_path / "in" / name).unlink()
+        with pytest.raises(UserError, match=rf"{name} cannot be read"):
+            list(source.read(0, task, tmp_path, {}))
+
+
 def test_a_text_that_changed_while_unfinished_is_read_again(tmp_path, monkeypatch):
     write(tmp_path / "in/a.wav", clip(0.1), text="old")
     with monkeypatch.context() as killed:

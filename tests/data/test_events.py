@@ -145,6 +145,16 @@ def test_mistakes_are_told(tmp_path, options, table, reason):
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_is_broken_is_named(tmp_path):
+    path = tmp_path / "in/0.parquet"
+    source = write(tmp_path / "in", random_table(0), files=1, row_group_size=800)
+    content = bytearray(path.read_bytes())
+    content[4: len(content) // 2] = bytes(len(content) // 2 - 4)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"0\.parquet cannot be read"):
+        prepare_sequences([source], tmp_path / "out", EVENTS)
+
+
 def test_times_of_two_kinds_are_refused(tmp_path):
     pq.write_table(pa.table({"user": [1], "at": [1]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"user": [1], "at": [1.5]}), tmp_path / "b.parquet")
