@@ -45,8 +45,9 @@ def clip(seconds: float, seed: int = 0, rate: int = 16_000, noise: float = 0.01)
     return 0.5 * np.sin(2 * np.pi * (200 + 900 * t) * t) + noise * np.random.default_rng(seed).normal(size=len(t))
 
 
-@pytest.mark.parametrize("samples", [clip(0.3), clip(0.2)[:3199], np.zeros(1000), clip(0.1) * 1e-4],
-                         ids=["chirp", "odd", "silence", "quiet"])
+@pytest.mark.parametrize("samples", [clip(0.3), clip(0.2)[:3199], np.zeros(1000), clip(0.1) * 1e-4,
+                                     np.append(clip(0.1), np.zeros(2000))],
+                         ids=["chirp", "odd", "silence", "quiet", "ends"])
 def test_frames_are_those_of_the_definition(samples):
     got, want = log_mel(samples), by_definition(samples)
     assert got.shape == want.shape == (len(samples) // 160, 80) and got.dtype == np.float32

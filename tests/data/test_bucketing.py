@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.data import BucketedBatches, DocumentRows, Tokens
-from jaxtrain.data.bucketing import choose, equal_sizes, padding
+from jaxtrain.data.bucketing import SMALL, choose, equal_sizes, padding
 from jaxtrain.data.corpus import Shard
 from jaxtrain.errors import UserError
 
@@ -123,9 +123,18 @@ def test_order_is_pinned():
     """A change of this order is a change of every run's data: old checkpoints would resume on other batches."""
     batches = BucketedBatches(Numbered([3, 9, 2, 2, 8, 1, 3]), buckets=[3, 9], global_batch_size=2, seed=5)
     assert [batches.numbers(step, range(2)) for step in (0, 1, 2, 3, 4, 10**9)] \
-        == [[0, 5], [4, None], [3, 6], [1, 2], [5, 2], [2, 5]]
+        == [[2, 6], [4, None], [5, 3], [1, 0], [4, None], [2, 6]]
     fixed = BucketedBatches(Numbered([3, 9, 2, 2, 8, 1, 3]), buckets=[3, 9], global_batch_size=2, seed=5, shuffle=False)
     assert epoch(fixed, 0) == epoch(fixed, 3) == [0, 2, 3, 5, 1, 4, 6, None]
+
+
+def test_a_bucket_of_many_rows_is_permuted_entry_by_entry():
+    rows = Numbered(np.random.default_rng(0).integers(1, 5, 12_001))
+    batches = BucketedBatches(rows, buckets=[2, 4], global_batch_size=100, seed=0)
+    assert min(batches._there) > SMALL
+    epochs = [epoch(batches, number) for number in (0, 1)]
+    assert all(sorted(i for i in found if i is not None) == [*range(12_001)] for found in epochs)
+    assert epochs[0] != epochs[1] and batches.numbers(10**9, [99]) == [9484]
 
 
 def test_the_seed_decides():
