@@ -77,9 +77,10 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kind, kills
         output = tmp_path / f"out{round_}"
         process = subprocess.Popen([*command, f"--output={output}"], env=environment, stdout=subprocess.DEVNULL,
                                    stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (output / "unfinished").exists():
-            time.sleep(0.005)
-        time.sleep(rng.uniform(0, 0.3))
+        # Not by the clock: after it has written something, so that there is something to lose.
+        enough = len(list(output.rglob("*"))) + rng.randint(1, 12)
+        while process.poll() is None and len(list(output.rglob("*"))) < enough:
+            time.sleep(rng.uniform(0, 0.004))
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
             killed += 1
