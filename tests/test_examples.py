@@ -1,6 +1,7 @@
 """The examples run as they stand: the script as a reader would start it, the notebook cell by cell."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,27 @@ def test_script():
     assert done.stdout.count("equal within 1e-5") == 2  # the module and the pytree
     assert "mesh: data=2 x fsdp=2 x tensor=2" in done.stdout
     assert "Warning" not in done.stderr
+
+
+def printed_by(script: str) -> str:
+    done = subprocess.run([sys.executable, f"examples/{script}"], cwd=ROOT, env=environment(XLA_FLAGS=""),
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def test_melodies_are_transcribed():
+    printed = printed_by("audio_notes.py")
+    losses = [float(loss) for loss in re.findall(r"loss a note +([\d.]+)", printed)]
+    right, all_ = map(int, re.search(r"without a mistake: (\d+) of (\d+)", printed).groups())
+    assert losses[-1] < 0.05 * losses[0] and all_ > 10 and right >= 0.8 * all_
+    assert re.search(r"batches of \(rows, frames\): \[(\(\d+, \d+\)(, )?){3}\]", printed)
+
+
+def test_what_users_do_next_is_predicted():
+    said = re.search(r"nats an event: ([\d.]+); by how common items are: ([\d.]+)", printed_by("event_streams.py"))
+    loss, by_frequency = map(float, said.groups())
+    assert loss < by_frequency - 0.4
 
 
 def test_notebook(tmp_path):

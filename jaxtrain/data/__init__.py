@@ -4,17 +4,25 @@
     rows = PackedRows(corpus.train, config.data.seq_len)           # documents packed into rows
     batches = Batches(rows, global_batch_size=16, seed=0)          # batches[n] is a pure function of n
 
+    corpus = open_sequences("corpora/speech")                      # or audio and events, which are no text
+    rows = SequenceRows(corpus.train)                              # each a row of its own (DocumentRows: documents)
+    batches = BucketedBatches(rows, buckets=[200, 800, 3000], global_batch_size=16, seed=0)
+
 A folder that `python -m jaxtrain.data.prepare` made is opened as it is; smaller text is tokenised on first use.
 
 Nothing here knows of devices: a process asks for its rows of a batch with `batches.rows(step, indices)`.
 """
 
+from jaxtrain.data.bucketing import BucketedBatches
 from jaxtrain.data.cache import load_corpus
 from jaxtrain.data.corpus import Corpus, Tokens, open_corpus
 from jaxtrain.data.loader import Batches, prefetch
 from jaxtrain.data.packing import PackedRows
+from jaxtrain.data.sequences import SequenceCorpus, Sequences, open_sequences
 from jaxtrain.data.source import Document, find_documents
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
+from jaxtrain.data.unpacked import DocumentRows, SequenceRows
 
-__all__ = ["Batches", "Corpus", "Document", "PackedRows", "Tokenizer", "Tokens", "find_documents", "load_corpus",
-           "load_tokenizer", "open_corpus", "prefetch"]
+__all__ = ["Batches", "BucketedBatches", "Corpus", "Document", "DocumentRows", "PackedRows", "SequenceCorpus",
+           "SequenceRows", "Sequences", "Tokenizer", "Tokens", "find_documents", "load_corpus", "load_tokenizer",
+           "open_corpus", "open_sequences", "prefetch"]

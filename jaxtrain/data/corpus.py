@@ -177,7 +177,7 @@ def _begins_without(bos: int, shard: Shard) -> bool:
         return False
 
 
-def read_manifest(folder: str | Path) -> dict[str, Any]:
+def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
     """The manifest, checked against its own hash."""
     path = storage.join(folder, "manifest.json")
     if not storage.is_url(folder) and not Path(path).exists() and Path(folder, UNFINISHED).is_dir():
@@ -195,8 +195,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         content = {key: value for key, value in manifest.items() if key not in ("sha256", "code")}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError("data.source", f"{path} cannot be read ({error})", "prepare the corpus again") from error
-    if manifest.get("format") != FORMAT:
-        raise UserError("data.source", f"{path} is of format {manifest.get('format')!r}, not {FORMAT!r}",
+    if manifest.get("format") != format:
+        raise UserError("data.source", f"{path} is of format {manifest.get('format')!r}, not {format!r}",
                         "prepare the corpus again with this version")
     if files.digest(content) != recorded:
         raise UserError("data.source", f"{path} was changed after it was written", "prepare the corpus again")
@@ -287,9 +287,15 @@ def _column(folder: Path, cache: Path | None, spare: bool, shard: dict[str, Any]
             return DamagedColumn(folder / name, dtype, shard["tokens"], shard["crc32"][name])
         except OSError:
             raise refused from None  # it is there, but not for us
-    if not shard["tokens"]:  # what is empty cannot be mapped
-        return np.zeros(0, dtype)
+    return mapped(folder / name, dtype)
+
+
+def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    """A file of numbers, mapped."""
     try:
-        return np.asarray(np.memmap(folder / name, dtype, mode="r"))
+        if not path.stat().st_size:  # what is empty cannot be mapped
+            return np.zeros(0, dtype)
+        # A plain array over the map: slices of np.memmap itself cost microseconds more each.
+        return np.asarray(np.memmap(path, dtype, mode="r"))
     except OSError as error:
-        raise _unreadable(folder / name, error) from error
+        raise _unreadable(path, error) from error

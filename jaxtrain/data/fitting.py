@@ -48,7 +48,8 @@ class Plan:
     @property
     def fill(self) -> float:
         """The share of places that hold a token, were all rows as long as the longest."""
-        return self.used / max(1, len(self) * max(np.add.reduceat(self.lengths * self.each, self.items[:-1]), default=1))
+        longest = max(np.add.reduceat(self.lengths * self.each, self.items[:-1]), default=1)
+        return self.used / max(1, len(self) * longest)
 
     def pieces(self, numbers_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """How many pieces each of these rows has, and all their starts and lengths, row by row."""
@@ -73,8 +74,8 @@ def plan(tokens: Tokens, seq_len: int) -> Plan:
     return Plan(*_fit(counts_T), starts, cut)
 
 
-def _pieces(tokens: Tokens, seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Starts and lengths of whole rows and rests, and how many documents were cut. A last token is a target only."""
+def pieces(tokens: Tokens, seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """Starts and lengths of whole rows and rests; documents that were cut. A last token is a target only."""
     before = 0
     for shard in tokens.shards:
         for at in range(0, len(shard.offsets) - 1, CHUNK):
@@ -90,7 +91,7 @@ def _pieces(tokens: Tokens, seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarr
 def _counts(tokens: Tokens, seq_len: int) -> tuple[np.ndarray, int]:
     """How many pieces there are of each length, and how many documents were cut."""
     counts_T, all_cut = np.zeros(seq_len + 1, np.int64), 0
-    for _, lengths, cut in _pieces(tokens, seq_len):
+    for _, lengths, cut in pieces(tokens, seq_len):
         counts_T += np.bincount(lengths, minlength=seq_len + 1)
         all_cut += cut
     return counts_T, all_cut
@@ -99,7 +100,7 @@ def _counts(tokens: Tokens, seq_len: int) -> tuple[np.ndarray, int]:
 def _sort(tokens: Tokens, counts_T: np.ndarray, out: np.ndarray) -> None:
     """Put the starts of all pieces in order of their lengths; those of one length stay in the order of the corpus."""
     seq_len, next_T = len(counts_T) - 1, np.cumsum(counts_T) - counts_T
-    for starts, lengths, _ in _pieces(tokens, seq_len):
+    for starts, lengths, _ in pieces(tokens, seq_len):
         order = np.argsort(lengths.astype(np.min_scalar_type(seq_len)), kind="stable")  # 16 bits: a radix sort
         here_T = np.bincount(lengths, minlength=seq_len + 1)
         out[np.arange(len(order)) + np.repeat(next_T - np.cumsum(here_T) + here_T, here_T)] = starts[order]

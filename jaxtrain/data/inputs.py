@@ -67,14 +67,20 @@ def find_tasks(inputs: Sequence[str], task_bytes: int = 2**26, token_dtype: str 
               for piece in _pieces(name, path, size, task_bytes, token_dtype)]
     if not pieces:
         raise UserError("--input", f"{', '.join(inputs)} has no files", FIX)
+    return cut([(piece,) for piece in pieces], task_bytes)
+
+
+def cut(groups: Iterable[tuple[Piece, ...]], task_bytes: int) -> list[tuple[Piece, ...]]:
+    """Tasks of whole groups in their order; a group that is larger than a task has one of its own."""
     tasks: list[list[Piece]] = [[]]
     room = task_bytes
-    for piece in pieces:
-        if tasks[-1] and piece.size > room:
+    for group in groups:
+        size = sum(piece.size for piece in group)
+        if tasks[-1] and size > room:
             tasks.append([])
             room = task_bytes
-        tasks[-1].append(piece)
-        room -= piece.size
+        tasks[-1] += group
+        room -= size
     return [tuple(task) for task in tasks]
 
 
@@ -97,7 +103,7 @@ def _files(source: str) -> list[tuple[str, str, int]]:
 
 def _pieces(name: str, path: str, size: int, task_bytes: int, token_dtype: str) -> Iterator[Piece]:
     if name.endswith(".parquet"):
-        groups = _parquet_file(path).metadata
+        groups = parquet_file(path).metadata
         for i in range(groups.num_row_groups):
             yield Piece(name, path, "parquet", i, i + 1, groups.row_group(i).total_byte_size)
     elif array_records.NAME.search(name):
@@ -214,7 +220,7 @@ def find_format(tasks: Iterable[tuple[Piece, ...]], field: str) -> str:
     """What the first record looks like."""
     for piece in (piece for task in tasks for piece in task):
         if piece.kind == "parquet":
-            return format_of(set(_parquet_file(piece.path).schema_arrow.names), field, piece.name)
+            return format_of(set(parquet_file(piece.path).schema_arrow.names), field, piece.name)
         if piece.kind == "jsonl":
             try:
                 with _opened(piece) as file:
@@ -227,7 +233,7 @@ def find_format(tasks: Iterable[tuple[Piece, ...]], field: str) -> str:
 
 
 def _rows(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
-    file = _parquet_file(piece.path)
+    file = parquet_file(piece.path)
     names = file.schema_arrow.names
     if form != "text":
         columns = [name for name in dict.fromkeys([*FIELDS[form], *beside]) if name in names]
@@ -267,7 +273,8 @@ def content_hash(content: bytes | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _parquet_file(path: str) -> Any:
+def parquet_file(path: str) -> Any:
+    """Opened by pyarrow."""
     # A plain path is faster than a file.
     parquet = extra("pyarrow.parquet", "Parquet")
     return parquet.ParquetFile(storage.open(path) if storage.is_url(path) else path)

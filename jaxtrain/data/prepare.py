@@ -5,29 +5,27 @@ the same command goes on, and the result is the same to the byte for any number 
 """
 
 import argparse
-import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data import engines, files, inputs, lengths, on_slurm, provenance
+from jaxtrain.data import files, inputs, lengths, on_slurm, provenance, work
 from jaxtrain.data.chat import BUILT_IN, TRAIN_ON, refuse_useless_masks
 from jaxtrain.data.conversations import FORMATS
-from jaxtrain.data.corpus import FORMAT, SPLITS, UNFINISHED, Corpus, open_corpus, read_manifest
+from jaxtrain.data.corpus import FORMAT, SPLITS, Corpus, open_corpus, read_manifest
 from jaxtrain.data.dry_run import dry_run
 from jaxtrain.data.duplicates import find_duplicates, sign_documents
 from jaxtrain.data.engines import Engine
 from jaxtrain.data.filters import STEPS
 from jaxtrain.data.near import Near
 from jaxtrain.data.on_ray import Ray
-from jaxtrain.data.progress import Line, Progress
+from jaxtrain.data.progress import Line
 from jaxtrain.data.shards import dtype_of
 from jaxtrain.data.steps import added, summed
-from jaxtrain.data.tasks import ALIKE, Options, Task, chat_of, loaded, read_ledger, tokenize_shard, verdicts_path
+from jaxtrain.data.tasks import ALIKE, Options, Task, chat_of, loaded, tokenize_shard, verdicts_path
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.data.vocabulary import Vocabulary
 from jaxtrain.errors import Parser, UserError
@@ -100,17 +98,8 @@ def resolved(options: Options, tasks: Sequence[Task]) -> Options:
 def begin(output: str | Path, options: Options, plan: str) -> bool:
     """Make the folder, which must hold nothing else; whether there is anything left to do."""
     output = Path(output).expanduser()
-    if (output / "manifest.json").exists():
-        if read_manifest(output)["plan"] != plan:
-            raise UserError("--output", f"{output} holds another corpus", "name another folder, or delete it")
-        shutil.rmtree(output / UNFINISHED, ignore_errors=True)  # a kill came when all was done
+    if not work.begin(output, plan, FORMAT):
         return False
-    if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
-        raise UserError("--output", f"{output} is not empty", "name another folder")
-    try:
-        (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError("--output", f"{output} cannot be written ({error.strerror})", "name another folder") from error
     tokenizer = loaded(options.tokenizer, options.eod, options.bos)
     if isinstance(tokenizer, Vocabulary):
         with files.written(output / tokenizer.file) as file:
@@ -121,10 +110,8 @@ def begin(output: str | Path, options: Options, plan: str) -> bool:
 def tokenize(tasks: Sequence[Task], numbers: Sequence[int], output: Path, options: Options, plan: str,
              workers: int | Engine, say: Callable[[str], None]) -> None:
     """Do those of the tasks that are not done."""
-    missing = [number for number in numbers if not read_ledger(output, number, tasks[number], plan)]
-    progress = Progress("tokens", tasks, numbers, missing, say)
-    for number in engines.run(tokenize_shard, tasks, missing, output, options, plan, workers):
-        progress.add(number)
+    missing = work.missing(tasks, numbers, output, plan)
+    work.run("tokens", tokenize_shard, tasks, missing, output, options, plan, workers, say, numbers)
 
 
 def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
@@ -139,14 +126,11 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
             tokenizer: Tokenizer) -> None:
     """Put all ledgers together as the manifest: with it the corpus is there."""
     chat = chat_of(options)
-    ledgers = [read_ledger(output, number, task, plan) for number, task in enumerate(tasks)]
-    if None in ledgers:
-        raise UserError("--input", f"the input of task {ledgers.index(None)} changed while it was read", "run again")
-    for ledger in ledgers:
-        if ledger and ledger["tokenizer"] != tokenizer.fingerprint:
+    done = work.ledgers(tasks, output, plan)
+    for ledger in done:
+        if ledger["tokenizer"] != tokenizer.fingerprint:
             raise UserError("--tokenizer", f"{options.tokenizer} is another one on some machine, or was for a while",
                             f"make it the same everywhere, delete {output} and run again")
-    done: list[dict[str, Any]] = [ledger for ledger in ledgers if ledger]
     splits = {}
     for split in SPLITS:
         shards = [ledger["shards"][split] for ledger in done if ledger["shards"][split]["documents"]]
@@ -167,13 +151,7 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
         "licences": _licences(options, done), "dtype": dtype_of(tokenizer).str, "splits": splits,
         "probes": [probe for ledger in done for probe in ledger["probes"]],
     }
-    code = provenance.code()  # beside what identifies the data, which another commit may make as well
-    for partial in output.glob("*.partial"):  # of those who were killed
-        partial.unlink()
-    files.sync(output)
-    files.write_json(output / "manifest.json", manifest | {"code": code, "sha256": files.digest(manifest)})
-    files.sync(output)
-    shutil.rmtree(output / UNFINISHED)
+    work.complete(output, manifest, provenance.code())
 
 
 def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -237,8 +215,7 @@ def main(argv: list[str] | None = None) -> int:
 def _engine(flags: argparse.Namespace) -> int | Engine:
     if flags.engine == "ray":
         return Ray(flags.ray_address, flags.workers)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return flags.workers or cores
+    return flags.workers or work.cores()
 
 
 def _script(flags: argparse.Namespace, options: Options, argv: Sequence[str]) -> str:

@@ -52,8 +52,8 @@ def described(words: Sequence[str]) -> dict[str, str]:
     return told
 
 
-def code() -> dict[str, Any]:
+def code(more: Sequence[str] = ()) -> dict[str, Any]:
     """The commit, where there is one, and the versions of what has a say in a corpus."""
     packages = ("jaxtrain", "numpy", "tokenizers", "tiktoken", "sentencepiece", "jinja2", "datatrove", "py3langid",
                 "rensa")
-    return {"git_commit": git_commit(), "versions": {name: version_of(name) for name in packages}}
+    return {"git_commit": git_commit(), "versions": {name: version_of(name) for name in (*packages, *more)}}

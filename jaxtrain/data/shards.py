@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ class ShardWriter:
         self.keys: list[bytes] = []
         self.origins: list[tuple[int, int]] = []
         self.bytes = self.learnt = 0
-        self._tokens = _Column(path.with_name(f"{path.name}.bin"))
-        self._trained = _Column(path.with_name(f"{path.name}.trained.bin")) if trained else None
+        self._tokens = Column(path.with_name(f"{path.name}.bin"))
+        self._trained = Column(path.with_name(f"{path.name}.trained.bin")) if trained else None
 
     def add(self, ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin,
             trained: np.ndarray | None = None) -> None:
@@ -58,22 +59,27 @@ class ShardWriter:
     def close(self) -> dict[str, Any]:
         """-> the shard's entry in the manifest."""
         columns = [column for column in (self._tokens, self._trained) if column]
-        crc32 = {column.path.name: column.close() for column in columns}
-        sha256 = {column.path.name: column.sha256.hexdigest() for column in columns}
         arrays = {"offsets": np.cumsum([0, *self.lengths], dtype="<i8"),
                   "keys": np.frombuffer(b"".join(self.keys), np.uint8).reshape(-1, 16),
                   "origins": np.array(self.origins, ORIGIN)}
-        for name, array in arrays.items():
-            path = self.path.with_name(f"{self.path.name}.{name}.npy")
-            with files.written(path) as file:
-                np.save(file, array)
-            sha256[path.name] = files.file_digest(path)
         entry = {"name": self.path.name, "documents": len(self.lengths), "tokens": sum(self.lengths),
-                 "bytes": self.bytes, "crc32": crc32, "sha256": sha256}
+                 "bytes": self.bytes, **close(self.path, columns, arrays)}
         return entry | ({"learnt": self.learnt} if self._trained else {})
 
 
-class _Column:
+def close(path: Path, columns: Sequence["Column"], arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """End a shard's columns and put its arrays beside them -> the checksums of them all."""
+    crc32 = {column.path.name: column.close() for column in columns}
+    sha256 = {column.path.name: column.sha256.hexdigest() for column in columns}
+    for name, array in arrays.items():
+        file_path = path.with_name(f"{path.name}.{name}.npy")
+        with files.written(file_path) as file:
+            np.save(file, array)
+        sha256[file_path.name] = files.file_digest(file_path)
+    return {"crc32": crc32, "sha256": sha256}
+
+
+class Column:
     """A file under way, its hash, and the checksums of its chunks."""
 
     def __init__(self, path: Path):

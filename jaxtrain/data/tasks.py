@@ -150,14 +150,9 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
     flush()
     if options.deduplicate and next(verdicts, None) is not None:
         raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
-    shards: dict[str, dict[str, Any]] = {
-        split: {"task": number} | writer.close() for split, writer in writers.items()}
-    for name, sha256 in [pair for shard in shards.values() for pair in shard["sha256"].items()]:
-        trust(output / name, sha256)
-    files.write_json(_ledger_path(output, number), {
-        "plan": plan, "tokenizer": tokenizer.fingerprint, "task": before, "shards": shards,
-        "verdicts": _verdicts_digest(output, number), "left_out": left_out, "probes": probes,
-        "steps": counts, "licences": licences, "stored": [provenance.digest(piece) for piece in task]})
+    write_ledger(output, number, plan, before, {split: writer.close() for split, writer in writers.items()}, {
+        "tokenizer": tokenizer.fingerprint, "left_out": left_out, "probes": probes, "steps": counts,
+        "licences": licences, "stored": [provenance.digest(piece) for piece in task]})
     return number
 
 
@@ -258,6 +253,16 @@ def _verdicts_digest(output: Path, number: int) -> str | None:
 
 def _ledger_path(output: Path, number: int) -> Path:
     return output / UNFINISHED / f"{number:05}.json"
+
+
+def write_ledger(output: Path, number: int, plan: str, before: list[Any], shards: dict[str, dict[str, Any]],
+                 more: dict[str, Any]) -> None:
+    """Say that a task is done: what it made, and from what (`before` it was read: inputs.stamps)."""
+    for name, sha256 in [pair for shard in shards.values() for pair in shard["sha256"].items()]:
+        trust(output / name, sha256)
+    shards = {split: {"task": number} | shard for split, shard in shards.items()}
+    files.write_json(_ledger_path(output, number), {
+        "plan": plan, "task": before, "verdicts": _verdicts_digest(output, number), "shards": shards, **more})
 
 
 def read_ledger(output: Path, number: int, task: Task, plan: str) -> dict[str, Any] | None:

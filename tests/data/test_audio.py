@@ -1,0 +1,173 @@
+"""Clips to log-mel frames, compared with the definition written out, and what may belong to a clip."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from jaxtrain.data.audio import BLOCK, Audio, log_mel
+from jaxtrain.data.prepare_sequences import prepare_sequences
+from jaxtrain.errors import UserError
+
+
+def by_definition(samples: np.ndarray) -> np.ndarray:
+    """One frame and one band at a time, with a Fourier transform written as a sum."""
+    # Slaney's scale: 200/3 Hz a mel below 1 kHz, then 27 mels for each factor 6.4
+    def to_hz(mel):
+        return mel * 200 / 3 if mel < 15 else 1000 * np.exp((mel - 15) * np.log(6.4) / 27)
+
+    top = 15 + np.log(8000 / 1000) / (np.log(6.4) / 27)
+    corners = [to_hz(top * k / 81) for k in range(82)]
+    padded = np.concatenate([samples[200:0:-1], samples, samples[-2:-202:-1]])
+    window = [0.5 * (1 - np.cos(2 * np.pi * n / 400)) for n in range(400)]
+    k, n = np.arange(201)[:, None], np.arange(400)[None]
+    waves = np.exp(-2j * np.pi * k * n / 400)
+    logs = np.zeros((len(samples) // 160, 80))
+    for frame in range(len(logs)):
+        power = np.abs(waves @ (padded[frame * 160: frame * 160 + 400] * window)) ** 2
+        for band in range(80):
+            low, centre, high = corners[band: band + 3]
+            total = 0.0
+            for bin in range(201):
+                hz = bin * 40
+                rise = (hz - low) / (centre - low) if low < hz <= centre else 0
+                fall = (high - hz) / (high - centre) if centre < hz < high else 0
+                total += power[bin] * (rise + fall) * 2 / (high - low)
+            logs[frame, band] = np.log10(max(total, 1e-10))
+    return (np.maximum(logs, logs.max() - 8) + 4) / 4
+
+
+def clip(seconds: float, seed: int = 0, rate: int = 16_000, noise: float = 0.01) -> np.ndarray:
+    """A chirp in noise."""
+    t = np.arange(int(seconds * rate)) / rate
+    return 0.5 * np.sin(2 * np.pi * (200 + 900 * t) * t) + noise * np.random.default_rng(seed).normal(size=len(t))
+
+
+@pytest.mark.parametrize("samples", [clip(0.3), clip(0.2)[:3199], np.zeros(1000), clip(0.1) * 1e-4,
+                                     np.append(clip(0.1), np.zeros(2000))],
+                         ids=["chirp", "odd", "silence", "quiet", "ends"])
+def test_frames_are_those_of_the_definition(samples):
+    got, want = log_mel(samples), by_definition(samples)
+    assert got.shape == want.shape == (len(samples) // 160, 80) and got.dtype == np.float32
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_a_tone_is_in_its_band():
+    for hz, band in ((500, 13), (1000, 26), (4000, 61)):  # by the scale: corners of 0 and 8 kHz, 82 of them
+        frames = log_mel(np.sin(2 * np.pi * hz * np.arange(16_000) / 16_000))
+        assert abs(int(np.median(frames.argmax(1))) - band) <= 1
+
+
+def test_a_long_clip_is_done_in_blocks_of_the_same_frames():
+    long = np.random.default_rng(0).normal(size=(BLOCK + 50) * 160)
+    frames = log_mel(long)
+    assert len(frames) == BLOCK + 50
+    around = log_mel(long[(BLOCK - 20) * 160: (BLOCK + 20) * 160])
+    np.testing.assert_allclose(frames[BLOCK - 18: BLOCK + 18], around[2:38], atol=1e-5)
+
+
+def test_too_short_is_no_frame():
+    assert log_mel(np.ones(159)).shape == (0, 80) and log_mel(np.ones(160)).shape == (1, 80)
+
+
+def write(path: Path, samples: np.ndarray, rate: int = 16_000, text: str | None = None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    soundfile.write(path, np.round(samples * 32767).astype(np.int16), rate)
+    if text is not None:
+        path.with_suffix(".txt").write_text(text)
+
+
+def test_a_clip_has_the_same_features_in_any_file(tmp_path):
+    """WAV, FLAC, two channels, another rate."""
+    write(tmp_path / "a.wav", clip(0.5))
+    write(tmp_path / "b.flac", clip(0.5))
+    write(tmp_path / "c.wav", np.stack([clip(0.5), np.zeros(8000)], 1))
+    write(tmp_path / "d.wav", clip(0.5, noise=0))
+    write(tmp_path / "e.wav", clip(0.5, rate=48_000, noise=0), 48_000)
+    corpus = prepare_sequences([str(tmp_path)], tmp_path / "out", Audio(eval_fraction=0))
+    wav, flac, stereo, clean, resampled = [np.float32(row["features"]) for row in corpus.train]
+    assert wav.shape == (50, 80) and np.array_equal(wav, flac)
+    np.testing.assert_allclose(wav, log_mel(soundfile.read(tmp_path / "a.wav")[0]), atol=1e-3)
+    loud = wav > 0.3
+    np.testing.assert_allclose(stereo[loud], wav[loud] - np.log10(4) / 4, atol=2e-3)  # half as loud
+    assert resampled.shape == clean.shape and np.abs(resampled - clean)[clean > 0.3].mean() < 0.01
+
+
+def test_what_is_said_may_lie_beside_a_clip_or_be_its_folder(tmp_path):
+    for i, text in enumerate(["yes", " no \n", "yés"]):
+        write(tmp_path / "in" / ("even" if i % 2 == 0 else "odd") / f"{i}.wav", clip(0.1, i), text=text)
+    said = prepare_sequences([str(tmp_path / "in")], tmp_path / "said", Audio("text", eval_fraction=0)).train
+    assert [bytes(row["target"].tolist()).decode() for row in said] == ["yes", "yés", "no"]
+    named = prepare_sequences([str(tmp_path / "in")], tmp_path / "named", Audio("folder", eval_fraction=0))
+    assert named.manifest["labels"] == ["even", "odd"] and [int(row["label"][0]) for row in named.train] == [0, 0, 1]
+
+
+def test_what_cannot_be_read_is_left_out_and_counted(tmp_path):
+    write(tmp_path / "in/a.wav", clip(0.1))
+    write(tmp_path / "in/short.wav", clip(0.1)[:100])
+    (tmp_path / "in/broken.flac").write_bytes(b"fLaC, but no more")
+    corpus = prepare_sequences([str(tmp_path / "in")], tmp_path / "out", Audio(eval_fraction=0))
+    assert len(corpus.train) == 1
+    assert corpus.manifest["left_out"] == {"no audio that can be read": 1, "shorter than a frame": 1}
+
+
+def test_what_is_not_there_for_now_is_not_left_out(tmp_path):
+    write(tmp_path / "in/a.wav", clip(0.1), text="x")
+    source = Audio("text")
+    task, = source.find_tasks([str(tmp_path / "in")])
+    for name in ("a.txt", "a.wav"):
+        (tmp_path / "in" / name).unlink()
+        with pytest.raises(UserError, match=rf"{name} cannot be read"):
+            list(source.read(0, task, tmp_path, {}))
+
+
+def test_a_text_that_changed_while_unfinished_is_read_again(tmp_path, monkeypatch):
+    write(tmp_path / "in/a.wav", clip(0.1), text="old")
+    with monkeypatch.context() as killed:
+        killed.setattr("jaxtrain.data.work.complete", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare_sequences([str(tmp_path / "in")], tmp_path / "out", Audio("text", eval_fraction=0))
+    (tmp_path / "in/a.txt").write_text("new")
+    corpus = prepare_sequences([str(tmp_path / "in")], tmp_path / "out", Audio("text", eval_fraction=0))
+    assert bytes(corpus.train[0]["target"].tolist()) == b"new"
+
+
+def test_equal_clips_are_in_one_split_whatever_is_said_of_them(tmp_path):
+    for i in range(24):
+        write(tmp_path / "in" / f"{i}.wav", clip(0.1, i // 2), text=str(i))
+    corpus = prepare_sequences([str(tmp_path / "in")], tmp_path / "out", Audio("text", eval_fraction=0.4))
+    said = [{int(bytes(row["target"].tolist())) // 2 for row in split} for split in (corpus.train, corpus.eval)]
+    assert all(said) and not said[0] & said[1] and len(corpus.train) + len(corpus.eval) == 24
+
+
+@pytest.mark.parametrize(("files", "options", "reason"), [
+    ({"a.wav": None}, {"target": "text"}, "a.wav has no text beside it"),
+    ({"a.wav": "x"}, {"target": "folder"}, "in no folder"),
+    ({}, {}, "no clips"),
+    ({"a.wav": "x"}, {"target": "txt"}, "did you mean 'text'"),
+    ({"a.wav": "x"}, {"eval_fraction": 1.0}, "not between 0 and 1")])
+def test_mistakes_are_told(tmp_path, files, options, reason):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/readme").write_text("no clip")
+    for name, text in files.items():
+        write(tmp_path / "in" / name, clip(0.1), text=text)
+    with pytest.raises(UserError, match=reason):
+        prepare_sequences([str(tmp_path / "in")], tmp_path / "out", Audio(**options))
+    assert not (tmp_path / "out/manifest.json").exists()
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    write(tmp_path / "a.wav", clip(0.1))
+    monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
+    with pytest.raises(UserError, match=r"needs soundfile; pip install 'jaxtrain\[audio\]'"):
+        prepare_sequences([str(tmp_path)], tmp_path / "out", Audio())
+
+
+def test_the_manifest_says_what_it_was_made_with(tmp_path):
+    write(tmp_path / "a.wav", clip(0.1))
+    corpus = prepare_sequences([str(tmp_path)], tmp_path / "out", Audio(eval_fraction=0))
+    manifest = json.loads((corpus.path / "manifest.json").read_text())
+    assert manifest["code"]["versions"]["soundfile"] and manifest["columns"]["features"] == {
+        "dtype": "<f2", "shape": [80], "per": "step"}
