@@ -92,14 +92,9 @@ class Run:
         if (rows, seq_len) == (data.global_batch_size, data.seq_len):
             return self
         if shape not in self._other_shapes:
-            data = replace(data, global_batch_size=rows, seq_len=seq_len, stages=[])
+            data = replace(data, global_batch_size=rows, seq_len=seq_len, stages=[], packing="concat", buckets=[])
             self._other_shapes[shape] = build(replace(self.config, data=data), mesh=self.mesh)
         return self._other_shapes[shape]
-
-    def shapes(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The shapes of the batches of steps `start` to `stop`, each once."""
-        begins = [max(stage.start, start) for stage in data_stages.stages(self.config.data) if stage.start < stop]
-        return list(dict.fromkeys(self.train_batches.shape(step) for step in [start, *begins] if step < stop))
 
     @cached_property
     def _other_shapes(self) -> dict[tuple[int, ...], "Run"]:

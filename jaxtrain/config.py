@@ -173,7 +173,8 @@ class DataConfig:
     tokenizer: str = "bytes"  # of text that is no prepared corpus
     mixture: dict[str, Any] = field(default_factory=dict, hash=False)  # for source: name -> {source, weight, epochs}
     stages: list[Any] = field(default_factory=list, hash=False)  # what changes at which step: docs/data-mixtures.md
-    packing: str = "concat"  # documents end to end, cut at rows; or "best_fit": few are cut, a few places stay empty
+    packing: str = "concat"  # documents end to end, cut at rows; "best_fit": few are cut; "bucket": a document a row
+    buckets: list[int] = field(default_factory=list, hash=False)  # lengths of rows in buckets; none: chosen
     seq_len: int = 256
     global_batch_size: int = 16
     seed: int = 0
@@ -194,7 +195,15 @@ class DataConfig:
         if self.cache_bytes < 2**20:
             raise UserError("data.cache_bytes", f"{self.cache_bytes} holds no chunk of tokens", f"use {2**20} or more")
         _one_of("data.corrupt", self.corrupt, ("fail", "skip_and_count"))
-        _one_of("data.packing", self.packing, ("concat", "best_fit"))
+        _one_of("data.packing", self.packing, ("concat", "best_fit", "bucket"))
+        if self.buckets != sorted({size for size in self.buckets if type(size) is int and 0 < size <= self.seq_len}):
+            raise UserError("data.buckets", f"{self.buckets} are no rising lengths up to data.seq_len={self.seq_len}",
+                            "give whole numbers, the shortest first")
+        if self.packing == "bucket" and (self.mixture or self.stages):
+            raise UserError("data.packing", "bucket has rows of several lengths already", "use concat or best_fit with "
+                            "data.mixture and data.stages")
+        if self.buckets and self.packing != "bucket":
+            raise UserError("data.buckets", f"data.packing={self.packing} has none", "set data.packing=bucket")
         _one_of("data.tokenizer", self.tokenizer, ("bytes",))
 
 

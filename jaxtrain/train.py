@@ -57,7 +57,7 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         say(f"resumed from step {start}")
     else:
         state = run.init()
-    for shape in run.shapes(start, t.steps):
+    for shape in run.train_batches.shapes_of(start, t.steps):
         run.of_shape(shape).compiled_step  # noqa: B018 (compiles, while nothing else wants the processor)
 
     # --------------------------------------------------------------------------------------------------------- the loop

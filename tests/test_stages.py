@@ -109,6 +109,29 @@ def test_what_is_to_come_may_change_and_is_recorded_and_what_is_past_may_not(key
                       "after": [{"from_step": 4, "weights": {"code": 9}}]}
 
 
+def test_a_document_a_row_in_buckets_is_trained_and_resumed(keys, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(60):
+        (texts / f"{i}.txt").write_text(f"document {i} " * (1 + i % 5))
+    more = {"data.mixture": {}, "data.stages": [], "data.source": str(texts), "data.packing": "bucket",
+            "data.seq_len": 64, "data.global_batch_size": 8, "data.buckets": [24, 64]}
+    train(config(keys, **more), tmp_path / "straight")
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+    for step in (6, 8):
+        shutil.rmtree(tmp_path / "resumed/checkpoints" / str(step))
+    train(config(keys, **more), tmp_path / "resumed")
+    one, two = lines(tmp_path / "straight"), lines(tmp_path / "resumed")
+    assert [line["loss"] for line in one] == [line["loss"] for line in two] and len(one) == 8
+    run = build(config(keys, **more))
+    sizes = [run.batch(step)["tokens"].shape for step in range(8)]
+    assert set(sizes) == {(8, 24), (8, 64)} and [line["tokens"] for line in one] == np.cumsum(
+        [rows * length for rows, length in sizes]).tolist()
+    alone = build(config(keys, **more, **{"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1}), devices=jax.devices()[:1])
+    _, metrics = alone.step(alone.init(), alone.batch(0))
+    assert one[0]["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-5)
+
+
 def test_a_stage_that_does_not_fit_the_mesh_is_refused_at_the_start(keys):
     with pytest.raises(UserError, match=r"data.global_batch_size: from step 4 on, 4 does not divide over 8"):
         build(config(keys, **{"mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1}))

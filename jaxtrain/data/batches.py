@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxtrain.config import DataConfig
 from jaxtrain.data import stages
+from jaxtrain.data.bucketing import BucketedBatches, choose, padding
 from jaxtrain.data.cache import cache_root
 from jaxtrain.data.corpus import Corpus
 from jaxtrain.data.curriculum import Curriculum
@@ -12,10 +13,18 @@ from jaxtrain.data.damage import SparedRows
 from jaxtrain.data.fitting import cached_plan
 from jaxtrain.data.loader import Batches
 from jaxtrain.data.packing import FittedRows, PackedRows
+from jaxtrain.data.unpacked import DocumentRows
+from jaxtrain.errors import UserError
+
+MULTIPLE = 8  # that the lengths of chosen buckets are of
 
 
-def train_batches(config: DataConfig, corpus: Corpus) -> Batches | Curriculum:
+def train_batches(config: DataConfig, corpus: Corpus) -> Batches | Curriculum | BucketedBatches:
     """By step: shuffled, reshuffled each epoch, without end unless the sources have one."""
+    if config.packing == "bucket":
+        documents, lengths = _bucketed(config, corpus)
+        return BucketedBatches(documents, buckets=lengths, global_batch_size=config.global_batch_size,
+                               seed=config.seed)
     if not config.mixture and not config.stages:
         return Batches(rows(config, corpus, "train"), global_batch_size=config.global_batch_size, seed=config.seed,
                        threads=corpus.threads)
@@ -41,14 +50,34 @@ def rows(config: DataConfig, corpus: Corpus, split: str, seq_len: int = 0) -> Pa
 
 def _packed(config: DataConfig, corpus: Corpus, split: str, seq_len: int) -> PackedRows | FittedRows:
     tokens: Any = getattr(corpus, split)
+    # What is in buckets is evaluated in packed rows: no document sees another there either.
     if config.packing == "concat":
         return PackedRows(tokens, seq_len, pad_last=split == "eval")
     plan = cached_plan(tokens, seq_len, cache_root(config) / "plans", f"{corpus.manifest_hash} {split}")
     return FittedRows(tokens, plan, seq_len)
 
 
+def _bucketed(config: DataConfig, corpus: Corpus) -> tuple[DocumentRows, tuple[int, ...]]:
+    """A document a row, at most `data.seq_len` long, and the buckets' lengths: those given, or eight that pad least."""
+    documents = DocumentRows(corpus.train, config.seq_len)
+    if not len(documents.lengths):
+        raise UserError("data.source", "it has no document with anything to predict", "give more text")
+    if not config.buckets:
+        chosen = choose(documents.lengths, 8, MULTIPLE)
+        return documents, tuple(dict.fromkeys(min(length, config.seq_len) for length in chosen))
+    if documents.lengths.max() > max(config.buckets):
+        raise UserError("data.buckets", f"the longest is {max(config.buckets)} and rows have up to "
+                        f"{documents.lengths.max()} tokens", "add data.seq_len to them")
+    return documents, tuple(config.buckets)
+
+
 def packing(config: DataConfig, corpus: Corpus) -> str:
     """How full the rows of the training split are and how many documents are cut, in words."""
+    if config.packing == "bucket":
+        documents, lengths = _bucketed(config, corpus)
+        full = 1 - padding(documents.lengths, lengths)
+        return (f"bucket: rows of {', '.join(map(str, lengths))} are {full:.2%} full, "
+                f"{documents.cut:,} of {corpus.train.num_documents:,} documents are cut")
     full, cut, documents = [], 0, 0
     for name in corpus.manifests:
         part = corpus.part(name)
@@ -60,7 +89,7 @@ def packing(config: DataConfig, corpus: Corpus) -> str:
     return f"{config.packing}: rows are {fill:.2%} full, {cut:,} of {documents:,} documents are cut"
 
 
-def epochs(batches: Batches | Curriculum, steps: int) -> str:
+def epochs(batches: Batches | Curriculum | BucketedBatches, steps: int) -> str:
     """How often each source is gone through in so many steps, in words."""
     return ", ".join(f"{count:.3g} epochs" + (f" of {name}" if name else "")
                      for name, count in batches.epochs(steps).items())

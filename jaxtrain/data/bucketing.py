@@ -7,6 +7,7 @@ the largest bucket is filled with rows of weight 0.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -88,6 +89,7 @@ class BucketedBatches:
         self._turns = _permutation(self.batches_per_epoch, seed, len(there), shuffle)
         self.num_batches = None if repeat else self.batches_per_epoch  # None: no end
         self.global_batch_size = max(self._sizes)
+        self._counted = 0, 0  # a step, and the tokens before it
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         return self.rows(step, range(self.size(step)))
@@ -105,6 +107,36 @@ class BucketedBatches:
         """The (size, length) that batches may have, shortest first: each is compiled once."""
         of_buckets = zip(self._sizes, self._lengths, self._full, strict=True)
         return [(size, length) for size, length, full in of_buckets if full]
+
+    def shape(self, step: int) -> tuple[int, int]:
+        """Rows, and the length of a row, at this step."""
+        bucket = self._place(step)[0]
+        return self._sizes[bucket], self._lengths[bucket]
+
+    def tokens(self, step: int) -> int:
+        """Places in all batches before this step, padding included. Asked for step after step, it counts on."""
+        in_epoch = step % self.batches_per_epoch
+        per_epoch = sum(size * length * full for size, length, full in
+                        zip(self._sizes, self._lengths, self._full, strict=True))
+        last, counted = self._counted
+        first = step - in_epoch
+        if not first <= last <= step:
+            last, counted = first, first // self.batches_per_epoch * per_epoch
+        counted += sum(math.prod(self.shape(before)) for before in range(last, step))
+        self._counted = step, counted
+        return counted
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """How often all rows were gone through before this step."""
+        return {"": step / self.batches_per_epoch}
+
+    def origin(self, step: int, index: int) -> tuple[str, Unpacked, int | None]:
+        """-> the source of a row ("": the only one), its rows, and which of them it is; None: an empty row."""
+        return "", self._rows, self.numbers(step, [index])[0]
+
+    def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """What the batches of steps `start` to `stop` may have."""
+        return self.shapes if start < stop else []
 
     def rows(self, step: int, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """Only these rows of the global batch at `step`: what one process reads of it."""

@@ -80,6 +80,11 @@ class Curriculum:
         stage = self._at(step).stage
         return stage.batch, stage.seq_len
 
+    def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Those that the batches of steps `start` to `stop` have, each once."""
+        begins = [part.stage.start for part in self._parts if start < part.stage.start < stop]
+        return list(dict.fromkeys(self.shape(step) for step in [start, *begins] if step < stop))
+
     def tokens(self, step: int) -> int:
         """Tokens in all batches before this step."""
         part = self._at(step)

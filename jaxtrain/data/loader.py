@@ -75,6 +75,10 @@ class Batches:
         """Rows, and tokens of a row, at this step: always the same."""
         return self.global_batch_size, len(self._rows[0]["weights"])
 
+    def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Those that the batches of steps `start` to `stop` have, each once."""
+        return [self.shape(start)] if start < stop else []
+
     def tokens(self, step: int) -> int:
         """Tokens in all batches before this step."""
         return step * math.prod(self.shape(step))

@@ -35,6 +35,10 @@ class DocumentRows:
                                      for columns in list(zip(*found, strict=True))[:2])
         self.cut = sum(cut for *_, cut in found)
 
+    def places(self, i: int) -> list[int]:
+        """Where the row begins, in the tokens of the split."""
+        return [int(self.starts[i])]
+
     def row(self, i: int, length: int) -> dict[str, np.ndarray]:
         """`tokens`, `targets`, `segments` (1, and 0 for padding), `positions` and `weights`, each [T]."""
         start, size = int(self.starts[i]), int(self.lengths[i])
