@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "jaxtrain"
 # Of data/, what reads text or one corpus.
-DATA = {"__init__", "batches", "cache", "corpus", "files", "loader", "order", "packing", "source", "stages", "storage",
+DATA = {"__init__", "batches", "cache", "corpus", "files", "loader", "order", "packing", "source", "stages",
         "tokenizer"}
 APART = {
     "on demand": ("standalone.py", "observe/tensorboard.py", "models/ahead.py"),

@@ -13,16 +13,36 @@ A folder that `python -m jaxtrain.data.prepare` made is opened as it is; smaller
 Nothing here knows of devices: a process asks for its rows of a batch with `batches.rows(step, indices)`.
 """
 
-from jaxtrain.data.bucketing import BucketedBatches
-from jaxtrain.data.cache import load_corpus
-from jaxtrain.data.corpus import Corpus, Tokens, open_corpus
-from jaxtrain.data.loader import Batches, prefetch
-from jaxtrain.data.packing import PackedRows
-from jaxtrain.data.sequences import SequenceCorpus, Sequences, open_sequences
-from jaxtrain.data.source import Document, find_documents
-from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
-from jaxtrain.data.unpacked import DocumentRows, SequenceRows
+import importlib
+from typing import TYPE_CHECKING
 
-__all__ = ["Batches", "BucketedBatches", "Corpus", "Document", "DocumentRows", "PackedRows", "SequenceCorpus",
-           "SequenceRows", "Sequences", "Tokenizer", "Tokens", "find_documents", "load_corpus", "load_tokenizer",
-           "open_corpus", "open_sequences", "prefetch"]
+if TYPE_CHECKING:
+    from jaxtrain.data.bucketing import BucketedBatches
+    from jaxtrain.data.cache import load_corpus
+    from jaxtrain.data.corpus import Corpus, Tokens
+    from jaxtrain.data.loader import Batches, prefetch
+    from jaxtrain.data.opening import open_corpus
+    from jaxtrain.data.packing import PackedRows
+    from jaxtrain.data.sequences import SequenceCorpus, Sequences, open_sequences
+    from jaxtrain.data.source import Document, find_documents
+    from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
+    from jaxtrain.data.unpacked import DocumentRows, SequenceRows
+
+_HOME = {
+    "BucketedBatches": "bucketing", "load_corpus": "cache", "Corpus": "corpus", "Tokens": "corpus", "Batches": "loader",
+    "prefetch": "loader", "open_corpus": "opening", "PackedRows": "packing", "SequenceCorpus": "sequences",
+    "Sequences": "sequences", "open_sequences": "sequences", "Document": "source", "find_documents": "source",
+    "Tokenizer": "tokenizer", "load_tokenizer": "tokenizer", "DocumentRows": "unpacked", "SequenceRows": "unpacked",
+}
+
+__all__ = [  # imported when first used: a run pays for what it reads
+    "Batches", "BucketedBatches", "Corpus", "Document", "DocumentRows", "PackedRows", "SequenceCorpus", "SequenceRows",
+    "Sequences", "Tokenizer", "Tokens", "find_documents", "load_corpus", "load_tokenizer", "open_corpus",
+    "open_sequences", "prefetch"]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxtrain.data' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"jaxtrain.data.{_HOME[name]}"), name)
+    return value

@@ -1,33 +1,39 @@
 """The batches that a config asks for: what a run trains and is evaluated on, and what `inspect` shows."""
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import DataConfig
 from jaxtrain.data import stages
-from jaxtrain.data.bucketing import BucketedBatches, choose, padding
 from jaxtrain.data.cache import cache_root
 from jaxtrain.data.corpus import Corpus
-from jaxtrain.data.curriculum import Curriculum
-from jaxtrain.data.damage import SparedRows
 from jaxtrain.data.fitting import cached_plan
 from jaxtrain.data.loader import Batches
 from jaxtrain.data.packing import FittedRows, PackedRows
-from jaxtrain.data.unpacked import DocumentRows
 from jaxtrain.errors import UserError
+
+if TYPE_CHECKING:  # imported where a config asks for them
+    from jaxtrain.data.bucketing import BucketedBatches
+    from jaxtrain.data.curriculum import Curriculum
+    from jaxtrain.data.damage import SparedRows
+    from jaxtrain.data.unpacked import DocumentRows
 
 MULTIPLE = 8  # that the lengths of chosen buckets are of
 
 
-def train_batches(config: DataConfig, corpus: Corpus) -> Batches | Curriculum | BucketedBatches:
+def train_batches(config: DataConfig, corpus: Corpus) -> "Batches | Curriculum | BucketedBatches":
     """By step: shuffled, reshuffled each epoch, without end unless the sources have one."""
     if config.packing == "bucket":
+        from jaxtrain.data.bucketing import BucketedBatches
+
         documents, lengths = _bucketed(config, corpus)
         return BucketedBatches(documents, buckets=lengths, global_batch_size=config.global_batch_size,
                                seed=config.seed)
     if not config.mixture and not config.stages:
         return Batches(rows(config, corpus, "train"), global_batch_size=config.global_batch_size, seed=config.seed,
                        threads=corpus.threads)
+    from jaxtrain.data.curriculum import Curriculum
+
     make = functools.cache(lambda name, seq_len: rows(config, corpus.part(name), "train", seq_len))
     return Curriculum(stages.sources(config), stages.stages(config), make, config.seed, corpus.threads)
 
@@ -38,14 +44,18 @@ def eval_batches(config: DataConfig, corpus: Corpus) -> Batches:
                    threads=corpus.threads)
 
 
-def rows(config: DataConfig, corpus: Corpus, split: str, seq_len: int = 0) -> PackedRows | FittedRows | SparedRows:
+def rows(config: DataConfig, corpus: Corpus, split: str, seq_len: int = 0) -> "PackedRows | FittedRows | SparedRows":
     """The split in rows of `seq_len` tokens (0: `data.seq_len`), as `data.packing` says.
 
     Those that are corrupt are refused or empty, as `data.corrupt` says.
     """
     seq_len = seq_len or config.seq_len
     packed = _packed(config, corpus, split, seq_len)
-    return packed if config.corrupt == "fail" else SparedRows(packed, seq_len, corpus.tokenizer.eod)
+    if config.corrupt == "fail":
+        return packed
+    from jaxtrain.data.damage import SparedRows
+
+    return SparedRows(packed, seq_len, corpus.tokenizer.eod)
 
 
 def _packed(config: DataConfig, corpus: Corpus, split: str, seq_len: int) -> PackedRows | FittedRows:
@@ -57,8 +67,11 @@ def _packed(config: DataConfig, corpus: Corpus, split: str, seq_len: int) -> Pac
     return FittedRows(tokens, plan, seq_len)
 
 
-def _bucketed(config: DataConfig, corpus: Corpus) -> tuple[DocumentRows, tuple[int, ...]]:
+def _bucketed(config: DataConfig, corpus: Corpus) -> "tuple[DocumentRows, tuple[int, ...]]":
     """A document a row, at most `data.seq_len` long, and the buckets' lengths: those given, or eight that pad least."""
+    from jaxtrain.data.bucketing import choose
+    from jaxtrain.data.unpacked import DocumentRows
+
     documents = DocumentRows(corpus.train, config.seq_len)
     if not len(documents.lengths):
         raise UserError("data.source", "it has no document with anything to predict", "give more text")
@@ -74,6 +87,8 @@ def _bucketed(config: DataConfig, corpus: Corpus) -> tuple[DocumentRows, tuple[i
 def packing(config: DataConfig, corpus: Corpus) -> str:
     """How full the rows of the training split are and how many documents are cut, in words."""
     if config.packing == "bucket":
+        from jaxtrain.data.bucketing import padding
+
         documents, lengths = _bucketed(config, corpus)
         full = 1 - padding(documents.lengths, lengths)
         return (f"bucket: rows of {', '.join(map(str, lengths))} are {full:.2%} full, "
@@ -89,7 +104,7 @@ def packing(config: DataConfig, corpus: Corpus) -> str:
     return f"{config.packing}: rows are {fill:.2%} full, {cut:,} of {documents:,} documents are cut"
 
 
-def epochs(batches: Batches | Curriculum | BucketedBatches, steps: int) -> str:
+def epochs(batches: "Batches | Curriculum | BucketedBatches", steps: int) -> str:
     """How often each source is gone through in so many steps, in words."""
     return ", ".join(f"{count:.3g} epochs" + (f" of {name}" if name else "")
                      for name, count in batches.epochs(steps).items())

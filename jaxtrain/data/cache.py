@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.config import DataConfig
-from jaxtrain.data.corpus import SPLITS, Corpus, Shard, Tokens, is_corpus, open_corpus
+from jaxtrain.data.corpus import SPLITS, Corpus, Shard, Tokens, is_corpus
 from jaxtrain.data.files import digest, file_digest, sync, write_json
 from jaxtrain.data.source import Document, find_documents
 from jaxtrain.data.stages import sources
-from jaxtrain.data.storage import is_url
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 
@@ -50,7 +49,9 @@ def _joined(parts: list[Tokens]) -> Tokens:
 
 def _load(config: DataConfig) -> Corpus:
     root = cache_root(config)
-    if config.source != "stdlib" and (is_url(config.source) or is_corpus(config.source)):
+    if config.source != "stdlib" and is_corpus(config.source):
+        from jaxtrain.data.opening import open_corpus  # that is not for text
+
         return open_corpus(config.source, root, config.corrupt, config.cache_bytes)
     tokenizer = load_tokenizer(config.tokenizer)
     documents = find_documents(config.source, config.eval_fraction)

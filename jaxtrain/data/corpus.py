@@ -1,24 +1,19 @@
 """Tokens on disk, memory-mapped: documents end to end over any number of shards, each closed by the end-of-document id.
 
-A corpus is a folder with a manifest.json, which names its shards with their hashes; nothing else in it counts. One in
-object storage is read by way of the cache (remote.py).
+Made by `prepare` and opened by opening.py, or from small text by cache.py.
 """
 
 import bisect
 import functools
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import files, remote, storage
-from jaxtrain.data.damage import DamagedColumn, Lost
-from jaxtrain.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
+from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import UserError
 
 FORMAT = "jaxtrain-corpus-2"
@@ -132,162 +127,13 @@ class Corpus:
 
 
 def is_corpus(folder: str | Path) -> bool:
-    """Whether `python -m jaxtrain.data.prepare` made this folder, or began to."""
+    """Whether `python -m jaxtrain.data.prepare` made this folder, or began to; all that is behind a URL is one."""
+    if "://" in str(folder):
+        return True
     folder = Path(folder).expanduser()
     if (folder / "manifest.json").is_file():
         return True
     return (folder / UNFINISHED).is_dir()
-
-
-def open_corpus(folder: str | Path, cache: Path | None = None, corrupt: str = "fail",
-                cache_bytes: int = 2**36) -> Corpus:
-    """Open what `prepare` wrote, a folder or a URL; a file is checked against its hash once for each version of it.
-
-    Tokens that are corrupt are refused; with `corrupt="skip_and_count"` rows that need them raise `damage.Lost`.
-    """
-    spare = corrupt == "skip_and_count"
-    if storage.is_url(folder):
-        url, manifest = str(folder), read_manifest(folder)
-        store = remote.Store(url, manifest, cache, cache_bytes, spare)
-        return _corpus(store.folder, manifest, store.column, remote.THREADS)
-    folder = Path(folder).expanduser()
-    manifest = read_manifest(folder)
-    for shard in (shard for split in SPLITS for shard in manifest["splits"][split]["shards"]):
-        for name in shard["sha256"].keys() - shard["crc32"].keys():
-            check(folder / name, shard["sha256"][name], cache)
-    return _corpus(folder, manifest, partial(_column, folder, cache, spare))
-
-
-def _corpus(folder: Path, manifest: dict[str, Any], column: Callable[..., Any], threads: int = 0) -> Corpus:
-    tokenizer, dtype = _tokenizer(folder, manifest), np.dtype(manifest["dtype"])
-    splits = {}
-    for split in SPLITS:
-        entry = manifest["splits"][split]
-        splits[split] = Tokens(tuple(_shard(folder, shard, column, dtype) for shard in entry["shards"]), entry["bytes"])
-        if tokenizer.bos is not None and any(_begins_without(tokenizer.bos, shard) for shard in splits[split].shards):
-            raise UserError("data.source", f"{folder} has documents without {manifest['tokenizer']['bos']} in front",
-                            "prepare the corpus again")
-    return Corpus(splits["train"], splits["eval"], tokenizer, manifest["sha256"], folder, threads)
-
-
-def _begins_without(bos: int, shard: Shard) -> bool:
-    try:
-        return shard.tokens[:1].tolist() != [bos]
-    except Lost:
-        return False
-
-
-def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
-    """The manifest, checked against its own hash."""
-    path = storage.join(folder, "manifest.json")
-    if not storage.is_url(folder) and not Path(path).exists() and Path(folder, UNFINISHED).is_dir():
-        raise UserError("data.source", f"{folder} is not finished", "run the same prepare command again")
-    try:
-        content = storage.read(path)
-    except storage.Gone as error:
-        raise UserError("data.source", f"{folder} has no manifest.json, so it is no corpus",
-                        "check the name, or put one there with python -m jaxtrain.data.publish") from error
-    except OSError as error:
-        raise UserError("data.source", f"{path} cannot be read ({error})", "prepare the corpus again") from error
-    try:
-        manifest = json.loads(content)
-        recorded = manifest["sha256"]
-        content = {key: value for key, value in manifest.items() if key not in ("sha256", "code")}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError("data.source", f"{path} cannot be read ({error})", "prepare the corpus again") from error
-    if manifest.get("format") != format:
-        raise UserError("data.source", f"{path} is of format {manifest.get('format')!r}, not {format!r}",
-                        "prepare the corpus again with this version")
-    if files.digest(content) != recorded:
-        raise UserError("data.source", f"{path} was changed after it was written", "prepare the corpus again")
-    return manifest
-
-
-def _tokenizer(folder: Path, manifest: dict[str, Any]) -> Tokenizer:
-    """The corpus's own, after it has shown that it still gives the ids that it gave."""
-    said = manifest["tokenizer"]
-    where = str(folder / said["file"]) if said["file"] else "bytes"
-    named = () if where == "bytes" else (said["eod"], said["bos"])
-    tokenizer = load_tokenizer(where, *named)
-    if tokenizer.fingerprint != said["fingerprint"]:
-        raise UserError("data.source", f"{folder} has another tokenizer than it was prepared with",
-                        f"restore its {said['file']} or prepare the corpus again")
-    for probe in manifest["probes"]:
-        if not _same(tokenizer, probe):
-            raise UserError("data.source", f"the tokenizer of {folder} gives other ids than when it was prepared: "
-                            f"{probe.get('text', probe.get('marked'))[:40]!r}",
-                            "install the versions that its manifest names")
-    return tokenizer
-
-
-def _same(tokenizer: Tokenizer, probe: dict[str, Any]) -> bool:
-    if "marked" not in probe:
-        return encode_documents([probe["text"].encode()], tokenizer)[0].tolist() == probe["ids"]
-    from jaxtrain.data.marks import check_probe  # corpora of conversations only
-
-    return check_probe(tokenizer, probe)
-
-
-_SEEN: set[str] = set()  # versions of files that this process has read, or written, and found right
-
-
-def check(path: Path, sha256: str, cache: Path | None = None) -> None:
-    """Refuse a file that is not what its manifest says. A version that this process, or with a `cache` another one, has
-    seen right is not read again."""
-    try:
-        version = _version(path, sha256)
-        seen = cache and cache / "checked" / version
-        if version in _SEEN or (seen and seen.exists()):
-            return
-        intact = files.file_digest(path) == sha256
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if not intact:
-        raise UserError("data.source", f"{path} is corrupt: its sha256 is not the manifest's",
-                        "delete the corpus and run the same prepare command again")
-    _SEEN.add(version)
-    if seen:
-        try:
-            seen.parent.mkdir(parents=True, exist_ok=True)
-            seen.touch()
-        except OSError:
-            pass  # it is checked again next time
-
-
-def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError("data.source", f"{path} cannot be read ({error.strerror})", "make it readable, or prepare the "
-                     "corpus again")
-
-
-def trust(path: Path, sha256: str) -> None:
-    """Take a file that was hashed while it was written as seen right."""
-    _SEEN.add(_version(path, sha256))
-
-
-def _version(path: Path, sha256: str) -> str:
-    stat = path.stat()
-    return files.digest([str(path.absolute()), stat.st_size, stat.st_mtime_ns, sha256])
-
-
-def _shard(folder: Path, shard: dict[str, Any], column: Callable[..., Any], dtype: np.dtype) -> Shard:
-    name = shard["name"]
-    tokens = column(shard, f"{name}.bin", dtype)
-    trained = column(shard, f"{name}.trained.bin", np.dtype(np.uint8)) if "learnt" in shard else None
-    # Plain arrays over the maps: slices of np.memmap itself cost microseconds more each.
-    return Shard(tokens, np.asarray(np.load(folder / f"{name}.offsets.npy", mmap_mode="r")), trained)
-
-
-def _column(folder: Path, cache: Path | None, spare: bool, shard: dict[str, Any], name: str, dtype: np.dtype) -> Any:
-    try:
-        check(folder / name, shard["sha256"][name], cache)
-    except UserError as refused:
-        if not spare:
-            raise
-        try:
-            return DamagedColumn(folder / name, dtype, shard["tokens"], shard["crc32"][name])
-        except OSError:
-            raise refused from None  # it is there, but not for us
-    return mapped(folder / name, dtype)
 
 
 def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
@@ -298,4 +144,10 @@ def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
         # A plain array over the map: slices of np.memmap itself cost microseconds more each.
         return np.asarray(np.memmap(path, dtype, mode="r"))
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """Of a file of a corpus."""
+    return UserError("data.source", f"{path} cannot be read ({error.strerror})", "make it readable, or prepare the "
+                     "corpus again")

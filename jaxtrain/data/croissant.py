@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.data import files
-from jaxtrain.data.corpus import SPLITS, read_manifest
+from jaxtrain.data.corpus import SPLITS
 from jaxtrain.data.inputs import extra
+from jaxtrain.data.opening import read_manifest
 from jaxtrain.data.provenance import LISTS, described
 from jaxtrain.errors import Parser, UserError
 

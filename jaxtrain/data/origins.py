@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.corpus import Corpus, Tokens, read_manifest
+from jaxtrain.data.corpus import Corpus, Tokens
+from jaxtrain.data.opening import read_manifest
 
 PLACES = {"text": "", "jsonl": "byte", "parquet": "row"}  # what a number within a piece counts; else documents
 

@@ -15,13 +15,14 @@ from typing import Any
 from jaxtrain.data import files, inputs, lengths, on_slurm, provenance, work
 from jaxtrain.data.chat import BUILT_IN, TRAIN_ON, refuse_useless_masks
 from jaxtrain.data.conversations import FORMATS
-from jaxtrain.data.corpus import FORMAT, SPLITS, Corpus, open_corpus, read_manifest
+from jaxtrain.data.corpus import SPLITS, Corpus
 from jaxtrain.data.dry_run import dry_run
 from jaxtrain.data.duplicates import find_duplicates, sign_documents
 from jaxtrain.data.engines import Engine
 from jaxtrain.data.filters import STEPS
 from jaxtrain.data.near import Near
 from jaxtrain.data.on_ray import Ray
+from jaxtrain.data.opening import FORMAT, open_corpus, read_manifest
 from jaxtrain.data.progress import Line
 from jaxtrain.data.shards import dtype_of
 from jaxtrain.data.steps import added, summed

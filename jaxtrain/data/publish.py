@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from jaxtrain.data import files, storage
-from jaxtrain.data.corpus import SPLITS, read_manifest
+from jaxtrain.data.corpus import SPLITS
+from jaxtrain.data.opening import read_manifest
 from jaxtrain.errors import Parser, UserError
 
 THREADS = 8  # files under way at a time

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxtrain.data import inputs, shards
-from jaxtrain.data.corpus import SPLITS, check, mapped, read_manifest
+from jaxtrain.data.corpus import SPLITS, mapped
+from jaxtrain.data.opening import check, read_manifest
 from jaxtrain.data.shards import ORIGIN, Origin
 
 FORMAT = "jaxtrain-sequences-1"

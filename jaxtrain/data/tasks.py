@@ -18,9 +18,10 @@ import numpy as np
 from jaxtrain.data import cleaned, files, inputs, provenance, token_files
 from jaxtrain.data.chat import TRAIN_ON, Chat
 from jaxtrain.data.conversations import FORMATS, Example
-from jaxtrain.data.corpus import SPLITS, UNFINISHED, check, trust
+from jaxtrain.data.corpus import SPLITS, UNFINISHED
 from jaxtrain.data.inputs import Ids, Piece, Text, stamps
 from jaxtrain.data.near import Near
+from jaxtrain.data.opening import check, trust
 from jaxtrain.data.shards import Origin, ShardWriter, dtype_of
 from jaxtrain.data.steps import Steps, identity
 from jaxtrain.data.tokenizer import Tokenizer, begun, encode_documents, load_tokenizer

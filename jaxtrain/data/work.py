@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.data import engines, files
-from jaxtrain.data.corpus import UNFINISHED, read_manifest
+from jaxtrain.data.corpus import UNFINISHED
 from jaxtrain.data.engines import Engine
+from jaxtrain.data.opening import read_manifest
 from jaxtrain.data.progress import Progress
 from jaxtrain.data.tasks import Task, read_ledger
 from jaxtrain.errors import UserError

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.data import files
-from jaxtrain.data.corpus import FORMAT
+from jaxtrain.data.opening import FORMAT
 from jaxtrain.data.shards import Origin, ShardWriter
 from jaxtrain.data.tokenizer import ByteTokenizer
 
