@@ -96,6 +96,17 @@ class Run:
             self._other_shapes[shape] = build(replace(self.config, data=data), mesh=self.mesh)
         return self._other_shapes[shape]
 
+    def check_shapes(self, start: int, stop: int) -> None:
+        """Refuse lengths of rows that these steps will have and that do not fit."""
+        for rows, length in self.train_batches.shapes_of(start, stop):
+            try:
+                self.of_shape((rows, length))
+            except UserError as error:
+                if self.config.data.packing != "bucket":
+                    raise
+                raise UserError("data.buckets", f"with rows of {length} tokens {error.key} is refused: {error.reason}",
+                                "give data.buckets other lengths") from error
+
     @cached_property
     def _other_shapes(self) -> dict[tuple[int, ...], "Run"]:
         return {}

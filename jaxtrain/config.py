@@ -381,6 +381,8 @@ def _mixed(before: Any, key: str, path: list[str], value: Any) -> dict[str, Any]
     before = before if isinstance(before, dict) else {}
     name, entry = path[0], before.get(path[0], {})
     entry = dict(entry) if isinstance(entry, dict) else {"weight": entry}
+    if len(path) == 1 and isinstance(value := _literal(value), dict):
+        return {**before, name: {**entry, **value}}
     what = path[1] if len(path) == 2 else "weight"
     return {**before, name: {**entry, what: value if what == "source" else _literal(value)}}
 
@@ -423,6 +425,8 @@ def _coerce(key: str, value: Any, wanted: Any) -> Any:
 
 def _literal(text: Any) -> Any:
     """What words on a command line say, where not text is wanted."""
+    if not isinstance(text, str):
+        return text
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
     except (ValueError, SyntaxError):

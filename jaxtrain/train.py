@@ -41,7 +41,8 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     if t.tensorboard:
         observe.summary_writer()
     run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
-    if (run.train_batches.num_batches or t.steps) < t.steps:
+    run.check_shapes(start, t.steps)
+    if run.train_batches.num_batches is not None and run.train_batches.num_batches < t.steps:
         raise UserError("train.steps", f"data.mixture has an end at step {run.train_batches.num_batches}",
                         "raise the epochs of its sources or train fewer steps")
     observe.write_run_files(workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
@@ -144,9 +145,10 @@ def summary(run: Run, workdir: Path) -> str:
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(run.abstract.params))
     axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
     axes += f"; {run.pipeline}" if run.schedules else ""
+    shapes = ", ".join(f"{rows} x {length}" for rows, length in run.train_batches.shapes_of(0, c.train.steps))
     return (f"{c.model.name}, {count:,} parameters in {run.precision}, on {jax.devices()[0].device_kind} ({axes})\n"
             f"{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens; "
-            f"{c.train.steps} steps of {c.data.global_batch_size} x {c.data.seq_len} tokens; workdir {workdir}\n"
+            f"{c.train.steps} steps of {shapes or 'no'} tokens; workdir {workdir}\n"
             f"{packing(c.data, corpus)}; {epochs(run.train_batches, c.train.steps)}")
 
 

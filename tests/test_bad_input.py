@@ -167,6 +167,11 @@ def test_unwritable_workdir(refused, tmp_path, text):
         f"--workdir: {text}/work cannot be written (Not a directory); give a folder that can be")
 
 
+def test_a_workdir_that_no_file_system_takes(tmp_path, text, capsys):
+    assert main([f"--config={TINY}", f"--workdir={tmp_path / ('a' * 300)}", f"--config.data.source={text}"]) == 2
+    assert "cannot be written (File name too long)" in capsys.readouterr().err
+
+
 def test_signal_handlers_are_left_alone(refused):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     refused("--config.mesh.tensor=3")

@@ -114,3 +114,12 @@ def test_every_field_is_read():
     assert "for axis in AXES" in sources[package / "build.py"]  # where the sizes of the mesh are read
     assert unread(list(sources.values())) == {("mesh", axis) for axis in AXES}
     assert ("train", "z_loss") in unread([source.replace("z_loss", "other") for source in sources.values()])
+
+
+def test_a_mixture_is_set_key_by_key_from_words_and_from_python():
+    words = {"data.mixture.web.source": "w", "data.mixture.web.weight": "5", "data.mixture.code": "2"}
+    values = {"data.mixture.web": {"source": "w"}, "data.mixture.web.weight": 5, "data.mixture.code": 2}
+    wanted = {"web": {"source": "w", "weight": 5}, "code": {"weight": 2}}
+    assert make_config({}, words).data.mixture == make_config({}, values).data.mixture == wanted
+    with pytest.raises(UserError, match=r"give data.mixture.NAME.weight=NUMBER"):
+        make_config({}, {"data.mixture.web.weight.x": 1})

@@ -109,12 +109,16 @@ def test_what_is_to_come_may_change_and_is_recorded_and_what_is_past_may_not(key
                       "after": [{"from_step": 4, "weights": {"code": 9}}]}
 
 
-def test_a_document_a_row_in_buckets_is_trained_and_resumed(keys, tmp_path):
-    texts = tmp_path / "texts"
-    texts.mkdir()
+def documents(folder) -> str:
+    folder.mkdir()
     for i in range(60):
-        (texts / f"{i}.txt").write_text(f"document {i} " * (1 + i % 5))
-    more = {"data.mixture": {}, "data.stages": [], "data.source": str(texts), "data.packing": "bucket",
+        (folder / f"{i}.txt").write_text(f"document {i} " * (1 + i % 5))
+    return str(folder)
+
+
+def test_a_document_a_row_in_buckets_is_trained_and_resumed(keys, tmp_path):
+    source = documents(tmp_path / "texts")
+    more = {"data.mixture": {}, "data.stages": [], "data.source": source, "data.packing": "bucket",
             "data.seq_len": 64, "data.global_batch_size": 8, "data.buckets": [24, 64]}
     train(config(keys, **more), tmp_path / "straight")
     shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
@@ -135,6 +139,40 @@ def test_a_document_a_row_in_buckets_is_trained_and_resumed(keys, tmp_path):
 def test_a_stage_that_does_not_fit_the_mesh_is_refused_at_the_start(keys):
     with pytest.raises(UserError, match=r"data.global_batch_size: from step 4 on, 4 does not divide over 8"):
         build(config(keys, **{"mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1}))
+
+
+def test_sources_that_moved_are_the_same_run(keys, tmp_path):
+    train(config(keys, **{"train.steps": 2, "data.stages": [], "optimizer.schedule": "constant"}), tmp_path / "work")
+    moved = {}
+    for name, entry in keys["data.mixture"].items():
+        moved[name] = {**entry, "source": str(tmp_path / Path(entry["source"]).name)}
+        shutil.copy(entry["source"], moved[name]["source"])
+    train(config(keys, **{"train.steps": 4, "data.stages": [], "optimizer.schedule": "constant",
+                          "data.mixture": dict(reversed(moved.items()))}), tmp_path / "work")
+    assert len(lines(tmp_path / "work")) == 4
+    assert "data_changes" not in json.loads((tmp_path / "work/run.json").read_text())
+
+
+def test_longer_rows_from_here_on_need_a_new_epoch(keys, tmp_path):
+    plain = {"train.steps": 2, "data.stages": [], "optimizer.schedule": "constant"}
+    train(config(keys, **plain), tmp_path)
+    stage = {"from_step": 2, "seq_len": 64, "global_batch_size": 4}
+    with pytest.raises(UserError, match=r"give the stage that has longer rows new_epoch=true"):
+        train(config(keys, **{**plain, "train.steps": 3, "data.stages": [stage]}), tmp_path)
+    train(config(keys, **{**plain, "train.steps": 3, "data.stages": [{**stage, "new_epoch": True}]}), tmp_path)
+    assert [line["tokens"] for line in lines(tmp_path)] == [256, 512, 768]
+
+
+def test_buckets_that_do_not_fit_the_mesh_are_refused_by_their_key(keys, tmp_path, capsys):
+    flags = [f"--config={ROOT}/configs/gpt.py:tiny", f"--workdir={tmp_path}"]
+    more = {"data.packing": "bucket", "data.buckets": "[13,64]", "data.seq_len": 64, "mesh.tensor": 1, "data.global_batch_size": 8,
+            "mesh.context": 2, "data.source": documents(tmp_path / "texts")}
+    flags += [f"--config.{key}={value}" for key, value in {**keys, **more}.items()
+              if key not in ("data.stages", "data.mixture")]
+    assert main(flags) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("data.buckets: with rows of 13 tokens") and said.count("\n") == 1
+    assert not (tmp_path / "config.json").exists()
 
 
 def test_a_run_longer_than_its_sources_is_refused(keys, tmp_path, capsys):

@@ -29,7 +29,7 @@ class Checkpoints:
         """The newest complete step. (Orbax gives a checkpoint its numeric name in one rename, when it is complete.)"""
         try:
             names = [entry.name for entry in self._directory.iterdir() if entry.is_dir()]
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:  # not there, or not for us, which is told when it is written
             return None
         return max((int(name) for name in names if name.isdecimal()), default=None)
 

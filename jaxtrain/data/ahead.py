@@ -22,6 +22,8 @@ class Ahead:
     def rows(self, step: int, indices: Sequence[int] | np.ndarray) -> Rows:
         """In the order of `indices`."""
         indices = [int(index) for index in indices]
+        if not indices:
+            return self._read(step, np.zeros(0, np.int64))
         now = [(step, index) for index in indices]
         soon = list(islice(((later, index) for later in count(step + 1) for index in indices), self._threads))
         with self._lock:

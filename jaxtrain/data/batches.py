@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # imported where a config asks for them
     from jaxtrain.data.damage import SparedRows
     from jaxtrain.data.unpacked import DocumentRows
 
-MULTIPLE = 8  # that the lengths of chosen buckets are of
+MULTIPLE = 64  # that the lengths of chosen buckets are of, if rows are long: most meshes cut that evenly
 
 
 def train_batches(config: DataConfig, corpus: Corpus) -> "Batches | Curriculum | BucketedBatches":
@@ -28,13 +28,19 @@ def train_batches(config: DataConfig, corpus: Corpus) -> "Batches | Curriculum |
 
         documents, lengths = _bucketed(config, corpus)
         return BucketedBatches(documents, buckets=lengths, global_batch_size=config.global_batch_size,
-                               seed=config.seed)
+                               seed=config.seed, threads=corpus.threads)
     if not config.mixture and not config.stages:
         return Batches(rows(config, corpus, "train"), global_batch_size=config.global_batch_size, seed=config.seed,
                        threads=corpus.threads)
     from jaxtrain.data.curriculum import Curriculum
 
-    make = functools.cache(lambda name, seq_len: rows(config, corpus.part(name), "train", seq_len))
+    @functools.cache
+    def make(name: str, seq_len: int) -> Any:
+        try:
+            return rows(config, corpus.part(name), "train", seq_len)
+        except UserError as error:
+            raise UserError(f"data.mixture.{name}" if name else error.key, error.reason, error.fix) from error
+
     return Curriculum(stages.sources(config), stages.stages(config), make, config.seed, corpus.threads)
 
 
@@ -67,16 +73,20 @@ def _packed(config: DataConfig, corpus: Corpus, split: str, seq_len: int) -> Pac
     return FittedRows(tokens, plan, seq_len)
 
 
-def _bucketed(config: DataConfig, corpus: Corpus) -> "tuple[DocumentRows, tuple[int, ...]]":
+def _bucketed(config: DataConfig, corpus: Corpus) -> "tuple[DocumentRows | SparedRows, tuple[int, ...]]":
     """A document a row, at most `data.seq_len` long, and the buckets' lengths: those given, or eight that pad least."""
     from jaxtrain.data.bucketing import choose
     from jaxtrain.data.unpacked import DocumentRows
 
-    documents = DocumentRows(corpus.train, config.seq_len)
+    documents: Any = DocumentRows(corpus.train, config.seq_len)
+    if config.corrupt != "fail":
+        from jaxtrain.data.damage import SparedRows
+
+        documents = SparedRows(documents, config.seq_len, corpus.tokenizer.eod)
     if not len(documents.lengths):
         raise UserError("data.source", "it has no document with anything to predict", "give more text")
     if not config.buckets:
-        chosen = choose(documents.lengths, 8, MULTIPLE)
+        chosen = choose(documents.lengths, 8, MULTIPLE if config.seq_len >= 8 * MULTIPLE else 8)
         return documents, tuple(dict.fromkeys(min(length, config.seq_len) for length in chosen))
     if documents.lengths.max() > max(config.buckets):
         raise UserError("data.buckets", f"the longest is {max(config.buckets)} and rows have up to "

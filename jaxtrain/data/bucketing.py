@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxtrain.data.ahead import Ahead
 from jaxtrain.data.unpacked import Unpacked
 from jaxtrain.errors import UserError
 
@@ -66,11 +67,12 @@ class BucketedBatches:
     """`batches[step]`: the global batch at `step`, a dict of [size(step), ...] arrays, of rows of length(step).
 
     `global_batch_size` is one number of rows for all buckets, or one for each. With `repeat` epochs follow each other
-    without end, each of `batches_per_epoch`; without there is one. Buckets that no row belongs to fall away.
+    without end, each of `batches_per_epoch`; without there is one. Buckets that no row belongs to fall away. Of
+    `threads` see loader.Batches.
     """
 
     def __init__(self, rows: Unpacked, *, buckets: Sequence[int], global_batch_size: int | Sequence[int], seed: int,
-                 shuffle: bool = True, repeat: bool = True):
+                 shuffle: bool = True, repeat: bool = True, threads: int = 0):
         given = [global_batch_size] * len(buckets) if isinstance(global_batch_size, int) else list(global_batch_size)
         _check(rows.lengths, buckets, given, seed)
         bucket_of = np.searchsorted(buckets, rows.lengths).astype(np.uint8)
@@ -90,6 +92,7 @@ class BucketedBatches:
         self.num_batches = None if repeat else self.batches_per_epoch  # None: no end
         self.global_batch_size = max(self._sizes)
         self._counted = 0, 0  # a step, and the tokens before it
+        self._ahead = Ahead(self._read, threads) if threads else None
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         return self.rows(step, range(self.size(step)))
@@ -140,11 +143,14 @@ class BucketedBatches:
 
     def rows(self, step: int, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """Only these rows of the global batch at `step`: what one process reads of it."""
+        return self._ahead.rows(step, indices) if self._ahead else self._read(step, indices)
+
+    def _read(self, step: int, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         length, numbers = self.length(step), self.numbers(step, indices)
         chosen = [self._empty(step, length) if i is None else self._rows.row(i, length) for i in numbers]
         return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
 
-    def numbers(self, step: int, indices: Sequence[int]) -> list[int | None]:
+    def numbers(self, step: int, indices: Sequence[int] | np.ndarray) -> list[int | None]:
         """Which rows of the data they are; None for one that only fills the batch."""
         bucket, batch, epoch = self._place(step)
         size = self._sizes[bucket]

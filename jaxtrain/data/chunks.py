@@ -18,6 +18,7 @@ class ChunkCache:
     def __init__(self, folder: Path, limit: int):
         self._folder, self._limit = folder, limit
         self._lock = threading.Lock()
+        self._coming = 0  # bytes that threads of this process are writing
         self._room = 0  # what this process may write until it looks again at what all have written
         self._silent = False
 
@@ -55,16 +56,20 @@ class ChunkCache:
                 self._silent = True
                 warnings.warn(f"data.cache_dir: {self._folder} cannot be written ({error.strerror}), so what is read "
                               "is fetched again each time", stacklevel=2)
+        finally:
+            with self._lock:
+                self._coming -= len(content)
 
     def _path(self, key: str) -> str:
         return f"{self._folder}/{key[:2]}/{key}"
 
     def _make_room(self, size: int) -> None:
         with self._lock:
+            self._coming += size
             if size > self._room:
                 # An eighth stays free for what other processes write meanwhile.
-                self._evict(self._limit - self._limit // 8 - size)
-                self._room = max(size, self._limit // 64)
+                self._evict(self._limit - self._limit // 8 - self._coming)
+                self._room = max(size, self._limit // 256)
             self._room -= size
 
     def _evict(self, allowed: int) -> None:

@@ -11,6 +11,7 @@ from jaxtrain.data.loader import Rows, take
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.order import Order
 from jaxtrain.data.stages import Source, Stage
+from jaxtrain.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Curriculum:
         return batch
 
     def _check(self, step: int, indices: Sequence[int] | np.ndarray) -> None:
-        if step < 0 or step >= (self.num_batches or math.inf):
+        if step < 0 or (self.num_batches is not None and step >= self.num_batches):
             raise IndexError(f"batch {step} of {self.num_batches}")
         part, within = self._at(step), np.asarray(indices)
         for index in within[(within < 0) | (within >= part.stage.batch)]:
@@ -151,9 +152,13 @@ class Curriculum:
         end = self._eras[-1].mixture.end
         if end == math.inf:
             return None
-        part = next(part for part in reversed(self._parts) if part.stage.era == len(self._eras) - 1
-                    and part.place < end)
-        return part.stage.start + int(end - part.place) * part.per_unit // part.stage.batch
+        part = next((part for part in reversed(self._parts) if part.stage.era == len(self._eras) - 1
+                     and part.place < end), None)
+        count = part.stage.start + int(end - part.place) * part.per_unit // part.stage.batch if part else 0
+        if not count:
+            raise UserError("data.mixture", "what its sources may give is less than one batch",
+                            "raise their weights or epochs")
+        return count
 
 
 def _seed(seed: int, name: str) -> int:

@@ -29,6 +29,7 @@ class Damage:
         self.name, self.dtype, self.length = name, dtype, length
         self.sums = np.frombuffer(base64.b64decode(crc32), "<u4")
         self.bad: set[int] = set()
+        self._lock = threading.Lock()
 
     def chunks(self, start: int, stop: int) -> range:
         """The numbers of those that hold elements `start` to `stop`."""
@@ -44,8 +45,9 @@ class Damage:
 
     def add(self, numbers: Iterable[int]) -> None:
         """Some more; the first are told."""
-        first = not self.bad
-        self.bad |= set(numbers)
+        with self._lock:
+            first = not self.bad
+            self.bad = self.bad | set(numbers)  # another set: somebody may be counting this one
         if first and self.bad:
             warnings.warn(f"data.corrupt: {self.name} is corrupt, {self.lost:,} of its {self.length:,} tokens as far "
                           "as is known; rows that need them carry no loss", stacklevel=2)
@@ -87,19 +89,40 @@ class SparedRows:
                        "weights": none.astype(np.float32)}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) if hasattr(self._rows, "__len__") else len(self.lengths)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         try:
             return self._rows[i]
         except Lost:
-            with self._lock:
-                fresh = i not in self.lost
-                self.lost.add(int(i))
-                count = len(self.lost)
-            if fresh and count & (count - 1) == 0:  # 1, 2, 4, 8, ...
-                warnings.warn(f"data.corrupt: {count} of {len(self)} rows carry no loss, so far", stacklevel=2)
+            self._count(i)
             return self._empty
+
+    def _count(self, i: int) -> None:
+        with self._lock:
+            fresh = i not in self.lost
+            self.lost.add(int(i))
+            count = len(self.lost)
+        if fresh and count & (count - 1) == 0:  # 1, 2, 4, 8, ...
+            warnings.warn(f"data.corrupt: {count} of {len(self)} rows carry no loss, so far", stacklevel=3)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Of rows of their own."""
+        return self._rows.lengths
+
+    @property
+    def cut(self) -> int:
+        """Documents of which not all is in one row."""
+        return self._rows.cut
+
+    def row(self, i: int, length: int) -> dict[str, np.ndarray]:
+        """A row of its own, padded to `length`."""
+        try:
+            return self._rows.row(i, length)
+        except Lost:
+            self._count(i)
+            return {name: column[:length] for name, column in self._empty.items()}
 
     def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Several rows, each array with one dimension more; one by one only where some are lost."""

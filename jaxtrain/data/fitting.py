@@ -18,6 +18,7 @@ import numpy as np
 from jaxtrain.data import files
 from jaxtrain.data.corpus import Tokens
 
+VERSION = 1  # of the plan: another one where the same lengths give other rows
 CHUNK = 2**22  # documents that are looked at together: what bounds the memory
 
 
@@ -150,7 +151,7 @@ def _fit(counts_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
 
 def cached_plan(tokens: Tokens, seq_len: int, folder: Path, identity: str) -> Plan:
     """The plan, from `folder` if it was made before. `identity` stands for the tokens."""
-    path = folder / f"{files.digest([identity, seq_len])[:32]}.plan"
+    path = folder / f"{files.digest([VERSION, identity, seq_len])[:32]}.plan"
     try:
         return _open(path)
     except (OSError, ValueError, EOFError):

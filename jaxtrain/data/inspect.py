@@ -30,8 +30,9 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(flags.config, overrides).data
         corpus = load_corpus(config)
         batches = (eval_batches if flags.split == "eval" else train_batches)(config, corpus)
-        if flags.step < 0 or flags.step >= (batches.num_batches or np.inf):
-            raise UserError("--step", f"{flags.step} is no step", f"use 0 to {(batches.num_batches or 2**62) - 1}")
+        last = 2**62 if batches.num_batches is None else batches.num_batches - 1
+        if not 0 <= flags.step <= last:
+            raise UserError("--step", f"{flags.step} is no step", f"use 0 to {last}")
         size = batches.shape(flags.step)[0]
         rows = range(size) if flags.row is None else [flags.row]
         if not 0 <= rows[0] < size:
@@ -68,7 +69,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
 def cuts(tokens: Tokens, config: DataConfig) -> str:
     """How many conversations do not stay whole."""
     long = sum(int((np.diff(shard.offsets) - 1 > config.seq_len).sum()) for shard in tokens.shards)
-    if config.packing == "best_fit":
+    if config.packing in ("best_fit", "bucket"):
         return f"cut: {long:,} of {tokens.num_documents:,} conversations, longer than data.seq_len={config.seq_len}"
     return f"cut: conversations where rows end; data.packing=best_fit would cut {long:,} of {tokens.num_documents:,}"
 

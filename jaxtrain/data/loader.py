@@ -4,6 +4,7 @@ The order of all rows is known at any place (order.py). So the step number alone
 restart needs no state, and processes need not agree on anything.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +74,11 @@ class Batches:
 
     def shape(self, step: int) -> tuple[int, int]:
         """Rows, and tokens of a row, at this step: always the same."""
-        return self.global_batch_size, len(self._rows[0]["weights"])
+        return self.global_batch_size, self._row_length
+
+    @functools.cached_property
+    def _row_length(self) -> int:
+        return len(self._rows[0]["weights"])
 
     def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Those that the batches of steps `start` to `stop` have, each once."""

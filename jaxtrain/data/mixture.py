@@ -1,7 +1,7 @@
 """Which source each place of the order draws from, and which of its units: exact in every block, and closed-form.
 
 A block of BLOCK places has a fixed number of each source, its weight rounded by largest remainders, and they are spread
-evenly over it: any stretch of places has of a source what its weight says, up to one or two. Nothing is drawn at random
+evenly over it: any stretch of places has of a source what its weight says, up to a few. Nothing is drawn at random
 as places pass, so place 10^12 costs as much as place 0.
 """
 

@@ -5,6 +5,7 @@ object storage is read by way of the cache (remote.py).
 """
 
 import json
+import platform
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,8 @@ def _corpus(folder: Path, manifest: dict[str, Any], column: Callable[..., Any], 
     for split in SPLITS:
         entry = manifest["splits"][split]
         splits[split] = Tokens(tuple(_shard(folder, shard, column, dtype) for shard in entry["shards"]), entry["bytes"])
-        if tokenizer.bos is not None and any(_begins_without(tokenizer.bos, shard) for shard in splits[split].shards):
+        looked_at = splits[split].shards[: 1 if threads else None]  # not every shard through a network
+        if tokenizer.bos is not None and any(_begins_without(tokenizer.bos, shard) for shard in looked_at):
             raise UserError("data.source", f"{folder} has documents without {manifest['tokenizer']['bos']} in front",
                             "prepare the corpus again")
     return Corpus(splits["train"], splits["eval"], tokenizer, manifest["sha256"], folder, threads)
@@ -142,8 +144,9 @@ def trust(path: Path, sha256: str) -> None:
 
 
 def _version(path: Path, sha256: str) -> str:
-    stat = path.stat()
-    return files.digest([str(path.absolute()), stat.st_size, stat.st_mtime_ns, sha256])
+    stat = path.stat()  # of this machine: the cache may be shared by several, with disks of their own
+    identity = [platform.node(), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    return files.digest([str(path.absolute()), *identity, sha256])
 
 
 def _shard(folder: Path, shard: dict[str, Any], column: Callable[..., Any], dtype: np.dtype) -> Shard:

@@ -15,10 +15,17 @@ def origins(corpus: Corpus, split: str, source: str, rows: Any, number: int | No
     """Of each document of row `number` of `rows`, which are those of one source: where it is from, in words."""
     if number is None or not hasattr(rows, "places"):
         return []
-    part = corpus.part(source)
-    tokens: Tokens = getattr(part, split)
-    found = [_origin(part, split, *tokens.document(place)) for place in rows.places(number)]
-    return [f"{source}: {one}" if source else one for one in found]
+    return [_from(corpus, split, source, place) for place in rows.places(number)]
+
+
+def _from(corpus: Corpus, split: str, source: str, place: int) -> str:
+    """Of the document that has the token at this place of the split of a source, or of all sources (end to end)."""
+    for name, part in corpus.parts.items():
+        tokens: Tokens = getattr(part, split)
+        if name == source or (not source and place < tokens.num_tokens):
+            return f"{name}: {_origin(part, split, *tokens.document(place))}"
+        place -= 0 if source else tokens.num_tokens
+    return _origin(corpus, split, *getattr(corpus, split).document(place))
 
 
 def _origin(corpus: Corpus, split: str, shard: int, document: int) -> str:

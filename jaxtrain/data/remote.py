@@ -4,6 +4,7 @@ Every chunk is checked against its checksum in the manifest before anything of i
 this process first finds it in the cache.
 """
 
+import functools
 import hashlib
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -84,6 +85,12 @@ class RemoteColumn:
                         f"says, fetched {AGAIN} times", FIX)
 
 
+@functools.lru_cache
+def _chunks(folder: Path, limit: int) -> ChunkCache:
+    """One for all sources of a process, which share its room."""
+    return ChunkCache(folder, limit)
+
+
 class Store:
     """A corpus behind a URL, of which the small files are in a folder here."""
 
@@ -92,7 +99,7 @@ class Store:
             raise UserError("data.source", f"{url} is fetched, and there is no folder to keep it in", "name a cache")
         self._url, self._spare = url, spare
         self._sizes = {found.name: found.size for found in storage.find(url)}
-        self._chunks = ChunkCache(cache / "chunks", cache_bytes)
+        self._chunks = _chunks(cache / "chunks", cache_bytes)
         self.folder = cache / "remote" / manifest["sha256"][:32]
         wanted: list[tuple[str, str | None]] = [
             (name, sha256) for split in manifest["splits"].values() for shard in split["shards"]

@@ -40,15 +40,17 @@ class Stage:
 
 
 def sources(config: DataConfig) -> tuple[Source, ...]:
-    """The mixture, or the one source as a mixture."""
+    """The mixture by name, in whatever order it was written, or the one source as a mixture."""
     if not config.mixture:
         return (Source("", config.source, 1.0, None),)
-    return tuple(_source(name, entry) for name, entry in config.mixture.items())
+    return tuple(_source(name, entry) for name, entry in sorted(config.mixture.items()))
 
 
 def stages(config: DataConfig) -> tuple[Stage, ...]:
     """All stages, in order."""
     weights = {source.name: source.weight for source in sources(config)}
+    if not any(weights.values()):
+        raise UserError("data.mixture", "all weights are 0", "give one source a weight")
     seq_len, batch, start, tokens, era = config.seq_len, config.global_batch_size, 0, 0, 0
     found = [(0, seq_len, batch, dict(weights), 0)]
     for number, entry in enumerate(config.stages):

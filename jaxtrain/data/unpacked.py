@@ -16,7 +16,10 @@ from jaxtrain.errors import UserError
 class Unpacked(Protocol):
     """Rows of different lengths: dicts of arrays, among them `weights` [T], which is 0 where a row is padding."""
 
-    lengths: np.ndarray
+    @property
+    def lengths(self) -> np.ndarray:
+        """How long each row is."""
+        ...
 
     def row(self, i: int, length: int) -> dict[str, np.ndarray]:
         """Row `i`, padded to `length`."""

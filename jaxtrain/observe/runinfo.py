@@ -53,6 +53,8 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
     for section, keys in config.to_dict().items():
         for key, value in keys.items():
             before = started.get(section, {}).get(key, value)
+            if (section, key) == ("data", "mixture") and _without_places(before) == _without_places(value):
+                continue  # the same sources elsewhere: their manifests tell
             if before == value or ("float16" not in (before, value) and _free(section, key, config)):
                 continue
             if section == "data" and key in _STAGED and done:
@@ -64,11 +66,21 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
         return []
     then = recorded.get("data_manifests") or {"": recorded.get("data_manifest_hash")}
     now = manifests or then
-    if changed and _history(DataConfig(**started["data"]), then, done) != _history(config.data, now, done):
+    past, wanted = (_history(data, which, done) for data, which in (
+        (DataConfig(**started["data"]), then), (config.data, now)))
+    if changed and past | {"sources": None} != wanted | {"sources": None}:
+        unit = [stage[:3] + stage[4:] for stage in past["stages"]] == [
+            stage[:3] + stage[4:] for stage in wanted["stages"]]
         raise UserError("--workdir", f"{workdir} holds a run whose first {done} steps had other data: "
-                        f"{changed[0]['key']} was {changed[0]['before']}", "put it back, and let what is to change "
+                        f"{changed[0]['key']} was {changed[0]['before']}", "give the stage that has longer rows "
+                        "new_epoch=true" if unit else "put it back, and let what is to change "
                         f"begin in data.stages with from_step={done} or later")
-    if other := [name for name in then if name in now and then[name] and now[name] != then[name]]:
+    if changed and {name: limit for name, (_, limit) in past["sources"].items()} != {
+            name: limit for name, (_, limit) in wanted["sources"].items()}:
+        raise UserError("--workdir", f"{workdir} holds a run with other data.mixture epochs of sources that it used",
+                        "put them back: when a source drops out is fixed at its start")
+    if other := [name for name in then if name in now and then[name] and now[name] != then[name]
+                 and (not done or name in past["sources"])]:
         raise UserError("--workdir", f"{workdir} holds a run on other data: manifest {then[other[0]]}, now "
                         f"{now[other[0]]}", "give another --workdir or bring the data back")
     return changed
@@ -95,12 +107,19 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
         "data_manifests": dict(manifests),
     }
     try:
-        if earlier := _read(workdir / "run.json").get("data_changes", []) + changes:
+        earlier = _read(workdir / "run.json").get("data_changes", [])
+        if earlier := earlier + [change for change in changes if change not in earlier]:
             run["data_changes"] = earlier
+        _write(workdir / "run.json", run)  # first: a kill here must not lose what changed
         _write(workdir / "config.json", config.to_dict())
-        _write(workdir / "run.json", run)
     except OSError as error:
         raise _unwritable(workdir, error) from None
+
+
+def _without_places(mixture: Any) -> Any:
+    """A mixture without where its sources lie."""
+    return {name: {key: value for key, value in entry.items() if key != "source"} if isinstance(entry, dict) else entry
+            for name, entry in mixture.items()} if isinstance(mixture, dict) else mixture
 
 
 def _history(data: DataConfig, manifests: Mapping[str, str], done: int) -> Any:

@@ -163,6 +163,32 @@ def test_the_end_is_known_beforehand():
     assert all(1.9 < epochs <= 2 for epochs in batches.epochs(batches.num_batches).values())
 
 
+def test_the_order_in_which_sources_are_named_changes_nothing():
+    data = corpora(random.Random(11), ["books", "code", "web"])
+    mixture = {"web": {"source": "web", "weight": 2}, "books": {"source": "books"}, "code": {"source": "code"}}
+    one = train_batches(config(mixture=mixture), data)
+    two = train_batches(config(mixture=dict(sorted(mixture.items()))), data)
+    assert all(same(one[step], two[step]) for step in range(20))
+
+
+@pytest.mark.parametrize("limit", [0.001, 0.01])
+def test_less_than_a_batch_is_refused_in_words(limit):
+    data = corpora(random.Random(12), ["web"])
+    with pytest.raises(UserError, match=r"data.mixture: what its sources may give is less than one batch"):
+        train_batches(config(mixture={"web": {"source": "web", "epochs": limit}}), data)
+
+
+def test_a_source_too_short_for_a_row_is_named():
+    data = corpora(random.Random(13), ["web", "code"])
+    with pytest.raises(UserError, match=r"data.mixture.code: .* too short for one row"):
+        train_batches(config(mixture={"web": 1, "code": 1}, seq_len=4096, global_batch_size=1),
+                      dataclasses.replace(data, parts={"web": large(data.part("web")), "code": data.part("code")}))
+
+
+def large(corpus: Corpus) -> Corpus:
+    return dataclasses.replace(corpus, train=Tokens(corpus.train.shards * 20, 1))
+
+
 def test_far_steps_cost_what_near_ones_do():
     """Counted in Python calls, which no busy machine changes."""
     import cProfile
@@ -197,6 +223,10 @@ def test_far_steps_cost_what_near_ones_do():
     ({"stages": [{"from_step": 2, "seq_len": 8}], "packing": "best_fit"}, r"data.packing: best_fit plans rows of one"),
     ({"mixture": {"a": 1}, "stages": [{"from_step": 2, "weights": {"b": 1}}]}, r"data.mixture has no 'b'"),
     ({"mixture": {"a": 1}, "stages": [{"from_step": 2, "weights": {"a": 0}}]}, r"all are 0"),
+    ({"mixture": {"a": 0, "b": 0}}, r"data.mixture: all weights are 0"),
+    ({"mixture": {"a": 1}, "packing": "bucket"}, r"data.packing: bucket has rows of several lengths already"),
+    ({"buckets": [8, 16]}, r"data.buckets: data.packing=concat has none"),
+    ({"buckets": [8, 4], "packing": "bucket"}, r"data.buckets: \[8, 4\] are no rising lengths"),
     ({"mixture": {"a": 1}, "source": "x"}, r"data.source: data.mixture names other sources"),
 ])
 def test_what_cannot_be_is_refused(keys, message):

@@ -107,6 +107,23 @@ def touching(rows, first: int, last: int) -> set[int]:
     return {i for i in range(len(rows)) if i * 4096 < last and i * 4096 + 4097 > first}
 
 
+def test_a_document_a_row_may_be_lost(whole, tmp_path):
+    harmed = Path(shutil.copytree(whole, tmp_path / "harmed"))
+    flip(harmed / "train-00000.bin", 5)
+    good = config(whole, tmp_path, packing="bucket", global_batch_size=4)
+    bad = config(harmed, tmp_path, packing="bucket", global_batch_size=4, corrupt="skip_and_count")
+    with pytest.warns(UserWarning, match="is corrupt"):
+        want, found, lost = train_batches(good, load_corpus(good)), train_batches(bad, load_corpus(bad)), 0
+        for step in range(30):
+            before, after = want[step], found[step]
+            for i in range(4):
+                empty = not after["segments"][i].any()
+                lost += empty
+                assert not after["weights"][i].any() if empty else all(
+                    np.array_equal(after[key][i], before[key][i]) for key in before)
+    assert 0 < lost < 60
+
+
 def test_batches_keep_their_order(whole, tmp_path):
     harmed = Path(shutil.copytree(whole, tmp_path / "harmed"))
     flip(harmed / "train-00000.bin", 5)

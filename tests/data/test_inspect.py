@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config import DataConfig, load_config
 from jaxtrain.data import load_corpus
-from jaxtrain.data.batches import train_batches
+from jaxtrain.data.batches import eval_batches, train_batches
 from jaxtrain.data.inspect import main
 from jaxtrain.data.origins import origins
 from jaxtrain.data.prepare import Options
@@ -89,3 +89,7 @@ def test_it_says_where_each_document_is_from(tmp_path, monkeypatch):
                     assert corpus.tokenizer.decode(ids) in text_at(words) and source in mixture
                     seen.add(words.split()[0])
         assert seen == {"a.jsonl", "b.jsonl.gz", "c.txt", "d.parquet"}
+        evaluation = eval_batches(config, corpus)
+        for row in range(8):
+            for words in origins(corpus, "eval", *evaluation.origin(0, row)):
+                assert text_at(words.partition(": ")[2]) and words.startswith(("one: ", "two: "))

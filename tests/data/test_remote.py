@@ -68,6 +68,7 @@ def test_batches_are_those_of_the_corpus_here_through_a_bad_network(impatient, n
 
 
 def test_a_chunk_is_fetched_once_and_then_read_from_the_disk(network, url, corpus, tmp_path):
+    network.calm()
     first = stream(config(url, tmp_path), range(100))
     chunks = [request for request in network.requests if request.endswith(".bin")]
     assert len(chunks) == 2 * (3 + 2)  # of ids and of marks
