@@ -165,8 +165,8 @@ def test_longer_rows_from_here_on_need_a_new_epoch(keys, tmp_path):
 
 def test_buckets_that_do_not_fit_the_mesh_are_refused_by_their_key(keys, tmp_path, capsys):
     flags = [f"--config={ROOT}/configs/gpt.py:tiny", f"--workdir={tmp_path}"]
-    more = {"data.packing": "bucket", "data.buckets": "[13,64]", "data.seq_len": 64, "mesh.tensor": 1, "data.global_batch_size": 8,
-            "mesh.context": 2, "data.source": documents(tmp_path / "texts")}
+    more = {"data.packing": "bucket", "data.buckets": "[13,64]", "data.seq_len": 64, "data.global_batch_size": 8,
+            "mesh.tensor": 1, "mesh.context": 2, "data.source": documents(tmp_path / "texts")}
     flags += [f"--config.{key}={value}" for key, value in {**keys, **more}.items()
               if key not in ("data.stages", "data.mixture")]
     assert main(flags) == 2
