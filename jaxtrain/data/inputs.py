@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxtrain.data import array_records, storage, token_files
 from jaxtrain.data.conversations import FIELDS, Unusable, example_of, format_of
+from jaxtrain.data.zstd import Zstd
 from jaxtrain.errors import UserError
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
@@ -184,7 +185,7 @@ def _opened(piece: Piece) -> BinaryIO:
     if piece.name.endswith(".gz"):
         return io.BufferedReader(gzip.open(storage.open(piece.path), "rb"))  # type: ignore[arg-type]
     if piece.name.endswith(".zst"):
-        return io.BufferedReader(_zstandard().open(storage.open(piece.path), "rb"))
+        return io.BufferedReader(Zstd(storage.open(piece.path), extra("zstandard", ".zst")))
     return storage.open(piece.path)
 
 
@@ -278,10 +279,6 @@ def parquet_file(path: str) -> Any:
     # A plain path is faster than a file.
     parquet = extra("pyarrow.parquet", "Parquet")
     return parquet.ParquetFile(storage.open(path) if storage.is_url(path) else path)
-
-
-def _zstandard() -> Any:
-    return extra("zstandard", ".zst")
 
 
 def _array_record() -> Any:
