@@ -17,9 +17,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxtrain.data import array_records, storage, token_files
+from jaxtrain.data import array_records, storage, token_files, zstd
 from jaxtrain.data.conversations import FIELDS, Unusable, example_of, format_of
-from jaxtrain.data.zstd import Zstd
 from jaxtrain.errors import UserError
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
@@ -185,7 +184,7 @@ def _opened(piece: Piece) -> BinaryIO:
     if piece.name.endswith(".gz"):
         return io.BufferedReader(gzip.open(storage.open(piece.path), "rb"))  # type: ignore[arg-type]
     if piece.name.endswith(".zst"):
-        return io.BufferedReader(Zstd(storage.open(piece.path), extra("zstandard", ".zst")))
+        return zstd.opened(storage.open(piece.path), extra("zstandard", ".zst"))
     return storage.open(piece.path)
 
 
@@ -297,7 +296,7 @@ def extra(module: str, what: str, key: str = "--input", group: str = "data") -> 
 
 def stamps(task: Iterable[Piece]) -> list[Any]:
     """What changes when the input of a task does."""
-    return [[piece.identity(), storage.stamp(piece.path)] for piece in task]
+    return [[piece.identity(), *map(storage.stamp, token_files.files_of(piece.path))] for piece in task]
 
 
 def total_size(tasks: Iterable[tuple[Piece, ...]]) -> int:

@@ -1,12 +1,18 @@
 """What is behind a .zst, read to its end: the library itself takes a file that is cut short for a whole one."""
 
 import io
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 READ = 2**16  # compressed bytes that are read at a time
 
 
-class Zstd(io.RawIOBase):
+def opened(file: BinaryIO, module: Any) -> BinaryIO:
+    """Its content; `module` is zstandard."""
+    return io.BufferedReader(_Frames(file, module))
+
+
+class _Frames(io.RawIOBase):
     """All frames of a file, one after another; EOFError where it ends within one."""
 
     def __init__(self, file: BinaryIO, module: Any):
@@ -32,7 +38,7 @@ class Zstd(io.RawIOBase):
         self._file.close()
         super().close()
 
-    def _decompressed(self, raw: bytes):
+    def _decompressed(self, raw: bytes) -> Iterator[bytes]:
         while raw:
             self._frame = self._frame or self._module.ZstdDecompressor().decompressobj()
             try:

@@ -6,26 +6,22 @@ import pytest
 import zstandard
 
 from jaxtrain.data.prepare import Options, main, prepare
-from jaxtrain.data.zstd import Zstd
+from jaxtrain.data.zstd import opened
 
 LINES = b"".join(b'{"text": "line %d"}\n' % i for i in range(20_000))
 FRAME = zstandard.ZstdCompressor().compress(LINES)
 
 
-def opened(content: bytes) -> io.BufferedReader:
-    return io.BufferedReader(Zstd(io.BytesIO(content), zstandard))
-
-
 @pytest.mark.parametrize("frames", [0, 1, 3])
 def test_every_frame_is_read(frames):
     skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00some"
-    assert opened(skippable.join([b"", *[FRAME] * frames])).read() == LINES * frames
+    assert opened(io.BytesIO(skippable.join([b"", *[FRAME] * frames])), zstandard).read() == LINES * frames
 
 
 @pytest.mark.parametrize("size", [1, 5, len(FRAME) // 2, len(FRAME) - 1, len(FRAME) + 7])
 def test_a_file_that_is_cut_short_is_no_whole_one(size):
     with pytest.raises(EOFError):
-        opened((FRAME + FRAME)[:size]).read()
+        opened(io.BytesIO((FRAME + FRAME)[:size]), zstandard).read()
 
 
 def test_no_document_is_lost_in_silence(tmp_path, capsys):
