@@ -245,9 +245,16 @@ def _rows(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterato
     beside = [name for name in beside if name in names and name != field]
     columns = file.read_row_group(piece.start, columns=[field, *beside])
     for row, (text, *others) in enumerate(zip(*(columns[name] for name in [field, *beside]), strict=True)):
-        if (content := text.as_py()) is not None:
-            record = {name: other.as_py() for name, other in zip(beside, others, strict=True)}
-            yield Text(f"{piece.name}, row {row} of group {piece.start}", str(content).encode(), row, record)
+        where, content = f"{piece.name}, row {row} of group {piece.start}", text.as_py()
+        content = content.encode() if isinstance(content, str) else content
+        if content is None:
+            yield f"{piece.name}: no text"
+        elif not isinstance(content, bytes):
+            raise UserError("--input", f"{where}: {field!r} is no text", "name another field with --field")
+        elif not _is_utf8(content):
+            yield f"{piece.name}: not UTF-8 text"
+        else:
+            yield Text(where, content, row, {name: other.as_py() for name, other in zip(beside, others, strict=True)})
 
 
 def _records(piece: Piece, field: str, beside: Sequence[str]) -> Iterator[Text | str]:

@@ -1,0 +1,46 @@
+"""What input may hold beside good text: each is read as it is, counted, or refused in one sentence."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxtrain.data.prepare import Options, main, prepare
+
+
+def texts(corpus) -> list[str]:
+    ids = corpus.train.read(0, corpus.train.num_tokens)
+    return bytes(int(i) if i < 256 else 0 for i in ids).decode().split("\0")[:-1]
+
+
+def left_out(corpus) -> dict[str, int]:
+    return json.loads((corpus.path / "manifest.json").read_text())["left_out"]
+
+
+def refusal(capsys, tmp_path: Path, *flags: str) -> str:
+    assert main([f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", "--workers=1", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
+@pytest.mark.parametrize("type", [pa.binary(), pa.large_binary(), pa.string(), pa.dictionary(pa.int32(), pa.string())])
+def test_bytes_in_parquet_are_text_as_they_are_and_nothing_is_counted(tmp_path, source, type):
+    pq.write_table(pa.table({"text": pa.array(["hello", None, "café"]).cast(type)}), source / "a.parquet")
+    corpus = prepare([str(source)], tmp_path / "out", Options(eval_fraction=0))
+    assert texts(corpus) == ["hello", "café"] and left_out(corpus) == {"no text": 1}
+
+
+def test_parquet_without_text_is_told(tmp_path, source, capsys):
+    pq.write_table(pa.table({"text": [b"\xff", b"x"]}), source / "a.parquet")
+    assert left_out(prepare([str(source)], tmp_path / "made", Options(eval_fraction=0))) == {"not UTF-8 text": 1}
+    pq.write_table(pa.table({"text": [None, 1]}), source / "a.parquet")
+    assert "a.parquet, row 1 of group 0: 'text' is no text; name another field" in refusal(capsys, tmp_path)
