@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jaxtrain.data import prepare_sequences
 from jaxtrain.data.prepare import Options, main, prepare
 
 
@@ -44,3 +45,13 @@ def test_parquet_without_text_is_told(tmp_path, source, capsys):
     assert left_out(prepare([str(source)], tmp_path / "made", Options(eval_fraction=0))) == {"not UTF-8 text": 1}
     pq.write_table(pa.table({"text": [None, 1]}), source / "a.parquet")
     assert "a.parquet, row 1 of group 0: 'text' is no text; name another field" in refusal(capsys, tmp_path)
+
+
+@pytest.mark.parametrize("flags", [[], ["--part=0/2"], ["--engine=slurm"], ["audio"]])
+def test_an_output_behind_a_url_is_refused(source, tmp_path, monkeypatch, capsys, flags):
+    monkeypatch.chdir(tmp_path)
+    (source / "a.wav").write_bytes(b"text, too")
+    program = prepare_sequences.main if flags == ["audio"] else main
+    assert program([*flags, "--input=in", "--output=s3://bucket/x", "--workers=1"]) == 2
+    assert "s3://bucket/x is no folder of this machine; prepare into a folder, then" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
