@@ -73,8 +73,8 @@ class Events:
 
     def find_tasks(self, sources: Sequence[str]) -> list[Task]:
         """Row groups; every file must have the columns, and time must be of one type."""
-        found = inputs.find_tasks(sources, self.task_bytes)
-        groups = [piece for task in found for piece in task if piece.kind == "parquet"]
+        found = inputs.find_pieces(sources, self.task_bytes, ends=".parquet")
+        groups = [piece for piece in found if piece.kind == "parquet"]
         if not groups:
             raise UserError("--input", f"{', '.join(sources)} has no rows of Parquet", "name .parquet files or folders")
         types = {}

@@ -11,6 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,11 +64,17 @@ class Ids:
 
 def find_tasks(inputs: Sequence[str], task_bytes: int = 2**26, token_dtype: str = "") -> list[tuple[Piece, ...]]:
     """All pieces in order of input and name; neighbours share a task while they are small."""
-    pieces = [piece for source in inputs for name, path, size in _files(source)
-              for piece in _pieces(name, path, size, task_bytes, token_dtype)]
+    pieces = find_pieces(inputs, task_bytes, token_dtype)
     if not pieces:
         raise UserError("--input", f"{', '.join(inputs)} has no files", FIX)
     return cut([(piece,) for piece in pieces], task_bytes)
+
+
+def find_pieces(inputs: Sequence[str], task_bytes: int, token_dtype: str = "",
+                ends: str | tuple[str, ...] = "") -> list[Piece]:
+    """In order of input and name; of files whose names end so, whatever the case."""
+    return [piece for source in inputs for name, path, size in _files(source) if name.lower().endswith(ends)
+            for piece in _pieces(name, path, size, task_bytes, token_dtype)]
 
 
 def cut(groups: Iterable[tuple[Piece, ...]], task_bytes: int) -> list[tuple[Piece, ...]]:
@@ -222,11 +229,8 @@ def find_format(tasks: Iterable[tuple[Piece, ...]], field: str) -> str:
         if piece.kind == "parquet":
             return format_of(set(parquet_file(piece.path).schema_arrow.names), field, piece.name)
         if piece.kind == "jsonl":
-            try:
-                with _opened(piece) as file:
-                    line = next((line for line in file if line.strip()), b"{}")
-            except (OSError, EOFError, zlib.error) as error:
-                raise UserError("--input", f"{piece.path} cannot be read ({error})", "replace the file") from error
+            with readable(piece.path), _opened(piece) as file:
+                line = next((line for line in file if line.strip()), b"{}")
             record = _record(line, f"{piece.name}, its first record,")
             return format_of(set(record) if isinstance(record, dict) else set(), field, piece.name)
     return "text"
@@ -299,6 +303,15 @@ def extra(module: str, what: str, key: str = "--input", group: str = "data") -> 
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(key, f"{what} needs {module.partition('.')[0]}", f"pip install 'jaxtrain[{group}]'") from error
+
+
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Says which file it was that could not be read."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError("--input", f"{path} cannot be read ({error})", "replace the file") from error
 
 
 def stamps(task: Iterable[Piece]) -> list[Any]:
