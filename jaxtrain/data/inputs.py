@@ -142,7 +142,7 @@ def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str]
         raise UserError("--format", f"{piece.name} has no records to read as {form}", "prepare it by itself")
     if piece.kind == "text":
         content = storage.read(piece.path)
-        if b"\0" in content[:8192] or not _is_utf8(content):
+        if b"\0" in content[:8192] or not is_utf8(content):
             yield f"{piece.name}: not UTF-8 text"
         else:
             yield Text(piece.name, content)
@@ -159,7 +159,8 @@ def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str]
         yield from _rows(piece, field, beside, form)
 
 
-def _is_utf8(content: bytes) -> bool:
+def is_utf8(content: bytes) -> bool:
+    """Whether it can be text."""
     try:
         content.decode()
     except UnicodeDecodeError:
@@ -237,17 +238,16 @@ def find_format(tasks: Iterable[tuple[Piece, ...]], field: str) -> str:
 
 
 def _rows(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
-    file = parquet_file(piece.path)
-    names = file.schema_arrow.names
+    names = parquet_file(piece.path).schema_arrow.names
     if form != "text":
         columns = [name for name in dict.fromkeys([*FIELDS[form], *beside]) if name in names]
-        for row, record in enumerate(file.read_row_group(piece.start, columns=columns).to_pylist()):
+        for row, record in enumerate(row_group(piece, columns).to_pylist()):
             yield _example(_without_null(record), form, f"{piece.name}, row {row} of group {piece.start}", row, beside)
         return
     if field not in names:
         raise UserError("--field", f"{piece.name} has no column {field!r}", f"it has {', '.join(names)}")
     beside = [name for name in beside if name in names and name != field]
-    columns = file.read_row_group(piece.start, columns=[field, *beside])
+    columns = row_group(piece, [field, *beside])
     for row, (text, *others) in enumerate(zip(*(columns[name] for name in [field, *beside]), strict=True)):
         where, content = f"{piece.name}, row {row} of group {piece.start}", text.as_py()
         content = content.encode() if isinstance(content, str) else content
@@ -255,7 +255,7 @@ def _rows(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterato
             yield f"{piece.name}: no text"
         elif not isinstance(content, bytes):
             raise UserError("--input", f"{where}: {field!r} is no text", "name another field with --field")
-        elif not _is_utf8(content):
+        elif not is_utf8(content):
             yield f"{piece.name}: not UTF-8 text"
         else:
             yield Text(where, content, row, {name: other.as_py() for name, other in zip(beside, others, strict=True)})
@@ -269,7 +269,7 @@ def _records(piece: Piece, field: str, beside: Sequence[str]) -> Iterator[Text |
             content, record = _fields(content, field, where, beside)
         elif form != "text":
             content = array_records.content(content, field, where)
-        yield Text(where, content, number, record) if _is_utf8(content) else f"{piece.name}: not UTF-8 text"
+        yield Text(where, content, number, record) if is_utf8(content) else f"{piece.name}: not UTF-8 text"
 
 
 def _without_null(value: Any) -> Any:
@@ -288,7 +288,14 @@ def parquet_file(path: str) -> Any:
     """Opened by pyarrow."""
     # A plain path is faster than a file.
     parquet = extra("pyarrow.parquet", "Parquet")
-    return parquet.ParquetFile(storage.open(path) if storage.is_url(path) else path)
+    with readable(path, extra("pyarrow", "Parquet").ArrowException):
+        return parquet.ParquetFile(storage.open(path) if storage.is_url(path) else path)
+
+
+def row_group(piece: Piece, columns: list[str]) -> Any:
+    """Some columns of a piece of Parquet."""
+    with readable(piece.path, extra("pyarrow", "Parquet").ArrowException):
+        return parquet_file(piece.path).read_row_group(piece.start, columns=columns)
 
 
 def _array_record() -> Any:
@@ -306,17 +313,21 @@ def extra(module: str, what: str, key: str = "--input", group: str = "data") -> 
 
 
 @contextmanager
-def readable(path: str) -> Iterator[None]:
+def readable(path: str, *others: type[Exception]) -> Iterator[None]:
     """Says which file it was that could not be read."""
     try:
         yield
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, *others) as error:
         raise UserError("--input", f"{path} cannot be read ({error})", "replace the file") from error
 
 
 def stamps(task: Iterable[Piece]) -> list[Any]:
     """What changes when the input of a task does."""
-    return [[piece.identity(), *map(storage.stamp, token_files.files_of(piece.path))] for piece in task]
+    found = []
+    for piece in task:
+        with readable(piece.path):
+            found.append([piece.identity(), *map(storage.stamp, token_files.files_of(piece.path))])
+    return found
 
 
 def total_size(tasks: Iterable[tuple[Piece, ...]]) -> int:

@@ -6,7 +6,7 @@ from datetime import date
 from typing import Any, cast
 
 from jaxtrain.data import storage, token_files
-from jaxtrain.data.inputs import Piece
+from jaxtrain.data.inputs import Piece, readable
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.versions import git_commit, version_of
 
@@ -27,7 +27,7 @@ def digest(piece: Piece) -> str | dict[str, str] | None:
         found = {path.rpartition("/")[2]: _file_digest(path) for path in token_files.files_of(piece.path)}
         return found if len(found) > 1 else next(iter(found.values()))
     left, sha256 = piece.stop - piece.start, hashlib.sha256()
-    with storage.open(piece.path) as file:
+    with readable(piece.path), storage.open(piece.path) as file:
         file.seek(piece.start)
         while left and (some := file.read(min(left, 2**20))):
             sha256.update(some)
@@ -36,7 +36,7 @@ def digest(piece: Piece) -> str | dict[str, str] | None:
 
 
 def _file_digest(path: str) -> str:
-    with storage.open(path) as file:
+    with readable(path), storage.open(path) as file:
         return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 

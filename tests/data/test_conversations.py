@@ -101,6 +101,9 @@ def test_tools_are_as_templates_want_them():
 @pytest.mark.parametrize(("form", "record", "words"), [
     ("messages", {"messages": []}, "no messages"), ("messages", {"messages": None}, "no list of messages"),
     ("messages", {"messages": [ASKED | {"role": "bird"}]}, "role 'bird' is not known"),
+    ("messages", {"messages": [ASKED | {"role": ["user"]}]}, r"role \['user'\] is not known"),
+    ("messages", {"messages": [SAID | {"tool_calls": 3}]}, "tool_calls that are no list"),
+    ("messages", {"messages": [SAID | {"tool_calls": "add(1, 2)"}]}, "tool_calls that are no list"),
     ("messages", {"messages": [ASKED | {"content": [{"type": "image"}]}]}, "content that is no text"),
     ("messages", {"messages": [ASKED | {"content": None}]}, "content that is no text"),
     ("preference", {"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),

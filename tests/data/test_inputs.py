@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jaxtrain.data import prepare as prepare_module
 from jaxtrain.data import prepare_sequences
 from jaxtrain.data.prepare import Options, main, prepare
 
@@ -55,3 +56,42 @@ def test_an_output_behind_a_url_is_refused(source, tmp_path, monkeypatch, capsys
     assert program([*flags, "--input=in", "--output=s3://bucket/x", "--workers=1"]) == 2
     assert "s3://bucket/x is no folder of this machine; prepare into a folder, then" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("cut", [0, 4, 60, -20])
+def test_a_table_that_is_none_is_named(tmp_path, source, capsys, cut):
+    pq.write_table(pa.table({"text": ["x" * 99] * 9}), source / "a.parquet")
+    content = (source / "a.parquet").read_bytes()
+    (source / "a.parquet").write_bytes(content[:cut] if cut >= 0 else content[: cut] + bytes(20))
+    assert "a.parquet cannot be read (" in refusal(capsys, tmp_path)
+
+
+def test_a_table_with_a_broken_row_group_is_named(tmp_path, source, capsys):
+    pq.write_table(pa.table({"text": ["x" * 99, "y"] * 99}), source / "a.parquet")
+    content = bytearray((source / "a.parquet").read_bytes())
+    content[4:60] = b"\xff" * 56
+    (source / "a.parquet").write_bytes(content)
+    assert "a.parquet cannot be read (" in refusal(capsys, tmp_path)
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_file_that_goes_away_meanwhile_is_named(tmp_path, source, capsys, monkeypatch, when):
+    from jaxtrain.data import inputs
+
+    (source / "a.txt").write_text("x")
+    plan, read = prepare_module.plan_tasks, inputs.read
+
+    def planned(*arguments):
+        found = plan(*arguments)
+        (source / "a.txt").unlink()
+        return found
+
+    def gone(*arguments):
+        yield from read(*arguments)
+        (source / "a.txt").unlink()
+
+    if when == "before":
+        monkeypatch.setattr(prepare_module, "plan_tasks", planned)
+    else:
+        monkeypatch.setattr(inputs, "read", gone)
+    assert "a.txt cannot be read (" in refusal(capsys, tmp_path)
