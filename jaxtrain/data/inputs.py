@@ -24,6 +24,7 @@ from jaxtrain.errors import UserError
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 PACKED = (".gz", ".zst")
+RECORDS = ("jsonl", "parquet", "records json")  # kinds of pieces that may hold more than text
 FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .array_record or tokens"
 
 
@@ -138,9 +139,10 @@ def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str]
     `eod` is the id that ends documents in files of tokens; without one these are passed over. `beside` names fields of
     a record that come along with its text where it has them. `form` is one of conversations.FORMATS.
     """
-    if form != "text" and piece.kind not in ("jsonl", "parquet"):
-        raise UserError("--format", f"{piece.name} has no records to read as {form}", "prepare it by itself")
-    if piece.kind == "text":
+    if form != "text" and piece.kind not in RECORDS:
+        if not piece.start:  # once a file
+            yield f"{piece.name}: no records"
+    elif piece.kind == "text":
         content = storage.read(piece.path)
         if b"\0" in content[:8192] or not is_utf8(content):
             yield f"{piece.name}: not UTF-8 text"
@@ -149,7 +151,7 @@ def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str]
     elif piece.kind == "jsonl":
         yield from _json_lines(piece, field, beside, form)
     elif piece.kind.startswith("records"):
-        yield from _records(piece, field, beside)
+        yield from _records(piece, field, beside, form)
     elif piece.kind.startswith("tokens"):
         if eod is not None:
             tokens = token_files.open_tokens(piece.path, piece.kind.split()[1])
@@ -229,12 +231,19 @@ def find_format(tasks: Iterable[tuple[Piece, ...]], field: str) -> str:
     for piece in (piece for task in tasks for piece in task):
         if piece.kind == "parquet":
             return format_of(set(parquet_file(piece.path).schema_arrow.names), field, piece.name)
-        if piece.kind == "jsonl":
-            with readable(piece.path), _opened(piece) as file:
-                line = next((line for line in file if line.strip()), b"{}")
+        if piece.kind in RECORDS:
+            with readable(piece.path):
+                line = _first(piece)
             record = _record(line, f"{piece.name}, its first record,")
             return format_of(set(record) if isinstance(record, dict) else set(), field, piece.name)
     return "text"
+
+
+def _first(piece: Piece) -> bytes:
+    if piece.kind != "jsonl":
+        return next(array_records.records(storage.here(piece.path), 0, 1, _array_record()))[1]
+    with _opened(piece) as file:
+        return next((line for line in file if line.strip()), b"{}")
 
 
 def _rows(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
@@ -261,13 +270,16 @@ def _rows(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterato
             yield Text(where, content, row, {name: other.as_py() for name, other in zip(beside, others, strict=True)})
 
 
-def _records(piece: Piece, field: str, beside: Sequence[str]) -> Iterator[Text | str]:
-    form = piece.kind.split()[1]
+def _records(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
+    kind = piece.kind.split()[1]
     for number, content in array_records.records(storage.here(piece.path), piece.start, piece.stop, _array_record()):
         where, record = f"{piece.name}, record {number}", {}
-        if form == "json":
+        if form != "text":
+            yield _example(_record(content, where), form, where, number, beside)
+            continue
+        if kind == "json":
             content, record = _fields(content, field, where, beside)
-        elif form != "text":
+        elif kind != "text":
             content = array_records.content(content, field, where)
         yield Text(where, content, number, record) if is_utf8(content) else f"{piece.name}: not UTF-8 text"
 
