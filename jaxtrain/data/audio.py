@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import inputs
+from jaxtrain.data import inputs, storage
 from jaxtrain.data.inputs import Piece
 from jaxtrain.data.sequences import Column
 from jaxtrain.data.shards import Origin
@@ -89,8 +89,7 @@ class Audio:
 
     def find_tasks(self, sources: Sequence[str]) -> list[Task]:
         """Clips in order of name, each followed by its text."""
-        found = (piece for task in inputs.find_tasks(sources, self.task_bytes) for piece in task)
-        clips = [piece for piece in found if piece.name.lower().endswith(CLIPS)]
+        clips = inputs.find_pieces(sources, self.task_bytes, ends=CLIPS)
         if not clips:
             raise UserError("--input", f"{', '.join(sources)} has no clips",
                             f"name files or folders of {', '.join(CLIPS)}")
@@ -127,11 +126,11 @@ class Audio:
 
 def _text(clip: Piece) -> Piece:
     """What is said in it."""
-    path, name = Path(clip.path).with_suffix(".txt"), str(PurePosixPath(clip.name).with_suffix(".txt"))
-    if not path.is_file():
+    path, name = (f"{whole.rpartition('.')[0]}.txt" for whole in (clip.path, clip.name))
+    if not storage.exists(path):
         raise UserError("--target", f"{clip.name} has no text beside it", f"write {name}, or use --target=none")
-    size = path.stat().st_size
-    return Piece(name, str(path), "text", 0, size, size)
+    size = storage.size(path)
+    return Piece(name, path, "text", 0, size, size)
 
 
 def _folder(clip: Piece) -> str:
@@ -143,10 +142,8 @@ def _folder(clip: Piece) -> str:
 
 
 def _content(piece: Piece) -> bytes:
-    try:
-        return Path(piece.path).read_bytes()
-    except OSError as error:  # not left out: it may be there the next time
-        raise UserError("--input", f"{piece.path} cannot be read ({error.strerror})", "replace the file") from error
+    with inputs.readable(piece.path):  # not left out: it may be there the next time
+        return storage.read(piece.path)
 
 
 def _samples(piece: Piece) -> np.ndarray | str:

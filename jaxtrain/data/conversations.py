@@ -135,7 +135,7 @@ def _messages(said: Any) -> Messages:
 def _message(said: dict[str, Any]) -> dict[str, Any]:
     """As OpenAI has it; ShareGPT's `from` and `value` are renamed, and what is null is not there."""
     role = said.get("role", said.get("from"))
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise Unusable(f"role {role!r} is not known")
     content = said.get("content", said.get("value"))
     if isinstance(content, list):
@@ -147,7 +147,10 @@ def _message(said: dict[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in said.items()
             if key not in ("role", "from", "content", "value") and value is not None}
     if calls := rest.get("tool_calls"):
-        rest["tool_calls"] = [_call(call) for call in (_parsed(calls) if isinstance(calls, str) else calls)]
+        calls = _parsed(calls) if isinstance(calls, str) else calls
+        if not isinstance(calls, list):
+            raise Unusable("tool_calls that are no list")
+        rest["tool_calls"] = [_call(call) for call in calls]
     if content is None and not calls and ROLES[role] != "assistant":
         raise Unusable("content that is no text")
     return {"role": ROLES[role], "content": content or "", **rest}

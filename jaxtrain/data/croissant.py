@@ -28,7 +28,7 @@ def datasheet(folder: Path, describe: Sequence[str] = ()) -> dict[str, Any]:
     try:
         return mlc.Metadata(**{
             "name": folder.resolve().name, "description": _description(manifest), "version": "1.0.0",
-            "license": list(manifest.get("licences") or ()) or None,
+            "license": [licence for licence in manifest.get("licences") or () if licence != "not told"] or None,
             "data_preprocessing_protocol": _protocol(manifest), "distribution": _files(mlc, folder, manifest),
             "data_collection_raw_data": _sources(manifest)} | fields).to_json()
     except mlc.ValidationError as error:
@@ -61,10 +61,14 @@ def _files(mlc: Any, folder: Path, manifest: dict[str, Any]) -> list[Any]:
     """The manifest, and every file that it names."""
     hashes = {name: sha256 for split in SPLITS for shard in manifest["splits"][split]["shards"]
               for name, sha256 in shard["sha256"].items()}
-    for name in ("manifest.json", "tokenizer.json"):
-        if (folder / name).exists():
+    try:
+        for name in filter(None, ("manifest.json", manifest["tokenizer"]["file"])):
             hashes[name] = files.file_digest(folder / name)
-    return [mlc.FileObject(id=name, name=name, content_url=name, content_size=f"{(folder / name).stat().st_size} B",
+        sizes = {name: (folder / name).stat().st_size for name in hashes}
+    except OSError as error:
+        raise UserError("CORPUS", f"{error.filename} cannot be read ({error.strerror})", "prepare the corpus again"
+                        ) from error
+    return [mlc.FileObject(id=name, name=name, content_url=name, content_size=f"{sizes[name]} B",
                            encoding_formats=[f"application/{'json' if name.endswith('.json') else 'octet-stream'}"],
                            sha256=sha256) for name, sha256 in sorted(hashes.items())]
 

@@ -73,8 +73,8 @@ class Events:
 
     def find_tasks(self, sources: Sequence[str]) -> list[Task]:
         """Row groups; every file must have the columns, and time must be of one type."""
-        found = inputs.find_tasks(sources, self.task_bytes)
-        groups = [piece for task in found for piece in task if piece.kind == "parquet"]
+        found = inputs.find_pieces(sources, self.task_bytes, ends=".parquet")
+        groups = [piece for piece in found if piece.kind == "parquet"]
         if not groups:
             raise UserError("--input", f"{', '.join(sources)} has no rows of Parquet", "name .parquet files or folders")
         types = {}
@@ -185,10 +185,7 @@ def _rows(source: Events, piece: Piece, number: int, left_out: dict[str, int]) -
     pa, pc = _arrow()
 
     wanted = [source.user, source.time, *source.categories, *source.numbers]
-    try:
-        group = inputs.parquet_file(piece.path).read_row_group(piece.start, columns=wanted)
-    except (OSError, pa.ArrowException) as error:
-        raise UserError("--input", f"{piece.path} cannot be read ({error})", "replace the file") from error
+    group = inputs.row_group(piece, wanted)
     columns = {"user": _cast(group, source.user, pa.large_string(), "--user", piece), "time": _time(group[source.time])}
     columns |= {f"category {i}": _cast(group, name, pa.large_string(), "--category", piece)
                 for i, name in enumerate(source.categories)}
@@ -199,7 +196,7 @@ def _rows(source: Events, piece: Piece, number: int, left_out: dict[str, int]) -
     table = pa.table(columns)
     for column in ("user", "time"):
         there = pc.is_valid(table[column])
-        if missing := len(table) - pc.sum(there).as_py():
+        if missing := table[column].null_count:
             reason = f"an event without {column}"
             left_out[reason] = left_out.get(reason, 0) + missing
             table = table.filter(there)

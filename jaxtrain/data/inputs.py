@@ -11,18 +11,20 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxtrain.data import array_records, storage, token_files
+from jaxtrain.data import array_records, storage, token_files, zstd
 from jaxtrain.data.conversations import FIELDS, Unusable, example_of, format_of
 from jaxtrain.errors import UserError
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 PACKED = (".gz", ".zst")
+RECORDS = ("jsonl", "parquet", "records json")  # kinds of pieces that may hold more than text
 FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .array_record or tokens"
 
 
@@ -63,11 +65,17 @@ class Ids:
 
 def find_tasks(inputs: Sequence[str], task_bytes: int = 2**26, token_dtype: str = "") -> list[tuple[Piece, ...]]:
     """All pieces in order of input and name; neighbours share a task while they are small."""
-    pieces = [piece for source in inputs for name, path, size in _files(source)
-              for piece in _pieces(name, path, size, task_bytes, token_dtype)]
+    pieces = find_pieces(inputs, task_bytes, token_dtype)
     if not pieces:
         raise UserError("--input", f"{', '.join(inputs)} has no files", FIX)
     return cut([(piece,) for piece in pieces], task_bytes)
+
+
+def find_pieces(inputs: Sequence[str], task_bytes: int, token_dtype: str = "",
+                ends: str | tuple[str, ...] = "") -> list[Piece]:
+    """In order of input and name; of files whose names end so, whatever the case."""
+    return [piece for source in inputs for name, path, size in _files(source) if name.lower().endswith(ends)
+            for piece in _pieces(name, path, size, task_bytes, token_dtype)]
 
 
 def cut(groups: Iterable[tuple[Piece, ...]], task_bytes: int) -> list[tuple[Piece, ...]]:
@@ -131,18 +139,19 @@ def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str]
     `eod` is the id that ends documents in files of tokens; without one these are passed over. `beside` names fields of
     a record that come along with its text where it has them. `form` is one of conversations.FORMATS.
     """
-    if form != "text" and piece.kind not in ("jsonl", "parquet"):
-        raise UserError("--format", f"{piece.name} has no records to read as {form}", "prepare it by itself")
-    if piece.kind == "text":
+    if form != "text" and piece.kind not in RECORDS:
+        if not piece.start:  # once a file
+            yield f"{piece.name}: no records"
+    elif piece.kind == "text":
         content = storage.read(piece.path)
-        if b"\0" in content[:8192] or not _is_utf8(content):
+        if b"\0" in content[:8192] or not is_utf8(content):
             yield f"{piece.name}: not UTF-8 text"
         else:
             yield Text(piece.name, content)
     elif piece.kind == "jsonl":
         yield from _json_lines(piece, field, beside, form)
     elif piece.kind.startswith("records"):
-        yield from _records(piece, field, beside)
+        yield from _records(piece, field, beside, form)
     elif piece.kind.startswith("tokens"):
         if eod is not None:
             tokens = token_files.open_tokens(piece.path, piece.kind.split()[1])
@@ -152,7 +161,8 @@ def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str]
         yield from _rows(piece, field, beside, form)
 
 
-def _is_utf8(content: bytes) -> bool:
+def is_utf8(content: bytes) -> bool:
+    """Whether it can be text."""
     try:
         content.decode()
     except UnicodeDecodeError:
@@ -184,7 +194,7 @@ def _opened(piece: Piece) -> BinaryIO:
     if piece.name.endswith(".gz"):
         return io.BufferedReader(gzip.open(storage.open(piece.path), "rb"))  # type: ignore[arg-type]
     if piece.name.endswith(".zst"):
-        return io.BufferedReader(_zstandard().open(storage.open(piece.path), "rb"))
+        return zstd.opened(storage.open(piece.path), extra("zstandard", ".zst"))
     return storage.open(piece.path)
 
 
@@ -221,44 +231,57 @@ def find_format(tasks: Iterable[tuple[Piece, ...]], field: str) -> str:
     for piece in (piece for task in tasks for piece in task):
         if piece.kind == "parquet":
             return format_of(set(parquet_file(piece.path).schema_arrow.names), field, piece.name)
-        if piece.kind == "jsonl":
-            try:
-                with _opened(piece) as file:
-                    line = next((line for line in file if line.strip()), b"{}")
-            except (OSError, EOFError, zlib.error) as error:
-                raise UserError("--input", f"{piece.path} cannot be read ({error})", "replace the file") from error
+        if piece.kind in RECORDS:
+            with readable(piece.path):
+                line = _first(piece)
             record = _record(line, f"{piece.name}, its first record,")
             return format_of(set(record) if isinstance(record, dict) else set(), field, piece.name)
     return "text"
 
 
+def _first(piece: Piece) -> bytes:
+    if piece.kind != "jsonl":
+        return next(array_records.records(storage.here(piece.path), 0, 1, _array_record()))[1]
+    with _opened(piece) as file:
+        return next((line for line in file if line.strip()), b"{}")
+
+
 def _rows(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
-    file = parquet_file(piece.path)
-    names = file.schema_arrow.names
+    names = parquet_file(piece.path).schema_arrow.names
     if form != "text":
         columns = [name for name in dict.fromkeys([*FIELDS[form], *beside]) if name in names]
-        for row, record in enumerate(file.read_row_group(piece.start, columns=columns).to_pylist()):
+        for row, record in enumerate(row_group(piece, columns).to_pylist()):
             yield _example(_without_null(record), form, f"{piece.name}, row {row} of group {piece.start}", row, beside)
         return
     if field not in names:
         raise UserError("--field", f"{piece.name} has no column {field!r}", f"it has {', '.join(names)}")
     beside = [name for name in beside if name in names and name != field]
-    columns = file.read_row_group(piece.start, columns=[field, *beside])
+    columns = row_group(piece, [field, *beside])
     for row, (text, *others) in enumerate(zip(*(columns[name] for name in [field, *beside]), strict=True)):
-        if (content := text.as_py()) is not None:
-            record = {name: other.as_py() for name, other in zip(beside, others, strict=True)}
-            yield Text(f"{piece.name}, row {row} of group {piece.start}", str(content).encode(), row, record)
+        where, content = f"{piece.name}, row {row} of group {piece.start}", text.as_py()
+        content = content.encode() if isinstance(content, str) else content
+        if content is None:
+            yield f"{piece.name}: no text"
+        elif not isinstance(content, bytes):
+            raise UserError("--input", f"{where}: {field!r} is no text", "name another field with --field")
+        elif not is_utf8(content):
+            yield f"{piece.name}: not UTF-8 text"
+        else:
+            yield Text(where, content, row, {name: other.as_py() for name, other in zip(beside, others, strict=True)})
 
 
-def _records(piece: Piece, field: str, beside: Sequence[str]) -> Iterator[Text | str]:
-    form = piece.kind.split()[1]
+def _records(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
+    kind = piece.kind.split()[1]
     for number, content in array_records.records(storage.here(piece.path), piece.start, piece.stop, _array_record()):
         where, record = f"{piece.name}, record {number}", {}
-        if form == "json":
+        if form != "text":
+            yield _example(_record(content, where), form, where, number, beside)
+            continue
+        if kind == "json":
             content, record = _fields(content, field, where, beside)
-        elif form != "text":
+        elif kind != "text":
             content = array_records.content(content, field, where)
-        yield Text(where, content, number, record) if _is_utf8(content) else f"{piece.name}: not UTF-8 text"
+        yield Text(where, content, number, record) if is_utf8(content) else f"{piece.name}: not UTF-8 text"
 
 
 def _without_null(value: Any) -> Any:
@@ -277,11 +300,14 @@ def parquet_file(path: str) -> Any:
     """Opened by pyarrow."""
     # A plain path is faster than a file.
     parquet = extra("pyarrow.parquet", "Parquet")
-    return parquet.ParquetFile(storage.open(path) if storage.is_url(path) else path)
+    with readable(path, extra("pyarrow", "Parquet").ArrowException):
+        return parquet.ParquetFile(storage.open(path) if storage.is_url(path) else path)
 
 
-def _zstandard() -> Any:
-    return extra("zstandard", ".zst")
+def row_group(piece: Piece, columns: list[str]) -> Any:
+    """Some columns of a piece of Parquet."""
+    with readable(piece.path, extra("pyarrow", "Parquet").ArrowException):
+        return parquet_file(piece.path).read_row_group(piece.start, columns=columns)
 
 
 def _array_record() -> Any:
@@ -298,9 +324,22 @@ def extra(module: str, what: str, key: str = "--input", group: str = "data") -> 
         raise UserError(key, f"{what} needs {module.partition('.')[0]}", f"pip install 'jaxtrain[{group}]'") from error
 
 
+@contextmanager
+def readable(path: str, *others: type[Exception]) -> Iterator[None]:
+    """Says which file it was that could not be read."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, *others) as error:
+        raise UserError("--input", f"{path} cannot be read ({error})", "replace the file") from error
+
+
 def stamps(task: Iterable[Piece]) -> list[Any]:
     """What changes when the input of a task does."""
-    return [[piece.identity(), storage.stamp(piece.path)] for piece in task]
+    found = []
+    for piece in task:
+        with readable(piece.path):
+            found.append([piece.identity(), *map(storage.stamp, token_files.files_of(piece.path))])
+    return found
 
 
 def total_size(tasks: Iterable[tuple[Piece, ...]]) -> int:

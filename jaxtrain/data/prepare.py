@@ -35,7 +35,7 @@ from jaxtrain.errors import Parser, UserError
 def prepare(sources: Sequence[str], output: str | Path, options: Options, workers: int | Engine = 1,
             say: Callable[[str], None] = lambda line: None) -> Corpus:
     """Make the corpus, or what of it is missing, and open it; in so many processes, or through an engine."""
-    output = Path(output).expanduser()
+    output = work.folder(output)
     tasks, plan, options = plan_tasks(sources, options)
     if begin(output, options, plan):
         if options.deduplicate:  # first, for what a task may keep depends on all others
@@ -52,7 +52,7 @@ def prepare_part(sources: Sequence[str], output: str | Path, options: Options, p
     Parts share nothing but the folder, so they may run at once, twice, or not at all. Stage "duplicates" comes first,
     if there is one; without a part it puts together what its parts found.
     """
-    output = Path(output).expanduser()
+    output = work.folder(output)
     number, parts = _numbers(part) if part else (0, 1)
     if stage == "duplicates" and not options.deduplicate:
         raise UserError("--stage", "documents are compared with --deduplicate only", "add it, or leave --stage out")
@@ -98,7 +98,7 @@ def resolved(options: Options, tasks: Sequence[Task]) -> Options:
 
 def begin(output: str | Path, options: Options, plan: str) -> bool:
     """Make the folder, which must hold nothing else; whether there is anything left to do."""
-    output = Path(output).expanduser()
+    output = work.folder(output)
     if not work.begin(output, plan, FORMAT):
         return False
     tokenizer = loaded(options.tokenizer, options.eod, options.bos)
@@ -221,6 +221,7 @@ def _engine(flags: argparse.Namespace) -> int | Engine:
 
 def _script(flags: argparse.Namespace, options: Options, argv: Sequence[str]) -> str:
     """What to submit, or where it lies."""
+    work.folder(flags.output)
     tasks, _, _ = plan_tasks(flags.input, options)  # so that mistakes are told here and now
     script = on_slurm.render(argv, min(flags.parts or 16, len(tasks)), flags.workers or 1, flags.deduplicate)
     if not flags.script:

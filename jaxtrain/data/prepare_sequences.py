@@ -80,7 +80,7 @@ def prepare_sequences(sources: Sequence[str], output: str | Path, source: Source
     """Make the corpus, or what of it is missing, and open it."""
     if not 0 <= source.eval_fraction < 1:
         raise UserError("--eval_fraction", f"{source.eval_fraction} is not between 0 and 1", "try 0.005")
-    output = Path(output).expanduser()
+    output = work.folder(output)
     tasks = source.find_tasks(sources)
     pieces = [[piece.identity() for piece in task] for task in tasks]
     plan = files.digest([FORMAT, source.kind, source.identity(), pieces])

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from datetime import date
 from typing import Any, cast
 
-from jaxtrain.data import storage
-from jaxtrain.data.inputs import Piece
+from jaxtrain.data import storage, token_files
+from jaxtrain.data.inputs import Piece, readable
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.versions import git_commit, version_of
 
@@ -18,20 +18,26 @@ FIELDS = ("name", "description", "url", "version", "cite_as", "date_published", 
 _STRETCHES = ("text", "jsonl")  # all other pieces are no stretch of bytes
 
 
-def digest(piece: Piece) -> str | None:
-    """The sha256 of the stored bytes: of the piece, or with the first piece of the file; None: that one has it."""
+def digest(piece: Piece) -> str | dict[str, str] | None:
+    """The sha256 of the stored bytes: of the piece, or with the first piece of the file; None: that one has it. By name
+    where it was read together with another file."""
     if piece.kind not in _STRETCHES:
         if piece.start:
             return None
-        with storage.open(piece.path) as file:
-            return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
+        found = {path.rpartition("/")[2]: _file_digest(path) for path in token_files.files_of(piece.path)}
+        return found if len(found) > 1 else next(iter(found.values()))
     left, sha256 = piece.stop - piece.start, hashlib.sha256()
-    with storage.open(piece.path) as file:
+    with readable(piece.path), storage.open(piece.path) as file:
         file.seek(piece.start)
         while left and (some := file.read(min(left, 2**20))):
             sha256.update(some)
             left -= len(some)
     return sha256.hexdigest()
+
+
+def _file_digest(path: str) -> str:
+    with readable(path), storage.open(path) as file:
+        return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
 def described(words: Sequence[str]) -> dict[str, str]:

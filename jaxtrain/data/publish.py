@@ -6,7 +6,9 @@ Killed at any moment, the same command goes on; what is there and right is not s
 
 import hashlib
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 
 from jaxtrain.data import files, storage
@@ -30,7 +32,8 @@ def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
     wanted = {name: sha256 for split in SPLITS for shard in manifest["splits"][split]["shards"]
               for name, sha256 in shard["sha256"].items()}
     if file := manifest["tokenizer"]["file"]:
-        wanted[file] = files.file_digest(folder / file)
+        with _readable(folder / file):
+            wanted[file] = files.file_digest(folder / file)
     sent = 0
     with ThreadPoolExecutor(THREADS) as pool:
         under_way = [pool.submit(_put, folder / name, storage.join(url, name), sha256, there.get(name))
@@ -47,20 +50,26 @@ def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
 
 def _put(path: Path, url: str, sha256: str, there: int | None) -> bool:
     """Whether it had to be sent."""
-    try:
+    with _readable(path):
         right = path.stat().st_size == there and _digest(url) == sha256
         if right:
             return False
         if files.file_digest(path) != sha256:
             raise UserError("CORPUS", f"{path} is corrupt: its sha256 is not the manifest's",
                             "prepare the corpus again")
-    except OSError as error:
-        raise UserError("CORPUS", f"{path} cannot be read ({error.strerror})", "prepare the corpus again") from error
     for _ in range(AGAIN):
         storage.put(path, url)
         if storage.size(url) == path.stat().st_size and _digest(url) == sha256:
             return True
     raise UserError("URL", f"{url} is not what was sent, {AGAIN} times", "see whether others write there")
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError("CORPUS", f"{path} cannot be read ({error.strerror})", "prepare the corpus again") from error
 
 
 def _digest(url: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxtrain.data import files, filters
 from jaxtrain.data.filters import Step
-from jaxtrain.data.inputs import Ids, Text
+from jaxtrain.data.inputs import Ids, Text, is_utf8
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.versions import version_of
 
@@ -74,7 +74,14 @@ def _apply(name: str, step: Step, document: Text) -> Text | str:
     if not isinstance(result, Text | str) or result == "":
         raise UserError("--steps", f"{shown(name)} gave {result!r:.80} for {document.name}",
                         "let it return the document, or as text why it is left out")
+    if isinstance(result, Text) and result.content is not document.content and not _is_text(result.content):
+        raise UserError("--steps", f"{shown(name)} gave {result.content!r:.80} as the content of {document.name}",
+                        "let it be bytes of UTF-8")
     return result
+
+
+def _is_text(content: Any) -> bool:
+    return isinstance(content, bytes) and is_utf8(content)
 
 
 def make(name: str) -> Step:

@@ -13,7 +13,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar, cast
@@ -130,20 +130,19 @@ def fetched(path: str | Path) -> BinaryIO:
     return cast(BinaryIO, file)
 
 
-def here(path: str | Path, beside: Sequence[str] = ()) -> Path:
-    """A file of this machine under its own name, in a folder with those of `beside` that there are."""
-    return _copied(str(path), stamp(path), tuple(beside))[0] if is_url(path) else Path(path)
+def here(path: str | Path) -> Path:
+    """A file of this machine under its own name."""
+    return _copied(str(path), stamp(path))[0] if is_url(path) else Path(path)
 
 
 @functools.lru_cache(maxsize=4)
-def _copied(url: str, version: int | str, beside: tuple[str, ...]) -> tuple[Path, Any]:
+def _copied(url: str, version: int | str) -> tuple[Path, Any]:
     """Once for each version of an object; the folder goes when nobody needs it any more."""
     folder = tempfile.TemporaryDirectory(prefix="jaxtrain-")
-    for one in (url, *beside):
-        if one == url or exists(one):
-            with builtins.open(Path(folder.name, one.rpartition("/")[2]), "wb") as file, open(one) as source:
-                shutil.copyfileobj(source, file, BLOCK)
-    return Path(folder.name, url.rpartition("/")[2]), folder
+    local = Path(folder.name, url.rpartition("/")[2])
+    with builtins.open(local, "wb") as file, open(url) as source:
+        shutil.copyfileobj(source, file, BLOCK)
+    return local, folder
 
 
 def put(local: Path, url: str) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -174,7 +173,7 @@ def offered(task: Task, options: Options, left_out: dict[str, int],
     dtype = dtype_of(tokenizer)
     beside = sorted({*steps.fields, *filter(None, [options.licence_field])})
     for number, piece in enumerate(task):
-        try:
+        with inputs.readable(piece.path):
             for found in inputs.read(piece, options.field, tokenizer.eod, beside, options.format):
                 found = _checked(found, tokenizer, dtype) if isinstance(found, Ids) else found
                 reason = found.partition(": ")[2] if isinstance(found, str) else ""
@@ -184,8 +183,6 @@ def offered(task: Task, options: Options, left_out: dict[str, int],
                     _count(left_out, reason)
                 elif not isinstance(found, str):
                     yield found, Origin(number, found.place)
-        except (OSError, EOFError, zlib.error) as error:
-            raise UserError("--input", f"{piece.path} cannot be read ({error})", "replace the file") from error
 
 
 def documents(task: Task, options: Options, left_out: dict[str, int],

@@ -5,13 +5,14 @@
     .npy               numpy's header, or none (OLMo); documents by the id that ends them
     .bin               the header of llm.c and modded-nanogpt, or none (nanoGPT); documents by the id that ends them
 
-What has no header needs its type of token named.
+What has no header needs its type of token named. Stretches are planned from heads and indexes: of a URL, tokens are
+fetched when documents are read.
 """
 
 import functools
+import io
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -53,31 +54,46 @@ def is_beside(path: str) -> bool:
     return storage.exists(f"{stem}.idx") if end == "bin" else stem.endswith(".ds") and storage.exists(stem)
 
 
-def open_tokens(path: str, dtype: str = "") -> TokenFile:
-    """Once for each version of a file; `dtype` is that of tokens without a header."""
+def files_of(path: str) -> list[str]:
+    """All files that are read for one: itself, and what Megatron and datatrove have put into another."""
     stem, _, end = path.rpartition(".")
-    beside = {"idx": [f"{stem}.bin"], "ds": [f"{path}.index", f"{path}.loss"]}
-    local = storage.here(path, beside.get(end, []))
-    return _open(local, local.stat().st_mtime_ns, dtype)
+    return [path, *{"idx": [f"{stem}.bin"], "ds": [f"{path}.index"]}.get(end, [])]
+
+
+def open_tokens(path: str, dtype: str = "") -> TokenFile:
+    """Once for each version of its files; `dtype` is that of tokens without a header."""
+    return _open(path, tuple(map(_stamp, files_of(path))), dtype)
+
+
+def _stamp(path: str) -> int | str | None:
+    try:
+        return storage.stamp(path)
+    except (OSError, storage.Gone):
+        return None  # whoever reads it has the words for that
 
 
 @functools.lru_cache(maxsize=4)
-def _open(path: Path, mtime_ns: int, dtype: str) -> TokenFile:
-    if path.suffix == ".idx":
+def _open(path: str, stamps: tuple[int | str | None, ...], dtype: str) -> TokenFile:
+    if path.endswith(".idx"):
         return Megatron(path)
-    return Datatrove(path) if path.suffix == ".ds" else Raw(path, dtype)
+    return Datatrove(path) if path.endswith(".ds") else Raw(path, dtype)
 
 
 class Raw:
     """Tokens end to end; one id stands between documents, before the first of them or behind the last."""
 
-    def __init__(self, path: Path, dtype: str):
-        self.path, self.tokens = path, _raw(path, dtype)
-        self.dtype = self.tokens.dtype
+    def __init__(self, path: str, dtype: str):
+        self.path = path
+        self.dtype, self.offset, self.total = _head(path, dtype)
+
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """All of them."""
+        return _map(self.path, self.dtype, self.offset)
 
     def stretches(self, size: int) -> Iterator[tuple[int, int, int]]:
         """Of tokens."""
-        step, total = max(1, size // self.dtype.itemsize), len(self.tokens)
+        step, total = max(1, size // self.dtype.itemsize), self.total
         for start in range(0, total, step):
             stop = min(start + step, total)
             yield start, stop, (stop - start) * self.dtype.itemsize
@@ -101,21 +117,14 @@ class Raw:
             yield begin, self.tokens[begin:]
 
 
-def _raw(path: Path, dtype: str) -> np.ndarray:
-    with open(path, "rb") as file:
-        head = file.read(4 * _HEADER)
-    size = path.stat().st_size
+def _head(path: str, dtype: str) -> tuple[np.dtype, int, int]:
+    """-> the type of tokens, where they begin, and how many there are."""
+    size = storage.size(path)
+    head = storage.read(path, 0, min(size, 4 * _HEADER))
     if head.startswith(b"\x93NUMPY"):
-        try:
-            tokens = np.load(path, mmap_mode="r")
-        except ValueError as error:
-            raise UserError("--input", f"{path} is no whole array ({error})", "replace it") from error
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise UserError("--input", f"{path} has {tokens.ndim} dimensions of {tokens.dtype}",
-                            "tokens are one dimension of integers; remove it")
-        return np.asarray(tokens)
+        return _numpy_head(path, head, size)
     magic, _, total = np.frombuffer(head[:12], "<i4").tolist() if len(head) == 4 * _HEADER else (0, 0, 0)
-    if path.suffix == ".bin" and magic in _HEADED:
+    if path.endswith(".bin") and magic in _HEADED:
         found, offset = np.dtype(_HEADED[magic]), len(head)
         if size != offset + total * found.itemsize:
             raise UserError("--input", f"{path} has not the {total:,} tokens that its head says", "replace it")
@@ -127,24 +136,44 @@ def _raw(path: Path, dtype: str) -> np.ndarray:
         if size % found.itemsize:
             raise UserError("--token_dtype", f"{path} has {size:,} bytes, which are no whole tokens of {dtype}",
                             "name another type")
-    return _map(path, found, offset)
+    return found, offset, (size - offset) // found.itemsize
+
+
+def _numpy_head(path: str, head: bytes, size: int) -> tuple[np.dtype, int, int]:
+    file = io.BytesIO(head)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        if len(shape) != 1 or dtype.kind not in "iu":
+            raise UserError("--input", f"{path} has {len(shape)} dimensions of {dtype}",
+                            "tokens are one dimension of integers; remove it")
+        if size < file.tell() + shape[0] * dtype.itemsize:
+            raise ValueError(f"{size:,} bytes are too few for {shape[0]:,} tokens")
+    except ValueError as error:
+        raise UserError("--input", f"{path} is no whole array ({error})", "replace it") from error
+    return dtype, file.tell(), shape[0]
 
 
 class Datatrove:
     """A .ds of tokens and the .index beside it: where each document ends."""
 
-    def __init__(self, path: Path):
-        self.ends = _map(path.with_name(f"{path.name}.index"), np.dtype("<u8"))
-        if path.with_name(f"{path.name}.loss").exists():
+    def __init__(self, path: str):
+        self.path, self.ends = path, _map(f"{path}.index", np.dtype("<u8"))
+        if storage.exists(f"{path}.loss"):
             raise UserError("--input", f"{path}.loss says which tokens are not to be learnt, and that is not read",
                             "remove it to learn them all")
-        total, size = int(self.ends[-1]) if len(self.ends) else 0, path.stat().st_size
+        total, size = int(self.ends[-1]) if len(self.ends) else 0, storage.size(path)
         width = size // total if total else 2
         if width not in (2, 4) or size != total * width:  # of nothing else does datatrove make files
             raise UserError("--input", f"{path} has {size:,} bytes and its index {total:,} tokens: they do not belong "
                             "together", "replace them")
         self.dtype = np.dtype(f"<u{width}")
-        self.tokens = _map(path, self.dtype)
+
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """All of them."""
+        return _map(self.path, self.dtype)
 
     def stretches(self, size: int) -> Iterator[tuple[int, int, int]]:
         """Of documents."""
@@ -161,9 +190,9 @@ class Datatrove:
 class Megatron:
     """An .idx: sizes and places of sequences in the .bin beside it, and which of them make a document."""
 
-    def __init__(self, path: Path):
-        with open(path, "rb") as file:
-            head = file.read(34)
+    def __init__(self, path: str):
+        _, self.bin = files_of(path)
+        head = storage.read(path, 0, min(storage.size(path), 34))
         known = len(head) == 34 and head.startswith(b"MMIDIDX\0\0") and head[17] in _MEGATRON_TYPES
         if not known:
             raise UserError("--input", f"{path} is no index of Megatron's with integer tokens", "remove it")
@@ -175,9 +204,14 @@ class Megatron:
         self.sizes, self.places = raw[:sizes].view("<i4"), raw[sizes:places].view("<i8")
         self.first = raw[places:ends].view("<i8")  # of each document; the last entry is the end
         self.dtype = np.dtype(_MEGATRON_TYPES[code]).newbyteorder("<")
-        self.tokens = _map(path.with_suffix(".bin"), np.dtype(np.uint8))
-        if sequences and len(self.tokens) < self.places[-1] + self.sizes[-1] * self.dtype.itemsize:
-            raise UserError("--input", f"{path.with_suffix('.bin')} is shorter than its index says", "replace it")
+        there = _size(self.bin)
+        if sequences and there < self.places[-1] + self.sizes[-1] * self.dtype.itemsize:
+            raise UserError("--input", f"{self.bin} is shorter than its index says", "replace it")
+
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """Their bytes."""
+        return _map(self.bin, np.dtype(np.uint8))
 
     def stretches(self, size: int) -> Iterator[tuple[int, int, int]]:
         """Of documents."""
@@ -210,11 +244,19 @@ def _without_end(ids: np.ndarray, eod: int) -> np.ndarray:
     return ids[:-1] if len(ids) and ids[-1] == eod else ids
 
 
-def _map(path: Path, dtype: np.dtype, offset: int = 0) -> np.ndarray:
+def _size(path: str) -> int:
     try:
-        if path.stat().st_size <= offset:  # what is empty cannot be mapped
+        return storage.size(path)
+    except OSError as error:
+        raise UserError("--input", f"{path} cannot be read ({error.strerror})", "put it back") from error
+
+
+def _map(path: str, dtype: np.dtype, offset: int = 0) -> np.ndarray:
+    try:
+        local = storage.here(path)
+        if local.stat().st_size <= offset:  # what is empty cannot be mapped
             return np.zeros(0, dtype)
-        return np.asarray(np.memmap(path, dtype, mode="r", offset=offset))
+        return np.asarray(np.memmap(local, dtype, mode="r", offset=offset))
     except ValueError as error:
         raise UserError("--input", f"{path} is cut short ({error})", "replace it") from error
     except OSError as error:

@@ -51,11 +51,12 @@ def texts(sources: list[str], field: str, limit: int) -> Iterator[str]:
     for task in tasks:
         left = share
         for piece in task:
-            for found in inputs.read(piece, field, form=form):
-                if isinstance(found, Text) and left > 0:
-                    left -= len(found.content)
-                    yield from [found.content.decode(errors="replace")] if form == "text" \
-                        else Example.from_bytes(found.content).texts()
+            with inputs.readable(piece.path):
+                for found in inputs.read(piece, field, form=form):
+                    if isinstance(found, Text) and left > 0:
+                        left -= len(found.content)
+                        yield from [found.content.decode(errors="replace")] if form == "text" \
+                            else Example.from_bytes(found.content).texts()
             if left <= 0:
                 break
 

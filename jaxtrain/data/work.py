@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data import engines, files
+from jaxtrain.data import engines, files, storage
 from jaxtrain.data.corpus import UNFINISHED
 from jaxtrain.data.engines import Engine
 from jaxtrain.data.opening import read_manifest
@@ -15,6 +15,14 @@ from jaxtrain.data.tasks import Task, read_ledger
 from jaxtrain.errors import UserError
 
 Say = Callable[[str], None]
+
+
+def folder(output: str | Path) -> Path:
+    """Where the corpus shall be; a URL is none, of which a path would swallow a slash."""
+    if storage.is_url(output):
+        raise UserError("--output", f"{output} is no folder of this machine",
+                        "prepare into a folder, then send it there with jaxtrain.data.publish")
+    return Path(output).expanduser()
 
 
 def begin(output: Path, plan: str, format: str) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from jaxtrain.data import storage
 from jaxtrain.data.audio import BLOCK, Audio, log_mel
 from jaxtrain.data.prepare_sequences import prepare_sequences
 from jaxtrain.errors import UserError
@@ -171,3 +172,15 @@ def test_the_manifest_says_what_it_was_made_with(tmp_path):
     manifest = json.loads((corpus.path / "manifest.json").read_text())
     assert manifest["code"]["versions"]["soundfile"] and manifest["columns"]["features"] == {
         "dtype": "<f2", "shape": [80], "per": "step"}
+
+
+def test_clips_may_lie_behind_a_url_among_other_files(tmp_path):
+    for name in ("no/a.wav", "yes/b.v2.WAV"):
+        write(tmp_path / "in" / name, clip(0.1), text=name)
+    (tmp_path / "in/features.bin").write_bytes(b"1234")  # tokens, for anyone else
+    for path in (tmp_path / "in").rglob("*.*"):
+        storage.put(path, f"memory://clips/{path.relative_to(tmp_path / 'in').as_posix()}")
+    for target in ("text", "folder"):
+        here, there = (prepare_sequences([source], tmp_path / f"{target}{i}", Audio(target, eval_fraction=0))
+                       for i, source in enumerate([str(tmp_path / "in"), "memory://clips"]))
+        assert here.manifest_hash == there.manifest_hash and len(there.train) == 2

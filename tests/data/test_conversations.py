@@ -20,6 +20,7 @@ from jaxtrain.data.inspect import main as inspect
 from jaxtrain.data.prepare import Options, main, prepare
 from jaxtrain.data.train_tokenizer import main as train_tokenizer
 from jaxtrain.errors import UserError
+from tests.data.test_array_records import write as write_array_record
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/chat"
@@ -34,6 +35,8 @@ def write(path: Path, records) -> Path:
         import pyarrow.parquet as pq
 
         pq.write_table(pa.Table.from_pylist(records), path)
+    elif path.suffix == ".array_record":
+        write_array_record(path, [json.dumps(record).encode() for record in records])
     else:
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
@@ -101,6 +104,9 @@ def test_tools_are_as_templates_want_them():
 @pytest.mark.parametrize(("form", "record", "words"), [
     ("messages", {"messages": []}, "no messages"), ("messages", {"messages": None}, "no list of messages"),
     ("messages", {"messages": [ASKED | {"role": "bird"}]}, "role 'bird' is not known"),
+    ("messages", {"messages": [ASKED | {"role": ["user"]}]}, r"role \['user'\] is not known"),
+    ("messages", {"messages": [SAID | {"tool_calls": 3}]}, "tool_calls that are no list"),
+    ("messages", {"messages": [SAID | {"tool_calls": "add(1, 2)"}]}, "tool_calls that are no list"),
     ("messages", {"messages": [ASKED | {"content": [{"type": "image"}]}]}, "content that is no text"),
     ("messages", {"messages": [ASKED | {"content": None}]}, "content that is no text"),
     ("preference", {"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
@@ -124,7 +130,7 @@ def test_a_record_that_may_be_read_in_two_ways_is_refused():
 
 # ------------------------------------------------------------------------------------------------------------- corpora
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.array_record"])
 def test_a_corpus_has_every_conversation_and_what_of_it_is_learnt(tmp_path, name):
     options = Options(eval_fraction=0.2, task_bytes=900)
     made = prepare([str(write(tmp_path / name, talks(60)))], tmp_path / "out", options)
@@ -199,6 +205,17 @@ def test_what_is_left_out_is_counted(tmp_path, capsys):
     assert "format messages, chat template plain" in shown and "% of the tokens are learnt" in shown
 
 
+def test_files_without_records_among_conversations_are_counted(tmp_path):
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in/b.jsonl", talks(5))
+    for name in ("README.md", "c.txt"):
+        (tmp_path / "in" / name).write_text("about them " * 50)
+    write_array_record(tmp_path / "in/d.array_record", [b"text"] * 9)
+    corpus = prepare([str(tmp_path / "in")], tmp_path / "out", Options(eval_fraction=0, task_bytes=30))
+    assert corpus.train.num_documents == 5
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["left_out"] == {"no records": 3}
+
+
 @pytest.mark.parametrize(("records", "flags", "words"), [
     ([{"messages": [ASKED]}], [], "nothing of the train split would be learnt; left out: 1 (no turn to learn)"),
     ([{"prompt": "", "completion": "a"}], [], "every token of the train split would be learnt"),
@@ -209,7 +226,7 @@ def test_what_is_left_out_is_counted(tmp_path, capsys):
     ([{"messages": [ASKED, SAID]}], ["--chat_template=none.jinja"], "none.jinja cannot be read"),
     ([{"chosen": "a", "rejected": "b"}], ["--format=preference", "--train_on=all"], "use --train_on=assistant"),
     ([{"messages": [ASKED, SAID]}], [f"--input={EXAMPLES.parent / 'embed_train_step.py'}", "--format=messages"],
-     "embed_train_step.py has no records to read as messages"),
+     "nothing of the train split would be learnt; left out: 1 (no records)"),
 ], ids=str)
 def test_a_mistake_is_one_line(tmp_path, capsys, records, flags, words):
     source = write(tmp_path / "a.jsonl", records)

@@ -1,5 +1,6 @@
 """Where a corpus came from is in its manifest, and its datasheet is one that others can read."""
 
+import base64
 import hashlib
 import json
 
@@ -80,3 +81,22 @@ def test_a_mistake_is_one_line(tmp_path, source, capsys):
         assert main(words) == 2
         error = capsys.readouterr().err
         assert told in error and error.count("\n") == 1
+
+
+def test_any_tokenizers_file_is_in_it_and_a_missing_file_is_named(tmp_path, source, capsys):
+    (tmp_path / "own.tiktoken").write_bytes(
+        b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    options = Options(f"{tmp_path / 'own.tiktoken'}:cl100k_base", eval_fraction=0, licence_of="record:rights")
+    corpus = prepare([str(source)], tmp_path / "out", options)
+    assert main([str(corpus.path)]) == 0
+    sheet = json.loads((corpus.path / "croissant.json").read_text())
+    assert sheet["license"] in ("CC0-1.0", ["CC0-1.0"])  # not "not told"
+    file = json.loads((corpus.path / "manifest.json").read_text())["tokenizer"]["file"]
+    assert file.endswith(".tiktoken") and file in [entry["name"] for entry in sheet["distribution"]]
+    for name in (file, "train-00000.bin"):
+        (corpus.path / name).rename(tmp_path / "away")
+        capsys.readouterr()
+        assert main([str(corpus.path)]) == 2
+        error = capsys.readouterr().err
+        assert f"{name} cannot be read (No such file" in error and error.count("\n") == 1
+        (tmp_path / "away").rename(corpus.path / name)

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jaxtrain.data import storage
 from jaxtrain.data.events import Events
 from jaxtrain.data.prepare_sequences import prepare_sequences
 from jaxtrain.errors import UserError
@@ -164,3 +165,27 @@ def test_times_of_two_kinds_are_refused(tmp_path):
     (tmp_path / "none/a.txt").write_text("text")
     with pytest.raises(UserError, match="no rows of Parquet"):
         prepare_sequences([str(tmp_path / "none")], tmp_path / "out", Events("user", "at"))
+
+
+def test_tables_may_lie_behind_a_url_among_other_files(tmp_path):
+    source = write(tmp_path / "in", random_table(6))
+    (tmp_path / "in/rest.bin").write_bytes(b"1234")
+    for path in (tmp_path / "in").iterdir():
+        storage.put(path, f"memory://events/{path.name}")
+    here, there = (prepare_sequences([where], tmp_path / name, EVENTS)
+                   for name, where in (("here", source), ("there", "memory://events")))
+    assert here.manifest_hash == there.manifest_hash and len(there.train) > 20
+
+
+def test_a_table_without_a_usable_row_takes_nothing_from_the_others(tmp_path):
+    source = write(tmp_path / "in", random_table(7))
+    want = prepare_sequences([source], tmp_path / "want", EVENTS)
+    empty = pa.table({"user": pa.array([], pa.string()), "at": pa.array([], pa.int64()),
+                      "item": pa.array([], pa.string()), "price": pa.array([], pa.float32())})
+    nobody = pa.table({"user": pa.array([None, None], pa.string()), "at": [1, 2], "item": ["a", "b"],
+                       "price": pa.array([1, 2], pa.float32())})
+    for i, table in enumerate((empty, nobody)):
+        pq.write_table(table, tmp_path / f"in/more{i}.parquet")
+    corpus = prepare_sequences([source], tmp_path / "out", EVENTS)
+    assert rows(corpus.train) == rows(want.train) and rows(corpus.eval) == rows(want.eval)
+    assert corpus.manifest["left_out"] == {"an event without user": 2}

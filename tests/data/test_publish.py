@@ -52,6 +52,9 @@ def test_a_tokenizer_goes_along(bucket, tmp_path):
     Tokenizer(models.BPE({"a": 0, "</s>": 1}, [])).save(str(tmp_path / "tokenizer.json"))
     made = prepare([str(tmp_path / "a.txt")], tmp_path / "out", Options(tokenizer=str(tmp_path / "tokenizer.json")))
     publish(made.path, f"{bucket}/c")
+    (made.path / "tokenizer.json").rename(tmp_path / "away.json")
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read \(No such file"):
+        publish(made.path, f"{bucket}/d")
     opened = open_corpus(f"{bucket}/c", tmp_path / "cache")
     assert opened.tokenizer.fingerprint == made.tokenizer.fingerprint and opened.manifest_hash == made.manifest_hash
 

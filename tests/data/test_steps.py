@@ -205,6 +205,8 @@ class Counter:
         return document if self.seen % 2 else "every other"
 def broken(document): return 1 / 0 if b"3" in document.content else document
 def nothing(document): return None if b"1" in document.content else document
+def string(document): return replace(document, content="text")
+def cut(document): return replace(document, content="é".encode()[:1])
 """
 
 
@@ -274,6 +276,8 @@ def test_the_example_leaves_out_keys(tmp_path):
     (["--steps", "own_steps:broken"], "own_steps:broken failed on a.jsonl, line 3 (ZeroDivisionError: division"),
     (["--workers=2", "--steps", "own_steps:broken"], "own_steps:broken failed on a.jsonl, line 3 (Zero"),
     (["--steps", "own_steps:nothing"], "own_steps:nothing gave None for a.jsonl, line 1"),
+    (["--steps", "own_steps:string"], "own_steps:string gave 'text' as the content of a.jsonl, line 1"),
+    (["--steps", "own_steps:cut", "--deduplicate"], r"own_steps:cut gave b'\xc3' as the content of a.jsonl, line 1"),
     (["--steps", "datatrove:Nonsense"], "datatrove has no filter or formatter 'Nonsense'"),
     (["--steps", "datatrove:RegexFilter(1)"], "datatrove:RegexFilter(1) is not understood"),
     (["--steps", "datatrove:RegexFilter(pattern='x')"], "RegexFilter(pattern='x') cannot be made (TypeError"),

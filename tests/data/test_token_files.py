@@ -1,6 +1,8 @@
 """Tokens that other programs wrote: each format, written here from its description, gives its documents."""
 
+import hashlib
 import io
+import json
 import struct
 from pathlib import Path
 
@@ -192,3 +194,36 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, names, flags, word
     assert main(["--input=in", "--output=out", "--workers=1", *flags]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("write", "beside"), [(megatron, "a.bin"), (datatrove, "a.ds.index")])
+def test_what_lies_beside_is_watched_and_hashed_too(tmp_path, monkeypatch, write, beside):
+    source, options = folder(tmp_path, write), Options(eval_fraction=0, task_bytes=2**26)
+    with monkeypatch.context() as killed:
+        killed.setattr("jaxtrain.data.prepare._finish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare([source], tmp_path / "out", options)
+    path = tmp_path / "in" / beside
+    ends = np.frombuffer(path.read_bytes(), "<u8").tolist() if beside.endswith(".index") else []
+    path.write_bytes(packed([ends[0] + 1, *ends[1:]], "Q") if ends else bytes(path.stat().st_size))  # as long as before
+    corpus = prepare([source], tmp_path / "out", options)
+    assert corpus.manifest_hash == prepare([source], tmp_path / "fresh", options).manifest_hash
+    assert corpus.train.read(0, corpus.train.num_tokens).tolist() != closed()
+    told = json.loads((corpus.path / "manifest.json").read_text())["inputs"][0][0]["sha256"]
+    assert len(told) == 2 and told[beside] == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("write", FORMATS)
+def test_a_plan_fetches_no_tokens(tmp_path, monkeypatch, write):
+    from jaxtrain.data import storage
+
+    source, url, fetched = folder(tmp_path, write), f"memory://plan/{write.__name__}", []
+    for path in (tmp_path / "in").iterdir():
+        storage.put(path, f"{url}/{path.name}")
+    here = storage.here
+    monkeypatch.setattr(storage, "here", lambda path: fetched.append(path) or here(path))
+    local, remote = (find_tasks([where], 64, "uint16") for where in (source, url))
+    assert [[piece.identity() for piece in task] for task in local] == [
+        [piece.identity() for piece in task] for task in remote]
+    assert not [path for path in fetched if path.startswith("memory") and not path.endswith((".idx", ".index"))]
+    assert [ids.ids.tolist() for task in remote for piece in task for ids in read(piece, "text", EOD)] == DOCUMENTS

@@ -1,5 +1,7 @@
 """A BPE trained here: the same each time, whole text back, single digits, and usable by prepare."""
 
+import gzip
+
 import pytest
 
 from jaxtrain.data.prepare import Options, prepare
@@ -42,3 +44,11 @@ def test_a_mistake_is_one_line(tmp_path, text, capsys, flag, words):
     assert main([f"--input={text}", f"--output={tmp_path / 'x.json'}", flag]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def test_a_file_that_is_cut_short_is_named(tmp_path, capsys):
+    content = gzip.compress(b"".join(b'{"text": "line %d"}\n' % i for i in range(20_000)))
+    (tmp_path / "a.jsonl.gz").write_bytes(content[: len(content) // 2])
+    assert main([f"--input={tmp_path}", "--vocab_size=300", f"--output={tmp_path / 'x.json'}"]) == 2
+    error = capsys.readouterr().err
+    assert "a.jsonl.gz cannot be read (" in error and error.count("\n") == 1

@@ -1,0 +1,97 @@
+"""What input may hold beside good text: each is read as it is, counted, or refused in one sentence."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxtrain.data import prepare as prepare_module
+from jaxtrain.data import prepare_sequences
+from jaxtrain.data.prepare import Options, main, prepare
+
+
+def texts(corpus) -> list[str]:
+    ids = corpus.train.read(0, corpus.train.num_tokens)
+    return bytes(int(i) if i < 256 else 0 for i in ids).decode().split("\0")[:-1]
+
+
+def left_out(corpus) -> dict[str, int]:
+    return json.loads((corpus.path / "manifest.json").read_text())["left_out"]
+
+
+def refusal(capsys, tmp_path: Path, *flags: str) -> str:
+    assert main([f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", "--workers=1", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
+@pytest.mark.parametrize("type", [pa.binary(), pa.large_binary(), pa.string(), pa.dictionary(pa.int32(), pa.string())])
+def test_bytes_in_parquet_are_text_as_they_are_and_nothing_is_counted(tmp_path, source, type):
+    pq.write_table(pa.table({"text": pa.array(["hello", None, "café"]).cast(type)}), source / "a.parquet")
+    corpus = prepare([str(source)], tmp_path / "out", Options(eval_fraction=0))
+    assert texts(corpus) == ["hello", "café"] and left_out(corpus) == {"no text": 1}
+
+
+def test_parquet_without_text_is_told(tmp_path, source, capsys):
+    pq.write_table(pa.table({"text": [b"\xff", b"x"]}), source / "a.parquet")
+    assert left_out(prepare([str(source)], tmp_path / "made", Options(eval_fraction=0))) == {"not UTF-8 text": 1}
+    pq.write_table(pa.table({"text": [None, 1]}), source / "a.parquet")
+    assert "a.parquet, row 1 of group 0: 'text' is no text; name another field" in refusal(capsys, tmp_path)
+
+
+@pytest.mark.parametrize("flags", [[], ["--part=0/2"], ["--engine=slurm"], ["audio"]])
+def test_an_output_behind_a_url_is_refused(source, tmp_path, monkeypatch, capsys, flags):
+    monkeypatch.chdir(tmp_path)
+    (source / "a.wav").write_bytes(b"text, too")
+    program = prepare_sequences.main if flags == ["audio"] else main
+    assert program([*flags, "--input=in", "--output=s3://bucket/x", "--workers=1"]) == 2
+    assert "s3://bucket/x is no folder of this machine; prepare into a folder, then" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("cut", [0, 4, 60, -20])
+def test_a_table_that_is_none_is_named(tmp_path, source, capsys, cut):
+    pq.write_table(pa.table({"text": ["x" * 99] * 9}), source / "a.parquet")
+    content = (source / "a.parquet").read_bytes()
+    (source / "a.parquet").write_bytes(content[:cut] if cut >= 0 else content[: cut] + bytes(20))
+    assert "a.parquet cannot be read (" in refusal(capsys, tmp_path)
+
+
+def test_a_table_with_a_broken_row_group_is_named(tmp_path, source, capsys):
+    pq.write_table(pa.table({"text": ["x" * 99, "y"] * 99}), source / "a.parquet")
+    content = bytearray((source / "a.parquet").read_bytes())
+    content[4:60] = b"\xff" * 56
+    (source / "a.parquet").write_bytes(content)
+    assert "a.parquet cannot be read (" in refusal(capsys, tmp_path)
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_file_that_goes_away_meanwhile_is_named(tmp_path, source, capsys, monkeypatch, when):
+    from jaxtrain.data import inputs
+
+    (source / "a.txt").write_text("x")
+    plan, read = prepare_module.plan_tasks, inputs.read
+
+    def planned(*arguments):
+        found = plan(*arguments)
+        (source / "a.txt").unlink()
+        return found
+
+    def gone(*arguments):
+        yield from read(*arguments)
+        (source / "a.txt").unlink()
+
+    if when == "before":
+        monkeypatch.setattr(prepare_module, "plan_tasks", planned)
+    else:
+        monkeypatch.setattr(inputs, "read", gone)
+    assert "a.txt cannot be read (" in refusal(capsys, tmp_path)
