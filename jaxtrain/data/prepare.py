@@ -7,7 +7,8 @@ the same command goes on, and the result is the same to the byte for any number 
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,12 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     """Make the corpus, or what of it is missing, and open it; in so many processes, or through an engine."""
     output = Path(output).expanduser()
     tasks, plan, options = plan_tasks(sources, options)
-    if begin(output, options, plan):
-        if options.deduplicate:  # first, for what a task may keep depends on all others
-            find_duplicates(tasks, output, options, plan, workers, say)
-        tokenize(tasks, range(len(tasks)), output, options, plan, workers, say)
-        _finish(output, tasks, plan, options, loaded(options.tokenizer, options.eod, options.bos))
+    with _begun(output, options, plan) as anything_left:
+        if anything_left:
+            if options.deduplicate:  # first, for what a task may keep depends on all others
+                find_duplicates(tasks, output, options, plan, workers, say)
+            tokenize(tasks, range(len(tasks)), output, options, plan, workers, say)
+            _finish(output, tasks, plan, options, loaded(options.tokenizer, options.eod, options.bos))
     return open_corpus(output)
 
 
@@ -57,21 +59,23 @@ def prepare_part(sources: Sequence[str], output: str | Path, options: Options, p
     if stage == "duplicates" and not options.deduplicate:
         raise UserError("--stage", "documents are compared with --deduplicate only", "add it, or leave --stage out")
     tasks, plan, options = plan_tasks(sources, options)
-    if not begin(output, options, plan):
-        return
     mine = range(number, len(tasks), parts)
-    try:
-        if stage == "tokens":
-            if options.deduplicate and not all(verdicts_path(output, number).exists() for number in mine):
-                raise UserError("--part", "it is not known yet which documents stay", "run --stage=duplicates before")
-            tokenize(tasks, mine, output, options, plan, workers, say)
-        elif part:
-            sign_documents(tasks, mine, output, options, plan, workers, say)
-        else:
-            find_duplicates(tasks, output, options, plan, workers, say)
-    except FileNotFoundError:
-        if not (output / "manifest.json").exists():  # else all was done while we were at it
-            raise
+    with _begun(output, options, plan, alone=False) as anything_left:
+        if not anything_left:
+            return
+        try:
+            if stage == "tokens":
+                if options.deduplicate and not all(verdicts_path(output, number).exists() for number in mine):
+                    raise UserError("--part", "it is not known yet which documents stay",
+                                    "run --stage=duplicates before")
+                tokenize(tasks, mine, output, options, plan, workers, say)
+            elif part:
+                sign_documents(tasks, mine, output, options, plan, workers, say)
+            else:
+                find_duplicates(tasks, output, options, plan, workers, say)
+        except FileNotFoundError:
+            if not (output / "manifest.json").exists():  # else, without locks, all was done while we were at it
+                raise
 
 
 def _numbers(part: str) -> tuple[int, int]:
@@ -97,15 +101,19 @@ def resolved(options: Options, tasks: Sequence[Task]) -> Options:
 
 
 def begin(output: str | Path, options: Options, plan: str) -> bool:
-    """Make the folder, which must hold nothing else; whether there is anything left to do."""
-    output = Path(output).expanduser()
-    if not work.begin(output, plan, FORMAT):
-        return False
-    tokenizer = loaded(options.tokenizer, options.eod, options.bos)
-    if isinstance(tokenizer, Vocabulary):
-        with files.written(output / tokenizer.file) as file:
-            file.write(tokenizer.content)
-    return True
+    """Make the folder, which must hold nothing else; whether there is anything left to do. It is not held."""
+    with _begun(Path(output).expanduser(), options, plan, alone=False) as anything_left:
+        return anything_left
+
+
+@contextmanager
+def _begun(output: Path, options: Options, plan: str, alone: bool = True) -> Iterator[bool]:
+    with work.begun(output, plan, FORMAT, alone) as anything_left:
+        tokenizer = loaded(options.tokenizer, options.eod, options.bos)
+        if anything_left and isinstance(tokenizer, Vocabulary):
+            with files.written(output / tokenizer.file) as file:
+                file.write(tokenizer.content)
+        yield anything_left
 
 
 def tokenize(tasks: Sequence[Task], numbers: Sequence[int], output: Path, options: Options, plan: str,
