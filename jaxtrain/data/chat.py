@@ -16,7 +16,7 @@ from typing import Any
 from jaxtrain.data.conversations import Example, Messages, Unusable
 from jaxtrain.data.marks import CLOSE, OPEN, Learnt, encode, probed, spans_of
 from jaxtrain.data.specials import BREAK, CODE, Specials
-from jaxtrain.data.tokenizer import JsonTokenizer, Tokenizer
+from jaxtrain.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from jaxtrain.errors import UserError
 
 TRAIN_ON = ("assistant", "last", "all")
@@ -43,6 +43,9 @@ class Chat:
     """A template with a tokenizer: examples to ids."""
 
     def __init__(self, tokenizer: Tokenizer, template: str = "", train_on: str = "assistant"):
+        if not isinstance(tokenizer, JsonTokenizer | ByteTokenizer):
+            raise UserError("--tokenizer", f"{tokenizer.name} does not say which part of a text each id stands for, as "
+                            "conversations need", "use a tokenizer.json, or bytes")
         self.tokenizer, self.train_on = tokenizer, train_on
         self.specials = Specials(tokenizer)
         config = _config(tokenizer)
