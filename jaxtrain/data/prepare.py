@@ -169,9 +169,8 @@ def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, An
     if options.deduplicate:
         left_out = added(ledger["left_out"] for ledger in ledgers)
         removed = {reason: left_out[reason] for reason in ALIKE if reason in left_out}
-        kept = sum(shard["documents"] for ledger in ledgers for shard in ledger["shards"].values())
-        steps.append({"step": f"deduplicate={options.deduplicate}", "seen": kept + sum(removed.values()), "changed": 0,
-                      "removed": removed})
+        seen = sum(ledger["compared"] for ledger in ledgers)
+        steps.append({"step": f"deduplicate={options.deduplicate}", "seen": seen, "changed": 0, "removed": removed})
     return steps
 
 

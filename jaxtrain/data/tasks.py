@@ -103,12 +103,16 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
     writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod, options.masked)
                for split in SPLITS}
     before = stamps(task)
-    offer, left_out, counts = _to_tokenize(number, task, output, options, plan)
-    licences: dict[str, int] = {}
+    offer, left_out, counts = _to_tokenize(number, task, output, options, plan, chat)
+    licences: dict[str, int] = {}  # of documents, so a preference counts twice
     probes: list[dict[str, Any]] = []
     batch: list[tuple[Text, Origin]] = []
 
-    def add(ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin, trained: np.ndarray | None = None):
+    def add(found: Text | Ids, ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin,
+            trained: np.ndarray | None = None):
+        if options.licence_field:
+            told = found.record.get(options.licence_field) if isinstance(found, Text) else None
+            _count(licences, str(told or "not told"))
         into = "eval" if int.from_bytes(key[:8]) < options.eval_fraction * 2**64 else "train"
         writers[into].add(ids, key, num_bytes, origin, trained)
 
@@ -120,30 +124,29 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
                     _count(left_out, documents)
                     continue
                 for one in documents:  # the chosen one and the rejected one, if it is a preference
-                    add(one.ids, chat_key(text.content), one.num_bytes, origin, one.trained)
+                    add(text, one.ids, chat_key(text.content), one.num_bytes, origin, one.trained)
                 if len(probes) < 2 and number < 4:
                     probes.append(chat.probe(text.content))
             batch.clear()
             return
         encoded = encode_documents([text.content for text, _ in batch], tokenizer)
         for (text, origin), ids in zip(batch, encoded, strict=True):
-            add(ids, key_of(text), len(text.content), origin)
+            add(text, ids, key_of(text), len(text.content), origin)
             if len(probes) < 2 and number < 4 and len(ids):
                 head = text.content.decode(errors="replace")[:200]
                 probes.append({"text": head, "ids": encode_documents([head.encode()], tokenizer)[0].tolist()})
         batch.clear()
 
-    verdicts = iter(np.load(verdicts_path(output, number))) if options.deduplicate else itertools.repeat(0)
+    compared = np.load(verdicts_path(output, number)) if options.deduplicate else ()
+    verdicts = iter(compared) if options.deduplicate else itertools.repeat(0)
     for found, origin in offer:
         if (verdict := next(verdicts, None)) is None:
             raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
         if verdict:
             _count(left_out, ALIKE[verdict])
             continue
-        if options.licence_field and isinstance(found, Text):
-            _count(licences, str(found.record.get(options.licence_field) or "not told"))
         if isinstance(found, Ids):
-            add(begun(found.ids, tokenizer), key_of(found), tokenizer.count_bytes(found.ids), origin)
+            add(found, begun(found.ids, tokenizer), key_of(found), tokenizer.count_bytes(found.ids), origin)
         else:
             batch.append((found, origin))
             if len(batch) == TOGETHER:
@@ -153,22 +156,22 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
         raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
     write_ledger(output, number, plan, before, {split: writer.close() for split, writer in writers.items()}, {
         "tokenizer": tokenizer.fingerprint, "left_out": left_out, "probes": probes, "steps": counts,
-        "licences": licences, "stored": [provenance.digest(piece) for piece in task]})
+        "licences": licences, "compared": len(compared), "stored": [provenance.digest(piece) for piece in task]})
     return number
 
 
-def _to_tokenize(number: int, task: Task, output: Path, options: Options, plan: str):
+def _to_tokenize(number: int, task: Task, output: Path, options: Options, plan: str, chat: Chat | None):
     """-> the documents, what was left out so far, what each step did: at hand if duplicates were looked for."""
     if not (options.deduplicate and options.steps):
         left_out, steps = {}, Steps(options.steps)
-        return documents(task, options, left_out, steps), left_out, steps.counts
+        return documents(task, options, left_out, steps, chat), left_out, steps.counts
     if (note := cleaned.read_note(output, number, task, plan)) is None:
         raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
     return cleaned.read(output, number), note["left_out"], note["steps"]
 
 
-def offered(task: Task, options: Options, left_out: dict[str, int],
-            steps: Steps) -> Iterator[tuple[Text | Ids, Origin]]:
+def offered(task: Task, options: Options, left_out: dict[str, int], steps: Steps,
+            chat: Chat | None) -> Iterator[tuple[Text | Ids, Origin]]:
     """What a task has, and where each document comes from, before all steps; what cannot be used is counted."""
     tokenizer = loaded(options.tokenizer, options.eod, options.bos)
     dtype = dtype_of(tokenizer)
@@ -180,6 +183,8 @@ def offered(task: Task, options: Options, left_out: dict[str, int],
                 reason = found.partition(": ")[2] if isinstance(found, str) else ""
                 if not isinstance(found, str) and not len(found.content if isinstance(found, Text) else found.ids):
                     reason = "empty"
+                if chat and isinstance(found, Text):
+                    reason = chat.refuses(found.content)
                 if reason:
                     _count(left_out, reason)
                 elif not isinstance(found, str):
@@ -188,10 +193,10 @@ def offered(task: Task, options: Options, left_out: dict[str, int],
             raise UserError("--input", f"{piece.path} cannot be read ({error})", "replace the file") from error
 
 
-def documents(task: Task, options: Options, left_out: dict[str, int],
-              steps: Steps) -> Iterator[tuple[Text | Ids, Origin]]:
+def documents(task: Task, options: Options, left_out: dict[str, int], steps: Steps,
+              chat: Chat | None) -> Iterator[tuple[Text | Ids, Origin]]:
     """What is there after all steps; what they leave out is counted."""
-    for found, origin in offered(task, options, left_out, steps):
+    for found, origin in offered(task, options, left_out, steps, chat):
         clean = steps(found)
         if isinstance(clean, str):
             _count(left_out, clean)

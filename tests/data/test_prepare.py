@@ -132,6 +132,15 @@ def test_deduplication_notices_input_that_changed_between_two_runs(tmp_path, mon
     assert stream(corpus)[0] == [id for text in ("one", "ten", "six") for id in [*text.encode(), 256]]
 
 
+def test_licences_of_files_of_tokens_are_not_told(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_text(json.dumps({"text": "x", "licence": "mit"}) + "\n")
+    np.save(tmp_path / "in/b.npy", np.array([1, 2, 256, 3, 256], np.uint16))
+    corpus = prepare([str(tmp_path / "in")], tmp_path / "out", Options(licence_of="record:licence"))
+    manifest = json.loads((corpus.path / "manifest.json").read_text())
+    assert manifest["licences"] == {"mit": 1, "not told": 2}
+
+
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path, tokenizer):
     source = str(write(tmp_path / "a.jsonl"))
     options = Options(tokenizer=str(tokenizer), eval_fraction=0.1, task_bytes=2000)
