@@ -19,7 +19,7 @@ from jaxtrain.data.engines import Engine
 from jaxtrain.data.inputs import Ids, Text, stamps
 from jaxtrain.data.progress import Progress
 from jaxtrain.data.steps import Steps
-from jaxtrain.data.tasks import Options, Task, chat_of, documents, key_of, verdicts_path
+from jaxtrain.data.tasks import Options, Task, chat_of, documents, key_of, made_by, verdicts_path
 
 
 def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, plan: str, workers: int | Engine,
@@ -78,6 +78,7 @@ def sign_task(number: int, task: Task, output: str | Path, options: Options, pla
     output, keys, signatures, left_out = Path(output), bytearray(), bytearray(), {}
     note = {"plan": plan, "stamps": stamps(task), "left_out": left_out}
     steps, chat = Steps(options.steps), chat_of(options)
+    note["by"] = made_by(options, chat)
     with cleaned.written(output, number) as keep:
         for found, origin in documents(task, options, left_out, steps, chat):
             keys += key_of(found)

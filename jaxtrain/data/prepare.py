@@ -27,7 +27,7 @@ from jaxtrain.data.opening import FORMAT, open_corpus, read_manifest
 from jaxtrain.data.progress import Line
 from jaxtrain.data.shards import dtype_of
 from jaxtrain.data.steps import added, summed
-from jaxtrain.data.tasks import ALIKE, Options, Task, chat_of, loaded, tokenize_shard, verdicts_path
+from jaxtrain.data.tasks import ALIKE, Options, Task, chat_of, loaded, made_by, tokenize_shard, verdicts_path
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.data.vocabulary import Vocabulary
 from jaxtrain.errors import Parser, UserError
@@ -140,6 +140,13 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
         if ledger["tokenizer"] != tokenizer.fingerprint:
             raise UserError("--tokenizer", f"{options.tokenizer} is another one on some machine, or was for a while",
                             f"make it the same everywhere, delete {output} and run again")
+    now = made_by(options, chat)
+    changed = [flag for ledger in done for by in ledger["by"] for flag in by if by[flag] != now[flag]]
+    if not changed and files.digest(_plan(tasks, tokenizer, options)) != plan:
+        changed = ["--chat_template" if chat else "--steps"]  # before the first task
+    if changed:
+        raise UserError(changed[0], "what it names is another one on some machine, or was changed meanwhile",
+                        f"make it the same everywhere, delete {output} and run again")
     splits = {}
     for split in SPLITS:
         shards = [ledger["shards"][split] for ledger in done if ledger["shards"][split]["documents"]]

@@ -23,7 +23,7 @@ from jaxtrain.data.inputs import Ids, Piece, Text, stamps
 from jaxtrain.data.near import Near
 from jaxtrain.data.opening import check, trust
 from jaxtrain.data.shards import Origin, ShardWriter, dtype_of
-from jaxtrain.data.steps import Steps, identity
+from jaxtrain.data.steps import Steps, identity, told
 from jaxtrain.data.tokenizer import Tokenizer, begun, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError, nearest
 
@@ -80,10 +80,10 @@ class Options:
 
     def identity(self) -> dict[str, Any]:
         """What is not told by the tasks, the tokenizer's fingerprint and the template's identity."""
-        told = {key: value for key, value in asdict(self).items() if key not in
+        plain = {key: value for key, value in asdict(self).items() if key not in
                 ("tokenizer", "eod", "bos", "task_bytes", "token_dtype", "chat_template")}
         near = self.near.identity() if self.deduplicate == "near" else None
-        return told | {"steps": [identity(name) for name in self.steps], "near": near, "describe": list(self.describe)}
+        return plain | {"steps": [identity(name) for name in self.steps], "near": near, "describe": list(self.describe)}
 
     @property
     def masked(self) -> bool:
@@ -103,7 +103,7 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
     writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod, options.masked)
                for split in SPLITS}
     before = stamps(task)
-    offer, left_out, counts = _to_tokenize(number, task, output, options, plan, chat)
+    offer, left_out, counts, by = _to_tokenize(number, task, output, options, plan, chat)
     licences: dict[str, int] = {}  # of documents, so a preference counts twice
     probes: list[dict[str, Any]] = []
     batch: list[tuple[Text, Origin]] = []
@@ -111,8 +111,8 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
     def add(found: Text | Ids, ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin,
             trained: np.ndarray | None = None):
         if options.licence_field:
-            told = found.record.get(options.licence_field) if isinstance(found, Text) else None
-            _count(licences, str(told or "not told"))
+            licence = found.record.get(options.licence_field) if isinstance(found, Text) else None
+            _count(licences, str(licence or "not told"))
         into = "eval" if int.from_bytes(key[:8]) < options.eval_fraction * 2**64 else "train"
         writers[into].add(ids, key, num_bytes, origin, trained)
 
@@ -156,18 +156,28 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
         raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
     write_ledger(output, number, plan, before, {split: writer.close() for split, writer in writers.items()}, {
         "tokenizer": tokenizer.fingerprint, "left_out": left_out, "probes": probes, "steps": counts,
-        "licences": licences, "compared": len(compared), "stored": [provenance.digest(piece) for piece in task]})
+        "licences": licences, "compared": len(compared), "by": by,
+        "stored": [provenance.digest(piece) for piece in task]})
     return number
 
 
 def _to_tokenize(number: int, task: Task, output: Path, options: Options, plan: str, chat: Chat | None):
-    """-> the documents, what was left out so far, what each step did: at hand if duplicates were looked for."""
-    if not (options.deduplicate and options.steps):
-        left_out, steps = {}, Steps(options.steps)
-        return documents(task, options, left_out, steps, chat), left_out, steps.counts
-    if (note := cleaned.read_note(output, number, task, plan)) is None:
-        raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
-    return cleaned.read(output, number), note["left_out"], note["steps"]
+    """-> documents, what was left out so far, what each step did, and by what: at hand after a comparison."""
+    by = [made_by(options, chat)]
+    if options.deduplicate:
+        if (note := cleaned.read_note(output, number, task, plan)) is None:
+            raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
+        by.append(note["by"])
+        if options.steps:
+            return cleaned.read(output, number), note["left_out"], note["steps"], by
+    left_out, steps = {}, Steps(options.steps)
+    return documents(task, options, left_out, steps, chat), left_out, steps.counts, by
+
+
+def made_by(options: Options, chat: Chat | None) -> dict[str, str]:
+    """What a worker sees of the files that options name, beside the tokenizer: by flag."""
+    return {"--chat_template": files.digest(chat and chat.identity()),
+            "--steps": files.digest([told(name) for name in options.steps])}
 
 
 def offered(task: Task, options: Options, left_out: dict[str, int], steps: Steps,

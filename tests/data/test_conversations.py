@@ -228,6 +228,18 @@ def test_another_template_makes_another_corpus(tmp_path):
         prepare([str(source)], tmp_path / "out", options)
 
 
+def test_a_template_that_changes_meanwhile_is_noticed(tmp_path):
+    source, template = write(tmp_path / "a.jsonl", talks(9)), tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}:{% endfor %}")
+
+    def edit(line):
+        if line.startswith("tokens: 2 of"):
+            template.write_text(template.read_text() + "!")
+
+    with pytest.raises(UserError, match="--chat_template: what it names is another one"):
+        prepare([str(source)], tmp_path / "out", Options(chat_template=str(template), task_bytes=300), say=edit)
+
+
 def test_what_is_left_out_is_counted(tmp_path, capsys):
     records = [*talks(5), {"messages": [ASKED]}, {"messages": [ASKED, SAID | {"content": ""}]}, {"messages": []}]
     assert main([f"--input={write(tmp_path / 'a.jsonl', records)}", f"--output={tmp_path / 'out'}", "--workers=1",
