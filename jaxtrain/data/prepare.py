@@ -44,6 +44,8 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
                 find_duplicates(tasks, output, options, plan, workers, say)
             tokenize(tasks, range(len(tasks)), output, options, plan, workers, say)
             _finish(output, tasks, plan, options, loaded(options.tokenizer, options.eod, options.bos))
+        else:
+            _refuse_other_input(output, tasks)
     return open_corpus(output)
 
 
@@ -167,7 +169,24 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
         "licences": _licences(options, done), "dtype": dtype_of(tokenizer).str, "splits": splits,
         "probes": [probe for ledger in done for probe in ledger["probes"]],
     }
-    work.complete(output, manifest, provenance.code())
+    work.complete(output, manifest, provenance.code(), stamps=_stamps(tasks))
+
+
+def _stamps(tasks: Sequence[Task]) -> str:
+    """Changes when any of the input does, or is only touched."""
+    return files.digest([inputs.stamps(task) for task in tasks])
+
+
+def _refuse_other_input(output: Path, tasks: Sequence[Task]) -> None:
+    """The plan knows names and sizes; where stamps are others too, the content decides."""
+    manifest = read_manifest(output)
+    if manifest.get("stamps") == _stamps(tasks):
+        return
+    for task, made in zip(tasks, manifest["inputs"], strict=True):
+        for piece, entry in zip(task, made, strict=True):
+            if provenance.digest(piece) != entry.get("sha256"):
+                raise UserError("--input", f"{piece.path} is not what {output} was made from",
+                                "delete that to make it again, or name another folder")
 
 
 def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, Any]]:

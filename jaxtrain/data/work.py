@@ -121,12 +121,12 @@ def ledgers(tasks: Sequence[Task], output: Path, plan: str) -> list[dict[str, An
     return [ledger for ledger in found if ledger]
 
 
-def complete(output: Path, manifest: dict[str, Any], code: dict[str, Any]) -> None:
-    """Write the manifest: with it the corpus is there. `code` stands beside what identifies the data."""
+def complete(output: Path, manifest: dict[str, Any], code: dict[str, Any], **beside: Any) -> None:
+    """Write the manifest: with it the corpus is there. `code` and what else is `beside` do not identify the data."""
     for partial in output.glob("*.partial"):  # of those who were killed
         partial.unlink(missing_ok=True)
     files.sync(output)
-    files.write_json(output / "manifest.json", manifest | {"code": code, "sha256": files.digest(manifest)})
+    files.write_json(output / "manifest.json", manifest | {"code": code, **beside, "sha256": files.digest(manifest)})
     files.sync(output)
     shutil.rmtree(output / UNFINISHED, ignore_errors=True)
 
