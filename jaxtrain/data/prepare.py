@@ -91,6 +91,8 @@ def plan_tasks(sources: Sequence[str], options: Options) -> tuple[list[Task], st
     """The tasks, a hash of all that their tokens depend on, and options with nothing left open: `tokenize_shard`'s."""
     loaded.cache_clear()  # its file may have changed since this process made another corpus
     tasks = inputs.find_tasks(sources, options.task_bytes, options.token_dtype)
+    if options.token_dtype and not any(piece.kind.startswith("tokens") for task in tasks for piece in task):
+        raise UserError("--token_dtype", "the input has no files of tokens", "leave it out")
     options = resolved(options, tasks)
     return tasks, files.digest(_plan(tasks, loaded(options.tokenizer, options.eod, options.bos), options)), options
 
@@ -327,11 +329,11 @@ def summary(corpus: Corpus) -> str:
         lines.append(f"{split:<6}{tokens.num_documents:>14,} documents {tokens.num_tokens:>18,} tokens "
                      f"{tokens.num_bytes:>18,} bytes")
     manifest = read_manifest(corpus.path)
-    if manifest["chat"]:
+    if manifest["chat"] and (tokens := corpus.train.num_tokens + corpus.eval.num_tokens):
         learnt = sum(shard.get("learnt", shard["tokens"]) for split in SPLITS
                      for shard in manifest["splits"][split]["shards"])
         lines.append(f"format {manifest['options']['format']}, chat template {manifest['chat']['name'] or 'none'}: "
-                     f"{learnt / (corpus.train.num_tokens + corpus.eval.num_tokens):.1%} of the tokens are learnt")
+                     f"{learnt / tokens:.1%} of the tokens are learnt")
     lines += [f"changed: {step['changed']:,} ({step['step']})" for step in manifest.get("steps", ()) if step["changed"]]
     lines += [f"left out: {count:,} ({reason})" for reason, count in manifest["left_out"].items()]
     return "\n".join([*lines, lengths.histogram(corpus)])

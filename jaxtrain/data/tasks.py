@@ -64,6 +64,10 @@ class Options:
             object.__setattr__(self, "deduplicate", "exact")
         if self.deduplicate not in (False, "exact", "near"):
             raise UserError("--deduplicate", f"{self.deduplicate!r} is not known", "use exact or near")
+        if self.near != Near() and self.deduplicate != "near":
+            name = next(key for key, value in asdict(self.near).items() if value != getattr(Near(), key))
+            raise UserError(f"--near_{name}", "it says how documents are nearly equal, and nobody asked for that",
+                            "add --deduplicate=near, or leave it out")
         if self.format not in ("auto", *FORMATS):
             raise UserError("--format", f"there is no format {self.format!r}", nearest(self.format, FORMATS))
         if self.train_on not in TRAIN_ON:
@@ -71,6 +75,10 @@ class Options:
         if (self.format, self.train_on) == ("preference", "all"):
             raise UserError("--train_on", "where prompts are learnt, too, nothing tells them from what was preferred",
                             "use --train_on=assistant")
+        for name in ("chat_template", "train_on"):
+            if self.format == "text" and getattr(self, name) != getattr(Options, name):
+                raise UserError(f"--{name}", "it is for conversations, and the input is text", "leave it out, or say "
+                                "with --format what records are")
         if self.format not in ("auto", "text") and self.steps:
             raise UserError("--steps", f"they read text, and --format={self.format} has conversations",
                             "clean them beforehand, or leave the steps out")
@@ -81,7 +89,8 @@ class Options:
     def identity(self) -> dict[str, Any]:
         """What is not told by the tasks, the tokenizer's fingerprint and the template's identity."""
         plain = {key: value for key, value in asdict(self).items() if key not in
-                ("tokenizer", "eod", "bos", "task_bytes", "token_dtype", "chat_template")}
+                ("tokenizer", "eod", "bos", "task_bytes", "token_dtype", "chat_template")
+                 and (key != "train_on" or self.format != "text")}
         near = self.near.identity() if self.deduplicate == "near" else None
         return plain | {"steps": [identity(name) for name in self.steps], "near": near, "describe": list(self.describe)}
 

@@ -249,6 +249,12 @@ def test_what_is_left_out_is_counted(tmp_path, capsys):
     assert "format messages, chat template plain" in shown and "% of the tokens are learnt" in shown
 
 
+def test_a_corpus_of_nothing_has_a_summary(tmp_path, capsys):
+    source = write(tmp_path / "a.jsonl", [{"messages": []}])
+    assert main([f"--input={source}", f"--output={tmp_path / 'out'}", "--workers=1", "--train_on=all"]) == 0
+    assert "left out: 1 (no messages)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("records", "flags", "words"), [
     ([{"messages": [ASKED]}], [], "nothing of the train split would be learnt; left out: 1 (no turn to learn)"),
     ([{"prompt": "", "completion": "a"}], [], "every token of the train split would be learnt"),

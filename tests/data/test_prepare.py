@@ -285,6 +285,11 @@ def test_a_tokenizer_that_changed_is_found(tmp_path, tokenizer, monkeypatch):
     ("a.txt", b"x", ["--input=none"], "none does not exist"),
     ("a.txt", b"x", ["--output=a.txt"], "cannot be written"),
     ("a.txt", b"x", ["--output=."], "is not empty"),
+    ("a.txt", b"x", ["--near_threshold=0.7"], "--near_threshold: it says how documents are nearly equal"),
+    ("a.txt", b"x", ["--deduplicate", "--near_shingle=4"], "--near_shingle: it says how"),
+    ("a.txt", b"x", ["--train_on=last"], "--train_on: it is for conversations, and the input is text"),
+    ("a.jsonl", b'{"text": "x"}', ["--format=text", "--chat_template=plain"], "--chat_template: it is for conv"),
+    ("a.txt", b"x", ["--token_dtype=uint16"], "--token_dtype: the input has no files of tokens"),
     ("a.txt", b"x", ["--outputs=b"], "unrecognized arguments"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, name, content, flags, words):
