@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from jaxtrain.data.conversations import Example, Messages, Unusable
 from jaxtrain.data.marks import CLOSE, OPEN, Learnt, encode, probed, spans_of
 from jaxtrain.data.specials import BREAK, CODE, Specials
-from jaxtrain.data.tokenizer import JsonTokenizer, Tokenizer
+from jaxtrain.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from jaxtrain.errors import UserError
 
 TRAIN_ON = ("assistant", "last", "all")
@@ -36,6 +37,7 @@ BUILT_IN = {
 {% if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}""",
 }
 TODAY = datetime.date(2024, 7, 26)  # as Llama's templates have it where there is no clock
+NOTHING = "no turn to learn"
 FIX = f"name a file with --chat_template, or one of our own: {', '.join(BUILT_IN)}"
 
 
@@ -43,6 +45,9 @@ class Chat:
     """A template with a tokenizer: examples to ids."""
 
     def __init__(self, tokenizer: Tokenizer, template: str = "", train_on: str = "assistant"):
+        if not isinstance(tokenizer, JsonTokenizer | ByteTokenizer):
+            raise UserError("--tokenizer", f"{tokenizer.name} does not say which part of a text each id stands for, as "
+                            "conversations need", "use a tokenizer.json, or bytes")
         self.tokenizer, self.train_on = tokenizer, train_on
         self.specials = Specials(tokenizer)
         config = _config(tokenizer)
@@ -55,6 +60,7 @@ class Chat:
                             "use plain, or train a tokenizer with --special_tokens '<|im_start|>' '<|im_end|>'")
         self._says = bool(_GENERATION.search(self.source))
         self._template = _compile(self.name, self.source) if self.source else None
+        self.marked = lru_cache(1024)(self._marked)  # it is asked for twice, before documents are compared and after
 
     def identity(self) -> dict[str, Any]:
         """What the text depends on, beside the messages."""
@@ -63,7 +69,16 @@ class Chat:
 
     # ------------------------------------------------------------------------------------------------ text with marks
 
-    def marked(self, content: bytes) -> list[str]:
+    def refuses(self, content: bytes) -> str:
+        """Why an example is left out; else nothing."""
+        try:
+            texts = self.marked(content)
+        except Unusable as reason:
+            return str(reason)
+        learns = [any(start < stop for start, stop in spans_of(text)[1]) for text in texts]
+        return "" if all(learns) else NOTHING
+
+    def _marked(self, content: bytes) -> list[str]:
         """The text of each completion of an example behind its prompt, with marks around what is learnt."""
         if _KEPT.search(content.decode()):
             raise Unusable("a character that Unicode keeps for programs (U+FDD0 to U+FDD3)")
@@ -155,7 +170,7 @@ class Chat:
                 found.append(str(reason))
         documents = iter(encode(self.specials, [text for one in found if not isinstance(one, str) for text in one]))
         done = [one if isinstance(one, str) else [next(documents) for _ in one] for one in found]
-        return [one if isinstance(one, str) or all(document.trained.any() for document in one) else "no turn to learn"
+        return [one if isinstance(one, str) or all(document.trained.any() for document in one) else NOTHING
                 for one in done]
 
     def probe(self, content: bytes) -> dict[str, Any]:

@@ -51,6 +51,13 @@ class Example:
             else:
                 yield from (message["content"] for message in part if message.get("content"))
 
+    def spoken(self) -> str:
+        """What user and assistant say: not what the system says to all alike."""
+        return "\n".join(text for part in (self.prompt, *self.completions) for text in (
+            [part] if isinstance(part, str) else
+            (message["content"] + (json.dumps(message["tool_calls"]) if message.get("tool_calls") else "")
+             for message in part if message["role"] in ("user", "assistant"))))
+
 
 def format_of(fields: set[str], field: str, where: str) -> str:
     """What a record with such fields is."""

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.duplicates import compared, signature
 from jaxtrain.data.inputs import Ids, Text
 from jaxtrain.data.steps import Steps, added, summed
-from jaxtrain.data.tasks import ALIKE, Options, Task, key_of, offered
+from jaxtrain.data.tasks import ALIKE, Options, Task, chat_of, key_of, offered
 
 EXAMPLES, WIDTH = 3, 100  # of each step; characters of each
 
@@ -23,10 +24,10 @@ def dry_run(tasks: Sequence[Task], options: Options, sample: int = 0) -> str:
             examples[step].append(f"{before.name}: {what}")
 
     counts, left_out, names, heads = [], [], [], []
-    keys, signatures = bytearray(), bytearray()
+    keys, signatures, chat = bytearray(), bytearray(), chat_of(options)
     for task, share in _shares(tasks, sample):
         steps, unusable = Steps(options.steps, watch), {}
-        for found, _ in islice(offered(task, options, unusable, steps), share):
+        for found, _ in islice(offered(task, options, unusable, steps, chat), share):
             clean = steps(found)
             if isinstance(clean, str) or not options.deduplicate:
                 continue
@@ -34,7 +35,7 @@ def dry_run(tasks: Sequence[Task], options: Options, sample: int = 0) -> str:
             heads.append(_head(clean))
             keys += key_of(clean)
             if options.deduplicate == "near":
-                signatures += options.near.signature(clean)
+                signatures += signature(clean, options)
         counts.append(steps.counts)
         left_out.append(unusable)
     lines = [f"{count:,} left out: {reason}" for reason, count in added(left_out).items()]
@@ -57,17 +58,22 @@ def _shares(tasks: Sequence[Task], sample: int) -> Iterator[tuple[Task, int | No
 
 
 def _duplicates(options: Options, names: list[str], heads: list[str], keys: bytes, signatures: bytes) -> list[str]:
-    _, different, back = np.unique(np.frombuffer(keys, "V16"), return_index=True, return_inverse=True)
-    first = different[back]
-    verdicts = (first != np.arange(len(first))).astype(int)
-    if options.deduplicate == "near":
+    def columns(which: np.ndarray):
         bands, marks = options.near.columns(signatures)
-        alike = options.near.firsts(len(first), lambda band: bands[band], lambda some: marks[some])
-        verdicts[(verdicts == 0) & (alike != np.arange(len(first)))] = 2
-        first = np.where(verdicts == 2, alike, first)
+        return lambda band: bands[band][which], lambda some: marks[which[some]]
+
+    table = np.frombuffer(keys, "V16")
+    verdicts, different, first = compared(options, [table], columns)
+    origin = {key: number for number, key in reversed(list(enumerate(table.tolist())))}
+
+    def like(number: int) -> int:
+        if verdicts[number] == 1:
+            return origin[table[number].tobytes()]
+        return different[first[np.searchsorted(different, number)]]
+
     removed = {reason: int((verdicts == i).sum()) for i, reason in enumerate(ALIKE) if i and (verdicts == i).any()}
-    row = {"step": f"deduplicate={options.deduplicate}", "seen": len(first), "changed": 0, "removed": removed}
-    examples = [f"  {names[i]} is like {names[first[i]]}: {heads[i]}" for verdict in (1, 2)
+    row = {"step": f"deduplicate={options.deduplicate}", "seen": len(table), "changed": 0, "removed": removed}
+    examples = [f"  {names[i]} is like {names[like(i)]}: {heads[i]}" for verdict in (1, 2)
                 for i in np.flatnonzero(verdicts == verdict)[:EXAMPLES]]
     return [_title(row), *(f"    {count:,} {reason}" for reason, count in removed.items()), *examples]
 

@@ -5,17 +5,21 @@ input. That takes some 60 bytes of memory a document, however many bands there a
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxtrain.data import cleaned, engines, files
+from jaxtrain.data.conversations import Example
 from jaxtrain.data.corpus import UNFINISHED
 from jaxtrain.data.engines import Engine
-from jaxtrain.data.inputs import Text, stamps
+from jaxtrain.data.inputs import Ids, Text, stamps
 from jaxtrain.data.progress import Progress
 from jaxtrain.data.steps import Steps
-from jaxtrain.data.tasks import Options, Task, documents, key_of, verdicts_path
+from jaxtrain.data.tasks import Options, Task, chat_of, documents, key_of, made_by, verdicts_path
 
 
 def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, plan: str, workers: int | Engine,
@@ -24,15 +28,30 @@ def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, plan:
     sign_documents(tasks, range(len(tasks)), output, options, plan, workers, say)
     keys = [np.load(_path(output, number, "keys"), mmap_mode="r") for number in range(len(tasks))]
     starts = np.cumsum([0, *map(len, keys)])
-    different = _different(keys)
-    verdicts = np.ones(starts[-1], np.uint8)
-    verdicts[different] = 0
-    if options.deduplicate == "near":
-        first = options.near.firsts(len(different), *_columns(output, starts, different))
-        verdicts[different[first != np.arange(len(first))]] = 2
+    verdicts, _, _ = compared(options, keys, partial(_columns, output, starts))
     for number, some in enumerate(np.split(verdicts, starts[1:-1])):
         with files.written(verdicts_path(output, number)) as file:
             np.save(file, some)
+
+
+def compared(options: Options, keys: Sequence[np.ndarray], columns: Callable[[np.ndarray], Any],
+             ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """-> what is said of each document (tasks.ALIKE), which ones differ, and the first of these that each is like."""
+    different = _different(keys)
+    verdicts = np.ones(sum(map(len, keys)), np.uint8)
+    verdicts[different] = 0
+    first = np.arange(len(different))
+    if options.deduplicate == "near":
+        first = options.near.firsts(len(different), *columns(different))
+        verdicts[different[first != np.arange(len(first))]] = 2
+    return verdicts, different, first
+
+
+def signature(document: Text | Ids, options: Options) -> bytes:
+    """For options.near; of a conversation what is said in it."""
+    if isinstance(document, Text) and options.format != "text":
+        document = replace(document, content=Example.from_bytes(document.content).spoken().encode())
+    return options.near.signature(document)
 
 
 def sign_documents(tasks: Sequence[Task], numbers: Sequence[int], output: Path, options: Options, plan: str,
@@ -58,12 +77,13 @@ def sign_task(number: int, task: Task, output: str | Path, options: Options, pla
     """What is to be compared of a task's documents, in order; last the note that it is there."""
     output, keys, signatures, left_out = Path(output), bytearray(), bytearray(), {}
     note = {"plan": plan, "stamps": stamps(task), "left_out": left_out}
-    steps = Steps(options.steps)
+    steps, chat = Steps(options.steps), chat_of(options)
+    note["by"] = made_by(options, chat)
     with cleaned.written(output, number) as keep:
-        for found, origin in documents(task, options, left_out, steps):
+        for found, origin in documents(task, options, left_out, steps, chat):
             keys += key_of(found)
             if options.deduplicate == "near":
-                signatures += options.near.signature(found)
+                signatures += signature(found, options)
             if options.steps and isinstance(found, Text):
                 keep(found, origin)
     columns = {"keys": np.frombuffer(bytes(keys), "V16")}

@@ -20,6 +20,7 @@ from jaxtrain.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError
 
 FORMAT = "jaxtrain-corpus-2"
+BESIDE = ("sha256", "code", "stamps")  # of a manifest: what is not hashed
 
 
 def open_corpus(folder: str | Path, cache: Path | None = None, corrupt: str = "fail",
@@ -76,7 +77,7 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
     try:
         manifest = json.loads(content)
         recorded = manifest["sha256"]
-        content = {key: value for key, value in manifest.items() if key not in ("sha256", "code")}
+        content = {key: value for key, value in manifest.items() if key not in BESIDE}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError("data.source", f"{path} cannot be read ({error})", "prepare the corpus again") from error
     if manifest.get("format") != format:

@@ -7,7 +7,8 @@ the same command goes on, and the result is the same to the byte for any number 
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from jaxtrain.data.opening import FORMAT, open_corpus, read_manifest
 from jaxtrain.data.progress import Line
 from jaxtrain.data.shards import dtype_of
 from jaxtrain.data.steps import added, summed
-from jaxtrain.data.tasks import ALIKE, Options, Task, chat_of, loaded, tokenize_shard, verdicts_path
+from jaxtrain.data.tasks import ALIKE, Options, Task, chat_of, loaded, made_by, tokenize_shard, verdicts_path
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.data.vocabulary import Vocabulary
 from jaxtrain.errors import Parser, UserError
@@ -37,11 +38,14 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
     """Make the corpus, or what of it is missing, and open it; in so many processes, or through an engine."""
     output = work.folder(output)
     tasks, plan, options = plan_tasks(sources, options)
-    if begin(output, options, plan):
-        if options.deduplicate:  # first, for what a task may keep depends on all others
-            find_duplicates(tasks, output, options, plan, workers, say)
-        tokenize(tasks, range(len(tasks)), output, options, plan, workers, say)
-        _finish(output, tasks, plan, options, loaded(options.tokenizer, options.eod, options.bos))
+    with _begun(output, options, plan) as anything_left:
+        if anything_left:
+            if options.deduplicate:  # first, for what a task may keep depends on all others
+                find_duplicates(tasks, output, options, plan, workers, say)
+            tokenize(tasks, range(len(tasks)), output, options, plan, workers, say)
+            _finish(output, tasks, plan, options, loaded(options.tokenizer, options.eod, options.bos))
+        else:
+            _refuse_other_input(output, tasks)
     return open_corpus(output)
 
 
@@ -57,21 +61,23 @@ def prepare_part(sources: Sequence[str], output: str | Path, options: Options, p
     if stage == "duplicates" and not options.deduplicate:
         raise UserError("--stage", "documents are compared with --deduplicate only", "add it, or leave --stage out")
     tasks, plan, options = plan_tasks(sources, options)
-    if not begin(output, options, plan):
-        return
     mine = range(number, len(tasks), parts)
-    try:
-        if stage == "tokens":
-            if options.deduplicate and not all(verdicts_path(output, number).exists() for number in mine):
-                raise UserError("--part", "it is not known yet which documents stay", "run --stage=duplicates before")
-            tokenize(tasks, mine, output, options, plan, workers, say)
-        elif part:
-            sign_documents(tasks, mine, output, options, plan, workers, say)
-        else:
-            find_duplicates(tasks, output, options, plan, workers, say)
-    except FileNotFoundError:
-        if not (output / "manifest.json").exists():  # else all was done while we were at it
-            raise
+    with _begun(output, options, plan, alone=False) as anything_left:
+        if not anything_left:
+            return
+        try:
+            if stage == "tokens":
+                if options.deduplicate and not all(verdicts_path(output, number).exists() for number in mine):
+                    raise UserError("--part", "it is not known yet which documents stay",
+                                    "run --stage=duplicates before")
+                tokenize(tasks, mine, output, options, plan, workers, say)
+            elif part:
+                sign_documents(tasks, mine, output, options, plan, workers, say)
+            else:
+                find_duplicates(tasks, output, options, plan, workers, say)
+        except FileNotFoundError:
+            if not (output / "manifest.json").exists():  # else, without locks, all was done while we were at it
+                raise
 
 
 def _numbers(part: str) -> tuple[int, int]:
@@ -85,6 +91,8 @@ def plan_tasks(sources: Sequence[str], options: Options) -> tuple[list[Task], st
     """The tasks, a hash of all that their tokens depend on, and options with nothing left open: `tokenize_shard`'s."""
     loaded.cache_clear()  # its file may have changed since this process made another corpus
     tasks = inputs.find_tasks(sources, options.task_bytes, options.token_dtype)
+    if options.token_dtype and not any(piece.kind.startswith("tokens") for task in tasks for piece in task):
+        raise UserError("--token_dtype", "the input has no files of tokens", "leave it out")
     options = resolved(options, tasks)
     return tasks, files.digest(_plan(tasks, loaded(options.tokenizer, options.eod, options.bos), options)), options
 
@@ -97,15 +105,19 @@ def resolved(options: Options, tasks: Sequence[Task]) -> Options:
 
 
 def begin(output: str | Path, options: Options, plan: str) -> bool:
-    """Make the folder, which must hold nothing else; whether there is anything left to do."""
-    output = work.folder(output)
-    if not work.begin(output, plan, FORMAT):
-        return False
-    tokenizer = loaded(options.tokenizer, options.eod, options.bos)
-    if isinstance(tokenizer, Vocabulary):
-        with files.written(output / tokenizer.file) as file:
-            file.write(tokenizer.content)
-    return True
+    """Make the folder, which must hold nothing else; whether there is anything left to do. It is not held."""
+    with _begun(work.folder(output), options, plan, alone=False) as anything_left:
+        return anything_left
+
+
+@contextmanager
+def _begun(output: Path, options: Options, plan: str, alone: bool = True) -> Iterator[bool]:
+    with work.begun(output, plan, FORMAT, alone) as anything_left:
+        tokenizer = loaded(options.tokenizer, options.eod, options.bos)
+        if anything_left and isinstance(tokenizer, Vocabulary):
+            with files.written(output / tokenizer.file) as file:
+                file.write(tokenizer.content)
+        yield anything_left
 
 
 def tokenize(tasks: Sequence[Task], numbers: Sequence[int], output: Path, options: Options, plan: str,
@@ -132,6 +144,13 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
         if ledger["tokenizer"] != tokenizer.fingerprint:
             raise UserError("--tokenizer", f"{options.tokenizer} is another one on some machine, or was for a while",
                             f"make it the same everywhere, delete {output} and run again")
+    now = made_by(options, chat)
+    changed = [flag for ledger in done for by in ledger["by"] for flag in by if by[flag] != now[flag]]
+    if not changed and files.digest(_plan(tasks, tokenizer, options)) != plan:
+        changed = ["--chat_template" if chat else "--steps"]  # before the first task
+    if changed:
+        raise UserError(changed[0], "what it names is another one on some machine, or was changed meanwhile",
+                        f"make it the same everywhere, delete {output} and run again")
     splits = {}
     for split in SPLITS:
         shards = [ledger["shards"][split] for ledger in done if ledger["shards"][split]["documents"]]
@@ -152,7 +171,24 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
         "licences": _licences(options, done), "dtype": dtype_of(tokenizer).str, "splits": splits,
         "probes": [probe for ledger in done for probe in ledger["probes"]],
     }
-    work.complete(output, manifest, provenance.code())
+    work.complete(output, manifest, provenance.code(), stamps=_stamps(tasks))
+
+
+def _stamps(tasks: Sequence[Task]) -> str:
+    """Changes when any of the input does, or is only touched."""
+    return files.digest([inputs.stamps(task) for task in tasks])
+
+
+def _refuse_other_input(output: Path, tasks: Sequence[Task]) -> None:
+    """The plan knows names and sizes; where stamps are others too, the content decides."""
+    manifest = read_manifest(output)
+    if manifest.get("stamps") == _stamps(tasks):
+        return
+    for task, made in zip(tasks, manifest["inputs"], strict=True):
+        for piece, entry in zip(task, made, strict=True):
+            if provenance.digest(piece) != entry.get("sha256"):
+                raise UserError("--input", f"{piece.path} is not what {output} was made from",
+                                "delete that to make it again, or name another folder")
 
 
 def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -161,9 +197,8 @@ def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, An
     if options.deduplicate:
         left_out = added(ledger["left_out"] for ledger in ledgers)
         removed = {reason: left_out[reason] for reason in ALIKE if reason in left_out}
-        kept = sum(shard["documents"] for ledger in ledgers for shard in ledger["shards"].values())
-        steps.append({"step": f"deduplicate={options.deduplicate}", "seen": kept + sum(removed.values()), "changed": 0,
-                      "removed": removed})
+        seen = sum(ledger["compared"] for ledger in ledgers)
+        steps.append({"step": f"deduplicate={options.deduplicate}", "seen": seen, "changed": 0, "removed": removed})
     return steps
 
 
@@ -295,11 +330,11 @@ def summary(corpus: Corpus) -> str:
         lines.append(f"{split:<6}{tokens.num_documents:>14,} documents {tokens.num_tokens:>18,} tokens "
                      f"{tokens.num_bytes:>18,} bytes")
     manifest = read_manifest(corpus.path)
-    if manifest["chat"]:
+    if manifest["chat"] and (tokens := corpus.train.num_tokens + corpus.eval.num_tokens):
         learnt = sum(shard.get("learnt", shard["tokens"]) for split in SPLITS
                      for shard in manifest["splits"][split]["shards"])
         lines.append(f"format {manifest['options']['format']}, chat template {manifest['chat']['name'] or 'none'}: "
-                     f"{learnt / (corpus.train.num_tokens + corpus.eval.num_tokens):.1%} of the tokens are learnt")
+                     f"{learnt / tokens:.1%} of the tokens are learnt")
     lines += [f"changed: {step['changed']:,} ({step['step']})" for step in manifest.get("steps", ()) if step["changed"]]
     lines += [f"left out: {count:,} ({reason})" for reason, count in manifest["left_out"].items()]
     return "\n".join([*lines, lengths.histogram(corpus)])

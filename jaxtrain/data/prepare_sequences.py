@@ -84,8 +84,14 @@ def prepare_sequences(sources: Sequence[str], output: str | Path, source: Source
     tasks = source.find_tasks(sources)
     pieces = [[piece.identity() for piece in task] for task in tasks]
     plan = files.digest([FORMAT, source.kind, source.identity(), pieces])
-    if not work.begin(output, plan, FORMAT):
-        return open_sequences(output)
+    with work.begun(output, plan, FORMAT) as anything_left:
+        if anything_left:
+            _prepare(tasks, pieces, plan, output, source, workers, say)
+    return open_sequences(output)
+
+
+def _prepare(tasks: list[Task], pieces: list[Any], plan: str, output: Path, source: Source, workers: int,
+             say: Any) -> None:
     source, tasks = source.ready(tasks, output, workers, say)
     made = files.digest([plan, source.manifest()])
     missing = work.missing(tasks, range(len(tasks)), output, made)
@@ -100,7 +106,6 @@ def prepare_sequences(sources: Sequence[str], output: str | Path, source: Source
         "format": FORMAT, "plan": plan, "kind": source.kind, "columns": describe(source.columns),
         "options": source.identity(), "inputs": pieces, **source.manifest(),
         "left_out": added(ledger["left_out"] for ledger in ledgers), "splits": splits}, code(source.packages))
-    return open_sequences(output)
 
 
 def make_shard(number: int, task: Task, output: str | Path, source: Source, plan: str) -> int:

@@ -109,12 +109,29 @@ def _find(word: str) -> Any:
             raise UserError("--steps", f"there is no step {word!r}", f"{nearest(word, filters.STEPS)}; or {FIX}")
         return filters.STEPS[word]
     try:
-        found = getattr(importlib.import_module(module), function)
+        found = getattr(_imported(module), function)
     except Exception as error:  # a module may fail in any way while it is imported
         raise UserError("--steps", f"{word} cannot be imported ({type(error).__name__}: {error})", FIX) from error
     if not callable(found):
         raise UserError("--steps", f"{word} is no function", FIX)
     return found
+
+
+_IMPORTED: dict[str, tuple[Any, str | None]] = {}  # modules of steps, and what their files were
+
+
+def _imported(name: str) -> Any:
+    """A module; again, if its file has changed since: what runs is what its hash says."""
+    module = importlib.import_module(name)
+    now = _code_digest(module)
+    known, before = _IMPORTED.get(name, (module, now))
+    _IMPORTED[name] = module, now
+    return importlib.reload(module) if known is module and before != now else module
+
+
+def _code_digest(module: Any) -> str | None:
+    file = getattr(module, "__file__", None)
+    return files.file_digest(Path(file)) if file else None
 
 
 def shown(name: str) -> str:
@@ -125,12 +142,16 @@ def shown(name: str) -> str:
 
 def identity(name: str) -> dict[str, str | None]:
     """What a step does follows from this: its name, the code that it stands in, its file and the library behind it."""
+    make(name)  # a mistake shows here, before anything is read
+    return told(name)
+
+
+def told(name: str) -> dict[str, str | None]:
+    """The identity of a step that was made."""
     step: dict[str, str | None] = {"step": shown(name)}
     word, _, argument = name.partition("=")
-    make(name)  # a mistake shows here, before anything is read
     is_plugin = ":" in word and not name.startswith("datatrove:")
-    code = importlib.import_module(word.partition(":")[0]) if is_plugin else filters
-    step["code"] = files.file_digest(Path(code.__file__)) if code.__file__ else None
+    step["code"] = _code_digest(_imported(word.partition(":")[0]) if is_plugin else filters)
     if _is_file(name):
         step["file"] = files.file_digest(Path(argument).expanduser())
     package = "datatrove" if name.startswith("datatrove:") else filters.PACKAGES.get(word)

@@ -22,7 +22,7 @@ from jaxtrain.data.inputs import Ids, Piece, Text, stamps
 from jaxtrain.data.near import Near
 from jaxtrain.data.opening import check, trust
 from jaxtrain.data.shards import Origin, ShardWriter, dtype_of
-from jaxtrain.data.steps import Steps, identity
+from jaxtrain.data.steps import Steps, identity, told
 from jaxtrain.data.tokenizer import Tokenizer, begun, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError, nearest
 
@@ -63,6 +63,10 @@ class Options:
             object.__setattr__(self, "deduplicate", "exact")
         if self.deduplicate not in (False, "exact", "near"):
             raise UserError("--deduplicate", f"{self.deduplicate!r} is not known", "use exact or near")
+        if self.near != Near() and self.deduplicate != "near":
+            name = next(key for key, value in asdict(self.near).items() if value != getattr(Near(), key))
+            raise UserError(f"--near_{name}", "it says how documents are nearly equal, and nobody asked for that",
+                            "add --deduplicate=near, or leave it out")
         if self.format not in ("auto", *FORMATS):
             raise UserError("--format", f"there is no format {self.format!r}", nearest(self.format, FORMATS))
         if self.train_on not in TRAIN_ON:
@@ -70,6 +74,10 @@ class Options:
         if (self.format, self.train_on) == ("preference", "all"):
             raise UserError("--train_on", "where prompts are learnt, too, nothing tells them from what was preferred",
                             "use --train_on=assistant")
+        for name in ("chat_template", "train_on"):
+            if self.format == "text" and getattr(self, name) != getattr(Options, name):
+                raise UserError(f"--{name}", "it is for conversations, and the input is text", "leave it out, or say "
+                                "with --format what records are")
         if self.format not in ("auto", "text") and self.steps:
             raise UserError("--steps", f"they read text, and --format={self.format} has conversations",
                             "clean them beforehand, or leave the steps out")
@@ -79,10 +87,11 @@ class Options:
 
     def identity(self) -> dict[str, Any]:
         """What is not told by the tasks, the tokenizer's fingerprint and the template's identity."""
-        told = {key: value for key, value in asdict(self).items() if key not in
-                ("tokenizer", "eod", "bos", "task_bytes", "token_dtype", "chat_template")}
+        plain = {key: value for key, value in asdict(self).items() if key not in
+                ("tokenizer", "eod", "bos", "task_bytes", "token_dtype", "chat_template")
+                 and (key != "train_on" or self.format != "text")}
         near = self.near.identity() if self.deduplicate == "near" else None
-        return told | {"steps": [identity(name) for name in self.steps], "near": near, "describe": list(self.describe)}
+        return plain | {"steps": [identity(name) for name in self.steps], "near": near, "describe": list(self.describe)}
 
     @property
     def masked(self) -> bool:
@@ -98,16 +107,22 @@ class Options:
 def tokenize_shard(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
     """Make the shards of both splits, then their ledger. `plan` identifies all that the tokens depend on."""
     output = Path(output)
+    if (output / UNFINISHED / "plan").read_text().split("\n")[0] != plan:  # begun again since, or never
+        raise UserError("--output", f"another command began in {output}", "name another folder")
     tokenizer, chat = loaded(options.tokenizer, options.eod, options.bos), chat_of(options)
     writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod, options.masked)
                for split in SPLITS}
     before = stamps(task)
-    offer, left_out, counts = _to_tokenize(number, task, output, options, plan)
-    licences: dict[str, int] = {}
+    offer, left_out, counts, by = _to_tokenize(number, task, output, options, plan, chat)
+    licences: dict[str, int] = {}  # of documents, so a preference counts twice
     probes: list[dict[str, Any]] = []
     batch: list[tuple[Text, Origin]] = []
 
-    def add(ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin, trained: np.ndarray | None = None):
+    def add(found: Text | Ids, ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin,
+            trained: np.ndarray | None = None):
+        if options.licence_field:
+            licence = found.record.get(options.licence_field) if isinstance(found, Text) else None
+            _count(licences, str(licence or "not told"))
         into = "eval" if int.from_bytes(key[:8]) < options.eval_fraction * 2**64 else "train"
         writers[into].add(ids, key, num_bytes, origin, trained)
 
@@ -119,30 +134,29 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
                     _count(left_out, documents)
                     continue
                 for one in documents:  # the chosen one and the rejected one, if it is a preference
-                    add(one.ids, chat_key(text.content), one.num_bytes, origin, one.trained)
+                    add(text, one.ids, chat_key(text.content), one.num_bytes, origin, one.trained)
                 if len(probes) < 2 and number < 4:
                     probes.append(chat.probe(text.content))
             batch.clear()
             return
         encoded = encode_documents([text.content for text, _ in batch], tokenizer)
         for (text, origin), ids in zip(batch, encoded, strict=True):
-            add(ids, key_of(text), len(text.content), origin)
+            add(text, ids, key_of(text), len(text.content), origin)
             if len(probes) < 2 and number < 4 and len(ids):
                 head = text.content.decode(errors="replace")[:200]
                 probes.append({"text": head, "ids": encode_documents([head.encode()], tokenizer)[0].tolist()})
         batch.clear()
 
-    verdicts = iter(np.load(verdicts_path(output, number))) if options.deduplicate else itertools.repeat(0)
+    compared = np.load(verdicts_path(output, number)) if options.deduplicate else ()
+    verdicts = iter(compared) if options.deduplicate else itertools.repeat(0)
     for found, origin in offer:
         if (verdict := next(verdicts, None)) is None:
             raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
         if verdict:
             _count(left_out, ALIKE[verdict])
             continue
-        if options.licence_field and isinstance(found, Text):
-            _count(licences, str(found.record.get(options.licence_field) or "not told"))
         if isinstance(found, Ids):
-            add(begun(found.ids, tokenizer), key_of(found), tokenizer.count_bytes(found.ids), origin)
+            add(found, begun(found.ids, tokenizer), key_of(found), tokenizer.count_bytes(found.ids), origin)
         else:
             batch.append((found, origin))
             if len(batch) == TOGETHER:
@@ -152,22 +166,32 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
         raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
     write_ledger(output, number, plan, before, {split: writer.close() for split, writer in writers.items()}, {
         "tokenizer": tokenizer.fingerprint, "left_out": left_out, "probes": probes, "steps": counts,
-        "licences": licences, "stored": [provenance.digest(piece) for piece in task]})
+        "licences": licences, "compared": len(compared), "by": by,
+        "stored": [provenance.digest(piece) for piece in task]})
     return number
 
 
-def _to_tokenize(number: int, task: Task, output: Path, options: Options, plan: str):
-    """-> the documents, what was left out so far, what each step did: at hand if duplicates were looked for."""
-    if not (options.deduplicate and options.steps):
-        left_out, steps = {}, Steps(options.steps)
-        return documents(task, options, left_out, steps), left_out, steps.counts
-    if (note := cleaned.read_note(output, number, task, plan)) is None:
-        raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
-    return cleaned.read(output, number), note["left_out"], note["steps"]
+def _to_tokenize(number: int, task: Task, output: Path, options: Options, plan: str, chat: Chat | None):
+    """-> documents, what was left out so far, what each step did, and by what: at hand after a comparison."""
+    by = [made_by(options, chat)]
+    if options.deduplicate:
+        if (note := cleaned.read_note(output, number, task, plan)) is None:
+            raise UserError("--input", f"{task[-1].path} changed while it was read", "run again")
+        by.append(note["by"])
+        if options.steps:
+            return cleaned.read(output, number), note["left_out"], note["steps"], by
+    left_out, steps = {}, Steps(options.steps)
+    return documents(task, options, left_out, steps, chat), left_out, steps.counts, by
 
 
-def offered(task: Task, options: Options, left_out: dict[str, int],
-            steps: Steps) -> Iterator[tuple[Text | Ids, Origin]]:
+def made_by(options: Options, chat: Chat | None) -> dict[str, str]:
+    """What a worker sees of the files that options name, beside the tokenizer: by flag."""
+    return {"--chat_template": files.digest(chat and chat.identity()),
+            "--steps": files.digest([told(name) for name in options.steps])}
+
+
+def offered(task: Task, options: Options, left_out: dict[str, int], steps: Steps,
+            chat: Chat | None) -> Iterator[tuple[Text | Ids, Origin]]:
     """What a task has, and where each document comes from, before all steps; what cannot be used is counted."""
     tokenizer = loaded(options.tokenizer, options.eod, options.bos)
     dtype = dtype_of(tokenizer)
@@ -179,16 +203,18 @@ def offered(task: Task, options: Options, left_out: dict[str, int],
                 reason = found.partition(": ")[2] if isinstance(found, str) else ""
                 if not isinstance(found, str) and not len(found.content if isinstance(found, Text) else found.ids):
                     reason = "empty"
+                if chat and isinstance(found, Text):
+                    reason = chat.refuses(found.content)
                 if reason:
                     _count(left_out, reason)
                 elif not isinstance(found, str):
                     yield found, Origin(number, found.place)
 
 
-def documents(task: Task, options: Options, left_out: dict[str, int],
-              steps: Steps) -> Iterator[tuple[Text | Ids, Origin]]:
+def documents(task: Task, options: Options, left_out: dict[str, int], steps: Steps,
+              chat: Chat | None) -> Iterator[tuple[Text | Ids, Origin]]:
     """What is there after all steps; what they leave out is counted."""
-    for found, origin in offered(task, options, left_out, steps):
+    for found, origin in offered(task, options, left_out, steps, chat):
         clean = steps(found)
         if isinstance(clean, str):
             _count(left_out, clean)

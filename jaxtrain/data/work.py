@@ -2,9 +2,10 @@
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jaxtrain.data import engines, files, storage
 from jaxtrain.data.corpus import UNFINISHED
@@ -13,6 +14,11 @@ from jaxtrain.data.opening import read_manifest
 from jaxtrain.data.progress import Progress
 from jaxtrain.data.tasks import Task, read_ledger
 from jaxtrain.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # no Unix
+    fcntl = None
 
 Say = Callable[[str], None]
 
@@ -25,20 +31,81 @@ def folder(output: str | Path) -> Path:
     return Path(output).expanduser()
 
 
-def begin(output: Path, plan: str, format: str) -> bool:
-    """Make the folder, which must hold nothing else; whether there is anything left to do."""
-    if (output / "manifest.json").exists():
-        if read_manifest(output, format)["plan"] != plan:
-            raise UserError("--output", f"{output} holds another corpus", "name another folder, or delete it")
-        shutil.rmtree(output / UNFINISHED, ignore_errors=True)  # a kill came when all was done
+@contextmanager
+def begun(output: Path, plan: str, format: str, alone: bool = True) -> Iterator[bool]:
+    """Hold the folder, which must hold nothing else; whether there is anything left to do.
+
+    One process holds it `alone`, or several share it that follow the same plan. The kernel lets go of it at a kill.
+    """
+    while not _complete(output, plan, format):
+        if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
+            raise UserError("--output", f"{output} is not empty", "name another folder")
+        path = output / UNFINISHED / "plan"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "a+")  # noqa: SIM115
+        except FileNotFoundError:
+            continue  # somebody has just finished
+        except OSError as error:
+            raise UserError("--output", f"{output} cannot be written ({error.strerror})", "name another folder"
+                            ) from error
+        with file:
+            _lock(file, output, alone)
+            if not _is_there(file, path) or _complete(output, plan, format):
+                continue
+            _follow(file, output, plan, alone)
+            yield True
+            return
+    shutil.rmtree(output / UNFINISHED, ignore_errors=True)  # a kill came when all was done
+    yield False
+
+
+def _complete(output: Path, plan: str, format: str) -> bool:
+    if not (output / "manifest.json").exists():
         return False
-    if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
-        raise UserError("--output", f"{output} is not empty", "name another folder")
-    try:
-        (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError("--output", f"{output} cannot be written ({error.strerror})", "name another folder") from error
+    if read_manifest(output, format)["plan"] != plan:
+        raise UserError("--output", f"{output} holds another corpus", "name another folder, or delete it")
     return True
+
+
+def _lock(file: IO[str], output: Path, alone: bool) -> None:
+    """Where the system or the file system has no locks, it goes on without."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError("--output", f"somebody else is preparing {output}", "wait until they have ended, or name "
+                        "another folder") from error
+    except OSError:
+        pass
+
+
+def _is_there(file: IO[str], path: Path) -> bool:
+    """Whether nobody deleted it since it was opened."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _follow(file: IO[str], output: Path, plan: str, alone: bool) -> None:
+    """Write down the plan, or find it written: the first line counts, for several may write at once."""
+    if _first_line(file) not in ("", plan) and len(os.listdir(output / UNFINISHED)) == 1:  # no task was ever done
+        _lock(file, output, True)
+        file.truncate(0)
+    if not _first_line(file):
+        file.write(f"{plan}\n")
+        file.flush()
+    _lock(file, output, alone)
+    if _first_line(file) != plan:
+        raise UserError("--output", f"another command began in {output}, or its input has changed",
+                        "delete it, or name another folder")
+
+
+def _first_line(file: IO[str]) -> str:
+    file.seek(0)
+    return file.readline().strip()
 
 
 def run(what: str, do: Callable[..., int], tasks: Sequence[Task], missing: Sequence[int], output: Path, options: Any,
@@ -62,14 +129,14 @@ def ledgers(tasks: Sequence[Task], output: Path, plan: str) -> list[dict[str, An
     return [ledger for ledger in found if ledger]
 
 
-def complete(output: Path, manifest: dict[str, Any], code: dict[str, Any]) -> None:
-    """Write the manifest: with it the corpus is there. `code` stands beside what identifies the data."""
+def complete(output: Path, manifest: dict[str, Any], code: dict[str, Any], **beside: Any) -> None:
+    """Write the manifest: with it the corpus is there. `code` and what else is `beside` do not identify the data."""
     for partial in output.glob("*.partial"):  # of those who were killed
-        partial.unlink()
+        partial.unlink(missing_ok=True)
     files.sync(output)
-    files.write_json(output / "manifest.json", manifest | {"code": code, "sha256": files.digest(manifest)})
+    files.write_json(output / "manifest.json", manifest | {"code": code, **beside, "sha256": files.digest(manifest)})
     files.sync(output)
-    shutil.rmtree(output / UNFINISHED)
+    shutil.rmtree(output / UNFINISHED, ignore_errors=True)
 
 
 def cores() -> int:

@@ -1,5 +1,6 @@
 """Chat templates: every token against what was written down by hand, and nothing that somebody says becomes special."""
 
+import base64
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from jaxtrain.data import load_tokenizer
 from jaxtrain.data.chat import Chat
 from jaxtrain.data.conversations import Example
+from jaxtrain.data.prepare import main
 from jaxtrain.data.train_tokenizer import train
 from jaxtrain.errors import UserError
 
@@ -347,6 +349,16 @@ def test_chatml_needs_its_tokens(tmp_path):
     path = write(tmp_path, train(iter(["x"]), 257))
     with pytest.raises(UserError, match=r"has no special token <\|im_end\|>; .* --special_tokens"):
         Chat(load_tokenizer(str(path)), "chatml")
+
+
+def test_a_vocabulary_that_does_not_tell_where_ids_are_is_refused(tmp_path, capsys):
+    ranks = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
+    (tmp_path / "x.tiktoken").write_bytes(ranks)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    assert main([f"--input={tmp_path / 'a.jsonl'}", f"--tokenizer={tmp_path / 'x.tiktoken'}:cl100k_base",
+                 f"--output={tmp_path / 'out'}"]) == 2
+    mistake = capsys.readouterr().err
+    assert mistake.startswith("--tokenizer: ") and mistake.endswith("use a tokenizer.json, or bytes\n")
 
 
 @pytest.mark.slow

@@ -185,6 +185,44 @@ def test_preferences_are_pairs_in_one_split(tmp_path):
     assert made.train.num_documents + made.eval.num_documents == 240 and made.eval.num_documents > 20
 
 
+def test_what_the_system_says_to_all_makes_nobody_alike(tmp_path):
+    system = {"role": "system", "content": " ".join(f"rule{i}" for i in range(500))}
+    records = [{"messages": [system, {"role": "user", "content": f"what is {i}"}, {"role": "assistant", "content": (
+        f"{i} {i + 1} {i + 2}")}]} for i in range(100)]
+    records.append({"messages": records[7]["messages"][1:]})  # without it
+    call = {"function": {"name": "look", "arguments": {"at": "one"}}}
+    records += [{"messages": [ASKED, {"role": "assistant", "tool_calls": [call | {"id": "xyz"[i] * 9}]}]}
+                for i in range(3)]
+    made = prepare([str(write(tmp_path / "a.jsonl", records))], tmp_path / "out",
+                   Options(eval_fraction=0, deduplicate="near"))
+    manifest = json.loads((made.path / "manifest.json").read_text())
+    assert made.train.num_documents == 103 and manifest["left_out"] == {"nearly equal to another": 1}
+
+
+@pytest.mark.parametrize("deduplicate", ["exact", "near"])
+def test_what_cannot_be_used_is_left_out_before_documents_are_compared(tmp_path, deduplicate):
+    asked = {"role": "user", "content": " ".join(f"word{i}" for i in range(300))}
+    records = [{"messages": [asked, SAID | {"content": said}], "licence": f"of {i}"}
+               for i, said in enumerate(("", "", "yes", "yes"))]
+    made = prepare([str(write(tmp_path / "a.jsonl", records))], tmp_path / "out",
+                   Options(eval_fraction=0, deduplicate=deduplicate, licence_of="record:licence"))
+    manifest = json.loads((made.path / "manifest.json").read_text())
+    assert made.train.num_documents == 1 and manifest["licences"] == {"of 2": 1}
+    assert manifest["left_out"] == {"no turn to learn": 2, "equal to another": 1}
+    assert manifest["steps"] == [{"step": f"deduplicate={deduplicate}", "seen": 2, "changed": 0,
+                                  "removed": {"equal to another": 1}}]
+
+
+@pytest.mark.parametrize("licence_of", ["mit", "record:licence"])
+def test_licences_are_counted_by_document(tmp_path, licence_of):
+    records = [{"prompt": f"{i}? ", "chosen": f"yes {i}", "rejected": f"no {i}", "licence": "mit"} for i in (0, 0, 1)]
+    made = prepare([str(write(tmp_path / "a.jsonl", records))], tmp_path / "out",
+                   Options(eval_fraction=0, deduplicate=True, licence_of=licence_of))
+    manifest = json.loads((made.path / "manifest.json").read_text())
+    assert made.train.num_documents == 4 and manifest["licences"] == {"mit": 4}
+    assert manifest["steps"][0]["seen"] == 3  # records
+
+
 def test_another_template_makes_another_corpus(tmp_path):
     source, template = write(tmp_path / "a.jsonl", talks(9)), tmp_path / "t.jinja"
     template.write_text("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}:{% endfor %}")
@@ -194,6 +232,18 @@ def test_another_template_makes_another_corpus(tmp_path):
     template.write_text(template.read_text() + "!")
     with pytest.raises(UserError, match="holds another corpus"):
         prepare([str(source)], tmp_path / "out", options)
+
+
+def test_a_template_that_changes_meanwhile_is_noticed(tmp_path):
+    source, template = write(tmp_path / "a.jsonl", talks(9)), tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}:{% endfor %}")
+
+    def edit(line):
+        if line.startswith("tokens: 2 of"):
+            template.write_text(template.read_text() + "!")
+
+    with pytest.raises(UserError, match="--chat_template: what it names is another one"):
+        prepare([str(source)], tmp_path / "out", Options(chat_template=str(template), task_bytes=300), say=edit)
 
 
 def test_what_is_left_out_is_counted(tmp_path, capsys):
@@ -214,6 +264,12 @@ def test_files_without_records_among_conversations_are_counted(tmp_path):
     corpus = prepare([str(tmp_path / "in")], tmp_path / "out", Options(eval_fraction=0, task_bytes=30))
     assert corpus.train.num_documents == 5
     assert json.loads((tmp_path / "out/manifest.json").read_text())["left_out"] == {"no records": 3}
+
+
+def test_a_corpus_of_nothing_has_a_summary(tmp_path, capsys):
+    source = write(tmp_path / "a.jsonl", [{"messages": []}])
+    assert main([f"--input={source}", f"--output={tmp_path / 'out'}", "--workers=1", "--train_on=all"]) == 0
+    assert "left out: 1 (no messages)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("records", "flags", "words"), [

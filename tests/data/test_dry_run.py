@@ -1,6 +1,7 @@
 """A dry run: what each step would do, to the number, with examples; and nothing is written."""
 
 import json
+import random
 
 from jaxtrain.data.prepare import main
 
@@ -41,3 +42,28 @@ def test_a_sample_comes_from_all_over(tmp_path, capsys):
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == f"pii: of {sample} documents 0 left out, {sample} changed"
         assert ("'a2@doe.org'" in lines[3]) == (tasks == 10**6)
+
+
+def test_counts_are_those_of_prepare(tmp_path, capsys):
+    """Also where documents meet in a band that are not alike, and equal ones stand among them."""
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices("abcdefghij", k=12)) for _ in range(200)]
+    texts += rng.choices(texts, k=100)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    flags = [f"--input={tmp_path / 'a.jsonl'}", "--deduplicate=near", "--near_threshold=0.3", "--near_permutations=16",
+             "--near_shingle=2", "--task_bytes=3000"]
+    assert main([*flags, "--dry_run"]) == 0
+    said = capsys.readouterr().out
+    assert main([*flags, "--workers=1", f"--output={tmp_path / 'out'}"]) == 0
+    step, = json.loads((tmp_path / "out/manifest.json").read_text())["steps"]
+    assert min(step["removed"].values()) > 20
+    assert all(f"    {count:,} {reason}\n" in said for reason, count in step["removed"].items())
+
+
+def test_what_the_template_leaves_out_is_told(tmp_path, capsys):
+    talks = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": said}] for said in ("a", "", "b")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    assert main([f"--input={tmp_path / 'a.jsonl'}", "--dry_run", "--deduplicate"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "1 left out: no turn to learn", "deduplicate=exact: of 2 documents 0 left out, 0 changed",
+        "nothing was written"]

@@ -42,6 +42,16 @@ def test_tasks_called_one_by_one_are_not_done_again(tmp_path, monkeypatch):
         begin(tmp_path / "got", options, "another plan")
 
 
+def test_tasks_of_another_plan_touch_nothing(tmp_path):
+    source, options = [str(write(tmp_path / "a.jsonl"))], Options(eval_fraction=0.1, task_bytes=3000)
+    tasks, plan, options = plan_tasks(source, options)
+    begin(tmp_path / "out", options, plan)
+    begin(tmp_path / "out", options, "another plan")  # nothing was done yet
+    with pytest.raises(UserError, match="another command began"):
+        tokenize_shard(0, tasks[0], tmp_path / "out", options, plan)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["unfinished"]
+
+
 def test_a_machine_with_another_tokenizer_is_found(tmp_path):
     """Here the one of --tokenizer, at the same path, which another process sees changed."""
     source, options = [str(write(tmp_path / "a.jsonl"))], Options(task_bytes=3000)

@@ -132,6 +132,40 @@ def test_deduplication_notices_input_that_changed_between_two_runs(tmp_path, mon
     assert stream(corpus)[0] == [id for text in ("one", "ten", "six") for id in [*text.encode(), 256]]
 
 
+def test_licences_of_files_of_tokens_are_not_told(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_text(json.dumps({"text": "x", "licence": "mit"}) + "\n")
+    np.save(tmp_path / "in/b.npy", np.array([1, 2, 256, 3, 256], np.uint16))
+    corpus = prepare([str(tmp_path / "in")], tmp_path / "out", Options(licence_of="record:licence"))
+    manifest = json.loads((corpus.path / "manifest.json").read_text())
+    assert manifest["licences"] == {"mit": 1, "not told": 2}
+
+
+def test_deduplication_notices_input_that_changed_after_the_comparison(tmp_path):
+    first, second = write(tmp_path / "a.jsonl", ["one", "two"]), write(tmp_path / "b.jsonl", ["two", "ten"])
+    options = Options(eval_fraction=0, task_bytes=first.stat().st_size, deduplicate=True)
+
+    def edit(line):
+        if line.startswith("duplicates: 2 of 2"):
+            write(second, ["six", "ten"])
+
+    with pytest.raises(UserError, match=r"b.jsonl changed while it was read; run again"):
+        prepare([str(first), str(second)], tmp_path / "out", options, say=edit)
+    corpus = prepare([str(first), str(second)], tmp_path / "out", options)
+    assert stream(corpus)[0] == [id for text in ("one", "two", "six", "ten") for id in [*text.encode(), 256]]
+
+
+def test_an_edit_of_the_same_size_after_all_was_done_is_noticed(tmp_path):
+    source = write(tmp_path / "a.jsonl")
+    options = Options(task_bytes=900)
+    made = prepare([str(source)], tmp_path / "out", options)
+    os.utime(source, (1, 1))
+    assert prepare([str(source)], tmp_path / "out", options).manifest_hash == made.manifest_hash  # only touched
+    source.write_bytes(source.read_bytes().replace(b"document 150", b"document 15x"))
+    with pytest.raises(UserError, match=r"a.jsonl is not what .*out was made from; delete that to make it again"):
+        prepare([str(source)], tmp_path / "out", options)
+
+
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path, tokenizer):
     source = str(write(tmp_path / "a.jsonl"))
     options = Options(tokenizer=str(tokenizer), eval_fraction=0.1, task_bytes=2000)
@@ -251,6 +285,11 @@ def test_a_tokenizer_that_changed_is_found(tmp_path, tokenizer, monkeypatch):
     ("a.txt", b"x", ["--input=none"], "none does not exist"),
     ("a.txt", b"x", ["--output=a.txt"], "cannot be written"),
     ("a.txt", b"x", ["--output=."], "is not empty"),
+    ("a.txt", b"x", ["--near_threshold=0.7"], "--near_threshold: it says how documents are nearly equal"),
+    ("a.txt", b"x", ["--deduplicate", "--near_shingle=4"], "--near_shingle: it says how"),
+    ("a.txt", b"x", ["--train_on=last"], "--train_on: it is for conversations, and the input is text"),
+    ("a.jsonl", b'{"text": "x"}', ["--format=text", "--chat_template=plain"], "--chat_template: it is for conv"),
+    ("a.txt", b"x", ["--token_dtype=uint16"], "--token_dtype: the input has no files of tokens"),
     ("a.txt", b"x", ["--outputs=b"], "unrecognized arguments"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, name, content, flags, words):

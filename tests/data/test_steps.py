@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from jaxtrain.data import open_corpus
+from jaxtrain.data import open_corpus, work
 from jaxtrain.data.inputs import Ids, Text
 from jaxtrain.data.prepare import Options, main, prepare
 from jaxtrain.data.steps import Steps
@@ -254,6 +254,32 @@ def test_a_change_of_a_step_or_of_its_file_is_noticed(tmp_path, plugin):
         change()
         with pytest.raises(UserError, match="holds another corpus"):
             prepare([source], tmp_path / "out", options)
+
+
+@pytest.mark.parametrize(("at", "deduplicate"), [
+    ("", False), ("", True), ("tokens: 2 of", False), ("tokens: 2 of", True), ("duplicates: 2 of", True)])
+def test_a_list_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch, at, deduplicate):
+    source, listed = jsonl(tmp_path / "a.jsonl", "one", "two", "six"), tmp_path / "list.txt"
+    listed.write_text("nothing")
+
+    def edit(line):
+        if at and line.startswith(at):
+            listed.write_text("two")
+
+    options = Options(eval_fraction=0, steps=(f"blocklist={listed}",), deduplicate=deduplicate, task_bytes=1)
+    if not at:
+        begun = work.begun
+        monkeypatch.setattr(work, "begun", lambda *rest: listed.write_text("two") and begun(*rest))
+    with pytest.raises(UserError, match=r"--steps: what it names is another one .* delete .* and run again"):
+        prepare([source], tmp_path / "out", options, say=edit)
+
+
+def test_a_plugin_that_was_edited_is_imported_again(tmp_path, plugin):
+    plugin("def step(document): return document")
+    source, options = jsonl(tmp_path / "a.jsonl", "one"), Options(eval_fraction=0, steps=("own_steps:step",))
+    assert texts(prepare([source], tmp_path / "out", options)) == ["one"]
+    (tmp_path / "own_steps.py").write_text("def step(document): return 'not any more'")
+    assert prepare([source], tmp_path / "other", options).train.num_documents == 0
 
 
 def test_the_example_leaves_out_keys(tmp_path):
