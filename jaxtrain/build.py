@@ -164,13 +164,18 @@ class Run:
 
     @cached_property
     def eval_batches(self):
-        """Evaluation batches: every token of the split once, shuffled so that the first ones are a fair part."""
+        """Evaluation batches: every token of the split once, shuffled so that the first ones are a fair part.
+
+        None where the data has no evaluation split.
+        """
         from jaxtrain.data.batches import eval_batches
 
         return eval_batches(self.config.data, self.corpus)
 
     def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
         """Loss per token in nats, and per byte of text in bits, on the first `batches` of the evaluation split."""
+        if self.eval_batches is None:
+            raise UserError("data.source", "its evaluation split is empty", "prepare it with a larger --eval_fraction")
         all_of_them = self.eval_batches.num_batches or 0
         many = min(batches or all_of_them, all_of_them)
         sums = [self.compiled_eval(state.params, self.placed(self.eval_batches, n)) for n in range(many)]

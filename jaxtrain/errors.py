@@ -46,6 +46,16 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **keys):
         super().__init__(allow_abbrev=False, **keys)
 
+    def add_argument(self, *names, **keys):
+        """Of a flag that takes several values, all count, however often it is given."""
+        if keys.get("nargs") == "+":
+            keys.setdefault("action", "extend")
+        return super().add_argument(*names, **keys)
+
     def error(self, message: str) -> NoReturn:
         """Instead of usage and exit."""
-        raise UserError("command line", message, "see --help")
+        words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrec") else []
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        fix = nearest(flags[0], self._option_string_actions) if flags else "see --help"
+        raise UserError("command line", message, "several values stand behind a flag without =, as in --input a b"
+                        if words and not flags else fix)

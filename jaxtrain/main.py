@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 
 from jaxtrain.errors import Parser, UserError, overrides_of
@@ -14,6 +15,8 @@ def main(argv: list[str] | None = None) -> int:
         flags, overrides = parse(sys.argv[1:] if argv is None else argv)
         from jaxtrain import cache, config, distributed
 
+        # For whoever watches a run the line of code that warns is of no use.
+        warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
         cache.enable_compilation_cache()
         distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
         resolved = config.load_config(flags.config, overrides)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtrain import checkpoint, observe
 from jaxtrain.build import Run, build
 from jaxtrain.config import Config
-from jaxtrain.data import prefetch
+from jaxtrain.data import prefetch, stages
 from jaxtrain.data.batches import epochs, packing
 from jaxtrain.errors import UserError
 from jaxtrain.report import matmul_parameters
@@ -48,6 +48,9 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     observe.write_run_files(workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
                             data_manifest_hash=run.corpus.manifest_hash, manifests=run.corpus.manifests, done=start)
     say(summary(run, workdir))
+    for stage in stages.stages(config.data):
+        if stage.start >= t.steps > 0:
+            say(f"data.stages: the stage from step {stage.start} on is behind the last step, {t.steps}")
 
     # -------------------------------------------------------------------- the state: from a checkpoint, or from nothing
     if start > t.steps:
@@ -66,7 +69,7 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         return run.placed(batches, step)
 
     def due(step):
-        return step == t.steps or (t.eval_every and step % t.eval_every == 0)
+        return run.eval_batches and (step == t.steps or (t.eval_every and step % t.eval_every == 0))
 
     def evaluation():
         with jax.transfer_guard("allow"):  # it waits for its numbers anyway, and places its batches on this thread

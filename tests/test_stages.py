@@ -182,3 +182,13 @@ def test_a_run_longer_than_its_sources_is_refused(keys, tmp_path, capsys):
         flags.append(f"--config.data.mixture.{name}.epochs=0.02")
     assert main(flags) == 2
     assert "train.steps: data.mixture has an end at step" in capsys.readouterr().err
+
+
+def test_a_corpus_without_evaluation_is_trained_without(keys, tmp_path, capsys):
+    from jaxtrain.data.prepare import Options, prepare
+
+    prepare(documents(tmp_path / "texts"), tmp_path / "corpus", Options(eval_fraction=0))
+    train(config(keys, **{"data.mixture": {}, "data.stages": [{"from_step": 50, "seq_len": 64, "global_batch_size": 4}],
+                          "data.source": str(tmp_path / "corpus"), "train.steps": 2}), tmp_path / "work")
+    assert len(lines(tmp_path / "work")) == 2 and "eval_loss" not in (tmp_path / "work/metrics.jsonl").read_text()
+    assert "the stage from step 50 on is behind the last step, 2" in capsys.readouterr().err

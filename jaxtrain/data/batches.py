@@ -44,8 +44,10 @@ def train_batches(config: DataConfig, corpus: Corpus) -> "Batches | Curriculum |
     return Curriculum(stages.sources(config), stages.stages(config), make, config.seed, corpus.threads)
 
 
-def eval_batches(config: DataConfig, corpus: Corpus) -> Batches:
-    """Every token of the evaluation split once, shuffled so that the first batches are a fair part."""
+def eval_batches(config: DataConfig, corpus: Corpus) -> Batches | None:
+    """Every token of the evaluation split once, shuffled so that the first batches are a fair part; None: of none."""
+    if corpus.eval.num_tokens <= corpus.eval.num_documents:
+        return None
     return Batches(rows(config, corpus, "eval"), global_batch_size=config.global_batch_size, seed=0, repeat=False,
                    threads=corpus.threads)
 

@@ -17,7 +17,7 @@ from jaxtrain.config import DataConfig
 from jaxtrain.data.corpus import SPLITS, Corpus, Shard, Tokens, is_corpus
 from jaxtrain.data.files import digest, file_digest, sync, write_json
 from jaxtrain.data.source import Document, find_documents
-from jaxtrain.data.stages import sources
+from jaxtrain.data.stages import Source, sources
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 
@@ -31,7 +31,7 @@ def load_corpus(config: DataConfig) -> Corpus:
     """
     if not config.mixture:
         return _load(config)
-    parts = {one.name: _load(replace(config, source=one.source, mixture={}, stages=[])) for one in sources(config)}
+    parts = {one.name: _part(config, one) for one in sources(config)}
     for name, part in parts.items():
         first, other = next(iter(parts.items()))
         if part.tokenizer.fingerprint != other.tokenizer.fingerprint:
@@ -41,6 +41,14 @@ def load_corpus(config: DataConfig) -> Corpus:
     return Corpus(_joined([part.train for part in parts.values()]), _joined([part.eval for part in parts.values()]),
                   next(iter(parts.values())).tokenizer, manifests, cache_root(config),
                   max(part.threads for part in parts.values()), parts)
+
+
+def _part(config: DataConfig, one: Source) -> Corpus:
+    try:
+        return _load(replace(config, source=one.source, mixture={}, stages=[]))
+    except UserError as error:
+        key = f"data.mixture.{one.name}.source" if error.key == "data.source" else error.key
+        raise UserError(key, error.reason, error.fix) from error
 
 
 def _joined(parts: list[Tokens]) -> Tokens:

@@ -127,13 +127,16 @@ class Corpus:
 
 
 def is_corpus(folder: str | Path) -> bool:
-    """Whether `python -m jaxtrain.data.prepare` made this folder, or began to; all that is behind a URL is one."""
+    """Whether `python -m jaxtrain.data.prepare` made this folder, or began to; all that is behind a URL is one.
+
+    A folder of shards is one that was not copied whole: not text either.
+    """
     if "://" in str(folder):
         return True
     folder = Path(folder).expanduser()
     if (folder / "manifest.json").is_file():
         return True
-    return (folder / UNFINISHED).is_dir()
+    return (folder / UNFINISHED).is_dir() or any(folder.glob("*.offsets.npy"))
 
 
 def mapped(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxtrain.data.inputs import Text, extra
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest
 
 Step = Callable[[Text], "Text | str"]
 LICENCE = ("licence", "license", "licences", "licenses")  # where records tell it
@@ -106,7 +106,11 @@ def _fictional(match: re.Match) -> str:
 
 def language(codes: str) -> Step:
     """Keep documents in these languages (ISO 639-1), as py3langid tells from the thousand letters in the middle."""
-    classify, wanted = extra("py3langid", "--steps language", "--steps", "governance").classify, _listed(codes)
+    package, wanted = extra("py3langid.langid", "--steps language", "--steps", "governance"), _listed(codes)
+    classify, known = package.classify, {code for code, _ in package.rank("a")}
+    if unknown := sorted(wanted - known):
+        raise UserError("--steps", f"language={unknown[0]} is no language that py3langid knows",
+                        nearest(unknown[0], known))
 
     def step(document: Text) -> Text | str:
         text = document.content.decode()

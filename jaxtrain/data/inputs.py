@@ -63,18 +63,19 @@ class Ids:
     place: int = 0  # its number, or the token where it begins
 
 
-def find_tasks(inputs: Sequence[str], task_bytes: int = 2**26, token_dtype: str = "") -> list[tuple[Piece, ...]]:
+def find_tasks(inputs: str | Sequence[str], task_bytes: int = 2**26, token_dtype: str = "") -> list[tuple[Piece, ...]]:
     """All pieces in order of input and name; neighbours share a task while they are small."""
     pieces = find_pieces(inputs, task_bytes, token_dtype)
     if not pieces:
-        raise UserError("--input", f"{', '.join(inputs)} has no files", FIX)
+        raise UserError("--input", f"{inputs if isinstance(inputs, str) else ', '.join(inputs)} has no files", FIX)
     return cut([(piece,) for piece in pieces], task_bytes)
 
 
-def find_pieces(inputs: Sequence[str], task_bytes: int, token_dtype: str = "",
+def find_pieces(inputs: str | Sequence[str], task_bytes: int, token_dtype: str = "",
                 ends: str | tuple[str, ...] = "") -> list[Piece]:
     """In order of input and name; of files whose names end so, whatever the case."""
-    return [piece for source in inputs for name, path, size in _files(source) if name.lower().endswith(ends)
+    inputs = [inputs] if isinstance(inputs, str | Path) else inputs
+    return [piece for source in inputs for name, path, size in _files(str(source)) if name.lower().endswith(ends)
             for piece in _pieces(name, path, size, task_bytes, token_dtype)]
 
 

@@ -30,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(flags.config, overrides).data
         corpus = load_corpus(config)
         batches = (eval_batches if flags.split == "eval" else train_batches)(config, corpus)
+        if batches is None:
+            raise UserError("--split", f"{config.source} has no evaluation split", "look at --split=train")
         last = 2**62 if batches.num_batches is None else batches.num_batches - 1
         if not 0 <= flags.step <= last:
             raise UserError("--step", f"{flags.step} is no step", f"use 0 to {last}")
@@ -79,7 +81,7 @@ def show(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, tokens: 
     """One row, a paragraph a document. `froms`: where each segment comes from."""
     segments, weights = row["segments"], row["weights"]
     edges = [0, *map(int, np.flatnonzero(np.diff(segments)) + 1), len(segments)]
-    lines = [f"row {number}: {len(segments)} tokens, {len(edges) - 1} documents or parts, "
+    lines = [f"row {number}: {len(segments)} tokens, {len(np.unique(segments[segments > 0]))} documents or parts, "
              f"{int((weights > 0).sum())} carry loss, {int((segments == 0).sum())} are padding"]
     for start, stop in pairwise(edges):
         segment, begins = segments[start], row["positions"][start]

@@ -52,6 +52,8 @@ def _corpus(folder: Path, manifest: dict[str, Any], column: Callable[..., Any], 
         if tokenizer.bos is not None and any(_begins_without(tokenizer.bos, shard) for shard in looked_at):
             raise UserError("data.source", f"{folder} has documents without {manifest['tokenizer']['bos']} in front",
                             "prepare the corpus again")
+        if splits[split].num_tokens and splits[split].lost >= splits[split].num_tokens:
+            raise UserError("data.corrupt", f"nothing of the {split} split of {folder} is left", "prepare it again")
     return Corpus(splits["train"], splits["eval"], tokenizer, manifest["sha256"], folder, threads)
 
 
@@ -67,6 +69,9 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
     path = storage.join(folder, "manifest.json")
     if not storage.is_url(folder) and not Path(path).exists() and Path(folder, UNFINISHED).is_dir():
         raise UserError("data.source", f"{folder} is not finished", "run the same prepare command again")
+    if not storage.is_url(folder) and not Path(path).exists():
+        raise UserError("data.source", f"{folder} has no manifest.json, so it is no corpus",
+                        "copy the corpus whole, or prepare it")
     try:
         content = storage.read(path)
     except storage.Gone as error:
@@ -80,6 +85,9 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
         content = {key: value for key, value in manifest.items() if key not in BESIDE}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError("data.source", f"{path} cannot be read ({error})", "prepare the corpus again") from error
+    if str(manifest.get("format")).startswith("jaxtrain-sequences") and format == FORMAT:
+        raise UserError("data.source", f"{folder} is a corpus of sequences, which no model of text reads",
+                        "read it with open_sequences, as docs/data-sequences.md shows")
     if manifest.get("format") != format:
         raise UserError("data.source", f"{path} is of format {manifest.get('format')!r}, not {format!r}",
                         "prepare the corpus again with this version")

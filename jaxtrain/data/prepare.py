@@ -329,6 +329,8 @@ def summary(corpus: Corpus) -> str:
         tokens: Any = getattr(corpus, split)
         lines.append(f"{split:<6}{tokens.num_documents:>14,} documents {tokens.num_tokens:>18,} tokens "
                      f"{tokens.num_bytes:>18,} bytes")
+    if not corpus.eval.num_documents:
+        lines.append("no document fell to evaluation, so runs will not evaluate: give a larger --eval_fraction")
     manifest = read_manifest(corpus.path)
     if manifest["chat"] and (tokens := corpus.train.num_tokens + corpus.eval.num_tokens):
         learnt = sum(shard.get("learnt", shard["tokens"]) for split in SPLITS

@@ -148,7 +148,13 @@ def _copied(url: str, version: int | str) -> tuple[Path, Any]:
 def put(local: Path, url: str) -> None:
     """Send a file. Stores show an object when all of it is there."""
     fs = _filesystem(url)
-    _tried(url, lambda: fs.put_file(str(local), url), "written")
+
+    def send() -> None:
+        if url.startswith(("file:", "local:")):  # where folders must be there first
+            fs.makedirs(fs._parent(url), exist_ok=True)
+        fs.put_file(str(local), url)
+
+    _tried(url, send, "written")
 
 
 class _Object(io.RawIOBase):
@@ -235,7 +241,7 @@ def _lasts(error: Exception) -> bool:
 
 def _refuse(url: str | Path, error: Exception, what: str) -> NoReturn:
     if isinstance(error, FileNotFoundError):
-        raise Gone(str(url), f"is not there ({_words(error)})", "check the name of bucket and object") from error
+        raise Gone(str(url), f"is not there ({_words(error)})", "check its name") from error
     raise UserError(str(url), f"cannot be {what} ({_words(error)})",
                     "check the credentials and what they permit") from error
 

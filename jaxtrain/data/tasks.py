@@ -52,6 +52,9 @@ class Options:
     train_on: str = "assistant"  # turns of conversations: assistant, last (the last of these), or all (everything)
 
     def __post_init__(self):
+        for name in ("steps", "describe"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
         if not 0 <= self.eval_fraction < 1:
             raise UserError("--eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.005")
         if self.task_bytes < 1:

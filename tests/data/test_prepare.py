@@ -303,3 +303,21 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, name, content, fla
 def test_an_end_that_the_vocabulary_lacks_is_refused(tokenizer):
     with pytest.raises(UserError, match="has no token '</s>'; name one of its tokens with --eod"):
         load_tokenizer(str(tokenizer), "</s>")
+
+
+def test_a_flag_given_twice_counts_twice(tmp_path, capsys):
+    first, second = write(tmp_path / "a.jsonl", ["one"]), write(tmp_path / "b.jsonl", ["two"])
+    assert main([f"--input={first}", f"--input={second}", f"--output={tmp_path / 'out'}", "--workers=1"]) == 0
+    assert open_corpus(tmp_path / "out").train.num_documents == 2
+    assert "runs will not evaluate" in capsys.readouterr().out
+    assert main([f"--input={first}", str(second), f"--output={tmp_path / 'two'}"]) == 2
+    assert "several values stand behind a flag without =" in capsys.readouterr().err
+    assert main([f"--input={first}", f"--output={tmp_path / 'two'}", "--dry-run"]) == 2
+    assert "did you mean '--dry_run'" in capsys.readouterr().err
+
+
+def test_a_corpus_that_was_not_copied_whole_is_no_text(tmp_path):
+    corpus = prepare(str(write(tmp_path / "a.jsonl")), tmp_path / "out", Options())
+    (corpus.path / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"has no manifest.json, so it is no corpus; copy the corpus whole"):
+        load_corpus(DataConfig(source=str(corpus.path), cache_dir=str(tmp_path)))

@@ -118,7 +118,7 @@ def test_what_does_not_arrive_as_it_was_sent_is_sent_again(bucket, corpus, tmp_p
 @pytest.mark.parametrize(("harm", "words"), [
     (lambda folder: flip(folder / "train-00000.bin", 5), "train-00000.bin is corrupt: its sha256 is not"),
     (lambda folder: (folder / "train-00000.bin").unlink(), "train-00000.bin cannot be read"),
-    (lambda folder: (folder / "manifest.json").unlink(), "manifest.json cannot be read"),
+    (lambda folder: (folder / "manifest.json").unlink(), "has no manifest.json"),
 ])
 def test_what_is_no_whole_corpus_is_refused(network, bucket, corpus, tmp_path, harm, words):
     harmed = Path(shutil.copytree(corpus, tmp_path / "harmed"))
@@ -147,3 +147,13 @@ def test_a_mistake_is_one_line(network, corpus, capsys, url, words):
 def test_the_command_says_what_it_did(corpus, capsys):
     assert main([str(corpus), "memory://published/c"]) == 0
     assert capsys.readouterr().out == "memory://published/c: complete; 16 files were sent\n"
+
+
+def test_a_folder_behind_a_url_need_not_be_there(tmp_path):
+    from jaxtrain.data.prepare import Options, prepare
+
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    made = prepare(str(tmp_path / "a.txt"), tmp_path / "made", Options(eval_fraction=0))
+    url = f"file://{tmp_path}/not/there/yet"
+    assert publish(made.path, url) > 0
+    assert open_corpus(url, tmp_path / "cache").train.read(0, 10).tolist() == made.train.read(0, 10).tolist()
