@@ -75,7 +75,7 @@ def test_the_datasheet_validates_and_tells_what_is_known(tmp_path, source, caplo
 
 def test_a_mistake_is_one_line(tmp_path, source, capsys):
     corpus = prepare([str(source)], tmp_path / "out", Options())
-    for words, told in (([str(tmp_path / "none")], "cannot be read"),
+    for words, told in (([str(tmp_path / "none")], "has no manifest.json"),
                         ([str(corpus.path), "--output=/no/x"], "--output: /no/x cannot be written"),
                         ([str(corpus.path), "--describe", "titel=x"], "no field 'titel'")):
         assert main(words) == 2

@@ -123,7 +123,7 @@ def test_an_output_that_is_something_else_is_refused(tmp_path):
     prepare_sequences([source], tmp_path / "out", Audio(eval_fraction=0))
     with pytest.raises(UserError, match="another corpus"):
         prepare_sequences([source], tmp_path / "out", Audio("text", eval_fraction=0))
-    with pytest.raises(UserError, match="jaxtrain-sequences-1"):
+    with pytest.raises(UserError, match="is a corpus of sequences"):
         open_corpus(tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").touch()
