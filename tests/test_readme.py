@@ -1,5 +1,6 @@
 """Every command and every Python block that the documentation shows is run, made small."""
 
+import itertools
 import os
 import re
 import shlex
@@ -78,9 +79,17 @@ def test_readme_begins_with_the_two_commands_and_is_short():
     assert lines.index(first[1]) < 10
 
 
-@pytest.mark.parametrize("command", [c for c in shown() if "pytest" not in c and "tools/bench" not in c])
-def test_shown_command_runs(command, workdirs):
-    run(*small(command, workdirs))
+def chains() -> list[list[str]]:
+    """Commands that run by themselves, and those that follow each other with what the ones before made in corpora/."""
+    commands = [command for command in shown() if "pytest" not in command and "tools/bench" not in command]
+    groups = [list(group) for _, group in itertools.groupby(commands, key=lambda command: "corpora/" in command)]
+    return [chain for group in groups for chain in ([group] if "corpora/" in group[0] else [[one] for one in group])]
+
+
+@pytest.mark.parametrize("commands", chains(), ids=lambda commands: commands[0])
+def test_shown_commands_run(commands, workdirs):
+    for command in commands:
+        run(*small(command, workdirs))
 
 
 @pytest.mark.parametrize("command", [c for c in shown() if "pytest" in c])

@@ -20,6 +20,7 @@ pytest.importorskip("ray")
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_killed_workers_and_a_mistake_on_one_cluster(tmp_path):
     """In a process of its own, for Ray changes the one that it starts from."""
     with tempfile.TemporaryDirectory(prefix="ray") as short:  # Ray's sockets need a short path
