@@ -69,7 +69,7 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         return run.placed(batches, step)
 
     def due(step):
-        return run.eval_batches and (step == t.steps or (t.eval_every and step % t.eval_every == 0))
+        return run.eval_batches is not None and (step == t.steps or (t.eval_every and step % t.eval_every == 0))
 
     def evaluation():
         with jax.transfer_guard("allow"):  # it waits for its numbers anyway, and places its batches on this thread

@@ -192,3 +192,56 @@ def test_a_corpus_without_evaluation_is_trained_without(keys, tmp_path, capsys):
                           "data.source": str(tmp_path / "corpus"), "train.steps": 2}), tmp_path / "work")
     assert len(lines(tmp_path / "work")) == 2 and "eval_loss" not in (tmp_path / "work/metrics.jsonl").read_text()
     assert "the stage from step 50 on is behind the last step, 2" in capsys.readouterr().err
+
+
+PRODUCTS = {
+    "pipeline": {"mesh.stage": 2, "mesh.data": 2, "mesh.fsdp": 1, "mesh.tensor": 2, "train.accumulation": 2},
+    "context": {"mesh.context": 2, "mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 2, "train.remat": "full"},
+    "pipeline and context": {"mesh.stage": 2, "mesh.context": 2, "mesh.data": 2, "mesh.fsdp": 1, "mesh.tensor": 1,
+                             "optimizer.zero_stage": 1, "mesh.context_strategy": "gather"},
+}
+
+
+@pytest.mark.parametrize("rows", ["stages", pytest.param("best_fit and a mask", marks=pytest.mark.slow),
+                                  pytest.param("bucket", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("product", ["pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in
+                                                   ("context", "pipeline and context"))])
+def test_rows_that_change_have_the_gradients_of_one_device(keys, tmp_path, rows, product):
+    """By gradient descent, so that the parameters' way is the sum of all gradients: every leaf is compared."""
+    more = {"model.num_layers": 2, "optimizer.name": "sgd", "optimizer.schedule": "constant", "optimizer.clip_norm": 0,
+            "optimizer.weight_decay": 0, "optimizer.warmup_steps": 0, "optimizer.learning_rate": 0.1,
+            "train.precision": "float32", "data.stages": [{"from_step": 2, "seq_len": 64, "global_batch_size": 8,
+                                                           "weights": {"code": 3}}], "data.global_batch_size": 16}
+    if rows == "bucket":
+        more |= {"data.mixture": {}, "data.stages": [], "data.source": documents(tmp_path / "texts"),
+                 "data.seq_len": 64, "data.packing": "bucket", "data.buckets": [24, 64], "data.global_batch_size": 8}
+    if rows == "best_fit and a mask":
+        more |= {"data.mixture": {"talks": {"source": talks(tmp_path)}, "web": keys["data.mixture"]["web"]},
+                 "data.packing": "best_fit", "data.seq_len": 64, "data.global_batch_size": 8,
+                 "data.stages": [{"from_step": 2, "weights": {"web": 0.2}, "global_batch_size": 16}]}
+    one = build(config(keys, **more, **{"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1}), devices=jax.devices()[:1])
+    many = build(config(keys, **more, **PRODUCTS[product]))
+    states = [one.init(), many.init()]
+    start, shapes = jax.device_get(states[0].params), set()
+    for step in range(4):
+        batches = [run.batch(step) for run in (one, many)]
+        assert all(np.array_equal(batches[0][key], batches[1][key]) for key in batches[0])
+        shapes.add(batches[0]["tokens"].shape)
+        (states[0], want), (states[1], got) = (
+            run.step(state, batch) for run, state, batch in zip((one, many), states, batches, strict=True))
+        assert float(got["loss"]) == pytest.approx(float(want["loss"]), rel=1e-5)
+        assert float(got["grad_norm"]) == pytest.approx(float(want["grad_norm"]), rel=1e-5)
+    assert len(shapes) == 2
+    for first, a, b in zip(*map(jax.tree.leaves, (start, *(jax.device_get(state.params) for state in states))),
+                           strict=True):
+        # Beside the gradients' own error, the parameters are rounded to float32.
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a - first) + 2**-26 * np.linalg.norm(a)
+
+
+def talks(folder) -> str:
+    from jaxtrain.data.prepare import Options, prepare
+
+    (folder / "talks.jsonl").write_text("".join(json.dumps({"messages": [
+        {"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} " * (1 + i % 7)}]}) + "\n"
+        for i in range(80)))
+    return str(prepare(str(folder / "talks.jsonl"), folder / "talks", Options(eval_fraction=0.1)).path)

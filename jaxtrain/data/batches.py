@@ -75,6 +75,7 @@ def _packed(config: DataConfig, corpus: Corpus, split: str, seq_len: int) -> Pac
     return FittedRows(tokens, plan, seq_len)
 
 
+@functools.lru_cache(maxsize=1)  # for the batches, and for what is said of them
 def _bucketed(config: DataConfig, corpus: Corpus) -> "tuple[DocumentRows | SparedRows, tuple[int, ...]]":
     """A document a row, at most `data.seq_len` long, and the buckets' lengths: those given, or eight that pad least."""
     from jaxtrain.data.bucketing import choose

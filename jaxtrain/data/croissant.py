@@ -14,7 +14,7 @@ from jaxtrain.data.corpus import SPLITS
 from jaxtrain.data.inputs import extra
 from jaxtrain.data.opening import read_manifest
 from jaxtrain.data.provenance import LISTS, described
-from jaxtrain.errors import Parser, UserError
+from jaxtrain.errors import Parser, UserError, command
 
 
 def datasheet(folder: Path, describe: Sequence[str] = ()) -> dict[str, Any]:
@@ -73,27 +73,23 @@ def _files(mlc: Any, folder: Path, manifest: dict[str, Any]) -> list[Any]:
                            sha256=sha256) for name, sha256 in sorted(hashes.items())]
 
 
-def main(argv: list[str] | None = None) -> int:
+@command()
+def main(argv: list[str] | None) -> None:
     """Exit status 2: the user's mistake, in one line."""
+    parser = Parser(prog="python -m jaxtrain.data.croissant")
+    parser.add_argument("corpus", help="a folder that jaxtrain.data.prepare made")
+    parser.add_argument("--output", default="", help="default: croissant.json in the folder")
+    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more of it")
+    flags = parser.parse_args(argv)
+    folder = Path(flags.corpus).expanduser()
+    path = Path(flags.output).expanduser() if flags.output else folder / "croissant.json"
+    sheet = datasheet(folder, flags.describe)
     try:
-        parser = Parser(prog="python -m jaxtrain.data.croissant")
-        parser.add_argument("corpus", help="a folder that jaxtrain.data.prepare made")
-        parser.add_argument("--output", default="", help="default: croissant.json in the folder")
-        parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more of it")
-        flags = parser.parse_args(argv)
-        folder = Path(flags.corpus).expanduser()
-        path = Path(flags.output).expanduser() if flags.output else folder / "croissant.json"
-        sheet = datasheet(folder, flags.describe)
-        try:
-            with files.written(path) as file:
-                file.write((json.dumps(sheet, indent=1, ensure_ascii=False, default=str) + "\n").encode())
-        except OSError as error:
-            raise UserError("--output", f"{path} cannot be written ({error.strerror})", "name another file") from error
-        print(path)
-        return 0
-    except UserError as mistake:
-        print(mistake, file=sys.stderr)
-        return 2
+        with files.written(path) as file:
+            file.write((json.dumps(sheet, indent=1, ensure_ascii=False, default=str) + "\n").encode())
+    except OSError as error:
+        raise UserError("--output", f"{path} cannot be written ({error.strerror})", "name another file") from error
+    print(path)
 
 
 if __name__ == "__main__":

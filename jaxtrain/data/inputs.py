@@ -248,16 +248,17 @@ def _first(piece: Piece) -> bytes:
 
 
 def _rows(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
-    names = parquet_file(piece.path).schema_arrow.names
+    file = parquet_file(piece.path)
+    names = file.schema_arrow.names
     if form != "text":
         columns = [name for name in dict.fromkeys([*FIELDS[form], *beside]) if name in names]
-        for row, record in enumerate(row_group(piece, columns).to_pylist()):
+        for row, record in enumerate(row_group(piece, columns, file).to_pylist()):
             yield _example(_without_null(record), form, f"{piece.name}, row {row} of group {piece.start}", row, beside)
         return
     if field not in names:
         raise UserError("--field", f"{piece.name} has no column {field!r}", f"it has {', '.join(names)}")
     beside = [name for name in beside if name in names and name != field]
-    columns = row_group(piece, [field, *beside])
+    columns = row_group(piece, [field, *beside], file)
     for row, (text, *others) in enumerate(zip(*(columns[name] for name in [field, *beside]), strict=True)):
         where, content = f"{piece.name}, row {row} of group {piece.start}", text.as_py()
         content = content.encode() if isinstance(content, str) else content
@@ -305,10 +306,10 @@ def parquet_file(path: str) -> Any:
         return parquet.ParquetFile(storage.open(path) if storage.is_url(path) else path)
 
 
-def row_group(piece: Piece, columns: list[str]) -> Any:
-    """Some columns of a piece of Parquet."""
+def row_group(piece: Piece, columns: list[str], file: Any = None) -> Any:
+    """Some columns of a piece of Parquet, of a `file` that is open."""
     with readable(piece.path, extra("pyarrow", "Parquet").ArrowException):
-        return parquet_file(piece.path).read_row_group(piece.start, columns=columns)
+        return (file or parquet_file(piece.path)).read_row_group(piece.start, columns=columns)
 
 
 def _array_record() -> Any:

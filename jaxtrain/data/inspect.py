@@ -17,42 +17,38 @@ from jaxtrain.data.cache import load_corpus
 from jaxtrain.data.corpus import Tokens
 from jaxtrain.data.origins import origins
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.errors import Parser, UserError, overrides_of
+from jaxtrain.errors import Parser, UserError, command, overrides_of
 
 COLOURS = (153, 157, 223, 183, 216, 159)  # of one document after another
 GREY = 240  # what carries no loss
 
 
-def main(argv: list[str] | None = None) -> int:
+@command()
+def main(argv: list[str] | None) -> None:
     """Exit status 2: the user's mistake, in one line."""
-    try:
-        flags, overrides = parse(argv)
-        config = load_config(flags.config, overrides).data
-        corpus = load_corpus(config)
-        batches = (eval_batches if flags.split == "eval" else train_batches)(config, corpus)
-        if batches is None:
-            raise UserError("--split", f"{config.source} has no evaluation split", "look at --split=train")
-        last = 2**62 if batches.num_batches is None else batches.num_batches - 1
-        if not 0 <= flags.step <= last:
-            raise UserError("--step", f"{flags.step} is no step", f"use 0 to {last}")
-        size = batches.shape(flags.step)[0]
-        rows = range(size) if flags.row is None else [flags.row]
-        if not 0 <= rows[0] < size:
-            raise UserError("--row", f"{flags.row} is no row of {size}", "count from 0")
-        batch = batches.rows(flags.step, rows)
-        masked = getattr(corpus, flags.split).masked
-        colour = sys.stdout.isatty() if flags.colour == "auto" else flags.colour == "always"
-        style = "colour" if colour else "brackets" if masked else "plain"
-        if masked:
-            print(cuts(getattr(corpus, flags.split), config))
-        for i, row in enumerate(rows):
-            one = {key: column[i] for key, column in batch.items()}
-            froms = origins(corpus, flags.split, *batches.origin(flags.step, row))
-            print(show(row, one, corpus.tokenizer, flags.tokens, style, froms))
-        return 0
-    except UserError as mistake:
-        print(mistake, file=sys.stderr)
-        return 2
+    flags, overrides = parse(argv)
+    config = load_config(flags.config, overrides).data
+    corpus = load_corpus(config)
+    batches = (eval_batches if flags.split == "eval" else train_batches)(config, corpus)
+    if batches is None:
+        raise UserError("--split", f"{config.source} has no evaluation split", "look at --split=train")
+    last = 2**62 if batches.num_batches is None else batches.num_batches - 1
+    if not 0 <= flags.step <= last:
+        raise UserError("--step", f"{flags.step} is no step", f"use 0 to {last}")
+    size = batches.shape(flags.step)[0]
+    rows = range(size) if flags.row is None else [flags.row]
+    if not 0 <= rows[0] < size:
+        raise UserError("--row", f"{flags.row} is no row of {size}", "count from 0")
+    batch = batches.rows(flags.step, rows)
+    masked = getattr(corpus, flags.split).masked
+    colour = sys.stdout.isatty() if flags.colour == "auto" else flags.colour == "always"
+    style = "colour" if colour else "brackets" if masked else "plain"
+    if masked:
+        print(cuts(getattr(corpus, flags.split), config))
+    for i, row in enumerate(rows):
+        one = {key: column[i] for key, column in batch.items()}
+        froms = origins(corpus, flags.split, *batches.origin(flags.step, row))
+        print(show(row, one, corpus.tokenizer, flags.tokens, style, froms))
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:

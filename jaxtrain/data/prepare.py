@@ -30,7 +30,7 @@ from jaxtrain.data.steps import added, summed
 from jaxtrain.data.tasks import ALIKE, Options, Task, chat_of, loaded, made_by, tokenize_shard, verdicts_path
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.data.vocabulary import Vocabulary
-from jaxtrain.errors import Parser, UserError
+from jaxtrain.errors import Parser, UserError, command
 
 
 def prepare(sources: Sequence[str], output: str | Path, options: Options, workers: int | Engine = 1,
@@ -211,41 +211,34 @@ def _licences(options: Options, ledgers: list[dict[str, Any]]) -> dict[str, int]
 
 # ------------------------------------------------------------------------------------------------------ command line
 
-def main(argv: list[str] | None = None) -> int:
+@command("stopped; the same command goes on")
+def main(argv: list[str] | None) -> None:
     """Exit status 0: the corpus, or the part, is complete; 2: the user's mistake, in one line."""
-    try:
-        flags = parse(argv)
-        options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
-                          flags.task_bytes, token_dtype=flags.token_dtype, bos="" if flags.bos == "none" else flags.bos,
-                          format=flags.format,
-                          chat_template=flags.chat_template, train_on=flags.train_on,
-                          steps=tuple(flags.steps), licence_of=flags.licence_of, describe=tuple(flags.describe),
-                          near=Near(flags.near_threshold, flags.near_permutations, flags.near_shingle))
-        if flags.dry_run:
-            tasks, _, options = plan_tasks(flags.input, options)
-            print(dry_run(tasks, options, flags.sample))
-            return 0
-        picture = Path(flags.histogram).expanduser() if flags.histogram else None
-        if picture:
-            lengths.check_picture(picture)
-        if flags.engine == "slurm":
-            print(_script(flags, options, sys.argv[1:] if argv is None else argv))
-            return 0
-        with Line(sys.stderr) as say:
-            if flags.part or flags.stage != "tokens":
-                prepare_part(flags.input, flags.output, options, flags.part, flags.stage, _engine(flags), say)
-                return 0
-            corpus = prepare(flags.input, flags.output, options, _engine(flags), say)
-        print(summary(corpus))
-        if picture:
-            lengths.draw(corpus, picture)
-        return 0
-    except UserError as mistake:
-        print(mistake, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
-        return 130
+    flags = parse(argv)
+    options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
+                      flags.task_bytes, token_dtype=flags.token_dtype, bos="" if flags.bos == "none" else flags.bos,
+                      format=flags.format,
+                      chat_template=flags.chat_template, train_on=flags.train_on,
+                      steps=tuple(flags.steps), licence_of=flags.licence_of, describe=tuple(flags.describe),
+                      near=Near(flags.near_threshold, flags.near_permutations, flags.near_shingle))
+    if flags.dry_run:
+        tasks, _, options = plan_tasks(flags.input, options)
+        print(dry_run(tasks, options, flags.sample))
+        return
+    picture = Path(flags.histogram).expanduser() if flags.histogram else None
+    if picture:
+        lengths.check_picture(picture)
+    if flags.engine == "slurm":
+        print(_script(flags, options, sys.argv[1:] if argv is None else argv))
+        return
+    with Line(sys.stderr) as say:
+        if flags.part or flags.stage != "tokens":
+            prepare_part(flags.input, flags.output, options, flags.part, flags.stage, _engine(flags), say)
+            return
+        corpus = prepare(flags.input, flags.output, options, _engine(flags), say)
+    print(summary(corpus))
+    if picture:
+        lengths.draw(corpus, picture)
 
 
 def _engine(flags: argparse.Namespace) -> int | Engine:

@@ -27,7 +27,7 @@ from jaxtrain.data.sequences import (
 from jaxtrain.data.shards import Origin
 from jaxtrain.data.steps import added
 from jaxtrain.data.tasks import Task, write_ledger
-from jaxtrain.errors import Parser, UserError
+from jaxtrain.errors import Parser, UserError, command
 
 
 class Source(Protocol):
@@ -125,21 +125,14 @@ def make_shard(number: int, task: Task, output: str | Path, source: Source, plan
 
 # ------------------------------------------------------------------------------------------------------ command line
 
-def main(argv: list[str] | None = None) -> int:
+@command("stopped; the same command goes on")
+def main(argv: list[str] | None) -> None:
     """Exit status 0: the corpus is complete; 2: the user's mistake, in one line."""
-    try:
-        flags = parse(argv)
-        with Line(sys.stderr) as say:
-            workers = flags.workers or work.cores()
-            corpus = prepare_sequences(flags.input, flags.output, source_of(flags), workers, say)
-        print(summary(corpus))
-        return 0
-    except UserError as mistake:
-        print(mistake, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
-        return 130
+    flags = parse(argv)
+    with Line(sys.stderr) as say:
+        workers = flags.workers or work.cores()
+        corpus = prepare_sequences(flags.input, flags.output, source_of(flags), workers, say)
+    print(summary(corpus))
 
 
 def source_of(flags: argparse.Namespace) -> Source:

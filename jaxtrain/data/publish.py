@@ -14,7 +14,8 @@ from pathlib import Path
 from jaxtrain.data import files, storage
 from jaxtrain.data.corpus import SPLITS
 from jaxtrain.data.opening import read_manifest
-from jaxtrain.errors import Parser, UserError
+from jaxtrain.data.progress import Line
+from jaxtrain.errors import Parser, UserError, command
 
 THREADS = 8  # files under way at a time
 AGAIN = 3  # times a file is sent that does not arrive as it is
@@ -77,27 +78,16 @@ def _digest(url: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
-def main(argv: list[str] | None = None) -> int:
+@command("stopped; the same command goes on")
+def main(argv: list[str] | None) -> None:
     """Exit status 0: all of it is there; 2: the user's mistake, in one line."""
-    try:
-        parser = Parser(prog="python -m jaxtrain.data.publish")
-        parser.add_argument("corpus", help="a folder that jaxtrain.data.prepare made")
-        parser.add_argument("url", help="where to; then give it to a run as --config.data.source")
-        flags = parser.parse_args(argv)
-        terminal = sys.stderr.isatty()
-
-        def say(line):
-            print(line, end="\r" if terminal else "\n", file=sys.stderr, flush=True)
-
+    parser = Parser(prog="python -m jaxtrain.data.publish")
+    parser.add_argument("corpus", help="a folder that jaxtrain.data.prepare made")
+    parser.add_argument("url", help="where to; then give it to a run as --config.data.source")
+    flags = parser.parse_args(argv)
+    with Line(sys.stderr) as say:
         sent = publish(flags.corpus, flags.url, say)
-        print(f"{flags.url}: complete; {sent} files were sent")
-        return 0
-    except UserError as mistake:
-        print(mistake, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
-        return 130
+    print(f"{flags.url}: complete; {sent} files were sent")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from jaxtrain.data.conversations import Example
 from jaxtrain.data.inputs import Text
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.data.vocabulary import ENDS
-from jaxtrain.errors import Parser, UserError
+from jaxtrain.errors import Parser, UserError, command
 
 EOD = ENDS[0]
 # Words with the space before them, punctuation, space: as GPT-2 splits text, but for digits, which stand alone.
@@ -61,26 +61,22 @@ def texts(sources: list[str], field: str, limit: int) -> Iterator[str]:
                 break
 
 
-def main(argv: list[str] | None = None) -> int:
+@command()
+def main(argv: list[str] | None) -> None:
     """Exit status 2: the user's mistake, in one line."""
+    flags = parse(argv)
+    output = Path(flags.output)
+    if output.exists():
+        raise UserError("--output", f"{output} exists", "name another file, or delete it")
+    content = train(texts(flags.input, flags.field, flags.bytes), flags.vocab_size, flags.special_tokens)
     try:
-        flags = parse(argv)
-        output = Path(flags.output)
-        if output.exists():
-            raise UserError("--output", f"{output} exists", "name another file, or delete it")
-        content = train(texts(flags.input, flags.field, flags.bytes), flags.vocab_size, flags.special_tokens)
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            with files.written(output) as file:
-                file.write(content.encode())
-        except OSError as error:
-            reason = f"{output} cannot be written ({error.strerror})"
-            raise UserError("--output", reason, "name another file") from error
-        print(f"{output}: {load_tokenizer(flags.output).vocab_size:,} ids, {EOD} ends a document")
-        return 0
-    except UserError as mistake:
-        print(mistake, file=sys.stderr)
-        return 2
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with files.written(output) as file:
+            file.write(content.encode())
+    except OSError as error:
+        reason = f"{output} cannot be written ({error.strerror})"
+        raise UserError("--output", reason, "name another file") from error
+    print(f"{output}: {load_tokenizer(flags.output).vocab_size:,} ids, {EOD} ends a document")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
