@@ -234,8 +234,8 @@ def test_rows_that_change_have_the_gradients_of_one_device(keys, tmp_path, rows,
     assert len(shapes) == 2
     for first, a, b in zip(*map(jax.tree.leaves, (start, *(jax.device_get(state.params) for state in states))),
                            strict=True):
-        # Beside the gradients' own error, the parameters are rounded to float32.
-        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a - first) + 2**-26 * np.linalg.norm(a)
+        # Beside the error of gradients: parameters are rounded to float32, and some gradients are rounding only.
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a - first) + 2**-26 * np.linalg.norm(a) + 1e-9
 
 
 def talks(folder) -> str:
