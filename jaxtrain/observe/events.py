@@ -1,0 +1,39 @@
+"""What a person on call will want to know later: one line a decision in WORKDIR/events.jsonl, by whichever process."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+Event = dict[str, Any]
+
+
+def record(workdir: str | Path, kind: str, **fields: Any) -> None:
+    """Append one event. Lines of several processes do not mix: each is one write to a file opened for appending."""
+    event = {"time": time.time(), "kind": kind, "process": _process(), "host": socket.gethostname(), **fields}
+    file = os.open(Path(workdir) / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, json.dumps(event, default=str).encode() + b"\n")
+    finally:
+        os.close(file)
+
+
+def events(workdir: str | Path) -> list[Event]:
+    """All of them, as far as their lines are whole."""
+    path = Path(workdir) / "events.jsonl"
+    found = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue  # torn by a kill or a full disk
+    return found
+
+
+def _process() -> int:
+    """Ours, without waking a backend that is not up: the supervisor records too, and has none."""
+    return jax._src.distributed.global_state.process_id or 0
