@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_compare_and_losses():
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}  # one device, as users have
     command = [sys.executable, ROOT / "tools/bench.py", "--compare=plain", "--losses", "--shape=tiny", "--steps=2",

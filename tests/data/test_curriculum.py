@@ -71,7 +71,12 @@ def random_config(rng: random.Random, names) -> DataConfig:
     return config(mixture=mixture, stages=planned, packing=packing, seed=rng.randint(0, 99))
 
 
-@pytest.mark.parametrize("case", range(30))
+def few_of(cases):
+    """The first of them at once, the others among the long tests."""
+    return [case if case < 6 else pytest.param(case, marks=pytest.mark.slow) for case in range(cases)]
+
+
+@pytest.mark.parametrize("case", few_of(30))
 def test_processes_restarts_and_later_stages_change_nothing(case):
     rng = random.Random(case)
     names = ["web", "code", "books"][: rng.randint(1, 3)]
@@ -96,7 +101,7 @@ def test_processes_restarts_and_later_stages_change_nothing(case):
     assert whole.tokens(99) == sum(batch["tokens"].size for batch in straight[:99])
 
 
-@pytest.mark.parametrize("case", range(20))
+@pytest.mark.parametrize("case", few_of(20))
 def test_each_token_is_seen_as_often_as_the_epochs_say(case):
     """Counted token by token over everything a run draws, whatever the stages do to lengths and batches."""
     rng = random.Random(1000 + case)
