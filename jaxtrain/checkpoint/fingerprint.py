@@ -8,7 +8,7 @@ always changes both sums. (Places 2^32 elements apart are scrambled alike.)
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,20 +20,22 @@ Words = tuple[int, int]
 _PIECE = 1 << 20  # elements that the host widens at a time
 
 
+def on_device(flat: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """The words of every array, in the order of `flat`: small arrays that are still being computed."""
+    return [_compiled(getattr(x.sharding, "mesh", None))(x) for x in flat.values()]
+
+
+def read(paths: Iterable[str], words: list[jax.Array]) -> dict[str, str]:
+    """What `on_device` gave for the arrays at these paths, as text; waits for it."""
+    return {path: text(found.tolist()) for path, found in zip(paths, jax.device_get(words), strict=True)}
+
+
 @functools.cache
-def _compiled():
-    # One program for all arrays of a state, compiled at the first save.
-    return jax.jit(lambda flat: jnp.stack([_of_array(x) for x in flat]))
-
-
-def on_device(flat: Mapping[str, jax.Array]) -> jax.Array:
-    """The words of every array, in the order of `flat`, as one small array that is still being computed."""
-    return _compiled()(list(flat.values()))
-
-
-def read(flat: Mapping[str, Any], words: jax.Array) -> dict[str, str]:
-    """What `on_device` gave for these arrays, as text; waits for it."""
-    return {path: text(row) for path, row in zip(flat, jax.device_get(words).tolist(), strict=True)}
+def _compiled(mesh: Any):
+    # A program for each kind of array, of which a state has few: its moments are like its parameters. Every process
+    # reads the result, so it lies on all devices.
+    replicated = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.jit(_of_array, out_shardings=replicated)
 
 
 def of_piece(piece: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> Words:

@@ -211,7 +211,7 @@ def _open(state: Path, path: str):
 
 def _pieces(array) -> Iterator[tuple[slice, ...]]:
     """Slices that cover an array, each a whole number of its chunks along the first dimension where they are small."""
-    sizes = list(array.chunk_layout.read_chunk.shape)
+    sizes = list(array.chunk_layout.read_chunk.shape or ())  # None: of a scalar
     room = _PIECE_BYTES // max(1, array.dtype.numpy_dtype.itemsize)
     for dimension, (size, whole) in reversed(list(enumerate(zip(sizes, array.shape, strict=True)))):
         others = int(np.prod([n for i, n in enumerate(sizes) if i != dimension]))
