@@ -21,6 +21,7 @@ from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
+from jaxtrain.resilience import exits
 
 ROOT = Path(__file__).parents[1]
 STEPS = 12
@@ -157,7 +158,7 @@ def test_a_signal_to_one_stops_both(flags, alone, tmp_path, number):
             time.sleep(0.05)
         both[1].send_signal(number)
         outputs = ended(both)
-    assert [process.returncode for process in both] == [128 + signal.SIGTERM, 128 + number], outputs
+    assert [process.returncode for process in both] == [exits.SAVED, exits.SAVED if number == signal.SIGTERM else exits.INTERRUPTED], outputs
     step = Checkpoints(workdir / "checkpoints").latest()
     assert 5 <= step < STEPS and told(workdir)[-1]["step"] == step
     assert "resumed from step 4" in outputs[0]

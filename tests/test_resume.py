@@ -20,7 +20,7 @@ from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.resilience import Interrupt
+from jaxtrain.resilience import Interrupt, exits
 
 ROOT = Path(__file__).parents[1]
 STEPS = 12
@@ -127,7 +127,7 @@ def test_stopped(flags, straight, tmp_path, number):
         wait_for_lines(tmp_path, 3, started)
         started.send_signal(number)
         _, err = started.communicate(timeout=60)
-    assert started.returncode == 128 + number and "Traceback" not in err
+    assert started.returncode == (exits.SAVED if number == signal.SIGTERM else exits.INTERRUPTED) and "Traceback" not in err
     step = Checkpoints(tmp_path / "checkpoints").latest()
     assert 2 <= step < STEPS and err.endswith(f"saved at step {step}; run the same command again to resume\n")
     assert "stopping after this step; Ctrl-C ends at once" in err
