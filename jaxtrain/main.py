@@ -46,6 +46,10 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         return exits.DONE
     from jaxtrain.train import train
 
+    if resolved.resilience.elastic:
+        from jaxtrain.resilience import elastic
+
+        resolved = elastic.here(resolved, workdir_of(flags))
     train(resolved, workdir_of(flags))
     return exits.DONE
 
