@@ -101,7 +101,8 @@ class Supervisor:
         self.steps = Steps(self.workdir / "metrics.jsonl")
         self.asked: int | None = None  # the signal that ends the run
         self._signals: list[int] = []  # come, and not yet passed on
-        self._fitting: dict[int, bool] = {}
+        self._asking: subprocess.Popen | None = None
+        self._fitting: set[int] | None = None
 
     # ----------------------------------------------------------------------------------------------- attempt by attempt
     def run(self) -> int:
@@ -167,6 +168,8 @@ class Supervisor:
                 self._wait()
                 shown.pump()
                 self.steps.look()
+                if self.steps.again and self.staff.elastic:
+                    self._ask_what_fits()
                 if down and self.steps.again:
                     self._recovered(*down)
                     down = None
@@ -229,15 +232,27 @@ class Supervisor:
         self._record("recovered", seconds=seconds, why=why, step=self.steps.newest)
 
     def _fits(self, processes: int) -> bool:
-        """Asked of another process, which needs JAX for the answer; once for each number."""
-        if processes not in self._fitting:
-            command = [sys.executable, "-m", "jaxtrain.resilience.elastic", f"--processes={processes}",
+        """Whether a mesh fits so many. Before anything has run nobody knows how many devices a process has."""
+        if not (self.workdir / "run.json").exists():
+            return False
+        if self._fitting is None:
+            self._ask_what_fits()
+            assert self._asking
+            answers, refusals = self._asking.communicate()
+            self._fitting = {int(line.split()[0]) for line in answers.splitlines()}
+            if refusals:
+                say(refusals.strip())
+            self._record("fitting", processes=sorted(self._fitting))
+        return processes in self._fitting
+
+    def _ask_what_fits(self) -> None:
+        """Another process finds out, since it takes JAX; when a process is lost, the answer is there already."""
+        if self._asking is None:
+            command = [sys.executable, "-m", "jaxtrain.resilience.elastic", f"--least={self.flags.min_processes}",
                        f"--full={self.flags.processes}", f"--workdir={self.workdir}", "--", *self.rest]
-            asked = subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
-            self._fitting[processes] = asked.returncode == 0
-            if asked.returncode:
-                say(f"{processes} processes would not do: {asked.stderr.strip().splitlines()[-1:] or ['?']}")
-        return self._fitting[processes]
+            self._asking = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, text=True,
+                                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                            preexec_fn=children.die_with_parent())
 
     # ---------------------------------------------------------------------------------------------------------- waiting
     def _wait(self) -> None:
@@ -264,6 +279,8 @@ class Supervisor:
         try:
             yield
         finally:
+            if self._asking:
+                self._asking.kill()
             signal.set_wakeup_fd(pipe)
             for number, handler in before.items():
                 signal.signal(number, handler)

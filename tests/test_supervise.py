@@ -202,7 +202,7 @@ def test_nobody_is_left_behind(run, tmp_path):
 def test_the_lifeline_alone_ends_a_process(tmp_path):
     """Where there is no prctl: when the other end of the socket is gone."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(children, "_die_with_parent", lambda: None)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(children, "die_with_parent", lambda: None)
         child = children.start([sys.executable, "-c", "from jaxtrain.resilience import lifeline; import time; "
                                 "lifeline.hold(); print(1, flush=True); time.sleep(1000)"], 0, 0, tmp_path / "log",
                                {**os.environ, "PYTHONPATH": str(ROOT)})

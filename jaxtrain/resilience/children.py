@@ -77,7 +77,7 @@ def start(command: Sequence[str], rank: int, slot: int, log: Path, environment: 
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()],
             env={**environment, lifeline.VARIABLE: str(theirs.fileno()), "PYTHONUNBUFFERED": "1"},
             start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which passes it on
-            preexec_fn=_die_with_parent())
+            preexec_fn=die_with_parent())
     return Child(rank, slot, log, process, ours)
 
 
@@ -102,7 +102,7 @@ def shares(environment: Mapping[str, str], processes: int) -> list[dict[str, str
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each: (i + 1) * each])} for i in range(processes)]
 
 
-def _die_with_parent():
+def die_with_parent():
     """For the child, before it becomes the program: Linux kills it with us, even if it is stopped by then.
 
     Elsewhere the lifeline alone does it.

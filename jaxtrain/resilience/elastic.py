@@ -1,8 +1,8 @@
 """Fewer devices than declared, or more: another mesh, the same batch, the same numbers.
 
-    python -m jaxtrain.resilience.elastic --processes=M --full=N --workdir=DIR -- <flags of jaxtrain.main>
+    python -m jaxtrain.resilience.elastic --least=M --full=N --workdir=DIR -- <flags of jaxtrain.main>
 
-asks without any device whether a run of N processes could go on with M: exit status 0, and the mesh on stdout.
+tells without any device with how many processes, from M on, a run of N could go on: one line each, and the mesh.
 """
 
 import dataclasses
@@ -156,12 +156,12 @@ def _with_mesh(config: Config, sizes: Sizes) -> Config:
 
 @command()
 def main(argv: list[str] | None = None) -> None:
-    """Would so many processes do?"""
+    """With how many processes could it go on?"""
     from jaxtrain import config as schema
     from jaxtrain import main as training
 
     parser = Parser(prog="python -m jaxtrain.resilience.elastic")
-    for flag in ("processes", "full"):
+    for flag in ("least", "full"):
         parser.add_argument(f"--{flag}", type=int, required=True)
     parser.add_argument("--workdir", type=Path, required=True)
     given = list(sys.argv[1:] if argv is None else argv)
@@ -173,8 +173,12 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--workdir", f"{flags.workdir} does not tell how many devices a process has",
                         "let the run begin with all its processes") from None
     each = math.prod(run["mesh"].values()) // run["process_count"]
-    chosen = choose(schema.load_config(trained.config, overrides), flags.processes * each, flags.full * each)
-    print(words(_sizes(chosen)))
+    config = schema.load_config(trained.config, overrides)
+    for count in range(flags.least, flags.full):
+        try:
+            print(count, words(_sizes(choose(config, count * each, flags.full * each))))
+        except UserError as refused:
+            print(f"{count} processes would not do: {refused}", file=sys.stderr)
 
 
 if __name__ == "__main__":
