@@ -284,6 +284,21 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ResilienceConfig:
+    """What a run does when something breaks."""
+
+    elastic: bool = False  # another mesh where the declared one does not fit the devices; set by the supervisor
+    meshes: list[str] = field(default_factory=list, hash=False)  # such as "data=2,tensor=2", best first; none: derived
+
+    def __post_init__(self):
+        for text in self.meshes:
+            parts = [part.strip().partition("=") for part in text.split(",")] if isinstance(text, str) else []
+            if not parts or any(axis not in _AXES or not (size == "-1" or (size.isdecimal() and int(size)))
+                                for axis, _, size in parts):
+                raise UserError("resilience.meshes", f"{text!r} is no mesh", "write them as 'data=4,tensor=2'")
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run. What is not written in a config file has the default written here."""
 
@@ -294,6 +309,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     def __post_init__(self):
         if self.data.seq_len > self.model.max_seq_len:

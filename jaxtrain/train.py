@@ -1,6 +1,7 @@
 """The loop, from config to final state, on one page. The order of things matters; comments say why."""
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +16,17 @@ from jaxtrain.data import prefetch, stages
 from jaxtrain.data.batches import epochs, packing
 from jaxtrain.errors import UserError
 from jaxtrain.report import matmul_parameters
-from jaxtrain.resilience import Interrupt
+from jaxtrain.resilience import Interrupt, exits
 from jaxtrain.state import TrainState
 
 
-class Interrupted(Exception):
+class Interrupted(exits.Ended):
     """The run was asked to stop, saved its state, and can be resumed."""
 
-    def __init__(self, step: int, signal: int):
-        self.step, self.signal = step, signal
-        super().__init__(f"saved at step {step}; run the same command again to resume")
+    def __init__(self, step: int, number: int):
+        self.step, self.signal = step, number
+        super().__init__(exits.INTERRUPTED if number == signal.SIGINT else exits.SAVED,
+                         f"saved at step {step}; run the same command again to resume")
 
 
 def train(config: Config, workdir: str | Path) -> TrainState:

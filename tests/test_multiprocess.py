@@ -21,12 +21,14 @@ from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
+from jaxtrain.resilience import exits
 
 ROOT = Path(__file__).parents[1]
 STEPS = 12
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=2",
         "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=4", "checkpoint.every=4",
         "checkpoint.keep=3", "optimizer.zero_stage=1"]
+STATUS = {signal.SIGTERM: exits.SAVED, signal.SIGINT: exits.INTERRUPTED}
 MESHES = {"data": [], "product": ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2",
                                   "--config.train.sample_tokens=4"]}
 RUN = """
@@ -157,7 +159,7 @@ def test_a_signal_to_one_stops_both(flags, alone, tmp_path, number):
             time.sleep(0.05)
         both[1].send_signal(number)
         outputs = ended(both)
-    assert [process.returncode for process in both] == [128 + signal.SIGTERM, 128 + number], outputs
+    assert [process.returncode for process in both] == [exits.SAVED, STATUS[number]], outputs
     step = Checkpoints(workdir / "checkpoints").latest()
     assert 5 <= step < STEPS and told(workdir)[-1]["step"] == step
     assert "resumed from step 4" in outputs[0]

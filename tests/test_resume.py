@@ -20,12 +20,13 @@ from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.resilience import Interrupt
+from jaxtrain.resilience import Interrupt, exits
 
 ROOT = Path(__file__).parents[1]
 STEPS = 12
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=3", "checkpoint.every=3"]
+STATUS = {signal.SIGTERM: exits.SAVED, signal.SIGINT: exits.INTERRUPTED}
 # A process that takes its time over each batch, so that a signal comes in the middle of a run.
 SLOW = """
 import sys, time
@@ -127,7 +128,7 @@ def test_stopped(flags, straight, tmp_path, number):
         wait_for_lines(tmp_path, 3, started)
         started.send_signal(number)
         _, err = started.communicate(timeout=60)
-    assert started.returncode == 128 + number and "Traceback" not in err
+    assert started.returncode == STATUS[number] and "Traceback" not in err
     step = Checkpoints(tmp_path / "checkpoints").latest()
     assert 2 <= step < STEPS and err.endswith(f"saved at step {step}; run the same command again to resume\n")
     assert "stopping after this step; Ctrl-C ends at once" in err

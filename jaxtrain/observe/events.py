@@ -3,11 +3,10 @@
 import json
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
-
-import jax
 
 Event = dict[str, Any]
 
@@ -35,5 +34,6 @@ def events(workdir: str | Path) -> list[Event]:
 
 
 def _process() -> int:
-    """Ours, without waking a backend that is not up: the supervisor records too, and has none."""
-    return jax._src.distributed.global_state.process_id or 0
+    """Ours, without waking a backend that is not up; the supervisor, which records too, has not even imported JAX."""
+    jax = sys.modules.get("jax")
+    return (jax._src.distributed.global_state.process_id or 0) if jax else 0

@@ -1,4 +1,4 @@
-"""What keeps a run alive, or ends it well."""
+"""What keeps a run alive, or ends it well. Importing this must not import JAX: the supervisor does without."""
 
 from jaxtrain.resilience.interrupt import Interrupt
 

@@ -1,10 +1,32 @@
 """Ctrl-C and SIGTERM as a request that the loop answers between two steps."""
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
-import jax
+from jaxtrain.resilience import exits
+
+
+@contextlib.contextmanager
+def before_the_loop() -> Iterator[None]:
+    """Within this context, and outside of an `Interrupt`, SIGTERM ends with the status for "start me again".
+
+    Among several processes JAX takes SIGTERM over as soon as they have met, and the loop answers it behind step one.
+    """
+    def stop(number, frame):
+        os.write(2, b"stopped outside of the loop; run the same command again to resume\n")
+        raise SystemExit(exits.SAVED)  # no Exception: nobody is to take it for a checkpoint that cannot be read
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Interrupt:
@@ -15,6 +37,8 @@ class Interrupt:
     """
 
     def __init__(self):
+        import jax  # here, since the supervisor imports this package and has no use for JAX
+
         self.signal = 0
         self._together = jax.process_count() > 1
 

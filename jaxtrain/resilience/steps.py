@@ -1,0 +1,44 @@
+"""How far a run is, seen from outside: by its metrics.jsonl alone."""
+
+import json
+from pathlib import Path
+
+
+class Steps:
+    """Look at it as often as you like: the file is read only when it has changed."""
+
+    def __init__(self, path: Path):
+        self._path, self._size, self._lowest = path, -1, 0
+        self.newest = 0  # step in the file; goes back when a run resumes
+        self.best = 0  # step there ever was
+        self.again = False  # whether a step came to its end since `begin`
+        self.look()
+
+    def begin(self) -> None:
+        """A new attempt starts now. It first cuts off the lines of steps that it will do again."""
+        self._lowest, self.again = max(self._size, 0), False
+
+    def look(self) -> None:
+        """What is there now?"""
+        try:
+            size = self._path.stat().st_size
+        except OSError:
+            return
+        if size == self._size:
+            return
+        self._size = size
+        self.again = self.again or size > self._lowest
+        self._lowest = min(self._lowest, size)
+        self.newest = self._last_step()
+        self.best = max(self.best, self.newest)
+
+    def _last_step(self) -> int:
+        with open(self._path, "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 2**16))
+            lines = file.read().split(b"\n")[:-1]
+        for line in reversed(lines):
+            try:
+                return int(json.loads(line)["step"])
+            except (ValueError, KeyError, TypeError):
+                continue
+        return 0

@@ -1,0 +1,344 @@
+"""python -m jaxtrain.supervise --processes=N [--min_processes=M] -- --config=configs/gpt.py [flags of jaxtrain.main]
+
+Starts N processes of jaxtrain.main on this host as one run, and keeps them running: when one dies or falls silent it
+ends the others and starts all again, until the last step is reached, the user made a mistake, or nothing helps.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtrain import main as training
+from jaxtrain.errors import Parser, UserError, command
+from jaxtrain.observe.events import record
+from jaxtrain.resilience import blame, children, exits
+from jaxtrain.resilience.children import Child
+from jaxtrain.resilience.staff import Order, Staff
+from jaxtrain.resilience.steps import Steps
+
+_TICK = 0.2  # seconds between two looks; a death is seen at once
+_OWN_END = 30.0  # seconds for the others to end by themselves behind one that ended on purpose
+_STACKS = 1.0  # seconds for the others to say where they stand behind one that died
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and those of the run."""
+    parser = Parser(prog="python -m jaxtrain.supervise", epilog="behind --: the flags of jaxtrain.main")
+    parser.add_argument("--processes", type=int, default=1, help="on this host")
+    parser.add_argument("--min_processes", type=int, help="go on with so few when others keep dying; default: all")
+    parser.add_argument("--max_restarts", type=int, default=5, help="in a row without a new step; then give up")
+    parser.add_argument("--max_backoff", type=float, default=60.0, help="seconds between two attempts, at most")
+    parser.add_argument("--silent", type=float, default=300.0,
+                        help="seconds without a sign of life until a process counts as hung; 0: for ever")
+    parser.add_argument("--lost_after", type=int, default=2, help="deaths in a row until a process is left out")
+    parser.add_argument("--retry_lost", type=float, default=600.0, help="seconds until it is taken back")
+    parser.add_argument("--coordinator", help="host:port of node 0, in a run on several hosts")
+    parser.add_argument("--nodes", type=int, default=1, help="hosts, each with a supervisor of its own")
+    parser.add_argument("--node_rank", type=int, default=0, help="which of them this is")
+    parser.add_argument("--program", nargs="+", help=argparse.SUPPRESS)  # for tests: instead of jaxtrain.main
+    words = list(argv)
+    split = words.index("--") if "--" in words else len(words)
+    flags, rest = parser.parse_args(words[:split]), words[split + 1:]
+    flags.min_processes = flags.processes if flags.min_processes is None else flags.min_processes
+    if flags.processes < 1:
+        raise UserError("--processes", f"{flags.processes} is no number of processes", "give 1 or more")
+    if not 1 <= flags.min_processes <= flags.processes:
+        raise UserError("--min_processes", f"{flags.min_processes} is not between 1 and --processes={flags.processes}",
+                        "give a number that is")
+    if not 0 <= flags.node_rank < flags.nodes:
+        raise UserError("--node_rank", f"{flags.node_rank} is not below --nodes={flags.nodes}", "number them from 0")
+    if (flags.nodes > 1) != bool(flags.coordinator):
+        raise UserError("--coordinator", f"--nodes={flags.nodes} " + ("has none" if flags.nodes > 1 else "needs none"),
+                        "give host:port of node 0 to the supervisors of all nodes, or to none")
+    if flags.nodes > 1 and flags.min_processes < flags.processes:
+        raise UserError("--min_processes", "a run on several hosts cannot change its size", "leave it out")
+    for flag in ("max_restarts", "max_backoff", "silent", "retry_lost"):
+        if getattr(flags, flag) < 0:
+            raise UserError(f"--{flag}", f"{getattr(flags, flag)} is negative", "give 0 or more")
+    if flags.lost_after < 1:
+        raise UserError("--lost_after", f"{flags.lost_after} is no number of deaths", "give 1 or more")
+    return flags, rest
+
+
+class End:
+    """How an attempt ended."""
+
+    def __init__(self, team: list[Child], silent: Child | None, resized: str):
+        self.resized = resized  # why the run is to have another size, if that is what ended it
+        self.logs = team[0].log.parent
+        self.done = all(child.code == exits.DONE for child in team)
+        self.since = min(child.died or 0.0 for child in team)
+        self.culprit = silent or blame.first(team)
+        # Whose slot is to blame: not of those that only followed, or ended on purpose.
+        self.lost = self.culprit if self.culprit and (silent or not blame.follows(self.culprit)) else None
+        hanging = next((child for child in team if child.cut_off), team[0])
+        self.why = (f"process {silent.rank} gave no sign of life" if silent else self.culprit.words() if self.culprit
+                    else f"process {hanging.rank} did not end with the others")
+        self.verdict = blame.verdict(self.culprit) if self.culprit else self.why
+
+
+class Supervisor:
+    """One host's share of a run."""
+
+    def __init__(self, flags: argparse.Namespace, rest: list[str]):
+        wanted, _ = training.parse(rest)  # a mistake in them is told here, once
+        for name in ("coordinator", "num_processes", "process_id"):
+            if getattr(wanted, name) is not None:
+                raise UserError(f"--{name}", "the supervisor gives it to each process", "leave it out behind --")
+        self.flags, self.rest, self.workdir = flags, rest, training.workdir_of(wanted).absolute()
+        self.shares = children.shares(os.environ, flags.processes)
+        self.staff = Staff(flags.processes, flags.min_processes, self._fits, flags.lost_after, flags.retry_lost)
+        self.order = Order(self.workdir / "processes", flags.min_processes, flags.processes, say)
+        self.steps = Steps(self.workdir / "metrics.jsonl")
+        self.asked: int | None = None  # the signal that ends the run
+        self._signals: list[int] = []  # come, and not yet passed on
+        self._asking: subprocess.Popen | None = None
+        self._fitting: set[int] | None = None
+
+    # ----------------------------------------------------------------------------------------------- attempt by attempt
+    def run(self) -> int:
+        """Until there is a reason to end; returns the exit status."""
+        failures = 0  # in a row, without a new step
+        down: tuple[float, str] | None = None  # since when the run stands still, and why
+        while True:
+            best, end = self.steps.best, self._attempt(down)
+            code = (end.culprit.code if end.culprit else 0) or 0
+            if end.done:
+                return exits.DONE
+            if self.asked:
+                if code not in (0, exits.SAVED, exits.INTERRUPTED):
+                    say(end.verdict)
+                return self._asked_status(code)
+            if code and code in exits.FINAL:
+                self._record("ended", code=code, why=end.verdict.partition("\n")[0])
+                say(end.verdict)
+                return code
+            down = end.since, end.resized or end.why
+            if end.resized:
+                failures = 0
+                continue
+            failures = 0 if self.steps.best > best else failures + 1
+            if end.lost is not None and self.staff.died(end.lost.slot):
+                say(f"process {end.lost.rank} keeps dying: the run goes on without it, and takes it back in "
+                    f"{self.flags.retry_lost:.0f} s, or when a number is written to {self.workdir / 'processes'}")
+                self._record("process_lost", slot=end.lost.slot)
+                failures = 0
+            self._record("restart", why=end.why, failures=failures, step=self.steps.newest)
+            if failures > self.flags.max_restarts:
+                say(f"gave up: {failures} attempts in a row without a new step")
+                say(end.verdict)
+                self._record("gave_up", attempts=failures, why=end.why)
+                return exits.STOPPED
+            pause = min(self.flags.max_backoff, 2.0 ** (failures - 1)) * random.uniform(0.5, 1.5) if failures else 0.0
+            say(f"{end.why}; starting again" + (f" in {pause:.1f} s" if pause else "") + f"; logs: {end.logs}")
+            self._sleep(pause)
+            if self.asked:
+                return self._asked_status(exits.SAVED)
+
+    def _asked_status(self, code: int) -> int:
+        """Behind a signal to us. What was saved is saved, whatever happened on the way out."""
+        if code in (exits.MISTAKE, exits.STOPPED):
+            return code
+        return exits.INTERRUPTED if self.asked == signal.SIGINT else exits.SAVED
+
+    def _attempt(self, down: tuple[float, str] | None) -> "End":
+        """Start all and watch them to their end."""
+        slots, logs = self.staff.wanted(), _next_folder(self.workdir / "logs")
+        coordinator = self.flags.coordinator or f"127.0.0.1:{_free_port()}"
+        self.steps.look()
+        self.steps.begin()
+        self._record("attempt", attempt=int(logs.name), slots=slots, step=self.steps.newest)
+        team: list[Child] = []
+        silent: Child | None = None
+        patience, resized = 0.0, ""
+        try:
+            for i, slot in enumerate(slots):
+                team.append(self._start(i, slot, len(slots), coordinator, logs))
+            shown = _Tail(team[0].log)
+            while any(child.died is None for child in team):
+                self._wait()
+                shown.pump()
+                self.steps.look()
+                if self.steps.again and self.staff.elastic:
+                    self._ask_what_fits()
+                if down and self.steps.again:
+                    self._recovered(*down)
+                    down = None
+                for child in team:
+                    child.look()
+                while self._signals:
+                    number = self._signals.pop(0)
+                    for child in team:
+                        child.send(number)
+                if ended := [child for child in team if child.died is not None]:
+                    if not patience:  # the first of them
+                        on_purpose = all(child.code in (*exits.FINAL, exits.SAVED) for child in ended)
+                        patience = _OWN_END if on_purpose else _STACKS
+                        if not on_purpose:
+                            for child in team:
+                                child.dump_stacks()
+                    if time.monotonic() - min(child.died or 0.0 for child in ended) > patience:
+                        break
+                elif quiet := self._silent(team):
+                    silent = quiet
+                    silent.kill()
+                elif not resized and not self.asked and (resized := self._resize(slots)):
+                    say(f"{resized}: saving first")
+                    for child in team:
+                        child.send(signal.SIGTERM)
+            shown.pump()
+        finally:
+            for child in team:
+                child.kill()
+                child.line.close()
+        return End(team, silent, resized)
+
+    def _start(self, i: int, slot: int, count: int, coordinator: str, logs: Path) -> Child:
+        rank = self.flags.node_rank * self.flags.processes + i
+        total = count * self.flags.nodes
+        where = [f"--coordinator={coordinator}", f"--num_processes={total}", f"--process_id={rank}"]
+        elastic = ["--config.resilience.elastic=true"] if self.staff.elastic else []
+        program = self.flags.program or [sys.executable, "-m", "jaxtrain.main"]
+        environment = {**os.environ, **self.shares[slot], "JAXTRAIN_FULL_PROCESSES": str(self.flags.processes)}
+        command = [*program, *elastic, *self.rest, *(where if total > 1 else [])]
+        return children.start(command, rank, slot, logs / f"process-{rank}.log", environment)
+
+    # -------------------------------------------------------------------------------------------------- what is noticed
+    def _silent(self, team: list[Child]) -> Child | None:
+        quiet = min(team, key=lambda child: child.heard)
+        return quiet if self.flags.silent and time.monotonic() - quiet.heard > self.flags.silent else None
+
+    def _resize(self, slots: list[int]) -> str:
+        """Why the run is to go on with other processes than these; "" if it is not."""
+        if (number := self.order.new()) is not None:
+            self.staff.ask(number)
+            self._record("ordered", processes=number)
+        if not self.staff.elastic or (wanted := self.staff.wanted()) == slots:
+            return ""
+        return f"{len(wanted)} instead of {len(slots)} processes"
+
+    def _recovered(self, since: float, why: str) -> None:
+        seconds = time.monotonic() - since
+        say(f"recovered in {seconds:.1f} s: {why}, and all train again")
+        self._record("recovered", seconds=seconds, why=why, step=self.steps.newest)
+
+    def _fits(self, processes: int) -> bool:
+        """Whether a mesh fits so many. Before anything has run nobody knows how many devices a process has."""
+        if not (self.workdir / "run.json").exists():
+            return False
+        if self._fitting is None:
+            self._ask_what_fits()
+            assert self._asking
+            answers, refusals = self._asking.communicate()
+            self._fitting = {int(line.split()[0]) for line in answers.splitlines()}
+            if refusals:
+                say(refusals.strip())
+            self._record("fitting", processes=sorted(self._fitting))
+        return processes in self._fitting
+
+    def _ask_what_fits(self) -> None:
+        """Another process finds out, since it takes JAX; when a process is lost, the answer is there already."""
+        if self._asking is None:
+            command = [sys.executable, "-m", "jaxtrain.resilience.elastic", f"--least={self.flags.min_processes}",
+                       f"--full={self.flags.processes}", f"--workdir={self.workdir}", "--", *self.rest]
+            self._asking = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, text=True,
+                                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                            preexec_fn=children.die_with_parent())
+
+    # ---------------------------------------------------------------------------------------------------------- waiting
+    def _wait(self) -> None:
+        """Until something may have happened: a child's end and a signal to us come through the pipe."""
+        with contextlib.suppress(BlockingIOError):
+            if select.select([self._wakeups], [], [], _TICK)[0]:
+                self._wakeups.recv(4096)
+
+    def _sleep(self, seconds: float) -> bool:
+        """Whether it was not cut short."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.asked:
+            self._wait()
+        return not self.asked
+
+    @contextlib.contextmanager
+    def listening(self):
+        """Take signals: the first SIGTERM or SIGINT is passed on, so that all save; another Ctrl-C as well."""
+        self._wakeups, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        before = {number: signal.signal(number, self._received) for number in (signal.SIGTERM, signal.SIGINT)}
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        pipe = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            if self._asking:
+                self._asking.kill()
+            signal.set_wakeup_fd(pipe)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _received(self, number: int, frame) -> None:
+        if self.asked is None or number == signal.SIGINT:
+            self._signals.append(number)
+        self.asked = self.asked or number
+
+    def _record(self, kind: str, **fields) -> None:
+        with contextlib.suppress(OSError):  # a full disk is no reason to stop watching
+            record(self.workdir, kind, **{"process": "supervisor", **fields})
+
+
+class _Tail:
+    """Shows what is added to a log."""
+
+    def __init__(self, path: Path):
+        self._file = open(path, "rb")  # noqa: SIM115 (lives as long as the attempt)
+
+    def pump(self) -> None:
+        while new := self._file.read(2**16):
+            sys.stderr.buffer.write(new)
+            sys.stderr.flush()
+
+
+def say(text: str) -> None:
+    """To whoever watches."""
+    print(f"supervise: {text}", file=sys.stderr, flush=True)
+
+
+def _next_folder(logs: Path) -> Path:
+    """logs/N, one higher than what is there."""
+    logs.mkdir(parents=True, exist_ok=True)
+    number = max((int(entry.name) for entry in logs.iterdir() if entry.name.isdecimal()), default=0) + 1
+    (folder := logs / str(number)).mkdir()
+    return folder
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until there is a reason to end. `resilience/exits.py` tells what the exit status means."""
+    status = exits.DONE
+
+    @command(stopped="stopped at once; what was saved before is kept")
+    def supervised(argv: list[str] | None) -> None:
+        nonlocal status
+        supervisor = Supervisor(*parse(sys.argv[1:] if argv is None else argv))
+        with supervisor.listening():
+            status = supervisor.run()
+
+    return supervised(argv) or status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
