@@ -284,6 +284,19 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ResilienceConfig:
+    """What is done about what goes wrong."""
+
+    hang_factor: float = 20.0  # a step that takes so many times the median counts as hung; 0: nothing does
+    hang_floor: float = 120.0  # but none does before so many seconds
+    start_limit: float = 3600.0  # the same for what is not a step: start, compilation, evaluation, saving
+
+    def __post_init__(self):
+        _not_negative(self, "resilience", "hang_factor")
+        _positive(self, "resilience", "hang_floor start_limit")
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run. What is not written in a config file has the default written here."""
 
@@ -294,6 +307,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     def __post_init__(self):
         if self.data.seq_len > self.model.max_seq_len:

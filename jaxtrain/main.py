@@ -6,42 +6,53 @@ import sys
 import warnings
 from pathlib import Path
 
+from jaxtrain import distributed
 from jaxtrain.errors import Parser, UserError, overrides_of
+from jaxtrain.resilience import exits
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Flags, processes, config, train. Exit status 0: the last step was reached; 2: the user's mistake, in one line."""
+    """Flags, processes, config, train. `resilience/exits.py` tells what the exit status means."""
     try:
-        flags, overrides = parse(sys.argv[1:] if argv is None else argv)
-        from jaxtrain import cache, config, distributed
-
-        # For whoever watches a run the line of code that warns is of no use.
-        warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-        cache.enable_compilation_cache()
-        distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
-        resolved = config.load_config(flags.config, overrides)
-        if flags.print_config:
-            shown = resolved.to_dict()
-            if flags.print_config == "diff":
-                changes = config.diff(resolved, config.load_config(flags.config))
-                shown = {key: value for key, (value, _) in changes.items()}
-            print(json.dumps(shown, indent=2))
-            return 0
-        from jaxtrain.train import Interrupted, train
-
-        name = Path(flags.config.replace(".py", "").replace(":", "-")).name
-        try:
-            train(resolved, flags.workdir or Path("runs", name))
-        except Interrupted as stop:
-            print(stop, file=sys.stderr)
-            return 128 + stop.signal
-        return 0
+        status = run(*parse(sys.argv[1:] if argv is None else argv))
+        return distributed.leave(status)
     except UserError as mistake:
         print(mistake, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
+        return distributed.fail(exits.MISTAKE, mistake)
+    except KeyboardInterrupt as stop:
         print("stopped at once; what was saved before is kept", file=sys.stderr)
-        return 130
+        return distributed.fail(exits.INTERRUPTED, stop)
+    except Exception as error:
+        distributed.fail(1, error)  # returns where no other process waits for this one
+        raise
+
+
+def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """What the flags ask for."""
+    from jaxtrain import cache, config
+
+    # For whoever watches a run the line of code that warns is of no use.
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    cache.enable_compilation_cache()
+    distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
+    resolved = config.load_config(flags.config, overrides)
+    distributed.agree(resolved)
+    if flags.print_config:
+        shown = resolved.to_dict()
+        if flags.print_config == "diff":
+            changes = config.diff(resolved, config.load_config(flags.config))
+            shown = {key: value for key, (value, _) in changes.items()}
+        print(json.dumps(shown, indent=2))
+        return 0
+    from jaxtrain.train import Interrupted, train
+
+    name = Path(flags.config.replace(".py", "").replace(":", "-")).name
+    try:
+        train(resolved, flags.workdir or Path("runs", name))
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        return 128 + stop.signal
+    return 0
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
