@@ -285,12 +285,17 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ResilienceConfig:
-    """What a run does when something breaks."""
+    """What is done about what goes wrong."""
 
     elastic: bool = False  # another mesh where the declared one does not fit the devices; set by the supervisor
     meshes: list[str] = field(default_factory=list, hash=False)  # such as "data=2,tensor=2", best first; none: derived
+    hang_factor: float = 20.0  # a step that takes so many times the median counts as hung; 0: nothing does
+    hang_floor: float = 120.0  # but none does before so many seconds
+    start_limit: float = 3600.0  # the same for what is not a step: start, compilation, evaluation, saving
 
     def __post_init__(self):
+        _not_negative(self, "resilience", "hang_factor")
+        _positive(self, "resilience", "hang_floor start_limit")
         for text in self.meshes:
             parts = [part.strip().partition("=") for part in text.split(",")] if isinstance(text, str) else []
             if not parts or any(axis not in _AXES or not (size == "-1" or (size.isdecimal() and int(size)))

@@ -16,16 +16,27 @@ def main(argv: list[str] | None = None) -> int:
     lifeline.hold()
     try:
         with before_the_loop():
-            return run(*parse(sys.argv[1:] if argv is None else argv))
+            return left(run(*parse(sys.argv[1:] if argv is None else argv)))
+    except exits.Ended as end:  # in all processes alike
+        print(end, file=sys.stderr)
+        return left(end.code)
     except UserError as mistake:
         print(mistake, file=sys.stderr)
-        return exits.MISTAKE
-    except exits.Ended as end:
-        print(end, file=sys.stderr)
-        return end.code
-    except KeyboardInterrupt:
+        return left(exits.MISTAKE, mistake)
+    except KeyboardInterrupt as stop:
         print("stopped at once; what was saved before is kept", file=sys.stderr)
-        return exits.INTERRUPTED
+        return left(exits.INTERRUPTED, stop)
+    except Exception as error:
+        left(1, error)  # returns where no other process waits for this one
+        raise
+
+
+def left(status: int, error: BaseException | None = None) -> int:
+    """Take leave of the other processes, if there are any: as agreed, or alone with an error."""
+    distributed = sys.modules.get("jaxtrain.distributed")
+    if distributed is None:  # it did not come to that
+        return status
+    return distributed.leave(status) if error is None else distributed.fail(status, error)
 
 
 def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -37,6 +48,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     cache.enable_compilation_cache()
     distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
     resolved = config.load_config(flags.config, overrides)
+    distributed.agree(resolved)
     if flags.print_config:
         shown = resolved.to_dict()
         if flags.print_config == "diff":

@@ -16,7 +16,9 @@ from jaxtrain.data import prefetch, stages
 from jaxtrain.data.batches import epochs, packing
 from jaxtrain.errors import UserError
 from jaxtrain.report import matmul_parameters
-from jaxtrain.resilience import Interrupt, exits
+from jaxtrain.resilience import exits
+from jaxtrain.resilience.interrupt import Interrupt
+from jaxtrain.resilience.watchdog import Watchdog
 from jaxtrain.state import TrainState
 
 
@@ -35,8 +37,13 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     Raises:
         Interrupted: SIGINT or SIGTERM came; everything done so far is saved.
     """
+    with Watchdog(workdir, config.resilience) as watchdog:  # from here to the end, a run that hangs is ended
+        return _train(config, Path(workdir), watchdog)
+
+
+def _train(config: Config, workdir: Path, watchdog: Watchdog) -> TrainState:
     # -------------------------------------------------------------- refuse what cannot work, before paying for anything
-    run, workdir, t = build(config), Path(workdir), config.train
+    run, t = build(config), config.train
     checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     start = checkpoints.latest() or 0
     observe.check_workdir(workdir, config, done=start)
@@ -74,7 +81,8 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         return run.eval_batches is not None and (step == t.steps or (t.eval_every and step % t.eval_every == 0))
 
     def evaluation():
-        with jax.transfer_guard("allow"):  # it waits for its numbers anyway, and places its batches on this thread
+        # It waits for its numbers anyway, and places its batches on this thread.
+        with watchdog.phase("evaluation"), jax.transfer_guard("allow"):
             return run.evaluate(state, t.eval_batches)
 
     with (
@@ -82,13 +90,16 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         contextlib.closing(checkpoints),  # waits: behind this block the state is on disk, whatever signals come
         prefetch(run.train_batches, start, t.steps - start, place, config.data.prefetch) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run),
-                              log_every=t.log_every, sinks=sinks(run, workdir, start)) as writer,
+                              log_every=t.log_every, sinks=sinks(run, workdir, start),
+                              completed=watchdog.completed) as writer,
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
+        watchdog.training(),
     ):
         done = start
         if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
             writer.write_eval(start, evaluation())
         for n, batch, waited in batches:
+            watchdog.begin(n + 1)
             state, metrics = run.of_shape(batch["tokens"].shape).compiled_step(state, batch)
             done = n + 1
             # Nothing here waits for the device: the writer reads the numbers on its own thread, one step late.
@@ -96,8 +107,9 @@ def train(config: Config, workdir: str | Path) -> TrainState:
             stop = interrupt.requested(done)
             # Save before the next batch is drawn, so that what is saved and what was seen agree.
             if stop or done == t.steps or (config.checkpoint.every and done % config.checkpoint.every == 0):
-                writer.flush()  # a step that is saved is never run again, so its line must be there too
-                checkpoints.save(done, state, {"config": config.to_dict(), "step": done})
+                with watchdog.phase("save"):
+                    writer.flush()  # a step that is saved is never run again, so its line must be there too
+                    checkpoints.save(done, state, {"config": config.to_dict(), "step": done})
             if stop and done < t.steps:
                 break
             if due(done):

@@ -190,14 +190,14 @@ def test_a_mistake_in_all_of_them(flags, tmp_path):
 ])
 def test_who_joins(monkeypatch, flags, environment, expected):
     joined = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *where: joined.append(where))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *where, **_: joined.append(where))
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "SLURM_NTASKS",
                  *distributed._CLUSTERS):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     distributed.initialize(*flags)
-    assert joined == ([] if expected is None else [expected])
+    assert joined == ([] if expected is None else [expected or (None, None, None)])
 
 
 def test_bad_environment(monkeypatch):

@@ -20,7 +20,8 @@ from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.resilience import Interrupt, exits
+from jaxtrain.resilience import exits
+from jaxtrain.resilience.interrupt import Interrupt
 
 ROOT = Path(__file__).parents[1]
 STEPS = 12

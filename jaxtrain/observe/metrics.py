@@ -56,12 +56,13 @@ class MetricsWriter:
 
     def __init__(self, directory: str | Path, *, start_step: int, last_step: int,
                  constants: Constants | Callable[[int], Constants], log_every: int = 1, max_lag: int = 2,
-                 sinks: Sequence[Sink] = ()):
+                 sinks: Sequence[Sink] = (), completed: Callable[[int], None] | None = None):
         """Open the file for a run that has completed `start_step` steps; lines beyond that step are dropped.
 
         `constants`: of all steps, or a function of the step (counted from 0) where they differ.
+        `completed`: in every process told of each step when the devices are done with it; by the writer's thread.
         """
-        self._last_step, self._log_every = last_step, log_every
+        self._last_step, self._log_every, self._tell = last_step, log_every, completed
         self._constants = constants if callable(constants) else lambda step: constants
         self._sinks: tuple[Sink, ...] = ()  # processes but the first hold their loop back in the same way, mutely
         if jax.process_index() == 0:
@@ -136,6 +137,8 @@ class MetricsWriter:
     def _step(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float]) -> None:
         jax.block_until_ready(metrics)  # releases the GIL
         now = time.perf_counter()
+        if self._tell:
+            self._tell(step)
         if self._completed is not None:
             self._times.append((now - self._completed, self._constants(step - 1)))
         self._completed = now

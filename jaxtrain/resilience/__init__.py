@@ -1,5 +1,1 @@
 """What keeps a run alive, or ends it well. Importing this must not import JAX: the supervisor does without."""
-
-from jaxtrain.resilience.interrupt import Interrupt
-
-__all__ = ["Interrupt"]
