@@ -284,6 +284,22 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ResilienceConfig:
+    """What is done about what goes wrong."""
+
+    spikes: str = "record"  # of loss or gradient norm; or "skip" the update, or "rollback" to before them
+    spike_z: float = 8.0  # robust standard deviations above the median of the last 128 steps that make a spike
+    max_skips: int = 10  # updates left out in a row before the run stops (with "rollback": goes back)
+    pass_over: int = 16  # batches that a rollback passes over: the spike's, and those before it
+    max_rollbacks: int = 10  # of the whole run, before it stops
+
+    def __post_init__(self):
+        _one_of("resilience.spikes", self.spikes, ("record", "skip", "rollback"))
+        _positive(self, "resilience", "spike_z max_skips pass_over")
+        _not_negative(self, "resilience", "max_rollbacks")
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run. What is not written in a config file has the default written here."""
 
@@ -294,6 +310,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     def __post_init__(self):
         if self.data.seq_len > self.model.max_seq_len:

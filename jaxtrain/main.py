@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
                 shown = {key: value for key, (value, _) in changes.items()}
             print(json.dumps(shown, indent=2))
             return 0
-        from jaxtrain.train import Interrupted, train
+        from jaxtrain.train import GivenUp, Interrupted, train
 
         name = Path(flags.config.replace(".py", "").replace(":", "-")).name
         try:
@@ -35,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         except Interrupted as stop:
             print(stop, file=sys.stderr)
             return 128 + stop.signal
+        except GivenUp as stop:
+            print(stop, file=sys.stderr)
+            return stop.status
         return 0
     except UserError as mistake:
         print(mistake, file=sys.stderr)

@@ -8,6 +8,7 @@ Orbax (a quarter of a second to import) is loaded at the first save or restore, 
 import contextlib
 import functools
 import logging
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import jax
 import numpy as np
 
 from jaxtrain.errors import UserError
+
+YOUNG = ("history/",)  # parts of the state that older checkpoints lack: they start from zeros
 
 
 class Checkpoints:
@@ -27,11 +30,23 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The newest complete step. (Orbax gives a checkpoint its numeric name in one rename, when it is complete.)"""
+        return max(self.steps(), default=None)
+
+    def steps(self) -> list[int]:
+        """All complete steps, in order."""
         try:
             names = [entry.name for entry in self._directory.iterdir() if entry.is_dir()]
         except OSError:  # not there, or not for us, which is told when it is written
-            return None
-        return max((int(name) for name in names if name.isdecimal()), default=None)
+            return []
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def discard(self, above: int) -> None:
+        """Remove the checkpoints of more than `above` steps: by one process, before anything is saved or restored."""
+        for step in self.steps():
+            if step > above:  # renamed first: what is half removed must not look like a checkpoint
+                (self._directory / str(step)).rename(self._directory / f"{step}.void")
+        for folder in self._directory.glob("*.void"):
+            shutil.rmtree(folder)
 
     def save(self, step: int, state: Any, meta: dict[str, Any] | None = None) -> None:
         """Copy `state` off the devices and write it in the background; a step that exists is left as it is.
@@ -59,9 +74,12 @@ class Checkpoints:
                 saved = self._manager.item_metadata(step).state
                 if saved is None:
                     raise FileNotFoundError("it holds no state")
-                self._compare(step, saved, wanted)
-                arrays = ocp.args.StandardRestore(wanted)
-                loaded = self._manager.restore(step, args=ocp.args.Composite(state=arrays))["state"]
+                empty = {path: _zeros(leaf) for path, leaf in wanted.items()
+                         if path.startswith(YOUNG) and path not in saved}
+                there = {path: leaf for path, leaf in wanted.items() if path not in empty}
+                self._compare(step, saved, there)
+                arrays = ocp.args.StandardRestore(there)
+                loaded = self._manager.restore(step, args=ocp.args.Composite(state=arrays))["state"] | empty
         except UserError:
             raise
         except Exception as error:
@@ -145,6 +163,10 @@ def _flatten(tree: Any) -> dict[str, Any]:
     flat = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     assert len(flat) == len(leaves), "two leaves of the state have one path"
     return flat
+
+
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: np.zeros(leaf.shape, leaf.dtype)[index])
 
 
 def _describe(leaf: Any) -> str:
