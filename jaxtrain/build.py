@@ -116,7 +116,8 @@ class Run:
         step = make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
                          clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule,
                          differentiate=self._pipelined if self.schedules else None,
-                         describe=partial(moe.metrics, experts_per_token=self.config.model.experts_per_token))
+                         describe=partial(moe.metrics, experts_per_token=self.config.model.experts_per_token),
+                         spike_z=self.config.resilience.spike_z, skip_spikes=self.config.resilience.spikes != "record")
         out = (self.layout.state, None)
         with sharding.use(self.mesh, self.rules), self._matmul_precision():
             traced = jax.jit(step, donate_argnums=0, out_shardings=out).trace(self.abstract, self.abstract_batch)
@@ -237,7 +238,7 @@ class Run:
 
     def _init(self, key: jax.Array) -> TrainState:
         params = _model(self.config, self.mesh, key)
-        return initial_state(Skeleton.of(params).params(), self.optimizer, self.precision == "float16")
+        return initial_state(Skeleton.of(params).params(), self.optimizer, self.precision == "float16", history=True)
 
     def _eval(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         with self._matmul_precision():
@@ -322,7 +323,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
     _check_rules_used(config, axes)
     schedule = optim.make_schedule(config.optimizer, config.train.steps)
     optimizer = optim.make_optimizer(config.optimizer, schedule, axes, config.model.router_bias_rate)
-    abstract = abstract_state(model.params(), optimizer, compute == "float16")
+    abstract = abstract_state(model.params(), optimizer, compute == "float16", history=True)
     schedules = None
     if stages > 1:
         schedules = make_schedules(config.pipeline, stages, microbatches)

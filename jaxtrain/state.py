@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain import sharding
 from jaxtrain.errors import UserError
 from jaxtrain.precision import LossScale
+from jaxtrain.resilience.anomalies import History
 from jaxtrain.sharding import AnyMesh, Names, Rules
 
 
@@ -28,8 +29,9 @@ class TrainState:
     step: Any  # optimizer steps taken or skipped: the whole data state
     params: Any
     opt_state: Any
-    skipped: Any  # steps whose gradient was not finite
+    skipped: Any  # steps whose update was left out: not finite, or a spike
     loss_scale: LossScale | None = None
+    history: History | None = None  # what steps are compared with; of runs, not of a train step of one's own
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,18 @@ class Layout:
         return sharding.shards(self.rules.batch, self.mesh)
 
 
-def abstract_state(params: Any, optimizer: optax.GradientTransformation, loss_scaling: bool) -> TrainState:
+def abstract_state(params: Any, optimizer: optax.GradientTransformation, loss_scaling: bool,
+                   history: bool = False) -> TrainState:
     """Shapes and dtypes of the state, nothing allocated."""
-    return jax.eval_shape(lambda p: initial_state(p, optimizer, loss_scaling), params)
+    return jax.eval_shape(lambda p: initial_state(p, optimizer, loss_scaling, history), params)
 
 
-def initial_state(params: Any, optimizer: optax.GradientTransformation, loss_scaling: bool) -> TrainState:
+def initial_state(params: Any, optimizer: optax.GradientTransformation, loss_scaling: bool,
+                  history: bool = False) -> TrainState:
     """Step 0 around given parameters."""
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, optimizer.init(params), zero, LossScale.initial() if loss_scaling else None)
+    return TrainState(zero, params, optimizer.init(params), zero, LossScale.initial() if loss_scaling else None,
+                      History.empty() if history else None)
 
 
 def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, zero_stage: int = 0, *,
@@ -133,7 +138,7 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
     params = treedef.unflatten(split if zero_stage >= 3 else base)
     state = TrainState(
         replicated, params, jax.tree_util.tree_map_with_path(optimizer_leaf, abstract.opt_state), replicated,
-        jax.tree.map(lambda _: replicated, abstract.loss_scale))
+        *jax.tree.map(lambda _: replicated, (abstract.loss_scale, abstract.history)))
     return Layout(mesh, rules, axes, state, treedef.unflatten(wide if zero_stage >= 2 else base))
 
 

@@ -1,4 +1,4 @@
-"""Loss -> gradients -> update, as one pure function to compile: accumulation, clipping, the non-finite guard."""
+"""Loss -> gradients -> update, as one pure function to compile: accumulation, clipping, the guard against anomalies."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -23,10 +23,12 @@ Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layout: Layout, *, accumulation: int = 1,
               clip_norm: float = 0.0, precision: str = "float32", schedule: optax.Schedule | None = None,
               differentiate: Gradient | None = None,
-              describe: Callable[[Any], dict[str, jax.Array]] = lambda sums: {}) -> Step:
+              describe: Callable[[Any], dict[str, jax.Array]] = lambda sums: {}, spike_z: float = 0.0,
+              skip_spikes: bool = False) -> Step:
     """The step to be jitted with its state donated.
 
-    `differentiate` stands in for `jax.grad` of the loss; `describe` makes metrics of the loss's further sums.
+    `differentiate` stands in for `jax.grad` of the loss; `describe` makes metrics of the loss's further sums. A state
+    with a history is told of spikes, steps further than `spike_z` above it, and `skip_spikes` leaves these out.
     """
     explicit = sharding.is_explicit(layout.mesh)
 
@@ -60,12 +62,12 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
         (sums, grads), _ = jax.lax.scan(add, (none, zeros), micro_batches)
         return sums, jax.tree.map(lambda g: g / jnp.maximum(sums[1], 1e-8), grads)
 
-    def update(params, opt_state, grads, finite):
+    def update(params, opt_state, grads, taken):
         def apply():
             # Under ZeRO each device updates the piece whose moments it holds; the result is then laid out as at rest.
             updates, new_state = optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), new_state
-        return jax.lax.cond(finite, apply, lambda: (params, opt_state))
+        return jax.lax.cond(taken, apply, lambda: (params, opt_state))
 
     if explicit:  # any optax transformation must work, so here the compiler finds the shardings of what lies between
         specs = jax.tree.map(lambda s: s.spec, (layout.state.params, layout.state.opt_state))
@@ -86,9 +88,13 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
                                        for g, axes in zip(leaves, names, strict=True)])
         mean = total / jnp.maximum(weight, 1e-8)
         finite = jnp.isfinite(norm) & jnp.isfinite(mean)
-        params, opt_state = update(state.params, state.opt_state, grads, finite)
-        skipped = state.skipped + ~finite
-        metrics = {"loss": mean, "grad_norm": norm, "skipped": skipped}
+        taken, history, judged = finite, state.history, {}
+        if history is not None:
+            overflow = False if scale is None else jnp.isfinite(mean) & ~jnp.isfinite(norm) & (scale > 1)
+            taken, history, judged = history.judge(mean, norm, finite, overflow, spike_z, skip_spikes)
+        params, opt_state = update(state.params, state.opt_state, grads, taken)
+        skipped = state.skipped + ~taken
+        metrics = {"loss": mean, "grad_norm": norm, "skipped": skipped, **judged}
         for further in sums:
             metrics |= describe(further)
         if schedule is not None:
@@ -96,6 +102,6 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
         loss_scale = state.loss_scale and state.loss_scale.update(finite)
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale.scale
-        return TrainState(state.step + 1, params, opt_state, skipped, loss_scale), metrics
+        return TrainState(state.step + 1, params, opt_state, skipped, loss_scale, history), metrics
 
     return step

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,10 +15,12 @@ from jaxtrain.build import Run, build
 from jaxtrain.config import Config
 from jaxtrain.data import prefetch, stages
 from jaxtrain.data.batches import epochs, packing
+from jaxtrain.data.passed_over import remaining
 from jaxtrain.errors import UserError
 from jaxtrain.report import matmul_parameters
 from jaxtrain.resilience import exits
 from jaxtrain.resilience.interrupt import Interrupt
+from jaxtrain.resilience.rollback import Guard, RolledBack, agree, settle
 from jaxtrain.resilience.watchdog import Watchdog
 from jaxtrain.state import TrainState
 
@@ -36,26 +39,36 @@ def train(config: Config, workdir: str | Path) -> TrainState:
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; everything done so far is saved.
+        GivenUp: anomalies went on beyond a limit of `resilience`.
     """
     with Watchdog(workdir, config.resilience) as watchdog:  # from here to the end, a run that hangs is ended
-        return _train(config, Path(workdir), watchdog)
+        run = build(config)
+        while True:
+            try:
+                return attempt(run, Path(workdir), watchdog)
+            except RolledBack:  # to go back is to start again, but for what is compiled
+                continue
 
 
-def _train(config: Config, workdir: Path, watchdog: Watchdog) -> TrainState:
+def attempt(run: Run, workdir: Path, watchdog: Watchdog) -> TrainState:
+    """From the newest checkpoint to the end, or to a rollback."""
     # -------------------------------------------------------------- refuse what cannot work, before paying for anything
-    run, t = build(config), config.train
+    config, t = run.config, run.config.train
     checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
+    passed = settle(workdir, checkpoints)
     start = checkpoints.latest() or 0
-    observe.check_workdir(workdir, config, done=start)
+    reach = passed.reach(start)  # in batches, where rollbacks passed over some
+    observe.check_workdir(workdir, config, done=reach)
     if t.tensorboard:
         observe.summary_writer()
     run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
-    run.check_shapes(start, t.steps)
-    if run.train_batches.num_batches is not None and run.train_batches.num_batches < t.steps:
-        raise UserError("train.steps", f"data.mixture has an end at step {run.train_batches.num_batches}",
+    data = remaining(run.train_batches, passed)
+    run.check_shapes(reach, passed.reach(t.steps))
+    if data.num_batches is not None and data.num_batches < t.steps:
+        raise UserError("train.steps", f"data.mixture has an end at step {data.num_batches}",
                         "raise the epochs of its sources or train fewer steps")
     observe.write_run_files(workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
-                            data_manifest_hash=run.corpus.manifest_hash, manifests=run.corpus.manifests, done=start)
+                            data_manifest_hash=run.corpus.manifest_hash, manifests=run.corpus.manifests, done=reach)
     say(summary(run, workdir))
     for stage in stages.stages(config.data):
         if stage.start >= t.steps > 0:
@@ -66,11 +79,12 @@ def _train(config: Config, workdir: Path, watchdog: Watchdog) -> TrainState:
         raise UserError("train.steps", f"{t.steps} is less than the {start} steps that {workdir} has",
                         "give more steps or another --workdir")
     if start:
+        agree(workdir, passed, checkpoints.meta(start), start)
         state = checkpoints.restore(start, run.abstract)
         say(f"resumed from step {start}")
     else:
         state = run.init()
-    for shape in run.train_batches.shapes_of(start, t.steps):
+    for shape in data.shapes_of(start, t.steps):
         run.of_shape(shape).compiled_step  # noqa: B018 (compiles, while nothing else wants the processor)
 
     # --------------------------------------------------------------------------------------------------------- the loop
@@ -88,14 +102,14 @@ def _train(config: Config, workdir: Path, watchdog: Watchdog) -> TrainState:
     with (
         Interrupt() as interrupt,
         contextlib.closing(checkpoints),  # waits: behind this block the state is on disk, whatever signals come
-        prefetch(run.train_batches, start, t.steps - start, place, config.data.prefetch) as batches,
-        observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run),
+        prefetch(data, start, t.steps - start, place, config.data.prefetch) as batches,
+        observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),
                               log_every=t.log_every, sinks=sinks(run, workdir, start),
                               completed=watchdog.completed) as writer,
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
         watchdog.training(),
     ):
-        done = start
+        done, guard = start, Guard(workdir, config.resilience, checkpoints, passed, say)
         if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
             writer.write_eval(start, evaluation())
         for n, batch, waited in batches:
@@ -104,12 +118,15 @@ def _train(config: Config, workdir: Path, watchdog: Watchdog) -> TrainState:
             done = n + 1
             # Nothing here waits for the device: the writer reads the numbers on its own thread, one step late.
             writer.push(done, metrics, {"data_wait_s": waited})
+            guard.look(done, metrics)  # at the step before the last: its numbers are there
             stop = interrupt.requested(done)
             # Save before the next batch is drawn, so that what is saved and what was seen agree.
             if stop or done == t.steps or (config.checkpoint.every and done % config.checkpoint.every == 0):
                 with watchdog.phase("save"):
                     writer.flush()  # a step that is saved is never run again, so its line must be there too
-                    checkpoints.save(done, state, {"config": config.to_dict(), "step": done})
+                    guard.look_at_all()  # nor is it looked at again
+                    meta = {"config": config.to_dict(), "step": done, "passed_over": passed.to_dict()}
+                    checkpoints.save(done, state, meta)
             if stop and done < t.steps:
                 break
             if due(done):
@@ -133,9 +150,9 @@ def evaluated(workdir: Path, step: int) -> bool:
     return any(line.startswith(f'{{"step": {step}, ') and '"eval_loss"' in line for line in lines)
 
 
-def constants(run: Run) -> Callable[[int], observe.Constants]:
+def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
     """What turns steps and seconds into tokens a second and utilisation."""
-    model, batches = run.config.model, run.train_batches
+    model = run.config.model
     matmuls = matmul_parameters(run.abstract, run.layout, model)
     peak = observe.device_peak(jax.devices()[0].device_kind)
 

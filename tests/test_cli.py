@@ -17,7 +17,8 @@ from jaxtrain.main import main
 
 ROOT = Path(__file__).parents[1]
 TINY = f"{ROOT}/configs/gpt.py:tiny"
-STEP = ["step", "grad_norm", "learning_rate", "loss", "skipped", "tokens", "step_time_s", "data_wait_s", "tokens_per_s"]
+STEP = ["step", "grad_norm", "grad_norm_z", "learning_rate", "loss", "loss_z", "skipped", "skipped_in_a_row", "spike",
+        "tokens", "step_time_s", "data_wait_s", "tokens_per_s"]
 HELP = """\
 usage: python -m jaxtrain.main [-h] [--config CONFIG] [--workdir WORKDIR] [--print_config [{all,diff}]]
                                [--coordinator COORDINATOR] [--num_processes NUM_PROCESSES]

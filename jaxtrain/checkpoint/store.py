@@ -38,6 +38,8 @@ _DAMAGED, _ABANDONED, _DELETED, _TEMPORARY = ".damaged", ".abandoned", ".deleted
 class Damaged(Exception):
     """A checkpoint does not hold what was saved."""
 
+YOUNG = ("history/",)  # parts of the state that older checkpoints lack: they start from zeros
+
 
 class Checkpoints:
     """The checkpoints of one run. In a multi-process run every process makes all calls, at the same steps."""
@@ -63,6 +65,19 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The newest committed step, good or not."""
         return max(verify.steps(self._directory), default=None)
+
+    def steps(self) -> list[int]:
+        """All committed steps, good or not, in order."""
+        return verify.steps(self._directory)
+
+    def discard(self, above: int) -> None:
+        """Set the checkpoints of more than `above` steps aside: by one process, before anything is saved or restored.
+
+        They are deleted once the run has a good one beyond them.
+        """
+        for step in self.steps():
+            if step > above:
+                _rename(self._directory / str(step), _ABANDONED)
 
     def newest(self, below: int | None = None) -> int | None:
         """The newest good step (below one); checks its files, and passes over what is damaged, naming it.
@@ -370,9 +385,12 @@ class Checkpoints:
                 saved = reader.metadata(folder).item_metadata.state
                 if saved is None:
                     raise FileNotFoundError("it holds no state")
-                self._compare(step, saved.tree, wanted)
-                arrays = ocp.args.StandardRestore(wanted)
-                loaded = reader.restore(folder, args=ocp.args.Composite(state=arrays))["state"]
+                empty = {path: _zeros(leaf) for path, leaf in wanted.items()
+                         if path.startswith(YOUNG) and path not in saved.tree}
+                there = {path: leaf for path, leaf in wanted.items() if path not in empty}
+                self._compare(step, saved.tree, there)
+                arrays = ocp.args.StandardRestore(there)
+                loaded = reader.restore(folder, args=ocp.args.Composite(state=arrays))["state"] | empty
                 sums = verify.saved_fingerprint(folder)
         except UserError:
             raise
@@ -381,7 +399,7 @@ class Checkpoints:
         flat = {path: loaded[path] for path in wanted}
         now = fingerprint.read(flat, fingerprint.on_device(flat))
         for path, found in now.items():
-            if sums.get(path, (None, None))[1] != found:
+            if path not in empty and sums.get(path, (None, None))[1] != found:
                 raise Damaged(f"array {path} has other content than when it was saved")
         return jax.tree.unflatten(jax.tree.structure(abstract_state), list(flat.values()))
 
@@ -478,6 +496,10 @@ def _flatten(tree: Any) -> dict[str, Any]:
     flat = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     assert len(flat) == len(leaves), "two leaves of the state have one path"
     return flat
+
+
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: np.zeros(leaf.shape, leaf.dtype)[index])
 
 
 def _describe(leaf: Any) -> str:

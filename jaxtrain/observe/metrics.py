@@ -57,7 +57,8 @@ class MetricsWriter:
     def __init__(self, directory: str | Path, *, start_step: int, last_step: int,
                  constants: Constants | Callable[[int], Constants], log_every: int = 1, max_lag: int = 2,
                  sinks: Sequence[Sink] = (), completed: Callable[[int], None] | None = None):
-        """Open the file for a run that has completed `start_step` steps; lines beyond that step are dropped.
+        """Open the file for a run that has completed `start_step` steps; lines beyond that step go to
+        `metrics.rolled_back.jsonl`.
 
         `constants`: of all steps, or a function of the step (counted from 0) where they differ.
         `completed`: in every process told of each step when the devices are done with it; by the writer's thread.
@@ -183,7 +184,13 @@ class _JsonLines:
     def __init__(self, path: Path, start_step: int):
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         # Steps never decrease in it, so all that goes is a tail, and cutting a tail off is atomic.
-        self._file.truncate(_end_of_step(path, start_step))
+        end = _end_of_step(path, start_step)
+        with open(path, "rb") as lines:
+            lines.seek(end)
+            if whole := [line for line in lines if line.endswith(b"\n")]:
+                with open(path.with_name("metrics.rolled_back.jsonl"), "ab") as kept:
+                    kept.writelines(whole)
+        self._file.truncate(end)
 
     def write(self, record: Record) -> None:
         self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")

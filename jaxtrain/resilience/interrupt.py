@@ -1,12 +1,15 @@
 """Ctrl-C and SIGTERM as a request that the loop answers between two steps."""
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
 from collections.abc import Iterator
 
 from jaxtrain.resilience import exits
+
+_calls = itertools.count(1)  # all processes make the same
 
 
 @contextlib.contextmanager
@@ -27,7 +30,6 @@ def before_the_loop() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
 
 class Interrupt:
     """Within this context the first SIGINT or SIGTERM is only remembered; a second Ctrl-C ends at once.
@@ -59,7 +61,8 @@ class Interrupt:
             return self.signal != 0
         from jax.experimental import multihost_utils
 
-        reached = multihost_utils.reached_preemption_sync_point(step)
+        # Counted on through rollbacks: the service wants numbers that rise.
+        reached = multihost_utils.reached_preemption_sync_point(next(_calls))
         if reached and not self.signal:
             self.signal = signal.SIGTERM
         return reached

@@ -13,6 +13,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.mesh import AXES
+from jaxtrain.resilience.anomalies import History
 from tests.numerics import plain_experts
 
 VOCAB, SEQ, BATCH, STEPS, LAYERS = 64, 16, 32, 20, 2
@@ -81,7 +82,8 @@ def start(run: jt.Run, family: str = "gpt2"):
     """The state at step 0 on the run's mesh, without compiling its own initialisation (which has a test of its own)."""
     params = initial(family, run.config.model.num_layers)
     opt_state = jax.tree.map(np.array, jax.jit(run.optimizer.init)(params))
-    state = run.abstract.__class__(np.int32(0), params, opt_state, np.int32(0), run.abstract.loss_scale and _scale())
+    state = run.abstract.__class__(np.int32(0), params, opt_state, np.int32(0), run.abstract.loss_scale and _scale(),
+                                   run.abstract.history and jax.tree.map(np.asarray, History.empty()))
     return jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), state, run.layout.state)
 
 
