@@ -6,6 +6,7 @@ ends the others and starts all again, until the last step is reached, the user m
 
 import argparse
 import contextlib
+import fcntl
 import os
 import random
 import select
@@ -95,11 +96,13 @@ class Supervisor:
             if getattr(wanted, name) is not None:
                 raise UserError(f"--{name}", "the supervisor gives it to each process", "leave it out behind --")
         self.flags, self.rest, self.workdir = flags, rest, training.workdir_of(wanted).absolute()
+        self._logs = self.workdir / "logs" / (f"node-{flags.node_rank}" if flags.nodes > 1 else "")
         self.shares = children.shares(os.environ, flags.processes)
         self.staff = Staff(flags.processes, flags.min_processes, self._fits, flags.lost_after, flags.retry_lost)
         self.order = Order(self.workdir / "processes", flags.min_processes, flags.processes, say)
         self.steps = Steps(self.workdir / "metrics.jsonl")
         self.asked: int | None = None  # the signal that ends the run
+        self._at_once = False  # a second Ctrl-C came
         self._signals: list[int] = []  # come, and not yet passed on
         self._asking: subprocess.Popen | None = None
         self._fitting: set[int] | None = None
@@ -152,7 +155,7 @@ class Supervisor:
 
     def _attempt(self, down: tuple[float, str] | None) -> "End":
         """Start all and watch them to their end."""
-        slots, logs = self.staff.wanted(), _next_folder(self.workdir / "logs")
+        slots, logs = self.staff.wanted(), _next_folder(self._logs)
         coordinator = self.flags.coordinator or f"127.0.0.1:{_free_port()}"
         self.steps.look()
         self.steps.begin()
@@ -175,6 +178,8 @@ class Supervisor:
                     down = None
                 for child in team:
                     child.look()
+                if self._at_once:
+                    break
                 while self._signals:
                     number = self._signals.pop(0)
                     for child in team:
@@ -254,6 +259,23 @@ class Supervisor:
                                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                             preexec_fn=children.die_with_parent())
 
+    @contextlib.contextmanager
+    def alone(self):
+        """Two of us would train two runs into one folder. The kernel opens the lock when we end, however we do."""
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            lock = open(self._logs / "lock", "w")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise UserError("--workdir", f"{self._logs} cannot be written ({error.strerror})",
+                            "give a folder that can be") from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError("--workdir", f"another supervisor works in {self.workdir}",
+                                "end that one or give another folder") from None
+            yield
+
     # ---------------------------------------------------------------------------------------------------------- waiting
     def _wait(self) -> None:
         """Until something may have happened: a child's end and a signal to us come through the pipe."""
@@ -270,10 +292,16 @@ class Supervisor:
 
     @contextlib.contextmanager
     def listening(self):
-        """Take signals: the first SIGTERM or SIGINT is passed on, so that all save; another Ctrl-C as well."""
+        """Take signals: the first is passed on, so that all save; a second Ctrl-C ends all at once.
+
+        A terminal that is closed is a reason to save, too, unless we are to outlive it (nohup).
+        """
         self._wakeups, theirs = socket.socketpair()
         theirs.setblocking(False)
-        before = {number: signal.signal(number, self._received) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._received) for number in numbers}
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         pipe = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         try:
@@ -286,8 +314,10 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _received(self, number: int, frame) -> None:
-        if self.asked is None or number == signal.SIGINT:
-            self._signals.append(number)
+        if self.asked is None:
+            self._signals.append(number if number == signal.SIGINT else signal.SIGTERM)
+        elif number == signal.SIGINT:
+            self._at_once = True
         self.asked = self.asked or number
 
     def _record(self, kind: str, **fields) -> None:
@@ -314,7 +344,6 @@ def say(text: str) -> None:
 
 def _next_folder(logs: Path) -> Path:
     """logs/N, one higher than what is there."""
-    logs.mkdir(parents=True, exist_ok=True)
     number = max((int(entry.name) for entry in logs.iterdir() if entry.name.isdecimal()), default=0) + 1
     (folder := logs / str(number)).mkdir()
     return folder
@@ -334,7 +363,7 @@ def main(argv: list[str] | None = None) -> int:
     def supervised(argv: list[str] | None) -> None:
         nonlocal status
         supervisor = Supervisor(*parse(sys.argv[1:] if argv is None else argv))
-        with supervisor.listening():
+        with supervisor.alone(), supervisor.listening():
             status = supervisor.run()
 
     return supervised(argv) or status

@@ -25,12 +25,13 @@ from jaxtrain.resilience import lifeline
 
 given = dict(word[2:].partition("=")[::2] for word in sys.argv[1:] if word.startswith("--"))
 workdir, rank = Path(given["workdir"]), given.get("process_id", "0")
-attempt = max(int(entry.name) for entry in (workdir / "logs").iterdir())
+attempt = max(int(entry.name) for entry in (workdir / "logs").iterdir() if entry.name != "lock")
 plan = json.loads((workdir / "plan.json").read_text())
 actions = plan.get(f"{attempt}:{rank}", plan.get(rank, plan.get("else", ["exit 0"])))
 if "mute" not in actions:
     lifeline.hold()
-(workdir / f"pid-{attempt}-{rank}").write_text(str(os.getpid()))
+(workdir / f"tmp-{rank}").write_text(str(os.getpid()))
+(workdir / f"tmp-{rank}").rename(workdir / f"pid-{attempt}-{rank}")
 
 for action in actions:
     verb, _, rest = action.partition(" ")
@@ -58,8 +59,12 @@ for action in actions:
         (workdir / f"ready-{attempt}-{rank}").touch()
         while not (workdir / rest).exists():
             time.sleep(0.01)
-    elif verb == "show":
-        print(os.environ.get(rest), flush=True)
+    elif verb == "meet":  # another one
+        while not (workdir / f"pid-{attempt}-{rest}").exists():
+            time.sleep(0.01)
+    elif verb == "outlive":
+        while Path(f"/proc/{(workdir / f'pid-{attempt}-{rest}').read_text()}/exe").exists():
+            time.sleep(0.01)
     elif verb == "child":
         print(subprocess.Popen(["sleep", "1000"]).pid, flush=True)
     elif verb == "exit":
@@ -93,7 +98,7 @@ def ended(process, seconds=60):
     return process.returncode, err
 
 
-def until(condition, seconds=60):
+def until(condition, seconds=30):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to that"
@@ -150,8 +155,8 @@ def test_recovered(run, tmp_path):
 
 def test_a_crash_loop_is_given_up(run, tmp_path):
     """The cause is shown: not who died first of it, nor who died last."""
-    plan = {"1": ["raise Gloo all-reduce failed: Connection closed by peer"], "2": ["raise the disk is gone"],
-            "else": ["await never"]}
+    plan = {"1": ["meet 2", "raise Gloo all-reduce failed: Connection closed by peer"],
+            "2": ["meet 1", "outlive 1", "raise the disk is gone"], "else": ["await never"]}
     code, err = ended(run(plan, "--max_restarts=2", processes=3))
     assert code == exits.STOPPED
     assert kinds(tmp_path) == ["attempt", "restart"] * 3 + ["gave_up"]
@@ -174,6 +179,24 @@ def test_a_signal_is_passed_on(run, tmp_path, number, status):
     code, _ = ended(process)
     assert code == status and kinds(tmp_path) == ["attempt"]
     assert [(tmp_path / f"logs/1/process-{rank}.log").read_text() for rank in range(2)] == ["saved\n"] * 2
+
+
+def test_a_second_interrupt_ends_at_once(run, tmp_path):
+    process = run({"else": ["deaf", "await never"], "0": ["save", "await never"]})
+    until(lambda: all((tmp_path / f"ready-1-{rank}").exists() for rank in range(2)))
+    process.send_signal(signal.SIGTERM)
+    until(lambda: "saved" in (tmp_path / "logs/1/process-0.log").read_text())
+    process.send_signal(signal.SIGINT)
+    assert ended(process)[0] == exits.SAVED  # what the first signal asked for
+    assert not alive((tmp_path / "pid-1-1").read_text())
+
+
+def test_two_in_one_folder(run, tmp_path):
+    first = run({"else": ["save", "await never"]}, processes=1)
+    until((tmp_path / "ready-1-0").exists)
+    code, err = ended(run({}))
+    assert code == exits.MISTAKE and f"--workdir: another supervisor works in {tmp_path}; end that one" in err
+    assert first.poll() is None
 
 
 def test_preempted_processes_are_started_again(run, tmp_path):

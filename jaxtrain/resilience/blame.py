@@ -10,7 +10,7 @@ from jaxtrain.resilience.children import Child
 # What processes say that died because another one did.
 _CONSEQUENCE = re.compile(
     r"Gloo|coordination service|CoordinationService|Connection (closed|reset) by peer|Socket closed|heartbeat"
-    r"|Shutdown barrier|distributed service detected|waiting \d+ms for recv|NCCL|is gone")
+    r"|Shutdown barrier|distributed service detected|waiting \d+ms for recv|NCCL")
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w]*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning|Iteration)\b.*")
 _FATAL = re.compile(r"^(F\d{4} .*|Fatal Python error.*|.*(?:Segmentation fault|Bus error|out of memory|"
                     r"RESOURCE_EXHAUSTED).*)", re.I)
@@ -27,8 +27,10 @@ def first(children: Sequence[Child]) -> Child | None:
 
 def follows(child: Child) -> bool:
     """Whether it ended on purpose, or because another one did."""
-    if child.code in (exits.RESTART, exits.SAVED, exits.DONE):
+    if child.code in (exits.RESTART, exits.SAVED):
         return True
+    if child.code in exits.FINAL:
+        return False
     if child.code is not None and child.code < 0 and child.code != -6:
         return False  # killed from outside; SIGABRT is how JAX's own service ends a process
     return bool(_CONSEQUENCE.search(error_line(child.log) or "\n".join(last_lines(child.log, 5))))

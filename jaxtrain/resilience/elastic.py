@@ -130,10 +130,10 @@ def _accumulated(config: Config, devices: int, parallel: int) -> Config:
 
 
 def _build(config: Config, devices: int) -> None:
-    """Refuse what does not work; nothing is allocated."""
+    """Refuse what does not work; nothing is allocated. (Without devices nobody knows whether they have cuDNN.)"""
     from jaxtrain.build import build
 
-    build(config, devices=devices)
+    build(dataclasses.replace(config, train=dataclasses.replace(config.train, attention="auto")), devices=devices)
 
 
 def _shards(config: Config, sizes: Sizes) -> int:
