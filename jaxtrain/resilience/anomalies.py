@@ -38,8 +38,8 @@ class History:
 
         def median(values_2S):  # what is not there is sorted behind what is
             sorted_2S = jnp.sort(jnp.where(there_S, values_2S, jnp.inf), axis=1)
-            low, high = (jnp.where(jnp.arange(SIZE) == at, sorted_2S, 0).sum(1) for at in ((count - 1) // 2, count // 2))
-            return (low + high) / 2
+            middle = ((count - 1) // 2, count // 2)
+            return sum(jnp.where(jnp.arange(SIZE) == at, sorted_2S, 0).sum(1) for at in middle) / 2
 
         middle_2 = median(self.values_2S)
         spread_2 = NORMAL * median(jnp.abs(self.values_2S - middle_2[:, None]))
