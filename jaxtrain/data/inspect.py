@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ def main(argv: list[str] | None) -> None:
     flags, overrides = parse(argv)
     config = load_config(flags.config, overrides).data
     corpus = load_corpus(config)
-    batches = (eval_batches if flags.split == "eval" else train_batches)(config, corpus)
+    batches: Any = (eval_batches if flags.split == "eval" else train_batches)(config, corpus)
     if batches is None:
         raise UserError("--split", f"{config.source} has no evaluation split", "look at --split=train")
     if flags.workdir and flags.split == "train":

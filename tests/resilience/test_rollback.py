@@ -128,6 +128,18 @@ def assert_went_as(flags, workdir, never_saw):
     assert_same(saved(flags, workdir), saved(flags, never_saw))
 
 
+def assert_went_nearly_as(flags, workdir, never_saw):
+    """Where sums are made in another order."""
+    assert PassedOver.read(workdir) == PassedOver((37, 38, 39, 40), 1)
+    ours, theirs = told(workdir), told(never_saw)
+    assert [(line["step"], line.get("tokens")) for line in ours] == [
+        (line["step"], line.get("tokens")) for line in theirs]
+    np.testing.assert_allclose(*([line["loss"] for line in lines if "loss" in line] for lines in (ours, theirs)), 1e-5)
+    for one, other in zip(jax.tree.leaves(saved(flags, workdir).params),
+                          jax.tree.leaves(saved(flags, never_saw).params), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
 KILLED = """
 import os, signal, sys
 import jaxtrain.train
@@ -189,10 +201,7 @@ def test_on_any_mesh_the_same_is_decided(flags, never_saw, poison, tmp_path, mon
     poison("strange", {BAD})
     assert main([*flags, *words(resilience__spikes="rollback", **mesh), f"--workdir={tmp_path}"]) == 0
     assert decisions(tmp_path) == [("skip", BAD + 1), ("rollback", BAD + 1)]
-    assert PassedOver.read(tmp_path) == PassedOver((37, 38, 39, 40), 1)
-    for ours, theirs in zip(jax.tree.leaves(saved(flags, tmp_path).params),
-                            jax.tree.leaves(saved(flags, never_saw).params), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert_went_nearly_as(flags, tmp_path, never_saw)
 
 
 def test_recorded_and_stopped(flags, poison, tmp_path, capsys):
@@ -297,4 +306,4 @@ def test_two_processes_go_back_together(flags, never_saw, tmp_path):
             process.kill()
     assert [process.returncode for process in both] == [0, 0], outputs
     assert decisions(tmp_path) == [("skip", BAD + 1), ("rollback", BAD + 1)]
-    assert_went_as(flags, tmp_path, never_saw)
+    assert_went_nearly_as(flags, tmp_path, never_saw)
