@@ -499,7 +499,8 @@ def _flatten(tree: Any) -> dict[str, Any]:
 
 
 def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: np.zeros(leaf.shape, leaf.dtype)[index])
+    zeros = np.zeros(leaf.shape, leaf.dtype)
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: zeros[index])
 
 
 def _describe(leaf: Any) -> str:

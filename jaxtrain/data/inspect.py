@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from jaxtrain.data.batches import eval_batches, train_batches
 from jaxtrain.data.cache import load_corpus
 from jaxtrain.data.corpus import Tokens
 from jaxtrain.data.origins import origins
+from jaxtrain.data.passed_over import PassedOver, remaining
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import Parser, UserError, command, overrides_of
 
@@ -29,9 +31,11 @@ def main(argv: list[str] | None) -> None:
     flags, overrides = parse(argv)
     config = load_config(flags.config, overrides).data
     corpus = load_corpus(config)
-    batches = (eval_batches if flags.split == "eval" else train_batches)(config, corpus)
+    batches: Any = (eval_batches if flags.split == "eval" else train_batches)(config, corpus)
     if batches is None:
         raise UserError("--split", f"{config.source} has no evaluation split", "look at --split=train")
+    if flags.workdir and flags.split == "train":
+        batches = remaining(batches, PassedOver.read(flags.workdir) or PassedOver())
     last = 2**62 if batches.num_batches is None else batches.num_batches - 1
     if not 0 <= flags.step <= last:
         raise UserError("--step", f"{flags.step} is no step", f"use 0 to {last}")
@@ -56,6 +60,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser = Parser(prog="python -m jaxtrain.data.inspect")
     parser.add_argument("--config", required=True)
     parser.add_argument("--step", type=int, default=0)
+    parser.add_argument("--workdir", help="of a run: its rollbacks say which batches it passed over")
     parser.add_argument("--row", type=int, help="one row only")
     parser.add_argument("--split", choices=("train", "eval"), default="train")
     parser.add_argument("--tokens", action="store_true", help="ids beside the text")

@@ -38,8 +38,9 @@ class History:
 
         def median(values_2S):  # what is not there is sorted behind what is
             sorted_2S = jnp.sort(jnp.where(there_S, values_2S, jnp.inf), axis=1)
-            low, high = (jnp.where(jnp.arange(SIZE) == at, sorted_2S, 0).sum(1) for at in ((count - 1) // 2, count // 2))
-            return (low + high) / 2
+            low, high = (count - 1) // 2, count // 2
+            middle_S = (jnp.arange(SIZE) == low) | (jnp.arange(SIZE) == high)
+            return jnp.where(middle_S, sorted_2S, 0).sum(1) / (1 + (low < high))
 
         middle_2 = median(self.values_2S)
         spread_2 = NORMAL * median(jnp.abs(self.values_2S - middle_2[:, None]))

@@ -98,8 +98,8 @@ class Guard:
 
     def _give_up(self, step: int, why: str, **fields: Any) -> None:
         self._record("stop", step, why=why, **fields)
-        raise GivenUp(exits.STOPPED, f"{why}; look at the batches named in {self._workdir}/events.jsonl and at the learning rate, then "
-                      "raise the limit or change the config, and run the same command again")
+        raise GivenUp(exits.STOPPED, f"{why}; look at the steps in {self._workdir}/events.jsonl, then change the config or raise the "
+                      "limit, and run the same command again")
 
     def _record(self, kind: str, step: int, **fields: Any) -> None:
         if jax.process_index() == 0:
@@ -114,6 +114,7 @@ def settle(workdir: str | Path, checkpoints: Checkpoints) -> PassedOver:
     if jax.process_count() == 1:
         return _settle(workdir, checkpoints)
     client, name = jax._src.distributed.global_state.client, f"jaxtrain/passed_over/{next(_turns)}"
+    assert client is not None
     if jax.process_index() == 0:
         try:
             passed = _settle(workdir, checkpoints)

@@ -128,6 +128,7 @@ def test_the_loss_scale_halves_on_overflow_and_doubles_after_patience():
     state = with_scale(state, 2.0**24, 7)  # gradients overflow float16
     state, metrics = step(state, run.place(reference.batch(0)))
     assert (float(metrics["loss_scale"]), int(state.loss_scale.good_steps), int(state.skipped)) == (2.0**23, 0, 1)
+    assert (int(metrics["skipped_in_a_row"]), int(metrics["spike"])) == (0, 0), "an overflow is told as an anomaly"
     before = reference.initial()
     assert reference.worst(state.params, before)[0] == 0, "an overflow moved the parameters"
 

@@ -1,7 +1,11 @@
 """Steps that are no good are left out, or gone back from; what comes of it is a run that never saw their data."""
 
+import functools
 import json
 import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +16,12 @@ import pytest
 
 from jaxtrain.build import build
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.config import load_config
+from jaxtrain.config import ResilienceConfig, load_config
 from jaxtrain.data.loader import Batches
 from jaxtrain.data.passed_over import FILE, PassedOver
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
-from jaxtrain.resilience import rollback
+from jaxtrain.resilience.rollback import GivenUp, Guard, RolledBack
 
 ROOT = Path(__file__).parents[2]
 STEPS, BAD = 48, 40  # steps of the run; the batch that is poisoned
@@ -102,7 +106,204 @@ def test_rolled_back(flags, never_saw, poison, tmp_path, capsys):
     err = capsys.readouterr().err
     assert "going back to step 32 and passing over batches 37 to 40 (rollback 1 of at most 10)" in err
     assert decisions(tmp_path) == [("skip", BAD + 1), ("rollback", BAD + 1)]
-    assert PassedOver.read(tmp_path) == PassedOver((37, 38, 39, 40), 1)
-    assert told(tmp_path) == told(never_saw)
-    assert_same(saved(flags, tmp_path), saved(flags, never_saw))
-    assert [line["step"] for line in told(tmp_path, "metrics.rolled_back.jsonl")][0] == 33
+    event = events(tmp_path)[-1]
+    assert event["batches"] == [37, 40] and events(tmp_path)[-2]["grad_norm_z"] > 8
+    assert_went_as(flags, tmp_path, never_saw)
+    lost = told(tmp_path, "metrics.rolled_back.jsonl")
+    assert [line["step"] for line in lost if "loss" in line][:9] == list(range(33, 42)) and lost[8]["spike"] == 1
+
+    # The same record without its file, or with another one.
+    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
+    (tmp_path / FILE).unlink()
+    assert main([*flags, f"--workdir={tmp_path}"]) == 0
+    assert_went_as(flags, tmp_path, never_saw)
+    (tmp_path / FILE).write_text(json.dumps({"batches": [7]}))
+    assert main([*flags, f"--workdir={tmp_path}"]) == 2
+    assert f"--workdir: {tmp_path}/passed_over.json passes over other batches than the first" in capsys.readouterr().err
+
+
+def assert_went_as(flags, workdir, never_saw):
+    assert PassedOver.read(workdir) == PassedOver((37, 38, 39, 40), 1)
+    assert told(workdir) == told(never_saw)
+    assert_same(saved(flags, workdir), saved(flags, never_saw))
+
+
+def assert_went_nearly_as(flags, workdir, never_saw):
+    """Where sums are made in another order."""
+    assert PassedOver.read(workdir) == PassedOver((37, 38, 39, 40), 1)
+    ours, theirs = told(workdir), told(never_saw)
+    assert [(line["step"], line.get("tokens")) for line in ours] == [
+        (line["step"], line.get("tokens")) for line in theirs]
+    np.testing.assert_allclose(*([line["loss"] for line in lines if "loss" in line] for lines in (ours, theirs)), 1e-5)
+    for one, other in zip(jax.tree.leaves(saved(flags, workdir).params),
+                          jax.tree.leaves(saved(flags, never_saw).params), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+KILLED = """
+import os, signal, sys
+import jaxtrain.train
+import numpy as np
+from jaxtrain.data.loader import Batches
+from jaxtrain.main import main
+
+def poisoned(self, step, indices, rows=Batches.rows):
+    batch = rows(self, step, indices)
+    if self.num_batches is None and step == {bad}:
+        batch["targets"] = np.full_like(batch["targets"], 319)
+    return batch
+
+train = sys.modules["jaxtrain.train"]
+
+def killed(workdir, checkpoints, settle=train.settle, turns=[]):
+    turns.append(workdir)
+    return settle(workdir, checkpoints) if len(turns) < {settles} else os.kill(os.getpid(), signal.SIGKILL)
+
+Batches.rows, train.settle = poisoned, killed
+sys.exit(main())
+"""
+
+
+def test_killed_when_it_was_decided(flags, never_saw, poison, tmp_path):
+    keys = words(resilience__spikes="rollback")
+    done = subprocess.run([sys.executable, "-c", KILLED.format(bad=BAD, settles=2), *flags, *keys,
+                           f"--workdir={tmp_path}"], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300,
+                          capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert decisions(tmp_path)[-1] == ("rollback", BAD + 1)
+    assert PassedOver.read(tmp_path).void_above == 37 and Checkpoints(tmp_path / "checkpoints").latest() == 40
+    poison("strange", {BAD})
+    assert main([*flags, *keys, f"--workdir={tmp_path}"]) == 0
+    assert_went_as(flags, tmp_path, never_saw)
+
+
+def test_skipped(flags, poison, tmp_path):
+    poison("strange", {BAD})
+    assert main([*flags, *words(resilience__spikes="skip"), f"--workdir={tmp_path}"]) == 0
+    assert decisions(tmp_path) == [("skip", BAD + 1)]
+    config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
+    run = build(config)
+    state = run.init()
+    for n in range(STEPS):
+        if n != BAD:
+            state, _ = run.step(state, run.batch(n))
+    ours = saved(flags, tmp_path)
+    assert_same((ours.params, ours.opt_state), jax.device_get((state.params, state.opt_state)))
+    assert (ours.step, ours.skipped, ours.history.seen) == (STEPS, 1, STEPS - 1)
+
+
+@pytest.mark.parametrize("devices, mesh", [
+    pytest.param(1, {}, id="one"),
+    pytest.param(8, dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2), id="product", marks=pytest.mark.slow)])
+def test_on_any_mesh_the_same_is_decided(flags, never_saw, poison, tmp_path, monkeypatch, devices, mesh):
+    here = functools.partial(build, devices=jax.devices()[:devices])
+    monkeypatch.setattr(sys.modules["jaxtrain.train"], "build", here)
+    poison("strange", {BAD})
+    assert main([*flags, *words(resilience__spikes="rollback", **mesh), f"--workdir={tmp_path}"]) == 0
+    assert decisions(tmp_path) == [("skip", BAD + 1), ("rollback", BAD + 1)]
+    assert_went_nearly_as(flags, tmp_path, never_saw)
+
+
+def test_recorded_and_stopped(flags, poison, tmp_path, capsys):
+    """By default a spike is only told; but a run that is not finite for long is stopped, for a person to look."""
+    poison("strange", {35})
+    assert main([*flags, *words(train__steps=40, optimizer__schedule="constant"), f"--workdir={tmp_path}"]) == 0
+    assert decisions(tmp_path) == [("spike", 36), ("spike", 37)]  # it is not over at once
+    assert "step 36 is a spike" in capsys.readouterr().err
+    poison("infinite", {41, 43, 44, 45, 46, 47, 48, 49, 50})
+    more = words(train__steps=60, optimizer__schedule="constant", resilience__max_skips=3)
+    assert main([*flags, *more, f"--workdir={tmp_path}"]) == 77
+    assert decisions(tmp_path)[2:] == [("skip", 42), ("skip", 44), ("skip", 45), ("skip", 46), ("stop", 46)]
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("step 46 is not finite") and "which is resilience.max_skips; look at the steps in " in line
+    assert Checkpoints(tmp_path / "checkpoints").latest() == 40
+    # Where the policy says so, steps that are not finite for long are gone back from, and again.
+    assert main([*flags, *more, *words(resilience__spikes="rollback"), f"--workdir={tmp_path}"]) == 0
+    assert [step for kind, step in decisions(tmp_path) if kind == "rollback"] == [46, 43]
+    assert PassedOver.read(tmp_path) == PassedOver(tuple(range(37, 49)), 2)
+    lines = [line for line in told(tmp_path) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 61)) and lines[-1]["skipped"] == 2
+
+
+# ------------------------------------------------------------------------------------------------ decisions, one by one
+
+class Saved:
+    """Checkpoints of these steps."""
+
+    def __init__(self, *steps):
+        self._steps = steps
+
+    def steps(self):
+        return list(self._steps)
+
+    def wait(self):
+        pass
+
+
+def guard(workdir, saved=(), passed=PassedOver(), **keys):
+    return Guard(workdir, ResilienceConfig(**keys), Saved(*saved), passed, lambda text: None)
+
+
+def metrics(spike=0, in_a_row=0):
+    numbers = dict(loss=9.0, grad_norm=2.0, loss_z=50.0, grad_norm_z=1.0)
+    return {key: np.float32(value) for key, value in numbers.items()} | {
+        "spike": np.bool_(spike), "skipped_in_a_row": np.int32(in_a_row)}
+
+
+def test_a_verdict_is_read_two_steps_late(tmp_path):
+    one = guard(tmp_path, spikes="rollback")
+    one.look(1, metrics(spike=1, in_a_row=1))
+    one.look(2, metrics())
+    with pytest.raises(RolledBack):
+        one.look(3, metrics())
+    late = guard(tmp_path, spikes="rollback")
+    late.look(1, metrics(spike=1, in_a_row=1))
+    with pytest.raises(RolledBack):
+        late.look_at_all()
+
+
+@pytest.mark.parametrize("saved, batches, void_above", [
+    ((100, 200), range(285, 301), 285), ((200, 290), range(285, 301), 285), ((290, 300), range(290, 301), 290),
+    ((300,), range(300, 301), 300), ((), range(285, 301), 285)], ids=str)
+def test_how_far_back(tmp_path, saved, batches, void_above):
+    one = guard(tmp_path, saved, spikes="rollback")
+    one.look(301, metrics(spike=1, in_a_row=1))
+    with pytest.raises(RolledBack):
+        one.look_at_all()
+    assert PassedOver.read(tmp_path) == PassedOver(tuple(batches), 1, void_above)
+
+
+def test_limits(tmp_path):
+    for keys, told, passed in ((dict(max_skips=5), metrics(in_a_row=5), PassedOver()),
+                               (dict(spikes="skip", max_skips=5), metrics(1, 5), PassedOver()),
+                               (dict(spikes="rollback"), metrics(1, 1), PassedOver((3,), 10)),
+                               (dict(spikes="rollback", max_rollbacks=0), metrics(1, 1), PassedOver())):
+        one = guard(tmp_path, passed=passed, **keys)
+        one.look(9, told)
+        with pytest.raises(GivenUp, match="and run the same command again"):
+            one.look_at_all()
+    assert [kind for kind, _ in decisions(tmp_path)] == ["skip", "stop"] * 4 and PassedOver.read(tmp_path) is None
+
+
+# ------------------------------------------------------------------------------------------------------ two processes
+
+@pytest.mark.slow
+def test_two_processes_go_back_together(flags, never_saw, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
+                   "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    script = KILLED.format(bad=BAD, settles=9)
+    both = [subprocess.Popen(
+        [sys.executable, "-c", script, *flags, *words(resilience__spikes="rollback"), f"--coordinator={coordinator}",
+         "--num_processes=2", f"--process_id={i}", f"--workdir={tmp_path}"], env=environment, text=True,
+        stderr=subprocess.PIPE) for i in range(2)]
+    try:
+        outputs = [process.communicate(timeout=400)[1] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert decisions(tmp_path) == [("skip", BAD + 1), ("rollback", BAD + 1)]
+    assert_went_nearly_as(flags, tmp_path, never_saw)
