@@ -10,10 +10,12 @@ import numpy as np
 
 from jaxtrain import checkpoint, observe
 from jaxtrain.build import Run, build
+from jaxtrain.checkpoint.interval import Saves
 from jaxtrain.config import Config
 from jaxtrain.data import prefetch, stages
 from jaxtrain.data.batches import epochs, packing
 from jaxtrain.errors import UserError
+from jaxtrain.observe.ledger import Ledger
 from jaxtrain.report import matmul_parameters
 from jaxtrain.resilience import Interrupt
 from jaxtrain.state import TrainState
@@ -33,8 +35,13 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     Raises:
         Interrupted: SIGINT or SIGTERM came; everything done so far is saved.
     """
+    with Ledger(workdir, stopped=(Interrupted, KeyboardInterrupt)) as ledger:
+        return _train(config, Path(workdir), ledger)
+
+
+def _train(config: Config, workdir: Path, ledger: Ledger) -> TrainState:
     # -------------------------------------------------------------- refuse what cannot work, before paying for anything
-    run, workdir, t = build(config), Path(workdir), config.train
+    run, t = build(config), config.train
     checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     start = checkpoints.latest() or 0
     observe.check_workdir(workdir, config, done=start)
@@ -47,6 +54,8 @@ def train(config: Config, workdir: str | Path) -> TrainState:
                         "raise the epochs of its sources or train fewer steps")
     observe.write_run_files(workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
                             data_manifest_hash=run.corpus.manifest_hash, manifests=run.corpus.manifests, done=start)
+    if start < t.steps:
+        ledger.open(t.steps)
     say(summary(run, workdir))
     for stage in stages.stages(config.data):
         if stage.start >= t.steps > 0:
@@ -57,12 +66,15 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         raise UserError("train.steps", f"{t.steps} is less than the {start} steps that {workdir} has",
                         "give more steps or another --workdir")
     if start:
-        state = checkpoints.restore(start, run.abstract)
+        with ledger.book("restore"):
+            state = checkpoints.restore(start, run.abstract)
         say(f"resumed from step {start}")
     else:
         state = run.init()
-    for shape in run.train_batches.shapes_of(start, t.steps):
-        run.of_shape(shape).compiled_step  # noqa: B018 (compiles, while nothing else wants the processor)
+    ledger.resumed(start)
+    with ledger.book("compile"):
+        for shape in run.train_batches.shapes_of(start, t.steps):
+            run.of_shape(shape).compiled_step  # noqa: B018 (compiles, while nothing else wants the processor)
 
     # --------------------------------------------------------------------------------------------------------- the loop
     def place(step, batches):
@@ -71,31 +83,40 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     def due(step):
         return run.eval_batches is not None and (step == t.steps or (t.eval_every and step % t.eval_every == 0))
 
+    saves = Saves(config.checkpoint, ledger, checkpoints.writing, workdir=workdir, start=start)
+
     def evaluation():
-        with jax.transfer_guard("allow"):  # it waits for its numbers anyway, and places its batches on this thread
+        with ledger.book("compile"):
+            run.compiled_eval  # noqa: B018 (at the first one)
+        # It waits for its numbers anyway, and places its batches on this thread.
+        with ledger.book("eval"), jax.transfer_guard("allow"):
             return run.evaluate(state, t.eval_batches)
 
     with (
         Interrupt() as interrupt,
+        ledger.book("checkpoint"),  # behind the loop: what it still takes to write the last one
         contextlib.closing(checkpoints),  # waits: behind this block the state is on disk, whatever signals come
         prefetch(run.train_batches, start, t.steps - start, place, config.data.prefetch) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run),
-                              log_every=t.log_every, sinks=sinks(run, workdir, start)) as writer,
+                              log_every=t.log_every, sinks=sinks(run, workdir, start), ledger=ledger) as writer,
+        ledger.book("step"),
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
     ):
         done = start
         if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
             writer.write_eval(start, evaluation())
-        for n, batch, waited in batches:
+        for n, batch, waited in ledger.each("data_wait", batches):
             state, metrics = run.of_shape(batch["tokens"].shape).compiled_step(state, batch)
             done = n + 1
             # Nothing here waits for the device: the writer reads the numbers on its own thread, one step late.
-            writer.push(done, metrics, {"data_wait_s": waited})
+            writer.push(done, metrics, {"data_wait_s": waited, **saves.told()})
             stop = interrupt.requested(done)
             # Save before the next batch is drawn, so that what is saved and what was seen agree.
-            if stop or done == t.steps or (config.checkpoint.every and done % config.checkpoint.every == 0):
+            if stop or done == t.steps or saves.due(done):
                 writer.flush()  # a step that is saved is never run again, so its line must be there too
-                checkpoints.save(done, state, {"config": config.to_dict(), "step": done})
+                with saves.taking(done):
+                    checkpoints.save(done, state, {"config": config.to_dict(), "step": done,
+                                                   "goodput": ledger.goodput()})
             if stop and done < t.steps:
                 break
             if due(done):

@@ -76,6 +76,10 @@ class Checkpoints:
         except Exception as error:
             raise self._unreadable(step, error) from None
 
+    def writing(self) -> bool:
+        """Whether what was saved last is still on its way to disk."""
+        return "_manager" in self.__dict__ and self._manager.is_saving_in_progress()
+
     def wait(self) -> None:
         """Return when everything saved so far is complete on disk; raises if it could not be written."""
         if "_manager" in self.__dict__:
