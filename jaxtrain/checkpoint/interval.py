@@ -139,7 +139,8 @@ class Saves:
     def _agree(self, done: int) -> None:
         if jax.process_index() == 0:
             self._plan = self._decide(done)
-        if client := jax._src.distributed.global_state.client:  # there are others
+        client = jax._src.distributed.global_state.client
+        if client is not None:  # there are others
             key = f"jaxtrain/saves/{next(_PLANS)}"
             if jax.process_index() == 0:
                 client.key_value_set(key, f"{self._plan[0]} {int(self._plan[1])}")

@@ -142,6 +142,7 @@ class Ledger:
             self._step_seconds = own.seconds.get("step", 0.0)
             # All there was before, the gap to this start, and what this start takes back.
             self._base = account([*self._earlier, dataclasses.replace(own, seconds={}, sign=own.began)])
+        self.write()  # what is lost is known even if this start is killed at once
 
     def pin(self) -> None:
         """A later start may resume from the last complete step: keep by how many seconds it was reached."""
