@@ -155,10 +155,10 @@ class Saves:
         self._planned, self._planned_at = done, now
         wanted = self.seconds()
         ahead = max(1, round((self._saved_at + wanted - now) / max(pace, 1e-9)))
-        known = max(1, done - self._start)
-        if self._costs and abs(wanted - self._said) > 0.25 * self._said:
+        known = done - self._start - 1  # the first step has much to wait for
+        if known and self._costs and abs(wanted - self._said) > 0.25 * self._said:
             self._tell(wanted, pace)
-        return (done + ahead, True) if ahead <= known else (done + known, False)
+        return (done + ahead, True) if ahead <= known else (done + max(1, known), False)
 
     def _tell(self, wanted: float, pace: float) -> None:
         self._said = wanted

@@ -94,6 +94,13 @@ def test_a_run_of_less_than_a_minute_is_saved_at_its_end_only(tmp_path):
     assert Run(tmp_path, pace=0.01).until(5900) == {}
 
 
+def test_a_first_step_that_takes_long_makes_no_early_save(tmp_path):
+    run = Run(tmp_path, pace=40.0)
+    run.until(1)
+    run.pace = 0.1
+    assert next(iter(run.until(1000).values())) == pytest.approx(FIRST, abs=1)
+
+
 @pytest.mark.parametrize("pace", [0.001, 0.37, 45.0, 300.0])
 def test_any_pace(tmp_path, pace):
     saved = Run(tmp_path, pace=pace).until(int(max(20, 4000 / pace)))
