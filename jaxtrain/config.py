@@ -275,11 +275,14 @@ class TrainConfig:
 class CheckpointConfig:
     """When to save and how many to keep; the last step is always saved."""
 
-    every: int = 0  # 0: at the end and on interruption only
+    every: int | str = "auto"  # so many steps; "auto": from what a save and a failure cost; 0: no save before the end
     keep: int = 2
+    mtbf_hours: float = 0.0  # mean time between failures, for "auto", before any was seen; 0: 3,700 over the processes
 
     def __post_init__(self):
-        _not_negative(self, "checkpoint", "every")
+        if self.every != "auto" and not (isinstance(self.every, int) and self.every >= 0):
+            raise UserError("checkpoint.every", f"{self.every!r} is no number of steps", "give one, 0 or auto")
+        _not_negative(self, "checkpoint", "mtbf_hours")
         _positive(self, "checkpoint", "keep")
 
 
@@ -434,6 +437,9 @@ def _section(cls: type, section: str, keys: dict[str, Any]):
 
 
 def _coerce(key: str, value: Any, wanted: Any) -> Any:
+    if wanted == int | str:  # a number or a word
+        number = _literal(value) if isinstance(value, _Text) else value
+        wanted = str if isinstance(number, str) else int
     wanted = get_origin(wanted) or wanted
     if wanted is str:
         if isinstance(value, str):

@@ -12,11 +12,13 @@ import numpy as np
 
 from jaxtrain import checkpoint, observe
 from jaxtrain.build import Run, build
+from jaxtrain.checkpoint.interval import Saves
 from jaxtrain.config import Config
 from jaxtrain.data import prefetch, stages
 from jaxtrain.data.batches import epochs, packing
 from jaxtrain.data.passed_over import remaining
 from jaxtrain.errors import UserError
+from jaxtrain.observe.ledger import Ledger
 from jaxtrain.report import matmul_parameters
 from jaxtrain.resilience import exits
 from jaxtrain.resilience.interrupt import Interrupt
@@ -94,6 +96,8 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog) -> TrainState:
     def due(step):
         return run.eval_batches is not None and (step == t.steps or (t.eval_every and step % t.eval_every == 0))
 
+    saves = Saves(config.checkpoint, ledger, checkpoints.writing, workdir=workdir, start=start)
+
     def evaluation():
         # It waits for its numbers anyway, and places its batches on this thread.
         with watchdog.phase("evaluation"), jax.transfer_guard("allow"):
@@ -101,6 +105,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog) -> TrainState:
 
     with (
         Interrupt() as interrupt,
+        ledger.book("checkpoint"),  # behind the loop: what it still takes to write the last one
         contextlib.closing(checkpoints),  # waits: behind this block the state is on disk, whatever signals come
         prefetch(data, start, t.steps - start, place, config.data.prefetch) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),

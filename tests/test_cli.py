@@ -18,7 +18,7 @@ from jaxtrain.main import main
 ROOT = Path(__file__).parents[1]
 TINY = f"{ROOT}/configs/gpt.py:tiny"
 STEP = ["step", "grad_norm", "grad_norm_z", "learning_rate", "loss", "loss_z", "skipped", "skipped_in_a_row", "spike",
-        "tokens", "step_time_s", "data_wait_s", "tokens_per_s"]
+        "tokens", "step_time_s", "data_wait_s", "tokens_per_s", "goodput"]
 HELP = """\
 usage: python -m jaxtrain.main [-h] [--config CONFIG] [--workdir WORKDIR] [--print_config [{all,diff}]]
                                [--coordinator COORDINATOR] [--num_processes NUM_PROCESSES]
@@ -90,6 +90,8 @@ def test_metrics(flags, ran):
     lines = [json.loads(line) for line in (ran[0] / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]
     steps, evals = ([line for line in lines if ("eval_loss" in line) == kind] for kind in (False, True))
+    saved = [line.pop("save_blocked_s", None) for line in steps]  # on the line after a save
+    assert saved[2] > 0 and saved[0] == saved[1] == saved[3] is None
     assert all(sorted(line) == sorted(STEP) for line in steps)  # no mfu: a CPU has no known peak
     assert all(sorted(line) == ["eval_bits_per_byte", "eval_loss", "step"] for line in evals)
     assert [line["tokens"] for line in steps] == [256, 512, 768, 1024]
@@ -114,7 +116,7 @@ def test_files(flags, ran):
     assert run["device_kind"] == "cpu" and run["process_count"] == 1 and run["packages"]["jax"] == jax.__version__
     assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["2", "4"]
     assert {path.name for path in workdir.iterdir()} == {
-        "checkpoints", "config.json", "heartbeats", "metrics.jsonl", "run.json", "tensorboard"}
+        "checkpoints", "config.json", "heartbeats", "ledger", "metrics.jsonl", "run.json", "tensorboard"}
 
 
 def test_what_is_told(ran):

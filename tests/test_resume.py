@@ -101,7 +101,8 @@ def wait_for_lines(workdir, count, started, seconds=90):
 def told(workdir):
     """What metrics.jsonl says, but for the times."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.endswith(("_s", "_wait", "mfu"))} for line in lines]
+    times = ("_s", "_wait", "mfu", "goodput")
+    return [{key: value for key, value in line.items() if not key.endswith(times)} for line in lines]
 
 
 def saved(flags, workdir, step=STEPS):

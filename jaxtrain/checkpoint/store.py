@@ -189,6 +189,10 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             raise self._unreadable(step, _innermost(error)) from None
 
+    def writing(self) -> bool:
+        """Whether what was saved last is still on its way to disk."""
+        return "_manager" in self.__dict__ and self._manager.is_saving_in_progress()
+
     def wait(self) -> None:
         """Return when everything saved so far is on disk and read back; raises if the last could not be written."""
         for job in self._jobs:

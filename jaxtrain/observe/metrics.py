@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
 
 from jaxtrain.observe.flops import mfu
+
+if TYPE_CHECKING:
+    from jaxtrain.observe.ledger import Ledger
 
 Record = dict[str, float | int | None]
 
@@ -56,15 +59,18 @@ class MetricsWriter:
 
     def __init__(self, directory: str | Path, *, start_step: int, last_step: int,
                  constants: Constants | Callable[[int], Constants], log_every: int = 1, max_lag: int = 2,
-                 sinks: Sequence[Sink] = (), completed: Callable[[int], None] | None = None):
+                 sinks: Sequence[Sink] = (), completed: Callable[[int], None] | None = None,
+                 ledger: "Ledger | None" = None):
         """Open the file for a run that has completed `start_step` steps; lines beyond that step go to
         `metrics.rolled_back.jsonl`.
 
         `constants`: of all steps, or a function of the step (counted from 0) where they differ.
         `completed`: in every process told of each step when the devices are done with it; by the writer's thread.
+        `ledger`: is told which steps are in flight, and its goodput is in the lines of steps.
         """
         self._last_step, self._log_every, self._tell = last_step, log_every, completed
         self._constants = constants if callable(constants) else lambda step: constants
+        self._ledger = ledger
         self._sinks: tuple[Sink, ...] = ()  # processes but the first hold their loop back in the same way, mutely
         if jax.process_index() == 0:
             self._sinks = (_JsonLines(Path(directory) / "metrics.jsonl", start_step), *sinks)
@@ -79,6 +85,8 @@ class MetricsWriter:
 
     def push(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float] | None = None) -> None:
         """Hand over the scalars of a step just dispatched; waits only while `max_lag` steps are still in flight."""
+        if self._ledger is not None:
+            self._ledger.dispatched(step)
         self._slots.acquire()
         self._put("step", step, metrics, host_fields or {})
 
@@ -140,6 +148,8 @@ class MetricsWriter:
         now = time.perf_counter()
         if self._tell:
             self._tell(step)
+        if self._ledger is not None:
+            self._ledger.completed(step)
         if self._completed is not None:
             self._times.append((now - self._completed, self._constants(step - 1)))
         self._completed = now
@@ -158,7 +168,7 @@ class MetricsWriter:
         seconds = sum(time for time, _ in self._times)
         tokens = sum(one.tokens_per_step for _, one in self._times)
         record["step_time_s"] = seconds / len(self._times) if self._times else None
-        for key in self._host[-1]:
+        for key in {key: None for fields in self._host for key in fields}:
             record[key] = _number(np.mean([fields[key] for fields in self._host if key in fields]))
         speed = tokens / seconds if seconds else None
         record["tokens_per_s"] = speed
@@ -166,6 +176,8 @@ class MetricsWriter:
             for key, field in (("mfu", "flops_per_token"), ("mfu_full", "flops_per_token_full")):
                 flops = sum(one.tokens_per_step * getattr(one, field) for _, one in self._times)
                 record[key] = speed and mfu(speed, flops / tokens, last.peak)
+        if self._ledger is not None:
+            record["goodput"] = self._ledger.goodput()
         return record
 
     def _eval(self, step: int, fields: Mapping[str, Any]) -> None:

@@ -1,0 +1,252 @@
+"""Books every second of this process's part of the run to one category, and tells the disk every few seconds.
+
+Whatever happens takes the time since the last thing that happened to the category that held until then, so the sum is
+right by construction. A step is what holds while any step is in flight on the devices, whatever the loop does
+meanwhile; else what the loop is doing holds. So a wait for data that the devices do not notice costs nothing.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+
+from jaxtrain.observe.goodput import Account, Incarnation, account, incarnations, table
+
+Item = TypeVar("Item")
+_IMPORTED = time.monotonic()
+_MOST_MARKS = 512
+_END = object()
+
+
+class Clock:
+    """This process's clocks; a test makes its own."""
+
+    def wall(self) -> float:
+        """Seconds since 1970, if nobody has set the clock wrong."""
+        return time.time()
+
+    def monotonic(self) -> float:
+        """Seconds that pass."""
+        return time.monotonic()
+
+    def boot(self) -> str:
+        """What `monotonic` counts from: the same text in all processes that may compare it."""
+        try:
+            return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            return uuid.uuid4().hex
+
+    def age(self) -> float:
+        """Seconds since the run's process began; 0 in a notebook or a test, whose life is not the run's."""
+        if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") != "jaxtrain.main":
+            return 0.0
+        try:
+            ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+            return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+        except (OSError, ValueError, IndexError, AttributeError):
+            return self.monotonic() - _IMPORTED
+
+
+class Ledger:
+    """The book of one start of the run. Every process keeps one; that of process 0 is on disk.
+
+    Use it as a context manager around all the run does; when it ends it prints where the run's whole life went.
+    """
+
+    def __init__(self, workdir: str | Path, *, stopped: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
+                 every: float = 5.0, clock: Clock | None = None):
+        """Begin to count. `stopped`: how it ends when it was asked to; `every`: seconds between rewrites, 0: none."""
+        self._workdir, self._stopped, self._every, self._clock = Path(workdir), stopped, every, clock or Clock()
+        self._lock = threading.RLock()
+        self._doing = ["init"]
+        self._dispatched = self._completed = 0
+        now, age = self._clock.monotonic(), self._clock.age()
+        self._own = Incarnation(began=self._clock.wall() - age, tick=now - age, boot=self._clock.boot())
+        self._own.seconds = {"init": age}
+        self._since = now
+        self._latest: list[float] | None = None  # the newest mark, not worth keeping yet
+        self._step_seconds = 0.0  # of "step", when the step before was complete
+        self._listeners: list[Callable[[float], None]] = []
+        self._file: Path | None = None  # until it is opened, and in other processes for ever
+        self._earlier: list[Incarnation] = []
+        self._base = account([])
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------------------------------------- what is booked
+    @contextlib.contextmanager
+    def book(self, category: str) -> Iterator[None]:
+        """What the loop does in this context, where no step is in flight meanwhile; contexts may be nested."""
+        with self._lock:
+            self._charge()
+            self._doing.append(category)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._charge()
+                self._doing.pop()
+
+    def each(self, category: str, items: Iterable[Item]) -> Iterator[Item]:
+        """The items, with the time it takes to get one booked."""
+        iterator = iter(items)
+        while True:
+            with self.book(category):
+                item = next(iterator, _END)
+            if item is _END:
+                return
+            yield item  # pyrefly: ignore[invalid-yield]
+
+    def dispatched(self, step: int) -> None:
+        """A step is on its way; from now on until it is complete time is its own."""
+        with self._lock:
+            self._charge()
+            self._dispatched, self._doing[0] = step, "other"
+
+    def completed(self, step: int) -> None:
+        """The devices are done with it. (Told by the thread of the metrics.)"""
+        with self._lock:
+            self._charge()
+            if step > self._dispatched:
+                return  # the run went back meanwhile
+            self._completed, total = step, self._own.seconds.get("step", 0.0)
+            took, self._step_seconds, self._latest = total - self._step_seconds, total, [step, total]
+        for listener in self._listeners:
+            listener(took)
+
+    def on_step(self, listener: Callable[[float], None]) -> None:
+        """Call it with each step's own seconds, on the thread of the metrics."""
+        self._listeners.append(listener)
+
+    def resumed(self, step: int) -> None:
+        """The state is that of this step; what was done beyond it, by this process too, is lost."""
+        with self._lock:
+            self._charge()
+            self._pin()
+            own = self._own
+            if lost := own.lost(step):
+                own.seconds["step"] -= lost
+                own.seconds["lost_work"] = own.seconds.get("lost_work", 0.0) + lost
+            own.marks = [mark for mark in own.marks if mark[0] < step] + [[step, own.seconds.get("step", 0.0)]]
+            own.resumed = step if own.resumed is None else min(step, own.resumed)
+            self._dispatched = self._completed = step
+            self._step_seconds = own.seconds.get("step", 0.0)
+            # All there was before, the gap to this start, and what this start takes back.
+            self._base = account([*self._earlier, dataclasses.replace(own, seconds={}, sign=own.began)])
+        self.write()  # what is lost is known even if this start is killed at once
+
+    def pin(self) -> None:
+        """A later start may resume from the last complete step: keep by how many seconds it was reached."""
+        with self._lock:
+            self._pin()
+
+    def note_save(self, cost: float, duration: float) -> None:
+        """What a save costs, for the starts to come."""
+        self._own.save_cost, self._own.save_duration = cost, duration
+
+    # ------------------------------------------------------------------------------------------------ what comes of it
+    def now(self) -> float:
+        """By its clock."""
+        return self._clock.monotonic()
+
+    @property
+    def earlier(self) -> Account:
+        """The life before this start."""
+        return account(self._earlier)
+
+    def seconds(self, category: str) -> float:
+        """So far, of this process."""
+        with self._lock:
+            self._charge()
+            return self._own.seconds.get(category, 0.0)
+
+    def goodput(self) -> float:
+        """The run's, so far."""
+        with self._lock:
+            self._charge()
+            life = self._base.life + self._own.lived
+            return (self._base.seconds["step"] + self._own.seconds.get("step", 0.0)) / life if life > 0 else 0.0
+
+    def account(self) -> Account:
+        """The run's whole life, up to now."""
+        return account([*self._earlier, self._now()])
+
+    # ------------------------------------------------------------------------------------------------------- the files
+    def open(self, last_step: int) -> None:
+        """There is something to do in this workdir: read what was before, and write from now on (in process 0)."""
+        folder = self._workdir / "ledger"
+        self._earlier = incarnations(self._workdir)
+        with self._lock:
+            own = self._own
+            own.last_step, own.processes = last_step, jax.process_count()
+            if self._earlier and self._earlier[-1].boot == own.boot:  # one process may train twice
+                overlap = min(self._earlier[-1].tick + self._earlier[-1].lived - own.tick, own.seconds["init"])
+                if overlap > 0:
+                    own.began, own.tick = own.began + overlap, own.tick + overlap
+                    own.seconds["init"] -= overlap
+        if jax.process_index() != 0:
+            return
+        folder.mkdir(exist_ok=True)
+        numbers = [int(path.stem) for path in folder.glob("[0-9]*.json")]
+        self._file = folder / f"{max(numbers, default=0) + 1:04}.json"
+        self.write()
+        if self._every:
+            self._thread = threading.Thread(target=self._keep_writing, name="ledger", daemon=True)
+            self._thread.start()
+
+    def write(self) -> None:
+        """All of it or nothing. A disk that is full costs the run nothing: the next file has these seconds, too."""
+        if self._file is None:
+            return
+        temporary = self._file.with_name(self._file.name + ".tmp")
+        try:
+            temporary.write_text(json.dumps(dataclasses.asdict(self._now())))
+            os.replace(temporary, self._file)
+        except OSError:
+            pass
+
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._own.ended = "finished" if kind is None else "stopped" if issubclass(kind, self._stopped) else "failed"
+        self.write()
+        if self._file is not None:
+            print(table(self.account()), file=sys.stderr, flush=True)
+
+    def _keep_writing(self) -> None:
+        while not self._end.wait(self._every):
+            self.write()
+
+    def _now(self) -> Incarnation:
+        with self._lock:
+            self._charge()
+            self._pin()
+            self._own.sign = self._clock.wall()
+            return dataclasses.replace(self._own, seconds=dict(self._own.seconds), marks=list(self._own.marks))
+
+    def _charge(self) -> None:
+        now = self._clock.monotonic()
+        category = "step" if self._dispatched > self._completed else self._doing[-1]
+        self._own.seconds[category] = self._own.seconds.get(category, 0.0) + now - self._since
+        self._since = now
+
+    def _pin(self) -> None:
+        marks = self._own.marks
+        if self._latest is not None and (not marks or self._latest[0] > marks[-1][0]):
+            marks.append(self._latest)
+        self._latest = None
+        if len(marks) > _MOST_MARKS:  # the past grows coarse: between two marks, steps took equally long
+            del marks[1:_MOST_MARKS // 2:2]

@@ -1,0 +1,337 @@
+"""Every second of a run's life is booked once, whatever ended its processes and whoever set the clock."""
+
+import json
+import math
+import random
+import threading
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtrain.observe import Constants, MetricsWriter, goodput
+from jaxtrain.observe.goodput import CATEGORIES, Incarnation, account, incarnations, table
+from jaxtrain.observe.ledger import Clock, Ledger
+
+
+class World(Clock):
+    """Clocks that the test turns, and the truth about the seconds that passed."""
+
+    def __init__(self):
+        self.time, self.ahead, self.machine, self.old = 1000.0, 1.7e9, 0, 0.0
+        self.truth = []  # [category, seconds, step that a later start may do again]
+        self.sets = True  # somebody sets the wall clock now and then; else the run moves between machines
+        self.unwritten = 0  # where those begin that no file has yet
+
+    def wall(self):
+        return self.time + self.ahead
+
+    def monotonic(self):
+        return self.time + 1e5 * self.machine
+
+    def boot(self):
+        return f"boot {self.machine}"
+
+    def age(self):
+        return self.old
+
+    def spend(self, seconds, category, step=0):
+        self.time += seconds
+        self.truth.append([category, seconds, step])
+
+    def resumed(self, step):
+        for entry in self.truth:
+            if entry[0] == "step" and entry[2] > step:
+                entry[0] = "lost_work"
+
+    def totals(self):
+        found = Counter({category: 0.0 for category in CATEGORIES})
+        for category, seconds, _ in self.truth:
+            found[category] += seconds
+        return found
+
+
+def live(world, dice, workdir, saved):
+    """One start of a run, up to an end at any moment; returns how it ended."""
+    born = len(world.truth)
+    world.old = dice.choice([0.0, 1.5])
+    world.spend(world.old, "init")
+    ledger = Ledger(workdir, every=0, clock=world, stopped=(KeyboardInterrupt,))
+    ends_after = dice.randrange(60)
+
+    def alive(seconds, category, step=0):
+        nonlocal ends_after
+        ends_after -= 1
+        if ends_after < 0:
+            raise dice.choice([SystemError, OSError, KeyboardInterrupt])  # the first one stands for kill -9
+        world.spend(seconds, category, step)
+        if world.sets and dice.random() < 0.05:
+            world.ahead += dice.choice([-3600.0, 86400.0])
+        if dice.random() < 0.4:
+            ledger.write()
+            came()
+
+    def came():
+        if ledger._file:
+            world.unwritten = len(world.truth)
+
+    def killed():
+        for entry in world.truth[max(born, world.unwritten):]:
+            entry[0] = "restart_gap"
+
+    try:
+        alive(dice.random(), "init")
+        ledger.open(100)
+        world.unwritten = len(world.truth)
+        with ledger.book("restore"):
+            alive(dice.random(), "restore")
+        step = dice.choice(sorted(saved))
+        ledger.resumed(step)
+        world.resumed(step)
+        came()
+        saved -= {other for other in saved if other > step}
+        with ledger.book("compile"):
+            alive(dice.random(), "compile")
+        with ledger.book("step"):
+            while step < 100:
+                with ledger.book("data_wait"):
+                    alive(dice.random(), "data_wait")
+                alive(dice.random(), "step", step + 1)
+                ledger.dispatched(step + 1)
+                with ledger.book("data_wait"):  # nobody waits: the devices are busy
+                    alive(dice.random(), "step", step + 1)
+                ledger.completed(step + 1)
+                step += 1
+                if dice.random() < 0.3:
+                    with ledger.book("checkpoint"):
+                        alive(dice.random(), "checkpoint")
+                    ledger.pin()
+                    saved.add(step)
+                if dice.random() < 0.1:
+                    with ledger.book("eval"):
+                        alive(dice.random(), "eval")
+                if dice.random() < 0.05:  # a rollback without a restart
+                    step = dice.choice(sorted(saved))
+                    ledger.resumed(step)
+                    world.resumed(step)
+                    came()
+                    saved -= {other for other in saved if other > step}
+    except SystemError:
+        killed()
+        return ""
+    except (OSError, KeyboardInterrupt) as error:
+        ledger.__exit__(type(error), error, None)
+        if ledger._file is None:  # it never had anything to do
+            killed()
+            return None
+        world.unwritten = len(world.truth)
+        return "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    ledger.__exit__(None, None, None)
+    world.unwritten = len(world.truth)
+    return "finished"
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_sum_is_the_time_that_passed_and_each_second_is_where_it_was_spent(tmp_path, seed):
+    dice, world, saved, ended = random.Random(seed), World(), {0}, ""
+    tmp_path.joinpath("ledger").mkdir()
+    begun, world.sets = False, dice.random() < 0.5
+    for _ in range(dice.randrange(2, 9)):
+        gap = "idle" if ended in ("finished", "stopped") else "restart_gap"
+        if begun:
+            world.spend(100 * dice.random(), gap)
+            world.machine += not world.sets and dice.random() < 0.3
+            world.ahead += world.sets * dice.choice([0.0, 7200.0, -7200.0])
+        before, count = len(world.truth), len(incarnations(tmp_path))
+        how = live(world, dice, tmp_path, saved)
+        if len(incarnations(tmp_path)) > count:
+            ended, begun = how, True
+        elif not begun:  # it ended before it had a file, as if it had never been
+            world.truth.clear()
+            world.unwritten = 0
+        else:  # ... and is part of the gap it stands in
+            for entry in world.truth[before:]:
+                entry[0] = gap
+    found = incarnations(tmp_path)
+    if not found:
+        return
+    del world.truth[world.unwritten:]  # told by nobody until somebody starts again
+    life, passed = account(found), world.totals()
+    for category in CATEGORIES:
+        assert life.seconds[category] == pytest.approx(passed[category], abs=1e-4), category
+    assert sum(life.seconds.values()) == pytest.approx(sum(passed.values()), abs=1e-4)
+    assert found[-1].sign - found[0].began == pytest.approx(sum(life.seconds.values()) + life.clock_moved, abs=1e-3)
+    assert life.failures == sum(one.ended not in ("finished", "stopped") for one in found[:-1])
+    assert 0 <= life.goodput <= life.ettr <= 1
+
+
+# ------------------------------------------------------------------------------------------------- one thing at a time
+
+
+def trained(world, workdir, start=0, steps=10, last=10):
+    """A ledger with steps of one second behind it, the last of them saved, and no end."""
+    ledger = Ledger(workdir, every=0, clock=world)
+    ledger.open(last)
+    ledger.resumed(start)
+    for step in range(start + 1, start + steps + 1):
+        ledger.dispatched(step)
+        world.time += 1
+        ledger.completed(step)
+    ledger.write()
+    return ledger
+
+
+def test_steps_done_again_are_lost_and_a_kill_costs_what_no_file_has(tmp_path):
+    world = World()
+    trained(world, tmp_path)
+    world.time += 5  # alive, but killed before the next file: nobody knows
+    world.time += 7
+    trained(world, tmp_path, start=4, steps=6)
+    life = account(incarnations(tmp_path))
+    assert {category: seconds for category, seconds in life.seconds.items() if seconds} == {
+        "step": 10.0, "lost_work": 6.0, "restart_gap": 12.0}
+    assert life.goodput == 10 / 28 and life.failures == 1 and life.step == 10
+
+
+def test_another_machine_has_another_clock_and_one_that_is_behind_makes_no_negative_gap(tmp_path):
+    world = World()
+    trained(world, tmp_path)
+    world.machine += 1
+    world.time += 30
+    world.ahead -= 100
+    trained(world, tmp_path, start=10)
+    life = account(incarnations(tmp_path))
+    assert life.seconds["restart_gap"] == 0 and life.clock_moved == pytest.approx(-70, abs=1e-3)
+    assert "the wall clock was set by -70 s" in table(life)
+
+
+def test_a_process_that_trains_twice_is_not_there_twice(tmp_path):
+    world = World()
+    trained(world, tmp_path)
+    world.old = 300.0  # its second ledger could count from its start, too
+    trained(world, tmp_path, start=10)
+    life = account(incarnations(tmp_path))
+    assert sum(life.seconds.values()) == pytest.approx(20) and life.seconds["init"] == pytest.approx(0)
+
+
+def test_no_more_marks_than_needed_and_those_of_the_past_are_coarse(tmp_path):
+    world = World()
+    ledger = trained(world, tmp_path, steps=0, last=5000)
+    for step in range(1, 5001):
+        ledger.dispatched(step)
+        world.time += 1 + step % 2 * (step > 4900)
+        ledger.completed(step)
+        ledger.pin()
+    ledger.write()
+    (found,) = incarnations(tmp_path)
+    assert len(found.marks) <= 512 and found.marks[0][0] == 0 and found.marks[-1][0] == 5000
+    assert found.lost(4999) == pytest.approx(1) and found.lost(4998) == pytest.approx(3)
+    assert found.lost(1234) == pytest.approx(5000 - 1234 + 50)
+
+
+def test_damage_is_passed_over_and_a_full_disk_costs_nothing(tmp_path, monkeypatch):
+    world = World()
+    ledger = trained(world, tmp_path, steps=3)
+    before = (tmp_path / "ledger" / "0001.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        world.time += 1
+        ledger.write()
+    assert (tmp_path / "ledger" / "0001.json").read_bytes() == before
+    trained(world, tmp_path, steps=2)
+    for damage in (b"", b'{"began": ', b"[]", b'{"began": 1}'):
+        (tmp_path / "ledger" / "0001.json").write_bytes(damage)
+        assert [one.lived for one in incarnations(tmp_path)] == [2.0]
+
+
+def test_the_thread_writes_what_nobody_asked_it_to(tmp_path, capsys):
+    with Ledger(tmp_path, every=0.01) as ledger:
+        ledger.open(10)
+        written = threading.Event()
+        monkey = ledger.write
+
+        def write():
+            monkey()
+            written.set()
+
+        ledger.write = write
+        assert written.wait(60)
+    (found,) = incarnations(tmp_path)
+    assert found.ended == "finished" and "where " in capsys.readouterr().err
+
+
+def test_nothing_to_do_leaves_no_trace(tmp_path, capsys):
+    with Ledger(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir()) and capsys.readouterr().err == ""
+
+
+def test_lines_tell_the_goodput_and_the_devices_say_what_a_step_is(tmp_path):
+    world = World()
+    ledger = Ledger(tmp_path, every=0, clock=world)
+    ledger.resumed(0)
+    seconds = []
+    ledger.on_step(seconds.append)
+    with MetricsWriter(tmp_path, start_step=0, last_step=2, constants=Constants(1), ledger=ledger) as writer:
+        world.time += 1
+        writer.push(1, {"loss": jnp.float32(1)}, {"save_blocked_s": 0.5})
+        writer.flush()
+        world.time += 2
+        with ledger.book("step"):
+            world.time += 1
+        writer.push(2, {"loss": jnp.float32(1)}, {})
+        writer.flush()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["goodput"] for line in lines] == [0.0, 0.25] and seconds == [0.0, 1.0]
+    assert lines[0]["save_blocked_s"] == 0.5 and "save_blocked_s" not in lines[1]
+
+
+def test_a_save_in_the_middle_of_a_line_is_told(tmp_path):
+    with MetricsWriter(tmp_path, start_step=0, last_step=2, constants=Constants(1), log_every=2) as writer:
+        writer.push(1, {"loss": jnp.float32(1)}, {"data_wait_s": 1.0, "save_blocked_s": 0.5})
+        writer.push(2, {"loss": jnp.float32(1)}, {"data_wait_s": 2.0})
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line["save_blocked_s"] == 0.5 and line["data_wait_s"] == 1.5
+
+
+def test_other_processes_keep_their_book_to_themselves(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    ledger = trained(World(), tmp_path)
+    assert not list(tmp_path.iterdir()) and ledger.seconds("step") == 10
+
+
+def test_a_wait_that_the_devices_do_not_notice_is_no_wait():
+    world = World()
+    ledger = Ledger("none", every=0, clock=world)
+    ledger.resumed(0)
+
+    def batches():
+        world.time += 1  # nothing in flight
+        yield 1
+        world.time += 2  # while step 1 runs ...
+        ledger.completed(1)
+        world.time += 4  # ... and after it
+        yield 2
+
+    for step in ledger.each("data_wait", batches()):
+        ledger.dispatched(step)
+    assert ledger.seconds("data_wait") == 5 and ledger.seconds("step") == 2
+
+
+def test_for_people(tmp_path, capsys):
+    assert goodput.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"WORKDIR: {tmp_path} has no ledger; give the workdir of a run that has begun\n")
+    one = Incarnation(began=1e9, tick=0.0, boot="a", sign=1e9 + 7410, resumed=0, marks=[[0, 0.0], [600, 7200.0]],
+                      seconds={"init": 90.0, "compile": 120.0, "step": 7200.0}, last_step=1200, ended="stopped")
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "ledger" / "0001.json").write_text(json.dumps(vars(one) | {"of a later version": 1}))
+    assert goodput.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == """\
+where 2:03:30 h went (1 start, 0 failed):
+  step         2:00:00 h  97.2%  steps that count
+  init          1:30 min   1.2%  from a process's start to its first step, less what follows
+  compile       2:00 min   1.6%  compiling
+goodput 97.2%, ETTR 97.2%; step 600 of 1200, about 2:00:00 h to go
+"""
