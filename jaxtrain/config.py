@@ -284,6 +284,17 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ResilienceConfig:
+    """What watches a run: docs/operations.md."""
+
+    check_every: int = 100  # steps between comparisons of devices that hold the same; before saves too; 0: never
+    replay_every: int = 0  # steps between ones that run twice and must give the same bits; 0: never
+
+    def __post_init__(self):
+        _not_negative(self, "resilience", "check_every replay_every")
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run. What is not written in a config file has the default written here."""
 
@@ -294,6 +305,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     def __post_init__(self):
         if self.data.seq_len > self.model.max_seq_len:

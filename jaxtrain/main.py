@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
                 shown = {key: value for key, (value, _) in changes.items()}
             print(json.dumps(shown, indent=2))
             return 0
+        from jaxtrain.resilience import Corrupted
         from jaxtrain.train import Interrupted, train
 
         name = Path(flags.config.replace(".py", "").replace(":", "-")).name
@@ -35,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
         except Interrupted as stop:
             print(stop, file=sys.stderr)
             return 128 + stop.signal
+        except Corrupted as found:
+            print(found, file=sys.stderr)
+            return found.status
         return 0
     except UserError as mistake:
         print(mistake, file=sys.stderr)

@@ -15,7 +15,7 @@ from jaxtrain.data import prefetch, stages
 from jaxtrain.data.batches import epochs, packing
 from jaxtrain.errors import UserError
 from jaxtrain.report import matmul_parameters
-from jaxtrain.resilience import Interrupt
+from jaxtrain.resilience import Accusations, Interrupt, Replays, Replicas
 from jaxtrain.state import TrainState
 
 
@@ -32,6 +32,7 @@ def train(config: Config, workdir: str | Path) -> TrainState:
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; everything done so far is saved.
+        Corrupted: a device computes wrongly; what it computed is not saved.
     """
     # -------------------------------------------------------------- refuse what cannot work, before paying for anything
     run, workdir, t = build(config), Path(workdir), config.train
@@ -63,6 +64,9 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         state = run.init()
     for shape in run.train_batches.shapes_of(start, t.steps):
         run.of_shape(shape).compiled_step  # noqa: B018 (compiles, while nothing else wants the processor)
+    accusations = Accusations(workdir)
+    replicas = Replicas(run.abstract, config.resilience.check_every, accusations)
+    replays = Replays(config.resilience.replay_every, accusations)
 
     # --------------------------------------------------------------------------------------------------------- the loop
     def place(step, batches):
@@ -87,13 +91,17 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
             writer.write_eval(start, evaluation())
         for n, batch, waited in batches:
-            state, metrics = run.of_shape(batch["tokens"].shape).compiled_step(state, batch)
             done = n + 1
+            state, metrics = replays.run(done, run.of_shape(batch["tokens"].shape).compiled_step, state, batch)
             # Nothing here waits for the device: the writer reads the numbers on its own thread, one step late.
             writer.push(done, metrics, {"data_wait_s": waited})
             stop = interrupt.requested(done)
+            every = config.checkpoint.every
+            saving = stop or done == t.steps or (every > 0 and done % every == 0)
+            replicas.check(done, state, now=saving)
+            replays.check(done, now=saving)
             # Save before the next batch is drawn, so that what is saved and what was seen agree.
-            if stop or done == t.steps or (config.checkpoint.every and done % config.checkpoint.every == 0):
+            if saving:
                 writer.flush()  # a step that is saved is never run again, so its line must be there too
                 checkpoints.save(done, state, {"config": config.to_dict(), "step": done})
             if stop and done < t.steps:

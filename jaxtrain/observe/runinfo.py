@@ -17,7 +17,7 @@ from jaxtrain.versions import git_commit, version_of
 
 # What a resumed run may change: where and how fast the same mathematics is done, and what is told about it.
 _FREE: dict[str, Set[str] | None] = {
-    "mesh": None, "checkpoint": None,  # all of their keys
+    "mesh": None, "checkpoint": None, "resilience": None,  # all of their keys
     # The same text elsewhere is the same data: the manifest's hash tells. Rows that are not lost stay where they were.
     "data": {"cache_dir", "cache_bytes", "corrupt", "prefetch", "source"},
     "optimizer": {"zero_stage"},

@@ -1,5 +1,8 @@
 """What keeps a run alive, or ends it well."""
 
+from jaxtrain.resilience.accusations import Accusations, Corrupted
 from jaxtrain.resilience.interrupt import Interrupt
+from jaxtrain.resilience.replays import Replays
+from jaxtrain.resilience.replicas import Replicas
 
-__all__ = ["Interrupt"]
+__all__ = ["Accusations", "Corrupted", "Interrupt", "Replays", "Replicas"]
