@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from jaxtrain.data import prefetch, stages
 from jaxtrain.data.batches import epochs, packing
 from jaxtrain.errors import UserError
 from jaxtrain.report import matmul_parameters
-from jaxtrain.resilience import Accusations, Interrupt, Replays, Replicas
+from jaxtrain.resilience import Accusations, Interrupt, Replays, Replicas, Stragglers
 from jaxtrain.state import TrainState
 
 
@@ -85,16 +86,18 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         prefetch(run.train_batches, start, t.steps - start, place, config.data.prefetch) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run),
                               log_every=t.log_every, sinks=sinks(run, workdir, start)) as writer,
+        Stragglers(workdir, config.resilience.straggler_factor, config.resilience.probe_every) as stragglers,
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
     ):
         done = start
         if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
             writer.write_eval(start, evaluation())
         for n, batch, waited in batches:
-            done = n + 1
+            done, began = n + 1, time.perf_counter()
             state, metrics = replays.run(done, run.of_shape(batch["tokens"].shape).compiled_step, state, batch)
+            stragglers.step(metrics, waited, time.perf_counter() - began)
             # Nothing here waits for the device: the writer reads the numbers on its own thread, one step late.
-            writer.push(done, metrics, {"data_wait_s": waited})
+            writer.push(done, metrics, {"data_wait_s": waited, **stragglers.fields})
             stop = interrupt.requested(done)
             every = config.checkpoint.every
             saving = stop or done == t.steps or (every > 0 and done % every == 0)
