@@ -110,7 +110,7 @@ def slowly(self, batches, step, placed=Run.placed):
     return placed(self, batches, step)
 
 Run.placed = slowly
-stragglers._Probe.seconds = lambda self: {{}}  # the devices share the cores of this machine with whatever else runs here
+stragglers._Probe.seconds = lambda self: {{}}  # devices share these cores with whatever else runs here
 sys.exit(main())
 """
 
