@@ -300,8 +300,16 @@ class ResilienceConfig:
     max_skips: int = 10  # updates left out in a row before the run stops (with "rollback": goes back)
     pass_over: int = 16  # batches that a rollback passes over: the spike's, and those before it
     max_rollbacks: int = 10  # of the whole run, before it stops
+    check_every: int = 100  # steps between comparisons of devices that hold the same; before saves too; 0: never
+    replay_every: int = 0  # steps between ones that run twice and must give the same bits; 0: never
+    probe_every: float = 60.0  # seconds between comparisons of how fast processes and devices are; 0: never
+    straggler_factor: float = 1.25  # a process is named that makes steps so many times as long as its peers would
 
     def __post_init__(self):
+        _not_negative(self, "resilience", "check_every replay_every probe_every")
+        if self.straggler_factor <= 1:
+            raise UserError("resilience.straggler_factor", f"{self.straggler_factor} would name processes that are not "
+                            "slow", "give more than 1, such as 1.25")
         _one_of("resilience.spikes", self.spikes, ("record", "skip", "rollback"))
         _positive(self, "resilience", "spike_z max_skips pass_over")
         _not_negative(self, "resilience", "max_rollbacks")

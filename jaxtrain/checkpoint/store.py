@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from jaxtrain.checkpoint import fingerprint, verify
-from jaxtrain.checkpoint.peers import together
+from jaxtrain.exchange import together
 from jaxtrain.checkpoint.retention import best_of, dispensable
 from jaxtrain.errors import UserError
 from jaxtrain.observe.events import record

@@ -47,7 +47,8 @@ class MetricsWriter:
     """Appends one JSON object a line to `directory/metrics.jsonl`, every `log_every` steps and at `last_step`.
 
     A step's line has `step` (completed steps), the step's own device scalars, `tokens` (since step 0), `step_time_s`
-    and the host fields (means over the steps since the line before), `tokens_per_s`, `mfu`, `mfu_full`. Conventions:
+    and the host fields (over the steps since the line before: means of seconds, `..._s`, and the last of others),
+    `tokens_per_s`, `mfu`, `mfu_full`. Conventions:
 
     * A number that is not finite is written as null, since JSON has no word for it: `"loss": null` is a NaN loss.
     * Step time runs from one step's completion to the next one's. The first step of a process has nothing before it
@@ -168,8 +169,9 @@ class MetricsWriter:
         seconds = sum(time for time, _ in self._times)
         tokens = sum(one.tokens_per_step for _, one in self._times)
         record["step_time_s"] = seconds / len(self._times) if self._times else None
-        for key in {key: None for fields in self._host for key in fields}:
-            record[key] = _number(np.mean([fields[key] for fields in self._host if key in fields]))
+        for key in dict.fromkeys(key for fields in self._host for key in fields):
+            values = [fields[key] for fields in self._host if key in fields]
+            record[key] = _number(np.mean(values) if key.endswith("_s") else np.asarray(values[-1]))
         speed = tokens / seconds if seconds else None
         record["tokens_per_s"] = speed
         if last.peak:

@@ -1,0 +1,199 @@
+"""Which process holds up all the others, and by what.
+
+Collectives make everybody's step time equal, so each process measures what is its own: how long its loop waited for
+data and was busy on the host, and now and then how fast each of its devices does the same small work alone. The notes
+go through the coordination service; process 0 compares them on a thread.
+"""
+
+import queue
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.observe import events
+from jaxtrain.exchange import Board
+
+RUNNING = 3  # windows that a process must be slow, or well again, before that is said
+_MOST = 1000.0  # a ratio is not worth a larger number
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one process measured of itself between two marks of the clock."""
+
+    number: int  # of the window, the same everywhere
+    host: str
+    step_s: float  # means: from step to step
+    data_wait_s: float  # of it, waiting for a batch
+    busy_s: float  # of it, handing a step to the devices
+    probe_s: Mapping[str, float] = field(default_factory=dict)  # device -> seconds of the small work
+    kind: str = ""  # of the devices: those of another kind are not compared
+
+
+@dataclass(frozen=True)
+class Slow:
+    """How much slower than its peers' median a process is, and what makes it so."""
+
+    ratio: float
+    why: str
+
+
+def compare(windows: Mapping[int, Window]) -> dict[int, Slow]:
+    """Each process against the median of the others.
+
+    Of waiting and being busy the ratio is that of the step time with it to the step time with only as much of it as the
+    others have. Of devices it is that of the slowest one's seconds to the others' median.
+    """
+    found = {}
+    for process, own in windows.items():
+        others = [window for other, window in windows.items() if other != process]
+        causes = [Slow(1.0, "")]
+        for key, why in (("data_wait_s", "it waits for data"), ("busy_s", "its host is busy")):
+            if others:
+                lost = getattr(own, key) - statistics.median(getattr(window, key) for window in others)
+                causes.append(Slow(_ratio(own.step_s, own.step_s - lost), why))
+        for device, seconds in own.probe_s.items():
+            elsewhere = [s for window in others if window.kind == own.kind for s in window.probe_s.values()]
+            beside = [s for other, s in own.probe_s.items() if other != device]
+            if peers := elsewhere or beside:
+                causes.append(Slow(_ratio(seconds, statistics.median(peers)), f"its device {device} computes slowly"))
+        found[process] = max(causes, key=lambda slow: slow.ratio)
+    return found
+
+
+class Judge:
+    """Who is slow, said only after some windows running, and likewise who is no longer."""
+
+    def __init__(self, factor: float):
+        """Slow is who is slower than its peers by `factor`."""
+        self._factor = factor
+        self._named: set[int] = set()
+        self._running: dict[int, int] = {}  # process -> windows that spoke against what was said of it
+
+    def changes(self, slowness: Mapping[int, Slow]) -> list[tuple[int, bool, Slow]]:
+        """(process, whether it is slow now, how) of those for whom this window settles it."""
+        settled = []
+        for process, slow in slowness.items():
+            is_slow, was_slow = slow.ratio >= self._factor, process in self._named
+            self._running[process] = self._running.get(process, 0) + 1 if is_slow != was_slow else 0
+            if self._running[process] == RUNNING:
+                self._running[process] = 0
+                self._named ^= {process}
+                settled.append((process, is_slow, slow))
+        return settled
+
+
+class Stragglers:
+    """Measures this process; in process 0 also compares, records and says. Use it as a context manager."""
+
+    def __init__(self, workdir: str | Path, factor: float, every: float):
+        """Name who is slower by `factor`, by windows of `every` seconds; 0, or a process with no peer: do nothing."""
+        alone = jax.process_count() == 1 and (jax.local_device_count() == 1 or jax.default_backend() == "cpu")
+        self._every = 0.0 if alone else every
+        self.fields: dict[str, float] = {}  # of the newest comparison, for metrics.jsonl
+        if not self._every:
+            return
+        self._workdir, self._judge, self._board = workdir, Judge(factor), Board("stragglers")
+        self._probe = _Probe()
+        # There a call may last until the step is done, and so contains waiting for the slow ones.
+        self._blocking = jax.default_backend() == "cpu"
+        self._window, self._began = self._number(), 0.0  # the first window is not whole and counts for nothing
+        self._steps, self._waited, self._busy = 0, 0.0, 0.0
+        self._queue: queue.SimpleQueue[Window | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="stragglers", daemon=True)
+        self._thread.start()
+
+    def step(self, metrics: Any, waited: float, busy: float) -> None:
+        """Call it after each step, with its scalars and the seconds that this process waited for data and was busy.
+
+        At the end of a window it waits for the step, so that the devices are probed alone. Windows end by the wall
+        clock: in all processes at about the same step, so that they do not wait for each other one by one.
+        """
+        if not self._every:
+            return
+        busy = 0.0 if self._blocking else busy
+        self._steps, self._waited, self._busy = self._steps + 1, self._waited + waited, self._busy + busy
+        if (number := self._number()) == self._window:
+            return
+        now = time.perf_counter()
+        if self._began:
+            jax.block_until_ready(metrics)
+            many, kind = self._steps, jax.local_devices()[0].device_kind
+            self._queue.put(Window(number, socket.gethostname(), (now - self._began) / many, self._waited / many,
+                                   self._busy / many, self._probe.seconds(), kind))
+        self._window, self._began = number, now
+        self._steps, self._waited, self._busy = 0, 0.0, 0.0
+
+    def close(self) -> None:
+        """End the thread, or leave it to its end if the coordinator does not answer it."""
+        if self._every:
+            self._closing.set()
+            self._queue.put(None)
+            self._thread.join(timeout=5)
+
+    def __enter__(self) -> "Stragglers":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def _number(self) -> int:
+        return int(time.time() // self._every)
+
+    def _work(self) -> None:
+        while own := self._queue.get():
+            try:
+                self._board.publish(asdict(own))
+                if jax.process_index() == 0 and not self._closing.wait(self._every / 10):  # the others publish now too
+                    notes = {process: Window(**note) for process, note in self._board.read().items()}
+                    self._tell({process: window for process, window in notes.items()
+                                if abs(window.number - own.number) <= 1})  # who is silent is not slow but gone
+            except Exception as error:
+                if not self._closing.is_set():
+                    print(f"stragglers: not looked for in this window ({type(error).__name__})", file=sys.stderr)
+
+    def _tell(self, windows: Mapping[int, Window]) -> None:
+        slowness = compare(windows)
+        slowest = max(slowness, key=lambda process: slowness[process].ratio)
+        self.fields = {"slowest_process": slowest, "slowest_ratio": slowness[slowest].ratio,
+                       "data_wait_max_s": max(window.data_wait_s for window in windows.values())}
+        for process, is_slow, slow in self._judge.changes(slowness):
+            host = windows[process].host
+            events.record(self._workdir, "straggler" if is_slow else "straggler_recovered", slow_process=process,
+                          slow_host=host, ratio=slow.ratio, why=slow.why)
+            said = f"is {slow.ratio:.2f} times as slow as its peers: {slow.why}" if is_slow else "keeps up again"
+            print(f"process {process} on {host} {said}", file=sys.stderr, flush=True)
+
+
+class _Probe:
+    """The same small work on each local device, compiled now and timed later."""
+
+    def __init__(self):
+        size, self._times = (128, 3) if jax.default_backend() == "cpu" else (4096, 3)
+        unit = jnp.eye(size, dtype=jnp.bfloat16 if size > 128 else jnp.float32)
+        self._work = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: y @ x, x))
+        self._inputs = [(str(device.id), jax.device_put(unit, device)) for device in jax.local_devices()]
+        self.seconds()
+
+    def seconds(self) -> dict[str, float]:
+        """Device -> the best of a few times, one device after the other."""
+        return {device: min(self._once(x) for _ in range(self._times)) for device, x in self._inputs}
+
+    def _once(self, x: jax.Array) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(self._work(x))
+        return time.perf_counter() - start
+
+
+def _ratio(ours: float, theirs: float) -> float:
+    return min(ours / theirs, _MOST) if theirs > 0 else _MOST if ours > 0 else 1.0
