@@ -276,11 +276,15 @@ class CheckpointConfig:
     """When to save and how many to keep; the last step is always saved."""
 
     every: int = 0  # 0: at the end and on interruption only
-    keep: int = 2
+    keep: int = 2  # the last so many that were read back and found good; nothing newer than them is ever deleted
+    keep_every: int = 0  # those of every so many steps stay for ever; 0: none
+    best: str = ""  # a metric, such as eval_loss, whose lowest checkpoint stays too; "": none
+    verify: str = "full"  # before one is loaded: "full" reads and hashes every file, "sizes" looks at their sizes only
 
     def __post_init__(self):
-        _not_negative(self, "checkpoint", "every")
+        _not_negative(self, "checkpoint", "every keep_every")
         _positive(self, "checkpoint", "keep")
+        _one_of("checkpoint.verify", self.verify, ("full", "sizes"))
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,11 @@ def test_a_checkpoint_that_cannot_be_read(flags, halfway, capsys):
     assert main([*flags, f"--workdir={halfway}"]) == 2
     err = capsys.readouterr().err
     assert "Traceback" not in err
-    assert f"{broken} cannot be read" in err.splitlines()[-1] and "move it away" in err.splitlines()[-1]
+    assert err.splitlines()[0].startswith("checkpoint 9 is damaged (")
+    for _ in range(2):  # and it is not forgotten
+        assert f"checkpoint: of the checkpoints in {broken.parent} none is good (9.dam" in err.splitlines()[-1]
+        assert main([*flags, f"--workdir={halfway}"]) == 2
+        err = capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the disk is gone"), UserError("data.source", "it is gone", "find it")])

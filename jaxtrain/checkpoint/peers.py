@@ -19,7 +19,7 @@ def together(name: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
     count, me = jax.process_count(), jax.process_index()
     if count == 1:
         return decide([mine])
-    service = jax._src.distributed.global_state.client
+    service: Any = jax._src.distributed.global_state.client
     if me != 0:
         service.key_value_set(f"jaxtrain/{name}/{me}", json.dumps(mine))
         answer = json.loads(service.blocking_key_value_get(f"jaxtrain/{name}/answer", TIMEOUT_S * 1000))
