@@ -39,7 +39,7 @@ def unseen(monkeypatch):
 
 def fails(checkpoints, step, reason):
     checkpoints.save(step, state_of(step))
-    with pytest.raises(UserError, match=f"^checkpoint: step {step} could not be saved in .* {reason}.*; make room"):
+    with pytest.raises(UserError, match=f"^checkpoint: step {step} could not be saved in .*{reason}.*; make room"):
         checkpoints.wait()
 
 
