@@ -61,6 +61,7 @@ class Checkpoints:
         self._checked: int | None = None  # what `newest` has just found good
         self._failure: UserError | None = None  # why the newest save is not on disk
         self._stopping = False
+        self._retaining = threading.Lock()
 
     def latest(self) -> int | None:
         """The newest committed step, good or not."""
@@ -97,7 +98,8 @@ class Checkpoints:
         Raises:
             UserError: the state is another one than this run's, or no checkpoint is good.
         """
-        self._wait_for_commits()
+        for job in self._jobs:  # what is being read back now may be the newest good one
+            job.thread.join()
         while True:
             checked, self._checked = self._checked, None
             step = checked if checked is not None and below is None else self.newest(below)
@@ -113,6 +115,11 @@ class Checkpoints:
                 self._agree(None, lambda _: [_rename(self._directory / str(other), _ABANDONED)
                                              for other in verify.steps(self._directory) if other >= below])
             return step, state, meta
+
+    def prepare(self, state: Any) -> None:
+        """Load and compile, before the loop, what the first save would otherwise wait for."""
+        _orbax()
+        fingerprint.on_device(_flatten(state))
 
     def save(self, step: int, state: Any, meta: dict[str, Any] | None = None) -> float:
         """Copy `state` off the devices and write it in the background; a step that exists is left as it is.
@@ -153,8 +160,8 @@ class Checkpoints:
         job = _Job(step, f"checkpoint/{next(_calls)}")
         job.thread = threading.Thread(target=self._finish, args=(job, meta or {}), name="checkpoint", daemon=True)
         self._jobs.append(job)
-        job.thread.start()
         job.blocked_s = time.perf_counter() - began
+        job.thread.start()
         return job.blocked_s
 
     def restore(self, step: int, abstract_state: Any) -> Any:
@@ -246,13 +253,18 @@ class Checkpoints:
                 return
             self._tell("checkpoint", None, step=job.step, blocked_s=job.blocked_s, written_s=committed - began,
                        verified_s=time.perf_counter() - committed)
+        except Exception as error:
+            self._tell("checkpoint_unverified", f"checkpoint {job.step} could not be read back "
+                       f"({_innermost(error)}); the next start does it", step=job.step, reason=_innermost(error))
+            return
+        try:
             for callback in self.on_good:
                 callback(job.step, self._directory / str(job.step))
             if jax.process_index() == 0:
                 self._retain()
         except Exception as error:
-            self._tell("checkpoint_unverified", f"checkpoint {job.step} could not be read back "
-                       f"({_innermost(error)}); the next start does it", step=job.step, reason=_innermost(error))
+            self._tell("checkpoint_aftermath", f"checkpoint {job.step} is good, but what follows failed "
+                       f"({_innermost(error)}); the next one tries again", step=job.step, reason=_innermost(error))
 
     def _commit(self, job: "_Job", failure: Exception | None) -> None:
         if failure:
@@ -275,19 +287,20 @@ class Checkpoints:
 
     def _retain(self) -> None:
         """Delete what may go. A folder is renamed first, so that half of one is never taken for a checkpoint."""
-        steps = verify.steps(self._directory)
-        good = [step for step in steps if verify.good(self._directory, step)]
-        best = None
-        if self._best:
-            with contextlib.suppress(OSError, ValueError):
-                best = best_of(good, self._directory.parent / "metrics.jsonl", self._best)
-        under_way = {job.step for job in self._jobs}
-        others = [step for step in steps if step not in good and step not in under_way]
-        for step in dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=best):
-            shutil.rmtree(_rename(self._directory / str(step), _DELETED))
-        for entry in self._directory.glob(f"*{_ABANDONED}*"):
-            if good and int(entry.name.partition(".")[0]) < good[-1]:
-                shutil.rmtree(_rename(entry, _DELETED))
+        with self._retaining:  # a save that fails makes room while the one before is being finished
+            steps = verify.steps(self._directory)
+            good = [step for step in steps if verify.good(self._directory, step)]
+            best = None
+            if self._best:
+                with contextlib.suppress(OSError, ValueError):
+                    best = best_of(good, self._directory.parent / "metrics.jsonl", self._best)
+            under_way = {job.step for job in self._jobs}
+            others = [step for step in steps if step not in good and step not in under_way]
+            for step in dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=best):
+                shutil.rmtree(_rename(self._directory / str(step), _DELETED))
+            for entry in self._directory.glob(f"*{_ABANDONED}*"):
+                if good and int(entry.name.partition(".")[0]) < good[-1]:
+                    shutil.rmtree(_rename(entry, _DELETED))
 
     # ------------------------------------------------------------------------------------------------------ the checks
 
@@ -354,8 +367,15 @@ class Checkpoints:
 
     def _pass_over(self, step: int, problems: list[str], name: str | None = None) -> None:
         """Say what is wrong with a checkpoint and put it where nobody chooses it again."""
-        aside = together(name or f"checkpoint/{next(_calls)}", None,
-                         lambda _: str(_rename(self._directory / str(step), _DAMAGED)))
+        folder = self._directory / str(step)
+
+        def put_aside(_):
+            try:
+                return str(_rename(folder, _DAMAGED))
+            except OSError:  # a folder that may be read only is looked at again next time
+                return str(folder)
+
+        aside = together(name or f"checkpoint/{next(_calls)}", None, put_aside)
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         self._tell("checkpoint_damaged", f"checkpoint {step} is damaged ({problems[0]}{more}); kept as {aside}",
                    step=step, problems=problems, kept_as=aside)
