@@ -276,14 +276,18 @@ class CheckpointConfig:
     """When to save and how many to keep; the last step is always saved."""
 
     every: int | str = "auto"  # so many steps; "auto": from what a save and a failure cost; 0: no save before the end
-    keep: int = 2
+    keep: int = 2  # the last so many that were read back and found good; nothing newer than them is ever deleted
+    keep_every: int = 0  # those of every so many steps stay for ever; 0: none
+    best: str = ""  # a metric, such as eval_loss, whose lowest checkpoint stays too; "": none
+    verify: str = "full"  # before one is loaded: "full" reads and hashes every file, "sizes" looks at their sizes only
     mtbf_hours: float = 0.0  # mean time between failures, for "auto", before any was seen; 0: 3,700 over the processes
 
     def __post_init__(self):
         if self.every != "auto" and not (isinstance(self.every, int) and self.every >= 0):
             raise UserError("checkpoint.every", f"{self.every!r} is no number of steps", "give one, 0 or auto")
-        _not_negative(self, "checkpoint", "mtbf_hours")
+        _not_negative(self, "checkpoint", "mtbf_hours keep_every")
         _positive(self, "checkpoint", "keep")
+        _one_of("checkpoint.verify", self.verify, ("full", "sizes"))
 
 
 @dataclass(frozen=True)

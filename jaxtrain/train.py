@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,12 @@ from jaxtrain.errors import UserError
 from jaxtrain.observe.ledger import Ledger
 from jaxtrain.report import matmul_parameters
 from jaxtrain.resilience import exits
+from jaxtrain.resilience.accusations import Accusations
 from jaxtrain.resilience.interrupt import Interrupt
+from jaxtrain.resilience.replays import Replays
+from jaxtrain.resilience.replicas import Replicas
 from jaxtrain.resilience.rollback import Guard, RolledBack, agree, settle
+from jaxtrain.resilience.stragglers import Stragglers
 from jaxtrain.resilience.watchdog import Watchdog
 from jaxtrain.state import TrainState
 
@@ -37,28 +42,40 @@ class Interrupted(exits.Ended):
 
 
 def train(config: Config, workdir: str | Path) -> TrainState:
-    """Train to `train.steps`, from the newest checkpoint in `workdir` if there is one; returns the final state.
+    """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; returns the final state.
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; everything done so far is saved.
         GivenUp: anomalies went on beyond a limit of `resilience`.
+        Corrupted: a device computes wrongly; what it computed is not saved.
     """
-    with Watchdog(workdir, config.resilience) as watchdog:  # from here to the end, a run that hangs is ended
+    with (
+        Watchdog(workdir, config.resilience) as watchdog,  # from here to the end, a run that hangs is ended
+        Ledger(workdir, stopped=(Interrupted, KeyboardInterrupt)) as ledger,  # and every second is accounted for
+    ):
         run = build(config)
         while True:
             try:
-                return attempt(run, Path(workdir), watchdog)
+                return attempt(run, Path(workdir), watchdog, ledger)
             except RolledBack:  # to go back is to start again, but for what is compiled
                 continue
 
 
-def attempt(run: Run, workdir: Path, watchdog: Watchdog) -> TrainState:
+def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> TrainState:
     """From the newest checkpoint to the end, or to a rollback."""
+    @contextlib.contextmanager
+    def phase(name):  # what is not a step is accounted for under its name, and has more time before it counts as hung
+        with ledger.book(name), watchdog.phase(name):
+            yield
+
     # -------------------------------------------------------------- refuse what cannot work, before paying for anything
-    config, t = run.config, run.config.train
-    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
+    config, t, r, c = run.config, run.config.train, run.config.resilience, run.config.checkpoint
+    watchdog.start()
+    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best,
+                                         verify=c.verify)
     passed = settle(workdir, checkpoints)
-    start = checkpoints.latest() or 0
+    with phase("restore"):
+        start = checkpoints.newest() or 0
     reach = passed.reach(start)  # in batches, where rollbacks passed over some
     observe.check_workdir(workdir, config, done=reach)
     if t.tensorboard:
@@ -69,8 +86,11 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog) -> TrainState:
     if data.num_batches is not None and data.num_batches < t.steps:
         raise UserError("train.steps", f"data.mixture has an end at step {data.num_batches}",
                         "raise the epochs of its sources or train fewer steps")
-    observe.write_run_files(workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
-                            data_manifest_hash=run.corpus.manifest_hash, manifests=run.corpus.manifests, done=reach)
+    about = observe.write_run_files(
+        workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
+        data_manifest_hash=run.corpus.manifest_hash, manifests=run.corpus.manifests, done=reach)
+    if start < t.steps:
+        ledger.open(t.steps)
     say(summary(run, workdir))
     for stage in stages.stages(config.data):
         if stage.start >= t.steps > 0:
@@ -81,13 +101,23 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog) -> TrainState:
         raise UserError("train.steps", f"{t.steps} is less than the {start} steps that {workdir} has",
                         "give more steps or another --workdir")
     if start:
-        agree(workdir, passed, checkpoints.meta(start), start)
-        state = checkpoints.restore(start, run.abstract)
+        with phase("restore"):
+            restored = checkpoints.restore_newest(run.abstract)
+        if restored is None or restored[0] != start:
+            raise RolledBack  # its files are whole, and yet it does not load as it was saved: begin below it
+        _, state, meta = restored
+        agree(workdir, passed, meta, start)
         say(f"resumed from step {start}")
     else:
         state = run.init()
-    for shape in data.shapes_of(start, t.steps):
-        run.of_shape(shape).compiled_step  # noqa: B018 (compiles, while nothing else wants the processor)
+    ledger.resumed(start)
+    with phase("compile"):
+        for shape in data.shapes_of(start, t.steps):
+            run.of_shape(shape).compiled_step  # noqa: B018 (now, while nothing else wants the processor)
+        checkpoints.prepare(state)
+        accusations = Accusations(workdir)
+        replicas = Replicas(run.abstract, r.check_every, accusations)
+        replays = Replays(r.replay_every, accusations)
 
     # --------------------------------------------------------------------------------------------------------- the loop
     def place(step, batches):
@@ -96,46 +126,58 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog) -> TrainState:
     def due(step):
         return run.eval_batches is not None and (step == t.steps or (t.eval_every and step % t.eval_every == 0))
 
-    saves = Saves(config.checkpoint, ledger, checkpoints.writing, workdir=workdir, start=start)
-
     def evaluation():
+        with phase("compile"):
+            run.compiled_eval  # noqa: B018 (at the first one)
         # It waits for its numbers anyway, and places its batches on this thread.
-        with watchdog.phase("evaluation"), jax.transfer_guard("allow"):
+        with phase("eval"), jax.transfer_guard("allow"):
             return run.evaluate(state, t.eval_batches)
 
+    saves = Saves(c, ledger, checkpoints.writing, workdir=workdir, start=start)
     with (
         Interrupt() as interrupt,
         ledger.book("checkpoint"),  # behind the loop: what it still takes to write the last one
         contextlib.closing(checkpoints),  # waits: behind this block the state is on disk, whatever signals come
         prefetch(data, start, t.steps - start, place, config.data.prefetch) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),
-                              log_every=t.log_every, sinks=sinks(run, workdir, start),
-                              completed=watchdog.completed) as writer,
+                              log_every=t.log_every, sinks=sinks(run, workdir, start), completed=watchdog.completed,
+                              ledger=ledger) as writer,
+        Stragglers(workdir, r.straggler_factor, r.probe_every) as stragglers,
+        ledger.book("step"),
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
         watchdog.training(),
     ):
-        done, guard = start, Guard(workdir, config.resilience, checkpoints, passed, say)
+        done, guard = start, Guard(workdir, r, checkpoints, passed, say)
         if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
             writer.write_eval(start, evaluation())
-        for n, batch, waited in batches:
+        for n, batch, waited in ledger.each("data_wait", batches):
             watchdog.begin(n + 1)
-            state, metrics = run.of_shape(batch["tokens"].shape).compiled_step(state, batch)
+            began = time.perf_counter()
+            state, metrics = replays.run(n + 1, run.of_shape(batch["tokens"].shape).compiled_step, state, batch)
+            stragglers.step(metrics, waited, time.perf_counter() - began)
             done = n + 1
             # Nothing here waits for the device: the writer reads the numbers on its own thread, one step late.
-            writer.push(done, metrics, {"data_wait_s": waited})
+            writer.push(done, metrics, {"data_wait_s": waited, **saves.told(), **stragglers.fields})
             guard.look(done, metrics)  # at the step before the last: its numbers are there
             stop = interrupt.requested(done)
+            saving = stop or done == t.steps or saves.due(done)
+            replicas.check(done, state, now=saving)
+            replays.check(done, now=saving)
             # Save before the next batch is drawn, so that what is saved and what was seen agree.
-            if stop or done == t.steps or (config.checkpoint.every and done % config.checkpoint.every == 0):
+            if saving:
                 with watchdog.phase("save"):
                     writer.flush()  # a step that is saved is never run again, so its line must be there too
                     guard.look_at_all()  # nor is it looked at again
-                    meta = {"config": config.to_dict(), "step": done, "passed_over": passed.to_dict()}
-                    checkpoints.save(done, state, meta)
+                    with saves.taking(done):
+                        checkpoints.save(done, state, {
+                            **about, **writer.last, "config": config.to_dict(), "step": done, "time": time.time(),
+                            "goodput": ledger.goodput(), "passed_over": passed.to_dict()})
             if stop and done < t.steps:
                 break
             if due(done):
                 writer.write_eval(done, evaluation())
+        if done == t.steps:
+            checkpoints.wait()  # the last one is read back, however long it takes; a run that is stopped has no time
 
     # -------------------------------------------------------------------------------------------------- what came of it
     if done < t.steps:

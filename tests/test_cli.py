@@ -90,7 +90,7 @@ def test_metrics(flags, ran):
     lines = [json.loads(line) for line in (ran[0] / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]
     steps, evals = ([line for line in lines if ("eval_loss" in line) == kind] for kind in (False, True))
-    saved = [line.pop("save_blocked_s", None) for line in steps]  # on the line after a save
+    saved = [line.pop("checkpoint_blocked_s", None) for line in steps]  # on the line after a save
     assert saved[2] > 0 and saved[0] == saved[1] == saved[3] is None
     assert all(sorted(line) == sorted(STEP) for line in steps)  # no mfu: a CPU has no known peak
     assert all(sorted(line) == ["eval_bits_per_byte", "eval_loss", "step"] for line in evals)

@@ -125,4 +125,4 @@ def test_two_processes_save_when_the_first_says_so(flags, tmp_path):
     assert [event["kind"] for event in events(tmp_path / "work")].count("checkpoint_interval") >= 1
     assert len(incarnations(tmp_path / "work")) == 1
     lines = [json.loads(line) for line in (tmp_path / "work" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] - 1 for line in lines if "save_blocked_s" in line] == saved[:-1]
+    assert [line["step"] - 1 for line in lines if "checkpoint_blocked_s" in line] == saved[:-1]

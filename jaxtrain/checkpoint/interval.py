@@ -101,9 +101,9 @@ class Saves:
             self._agree(done)
 
     def told(self) -> dict[str, float]:
-        """For the next line of metrics: `save_blocked_s`, the seconds for which a save just held up the loop."""
+        """For the next line of metrics: `checkpoint_blocked_s`, the seconds for which a save just held up the loop."""
         blocked, self._blocked = self._blocked, None
-        return {} if blocked is None else {"save_blocked_s": blocked}
+        return {} if blocked is None else {"checkpoint_blocked_s": blocked}
 
     # -------------------------------------------------------------------------------------------------- what it costs
     def _stepped(self, seconds: float) -> None:

@@ -13,6 +13,8 @@ import errno
 import functools
 import itertools
 import logging
+import os
+import re
 import shutil
 import sys
 import threading
@@ -61,6 +63,7 @@ class Checkpoints:
         self._checked: int | None = None  # what `newest` has just found good
         self._failure: UserError | None = None  # why the newest save is not on disk
         self._stopping = False
+        self._retaining = threading.Lock()
 
     def latest(self) -> int | None:
         """The newest committed step, good or not."""
@@ -97,8 +100,8 @@ class Checkpoints:
                     return step
                 self._pass_over(step, problems)
         if below is None and (damaged := self._agree(self._set_aside(), lambda found: found[0])):
-            raise UserError("checkpoint", f"of the checkpoints in {self._directory} none is good ({', '.join(damaged)}; "
-                            "events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
+            raise UserError("checkpoint", f"of the checkpoints in {self._directory} none is good ({', '.join(damaged)};"
+                            " events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
         return None
 
     def restore_newest(self, abstract_state: Any, below: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
@@ -110,7 +113,8 @@ class Checkpoints:
         Raises:
             UserError: the state is another one than this run's, or no checkpoint is good.
         """
-        self._wait_for_commits()
+        for job in self._jobs:  # what is being read back now may be the newest good one
+            job.thread.join()
         while True:
             checked, self._checked = self._checked, None
             step = checked if checked is not None and below is None else self.newest(below)
@@ -126,6 +130,11 @@ class Checkpoints:
                 self._agree(None, lambda _: [_rename(self._directory / str(other), _ABANDONED)
                                              for other in verify.steps(self._directory) if other >= below])
             return step, state, meta
+
+    def prepare(self, state: Any) -> None:
+        """Load and compile, before the loop, what the first save would otherwise wait for."""
+        _orbax()
+        fingerprint.on_device(_flatten(state))
 
     def save(self, step: int, state: Any, meta: dict[str, Any] | None = None) -> float:
         """Copy `state` off the devices and write it in the background; a step that exists is left as it is.
@@ -166,8 +175,8 @@ class Checkpoints:
         job = _Job(step, f"checkpoint/{next(_calls)}")
         job.thread = threading.Thread(target=self._finish, args=(job, meta or {}), name="checkpoint", daemon=True)
         self._jobs.append(job)
-        job.thread.start()
         job.blocked_s = time.perf_counter() - began
+        job.thread.start()
         return job.blocked_s
 
     def restore(self, step: int, abstract_state: Any) -> Any:
@@ -192,6 +201,10 @@ class Checkpoints:
     def writing(self) -> bool:
         """Whether what was saved last is still on its way to disk."""
         return "_manager" in self.__dict__ and self._manager.is_saving_in_progress()
+
+    def writing(self) -> bool:
+        """Whether what was saved last is still on its way to disk."""
+        return any(not job.committed.is_set() for job in self._jobs)
 
     def wait(self) -> None:
         """Return when everything saved so far is on disk and read back; raises if the last could not be written."""
@@ -236,7 +249,7 @@ class Checkpoints:
         except OSError as error:
             raise UserError("--workdir", f"{self._directory} cannot be written ({error.strerror})",
                             "give a folder that can be") from None
-        # Compression may save a little. Better not to begin what cannot end: among processes one that fails holds up all.
+        # Compression saves a little. Better not to begin what cannot end: one process that fails holds up the others.
         return f"{free:,} bytes are free, of {wanted:,}" if free < 0.8 * wanted else None
 
     def _finish(self, job: "_Job", meta: dict[str, Any]) -> None:
@@ -245,7 +258,8 @@ class Checkpoints:
         try:
             failure = None
             try:
-                self._saver.wait_until_finished()
+                with _no_echoes():
+                    self._saver.wait_until_finished()
             except Exception as error:
                 failure = error
             finally:
@@ -262,13 +276,18 @@ class Checkpoints:
                 return
             self._tell("checkpoint", None, step=job.step, blocked_s=job.blocked_s, written_s=committed - began,
                        verified_s=time.perf_counter() - committed)
+        except Exception as error:
+            self._tell("checkpoint_unverified", f"checkpoint {job.step} could not be read back "
+                       f"({_innermost(error)}); the next start does it", step=job.step, reason=_innermost(error))
+            return
+        try:
             for callback in self.on_good:
                 callback(job.step, self._directory / str(job.step))
             if jax.process_index() == 0:
                 self._retain()
         except Exception as error:
-            self._tell("checkpoint_unverified", f"checkpoint {job.step} could not be read back "
-                       f"({_innermost(error)}); the next start does it", step=job.step, reason=_innermost(error))
+            self._tell("checkpoint_aftermath", f"checkpoint {job.step} is good, but what follows failed "
+                       f"({_innermost(error)}); the next one tries again", step=job.step, reason=_innermost(error))
 
     def _commit(self, job: "_Job", failure: Exception | None) -> None:
         if failure:
@@ -291,19 +310,20 @@ class Checkpoints:
 
     def _retain(self) -> None:
         """Delete what may go. A folder is renamed first, so that half of one is never taken for a checkpoint."""
-        steps = verify.steps(self._directory)
-        good = [step for step in steps if verify.good(self._directory, step)]
-        best = None
-        if self._best:
-            with contextlib.suppress(OSError, ValueError):
-                best = best_of(good, self._directory.parent / "metrics.jsonl", self._best)
-        under_way = {job.step for job in self._jobs}
-        others = [step for step in steps if step not in good and step not in under_way]
-        for step in dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=best):
-            shutil.rmtree(_rename(self._directory / str(step), _DELETED))
-        for entry in self._directory.glob(f"*{_ABANDONED}*"):
-            if good and int(entry.name.partition(".")[0]) < good[-1]:
-                shutil.rmtree(_rename(entry, _DELETED))
+        with self._retaining:  # a save that fails makes room while the one before is being finished
+            steps = verify.steps(self._directory)
+            good = [step for step in steps if verify.good(self._directory, step)]
+            best = None
+            if self._best:
+                with contextlib.suppress(OSError, ValueError):
+                    best = best_of(good, self._directory.parent / "metrics.jsonl", self._best)
+            under_way = {job.step for job in self._jobs}
+            others = [step for step in steps if step not in good and step not in under_way]
+            for step in dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=best):
+                shutil.rmtree(_rename(self._directory / str(step), _DELETED))
+            for entry in self._directory.glob(f"*{_ABANDONED}*"):
+                if good and int(entry.name.partition(".")[0]) < good[-1]:
+                    shutil.rmtree(_rename(entry, _DELETED))
 
     # ------------------------------------------------------------------------------------------------------ the checks
 
@@ -317,7 +337,7 @@ class Checkpoints:
             except FileNotFoundError:
                 return "unverified"
             except (OSError, ValueError) as error:
-                return f"{verify.MARK} {verify._reason(error)}"
+                return f"{verify.MARK} {verify.reason(error)}"
             return "good"
 
         found = self._agree(None, kind)
@@ -329,7 +349,7 @@ class Checkpoints:
             mine = verify.compare_files(folder, verify.read_mark(self._directory, step), *verify.list_files(folder),
                                         share=_share(), hashes=self._hashes)
         except (OSError, ValueError) as error:
-            mine = [f"{verify.MARK} {verify._reason(error)}"]
+            mine = [f"{verify.MARK} {verify.reason(error)}"]
         return self._agree(mine, lambda theirs: sorted({problem for problems in theirs for problem in problems}))
 
     def _read_back(self, step: int, name: str) -> list[str]:
@@ -370,8 +390,15 @@ class Checkpoints:
 
     def _pass_over(self, step: int, problems: list[str], name: str | None = None) -> None:
         """Say what is wrong with a checkpoint and put it where nobody chooses it again."""
-        aside = together(name or f"checkpoint/{next(_calls)}", None,
-                         lambda _: str(_rename(self._directory / str(step), _DAMAGED)))
+        folder = self._directory / str(step)
+
+        def put_aside(_):
+            try:
+                return str(_rename(folder, _DAMAGED))
+            except OSError:  # a folder that may be read only is looked at again next time
+                return str(folder)
+
+        aside = together(name or f"checkpoint/{next(_calls)}", None, put_aside)
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         self._tell("checkpoint_damaged", f"checkpoint {step} is damaged ({problems[0]}{more}); kept as {aside}",
                    step=step, problems=problems, kept_as=aside)
@@ -386,13 +413,13 @@ class Checkpoints:
         try:
             with _no_echoes():
                 reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.StandardCheckpointHandler()))
-                saved = reader.metadata(folder).item_metadata.state
-                if saved is None:
+                saved: Any = reader.metadata(folder).item_metadata
+                if saved is None or saved.state is None:
                     raise FileNotFoundError("it holds no state")
                 empty = {path: _zeros(leaf) for path, leaf in wanted.items()
-                         if path.startswith(YOUNG) and path not in saved.tree}
+                         if path.startswith(YOUNG) and path not in saved.state.tree}
                 there = {path: leaf for path, leaf in wanted.items() if path not in empty}
-                self._compare(step, saved.tree, there)
+                self._compare(step, saved.state.tree, there)
                 arrays = ocp.args.StandardRestore(there)
                 loaded = reader.restore(folder, args=ocp.args.Composite(state=arrays))["state"] | empty
                 sums = verify.saved_fingerprint(folder)
@@ -469,7 +496,10 @@ def _rename(folder: Path, ending: str) -> Path:
 def _innermost(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):  # TensorStore tells a long story around it
+        return os.strerror(int(code[1]))
+    said = isinstance(error, OSError) and error.errno is None  # by us, or by another process
+    return (f"{error}" if said else f"{type(error).__name__}: {error}").splitlines()[0][:200]
 
 
 def _orbax():

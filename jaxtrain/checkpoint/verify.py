@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ Share = tuple[int, int]  # (i, n): every n-th, from the i-th on
 MARK = "good.json"
 ALL: Share = (0, 1)
 _AGAIN_S = (0.2, 1.0, 4.0)  # storage that fails for a moment is asked again after so many seconds
+_READERS = 8  # files hashed at a time
 _PIECE_BYTES = 1 << 28  # of an array, read at a time
 
 
@@ -52,7 +54,7 @@ def verify(directory: str | Path, step: int) -> Problems:
     except FileNotFoundError:
         record = None
     except (OSError, ValueError) as error:
-        return [f"{MARK} {_reason(error)}"]
+        return [f"{MARK} {reason(error)}"]
     problems = [] if record is None else compare_files(folder, record, *list_files(folder))
     return problems or read_back(folder, step)[1]
 
@@ -105,7 +107,7 @@ def list_files(folder: Path) -> tuple[list[str], Problems]:
     try:
         _patiently(lambda: (files.clear(), problems.clear(), walk(str(folder), "")))
     except OSError as error:
-        problems.append(f"{_inside(folder, error)} {_reason(error)}")
+        problems.append(f"{_inside(folder, error)} {reason(error)}")
     return files, problems
 
 
@@ -115,19 +117,22 @@ def compare_files(folder: Path, record: Record, files: list[str], problems: Prob
     recorded, problems = record["files"], list(problems)
     problems += [f"{name} does not belong to it" for name in files if name not in recorded]
     problems += [f"{name} is missing" for name in recorded if name not in files]
-    for name in list(itertools.islice(recorded, share[0], None, share[1])):
+
+    def check(name: str) -> str | None:
         size, sha256 = recorded[name]
-        if name not in files:
-            continue
         try:
             found = _patiently((folder / name).lstat).st_size
             if found != size:
-                problems.append(f"{name} has {found} bytes instead of {size}")
-            elif hashes and hash_file(folder / name)[1] != sha256:
-                problems.append(f"{name} has other content than when it was saved")
+                return f"{name} has {found} bytes instead of {size}"
+            if hashes and hash_file(folder / name)[1] != sha256:
+                return f"{name} has other content than when it was saved"
         except OSError as error:
-            problems.append(f"{name} {_reason(error)}")
-    return problems
+            return f"{name} {reason(error)}"
+        return None
+
+    mine = itertools.islice(recorded, share[0], None, share[1])
+    with ThreadPoolExecutor(_READERS) as pool:  # a run waits for this
+        return problems + [wrong for wrong in pool.map(check, (name for name in mine if name in files)) if wrong]
 
 
 def hash_file(path: Path) -> tuple[int, str]:
@@ -162,7 +167,7 @@ def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], b
             return {}, [f"it is the checkpoint of step {found}"]
         saved = saved_fingerprint(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return {}, [f"{_inside(folder, error)} {_reason(error)}"]
+        return {}, [f"{_inside(folder, error)} {reason(error)}"]
     words: dict[str, tuple[int, int]] = {}
     problems = []
     turn = itertools.count()
@@ -184,7 +189,7 @@ def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], b
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, InterruptedError):
                 raise
-            problems.append(f"array {path} {_reason(error)}")
+            problems.append(f"array {path} {reason(error)}")
     if share == ALL and not problems:
         problems = compare_words(saved, [words])
     return words, problems
@@ -242,7 +247,8 @@ def _sealed(record: Record) -> bytes:
     return (json.dumps({**json.loads(body), "sha256": seal}) + "\n").encode()
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """Why a file is not what it should be, as a phrase behind its name."""
     if isinstance(error, OSError):
         return f"cannot be read ({error.strerror or error})"
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):

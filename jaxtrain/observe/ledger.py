@@ -182,7 +182,12 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------------- the files
     def open(self, last_step: int) -> None:
-        """There is something to do in this workdir: read what was before, and write from now on (in process 0)."""
+        """There is something to do in this workdir: read what was before, and write from now on (in process 0).
+
+        A run that went back to a checkpoint says so again, which changes nothing.
+        """
+        if self._own.last_step:
+            return
         folder = self._workdir / "ledger"
         self._earlier = incarnations(self._workdir)
         with self._lock:

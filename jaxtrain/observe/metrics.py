@@ -78,6 +78,7 @@ class MetricsWriter:
         self._slots = threading.Semaphore(max_lag)  # one for each step that may be in flight
         self._queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self._error: Exception | None = None
+        self.last: Record = {}  # the last line of a step; what a checkpoint says of how far the run was
         self._completed: float | None = None  # when the step before, or the evaluation after it, was complete
         self._times: list[tuple[float, Constants]] = []
         self._host: list[Mapping[str, float]] = []
@@ -159,6 +160,7 @@ class MetricsWriter:
             return
         record = {"step": step, **_plain(jax.device_get(dict(metrics))), **self._rates(step)}
         self._times, self._host = [], []
+        self.last = record
         self._write(record)
 
     def _rates(self, step: int) -> Record:

@@ -70,6 +70,10 @@ class Watchdog:
         finally:
             self._phase = before
 
+    def start(self) -> None:
+        """The run begins, or begins again from a checkpoint."""
+        self._phase, self._error = "start", None
+
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
         """Within it steps are made. Behind an error, what is still open has `resilience.hang_floor` to close."""

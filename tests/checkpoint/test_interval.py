@@ -148,7 +148,7 @@ def test_the_line_after_a_save_tells_how_long_it_held_up_the_loop(tmp_path):
     run.until(4)
     assert run.saves.told() == {}
     run.until(5)
-    assert run.saves.told() == {"save_blocked_s": 0.5} and run.saves.told() == {}
+    assert run.saves.told() == {"checkpoint_blocked_s": 0.5} and run.saves.told() == {}
 
 
 def test_process_0_decides_for_all(tmp_path, monkeypatch):

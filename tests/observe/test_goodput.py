@@ -275,7 +275,7 @@ def test_lines_tell_the_goodput_and_the_devices_say_what_a_step_is(tmp_path):
     ledger.on_step(seconds.append)
     with MetricsWriter(tmp_path, start_step=0, last_step=2, constants=Constants(1), ledger=ledger) as writer:
         world.time += 1
-        writer.push(1, {"loss": jnp.float32(1)}, {"save_blocked_s": 0.5})
+        writer.push(1, {"loss": jnp.float32(1)}, {"checkpoint_blocked_s": 0.5})
         writer.flush()
         world.time += 2
         with ledger.book("step"):
@@ -284,15 +284,15 @@ def test_lines_tell_the_goodput_and_the_devices_say_what_a_step_is(tmp_path):
         writer.flush()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["goodput"] for line in lines] == [0.0, 0.25] and seconds == [0.0, 1.0]
-    assert lines[0]["save_blocked_s"] == 0.5 and "save_blocked_s" not in lines[1]
+    assert lines[0]["checkpoint_blocked_s"] == 0.5 and "checkpoint_blocked_s" not in lines[1]
 
 
 def test_a_save_in_the_middle_of_a_line_is_told(tmp_path):
     with MetricsWriter(tmp_path, start_step=0, last_step=2, constants=Constants(1), log_every=2) as writer:
-        writer.push(1, {"loss": jnp.float32(1)}, {"data_wait_s": 1.0, "save_blocked_s": 0.5})
+        writer.push(1, {"loss": jnp.float32(1)}, {"data_wait_s": 1.0, "checkpoint_blocked_s": 0.5})
         writer.push(2, {"loss": jnp.float32(1)}, {"data_wait_s": 2.0})
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert line["save_blocked_s"] == 0.5 and line["data_wait_s"] == 1.5
+    assert line["checkpoint_blocked_s"] == 0.5 and line["data_wait_s"] == 1.5
 
 
 def test_other_processes_keep_their_book_to_themselves(tmp_path, monkeypatch):

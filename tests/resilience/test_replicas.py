@@ -97,10 +97,10 @@ def test_nothing_to_compare(tmp_path, every, size):
 def test_named_twice(mesh, tmp_path):
     """The first time the run begins again from its last good checkpoint; then a person must look."""
     here = tuple(jax.devices())
-    assert Accusations(tmp_path).accuse(here[3:5], "it").status == 76
-    assert Accusations(tmp_path).accuse(here[5:6], "it").status == 76  # another one
+    assert Accusations(tmp_path).accuse(here[3:5], "it").code == 76
+    assert Accusations(tmp_path).accuse(here[5:6], "it").code == 76  # another one
     again = Accusations(tmp_path).accuse(here[2:4], "it")
-    assert again.status == 77 and "device 3 on" in str(again) and "was under suspicion before" in str(again)
+    assert again.code == 77 and "device 3 on" in str(again) and "was under suspicion before" in str(again)
 
 
 @pytest.fixture(scope="module")
