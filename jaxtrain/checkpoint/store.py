@@ -27,9 +27,9 @@ import jax
 import numpy as np
 
 from jaxtrain.checkpoint import fingerprint, verify
-from jaxtrain.exchange import together
 from jaxtrain.checkpoint.retention import best_of, dispensable
 from jaxtrain.errors import UserError
+from jaxtrain.exchange import together
 from jaxtrain.observe.events import record
 
 _PATIENCE_S = 20.0  # what `close` waits for a checkpoint that is being read back; the next start does it otherwise
@@ -197,10 +197,6 @@ class Checkpoints:
             return verify.read_json(self._directory / str(step) / "meta" / "metadata")
         except (OSError, ValueError) as error:
             raise self._unreadable(step, _innermost(error)) from None
-
-    def writing(self) -> bool:
-        """Whether what was saved last is still on its way to disk."""
-        return "_manager" in self.__dict__ and self._manager.is_saving_in_progress()
 
     def writing(self) -> bool:
         """Whether what was saved last is still on its way to disk."""

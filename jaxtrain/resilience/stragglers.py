@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.observe import events
 from jaxtrain.exchange import Board
+from jaxtrain.observe import events
 
 RUNNING = 3  # windows that a process must be slow, or well again, before that is said
 _MOST = 1000.0  # a ratio is not worth a larger number
