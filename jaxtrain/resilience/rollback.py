@@ -98,8 +98,8 @@ class Guard:
 
     def _give_up(self, step: int, why: str, **fields: Any) -> None:
         self._record("stop", step, why=why, **fields)
-        raise GivenUp(exits.STOPPED, f"{why}; look at the steps in {self._workdir}/events.jsonl, then change the config "
-                      "or raise the limit, and run the same command again")
+        raise GivenUp(exits.STOPPED, f"{why}; look at the steps in {self._workdir}/events.jsonl, then change the "
+                      "config or raise the limit, and run the same command again")
 
     def _record(self, kind: str, step: int, **fields: Any) -> None:
         if jax.process_index() == 0:
