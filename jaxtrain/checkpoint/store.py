@@ -144,6 +144,8 @@ class Checkpoints:
             return time.perf_counter() - began
         from jaxtrain.checkpoint.late import LateJsonSave
 
+        # Orbax would wait for it too; but what is started before it is there may get in the way of its collectives.
+        jax.block_until_ready(flat)
         parts, name = fingerprint.on_device(flat), f"checkpoint/{next(_calls)}"
         shapes = {path: _describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
 
