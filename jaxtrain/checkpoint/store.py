@@ -159,11 +159,13 @@ class Checkpoints:
             return time.perf_counter() - began
         from jaxtrain.checkpoint.late import LateJsonSave
 
-        words = fingerprint.on_device(flat)
+        # Orbax would wait for it too; but what is started before it is there may get in the way of its collectives.
+        jax.block_until_ready(flat)
+        parts, name = fingerprint.on_device(flat), f"checkpoint/{next(_calls)}"
         shapes = {path: _describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
 
         def sums():
-            found = fingerprint.read(shapes, words)
+            found = together(f"{name}/sums", fingerprint.read(parts), fingerprint.total)
             return {"step": step, "arrays": {path: [what, found[path]] for path, what in shapes.items()}}
 
         try:
@@ -172,8 +174,10 @@ class Checkpoints:
         except (OSError, ValueError) as error:  # what a storage says; mistakes of ours are other kinds
             self._failed(step, error)
             return time.perf_counter() - began
-        job = _Job(step, f"checkpoint/{next(_calls)}")
-        job.thread = threading.Thread(target=self._finish, args=(job, meta or {}), name="checkpoint", daemon=True)
+        job = _Job(step, name)
+        # Process 0 writes the sums with its commit; the others bring theirs.
+        tell = sums if jax.process_index() else lambda: None
+        job.thread = threading.Thread(target=self._finish, args=(job, tell), name="checkpoint", daemon=True)
         self._jobs.append(job)
         job.blocked_s = time.perf_counter() - began
         job.thread.start()
@@ -248,12 +252,13 @@ class Checkpoints:
         # Compression saves a little. Better not to begin what cannot end: one process that fails holds up the others.
         return f"{free:,} bytes are free, of {wanted:,}" if free < 0.8 * wanted else None
 
-    def _finish(self, job: "_Job", meta: dict[str, Any]) -> None:
+    def _finish(self, job: "_Job", tell: Callable[[], Any]) -> None:
         """What remains of a save, on a thread of its own: nothing that goes wrong here ends the run."""
         began = time.perf_counter()
         try:
             failure = None
             try:
+                tell()
                 with _no_echoes():
                     self._saver.wait_until_finished()
             except Exception as error:
@@ -424,7 +429,7 @@ class Checkpoints:
         except Exception as error:
             raise Damaged(_innermost(error)) from None
         flat = {path: loaded[path] for path in wanted}
-        now = fingerprint.read(flat, fingerprint.on_device(flat))
+        now = self._agree(fingerprint.read(fingerprint.on_device(flat)), fingerprint.total)
         for path, found in now.items():
             if path not in empty and sums.get(path, (None, None))[1] != found:
                 raise Damaged(f"array {path} has other content than when it was saved")

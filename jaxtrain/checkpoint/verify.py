@@ -197,14 +197,9 @@ def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], b
 
 def compare_words(saved: dict[str, tuple[str, str]], shares: list[dict[str, tuple[int, int]]]) -> Problems:
     """Which arrays, of which all shares together were read, are not those that were saved."""
-    def total(path):
-        words = (0, 0)
-        for share in shares:
-            words = fingerprint.add(words, share.get(path, (0, 0)))
-        return fingerprint.text(words)
-
+    found = fingerprint.total(shares)
     return [f"array {path} has other content than when it was saved" for path, (_, was) in saved.items()
-            if total(path) != was]
+            if found.get(path) != was]
 
 
 def _open(state: Path, path: str):
