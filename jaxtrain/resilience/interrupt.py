@@ -6,6 +6,8 @@ import signal
 import threading
 from collections.abc import Iterator
 
+import jax
+
 from jaxtrain.resilience import exits
 
 
@@ -37,8 +39,6 @@ class Interrupt:
     """
 
     def __init__(self):
-        import jax  # here, since the supervisor imports this package and has no use for JAX
-
         self.signal = 0
         self._together = jax.process_count() > 1
 
