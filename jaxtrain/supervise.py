@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain import main as training
+from jaxtrain import flags as training
 from jaxtrain.errors import Parser, UserError, command
 from jaxtrain.observe.events import record
 from jaxtrain.resilience import blame, children, exits

@@ -327,3 +327,30 @@ def test_interrupt_on_another_thread():
     thread.start()
     thread.join()
     assert seen == [False]
+
+
+def test_sigterm_before_the_loop(flags, tmp_path):
+    """Nothing is there to save, and launchers are told to start it again all the same."""
+    waiting = """
+import importlib, pathlib, sys, time
+from jaxtrain.main import main
+
+def build(config):
+    pathlib.Path(sys.argv[-1].partition("=")[2], "here").touch()
+    time.sleep(100)
+
+importlib.import_module("jaxtrain.train").build = build
+sys.exit(main())
+"""
+    started = subprocess.Popen([sys.executable, "-c", waiting, *flags, f"--workdir={tmp_path}"], text=True,
+                               env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
+    try:
+        end = time.monotonic() + 90
+        while not (tmp_path / "here").exists() and time.monotonic() < end and started.poll() is None:
+            time.sleep(0.02)
+        started.send_signal(signal.SIGTERM)
+        err = started.communicate(timeout=60)[1]
+    finally:
+        started.kill()
+    assert started.returncode == exits.SAVED
+    assert err == "stopped outside of the loop; run the same command again to resume\n"

@@ -158,7 +158,7 @@ def _with_mesh(config: Config, sizes: Sizes) -> Config:
 def main(argv: list[str] | None = None) -> None:
     """With how many processes could it go on?"""
     from jaxtrain import config as schema
-    from jaxtrain import main as training
+    from jaxtrain import flags as training
 
     parser = Parser(prog="python -m jaxtrain.resilience.elastic")
     for flag in ("least", "full"):

@@ -7,6 +7,8 @@ import signal
 import threading
 from collections.abc import Iterator
 
+import jax
+
 from jaxtrain.resilience import exits
 
 _calls = itertools.count(1)  # all processes make the same
@@ -39,8 +41,6 @@ class Interrupt:
     """
 
     def __init__(self):
-        import jax  # here, since the supervisor imports this package and has no use for JAX
-
         self.signal = 0
         self._together = jax.process_count() > 1
 
