@@ -30,6 +30,7 @@ from jaxtrain.observe import events
 from jaxtrain.resilience import exits
 
 TICK = 1.0  # seconds between two looks
+PATIENCE = 20.0  # seconds for what a process writes down about itself
 GRACE = 60.0  # what the timer in C waits beyond the limit: it is for a thread that cannot look
 STDERR = 2  # the descriptor itself: sys.stderr may be anything, and C knows descriptors only
 
@@ -104,7 +105,7 @@ class Watchdog:
         faulthandler.unregister(signal.SIGUSR1)
         if not self._was_enabled:
             faulthandler.disable()
-        self._heart.join(timeout=5 * TICK)
+        self._heart.join(timeout=PATIENCE)
 
     def limit(self) -> float:
         """Seconds that may pass without progress."""
@@ -147,8 +148,8 @@ class Watchdog:
         # Everything beyond touches files, which may be what hangs.
         writing = threading.Thread(target=self._write_down, args=(why, where, cause), daemon=True)
         writing.start()
-        writing.join(timeout=20 * TICK)
-        distributed.see_off(10 * TICK)
+        writing.join(timeout=PATIENCE)
+        distributed.see_off(PATIENCE)
         self._leave(exits.RESTART)
 
     def _write_down(self, why: str, where: str, cause: str) -> None:
