@@ -1,5 +1,7 @@
-"""Compiled programs on disk, each with its checksum. JAX loads whatever its cache folder holds: a single flipped byte
-ended every start with a segmentation fault (jaxlib 0.10 on CPU), and an entry cut off by a full disk was never replaced.
+"""Compiled programs on disk, each with its checksum.
+
+JAX loads whatever its cache folder holds: a single flipped byte ended every start with a segmentation fault (jaxlib
+0.10, CPU), and an entry that a full disk cut off was never replaced.
 """
 
 import contextlib
@@ -23,7 +25,7 @@ class CheckedCache(CacheInterface):
         """Made at the first program."""
         self._path = Path(folder)
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key: str):
         """The program, if it is there and whole."""
         file = self._file(key)
         try:
@@ -64,6 +66,6 @@ def install() -> None:
 
 
 def _file_cache(path: str) -> tuple[CacheInterface, str] | None:
-    if jax.config.jax_compilation_cache_max_size >= 0 or "://" in str(path):
+    if getattr(jax.config, "jax_compilation_cache_max_size", -1) >= 0 or "://" in str(path):
         return _of_jax(path)
     return CheckedCache(path), path

@@ -28,7 +28,7 @@ def start(processes: int, devices: int, workdir: Path) -> list[subprocess.Popen]
     return [subprocess.Popen(
         [sys.executable, "-m", "jaxtrain.main", f"--config={ROOT}/configs/gpt.py:tiny", f"--workdir={workdir}",
          *(f"--config.{key}" for key in TINY), f"--coordinator={coordinator}", f"--num_processes={processes}",
-         f"--process_id={i}"], env=environment, stderr=open(workdir / f"stderr-{i}", "wb"))  # noqa: SIM115
+         f"--process_id={i}"], env=environment, stderr=open(workdir / f"stderr-{i}", "wb"))
         for i in range(processes)]
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--signals", nargs="+", default=["SIGKILL", "SIGSTOP"])
     flags = parser.parse_args()
-    print("| signal | victim | processes x devices | seconds | statuses of the others | said |\n|---|---|---|---|---|---|")
+    print("| signal | victim | processes x devices | seconds | statuses of the others | said |\n" + "|---" * 6 + "|")
     for name in flags.signals:
         for processes in flags.processes:
             for devices in flags.devices:

@@ -222,7 +222,8 @@ def laggards(beats: dict[int, dict[str, Any]], processes: int) -> str:
         return f"{_names(silent, beats)} stopped writing heartbeats"
     most = max(beat["begun"] for beat in beats.values())
     if behind := [i for i, beat in beats.items() if beat["begun"] < most]:
-        return f"{_names(behind, beats)} did not begin step {most}, which the others wait in"
+        first = min(beats[i]["begun"] for i in behind) + 1
+        return f"{_names(behind, beats)} did not begin step {first}, where the others wait"
     phases = {i: beat["phase"] for i, beat in beats.items()}
     common = statistics.mode(phases.values())
     if odd := [i for i, phase in phases.items() if phase != common]:
