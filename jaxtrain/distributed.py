@@ -94,8 +94,15 @@ def agree(config: Config) -> None:
         raise UserError(key, difference, "start all processes with the same command and the same installation")
 
 
+def meet(where: str, seconds: float) -> None:
+    """Wait until all processes are here; once for each `where`."""
+    store = jax._src.distributed.global_state.client
+    if store is not None:
+        store.wait_at_barrier(f"jaxtrain/{where}", int(1000 * seconds))
+
+
 # ------------------------------------------------------------------------------------------------------------- the end
-def on_hang(give_up: Callable[[str], None] | None) -> None:
+def on_hang(give_up: Callable[[str], bool] | None) -> None:
     """What to do when another process finds that the run hangs."""
     if _peers:
         _peers.on_hang = give_up

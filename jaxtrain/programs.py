@@ -25,7 +25,7 @@ class CheckedCache(CacheInterface):
         """Made at the first program."""
         self._path = Path(folder)
 
-    def get(self, key: str):
+    def get(self, key: str) -> bytes | None:  # pyrefly: ignore[bad-override]
         """The program, if it is there and whole."""
         file = self._file(key)
         try:

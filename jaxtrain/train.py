@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxtrain import checkpoint, observe
+from jaxtrain import checkpoint, distributed, observe
 from jaxtrain.build import Run, build
 from jaxtrain.config import Config
 from jaxtrain.data import prefetch, stages
@@ -68,6 +68,8 @@ def _train(config: Config, workdir: Path, watchdog: Watchdog) -> TrainState:
         state = run.init()
     for shape in run.train_batches.shapes_of(start, t.steps):
         run.of_shape(shape).compiled_step  # noqa: B018 (compiles, while nothing else wants the processor)
+    # Compiling takes one process longer than another, and the first collective would not wait (Gloo: 30 seconds).
+    distributed.meet("first step", config.resilience.start_limit)
 
     # --------------------------------------------------------------------------------------------------------- the loop
     def place(step, batches):

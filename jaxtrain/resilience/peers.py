@@ -42,7 +42,7 @@ class Peers:
         self._lines: dict[int, _Line] = {}
         self._lock, self._ended, self._heard = threading.Lock(), threading.Event(), threading.Event()
         self.workdir: Path | None = None  # where events go, once there is one
-        self.on_hang: Callable[[str], None] | None = None
+        self.on_hang: Callable[[str], bool] | None = None
         if process == 0:
             listener = _listen()
             token = secrets.token_hex(16)
@@ -160,8 +160,8 @@ class Peers:
         name, why, status = self._names[message["process"]], message["why"], message.get("status")
         if status is not None and self._ended.wait(_PATIENCE):
             return  # it came to an end of its own, and for the same reason as likely as not
-        if message["kind"] == "hang" and self.on_hang:
-            self.on_hang(f"{name} saw {why}")
+        if message["kind"] == "hang" and self.on_hang and self.on_hang(f"{name} saw {why}"):
+            return  # it has seen the same, and is writing it down
         does = {"lost": "is gone", "failed": "failed", "hang": "hangs"}[message["kind"]]
         status = status if status in exits.FINAL else exits.RESTART
         sentence = f"{name} {does}{f' ({why})' if why else ''}: process {self._process} ends" + (

@@ -135,10 +135,13 @@ class Watchdog:
                 armed = now
 
     # ------------------------------------------------------------------------------------------------------ the end
-    def give_up(self, why: str) -> None:
-        """Tell the other processes, who do the same; write down everything; end with exit status 76."""
-        if not self._giving_up.acquire(blocking=False) or self._closed.is_set():
-            return
+    def give_up(self, why: str) -> bool:
+        """Tell the other processes, who do the same; write down everything; end with exit status 76.
+
+        Returns whether this process is ending so already; if not, its run is over and there is nothing to write down.
+        """
+        if self._closed.is_set() or not self._giving_up.acquire(blocking=False):
+            return not self._closed.is_set()
         stuck = sys._current_frames().get(threading.main_thread().ident or 0)
         where = "".join(traceback.format_stack(stuck)) if stuck else ""
         cause = "".join(traceback.format_exception(self._error)) if self._error else ""
@@ -151,6 +154,7 @@ class Watchdog:
         writing.join(timeout=PATIENCE)
         distributed.see_off(PATIENCE)
         self._leave(exits.RESTART)
+        return True
 
     def _write_down(self, why: str, where: str, cause: str) -> None:
         self._beat_once()

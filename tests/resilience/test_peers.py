@@ -131,7 +131,7 @@ def test_the_same_failure_everywhere_is_told_by_each(capfd):
 def test_all_write_down_a_hang(capfd):
     run, heard = Run(), []
     for one in run.peers.values():
-        one.on_hang = heard.append
+        one.on_hang = heard.append  # returns None: it was not at it
     run.peers[2].hang("no progress for 99 seconds")
     assert run.ended({0, 1}) == {0: exits.RESTART, 1: exits.RESTART}
     assert heard == [f"process 2 ({socket.gethostname()}) saw no progress for 99 seconds"] * 2
