@@ -21,7 +21,7 @@ import ctypes, os, signal, sys, threading, time
 from jaxtrain.config import ResilienceConfig
 from jaxtrain.resilience import watchdog
 
-watchdog.TICK, watchdog.GRACE = 0.05, 2.0
+watchdog.TICK, watchdog.GRACE = 0.05, {grace}
 config = ResilienceConfig(hang_factor=2, hang_floor=1.0, start_limit={start_limit})
 
 def steps(dog):
@@ -40,8 +40,9 @@ print("went on")
 """
 
 
-def run(workdir, body="with dog.training(): steps(dog); the_hang()", hang="time.sleep(100)", start_limit=100.0):
-    code = QUICK.format(body=body, hang=hang, start_limit=start_limit)
+def run(workdir, body="with dog.training(): steps(dog); the_hang()", hang="time.sleep(100)", start_limit=100.0,
+        grace=60.0):
+    code = QUICK.format(body=body, hang=hang, start_limit=start_limit, grace=grace)
     return subprocess.Popen([sys.executable, "-c", code, workdir],
                             env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, stderr=subprocess.PIPE,
                             stdout=subprocess.PIPE)
@@ -80,7 +81,7 @@ def test_an_evaluation_has_the_limit_of_the_start(tmp_path):
 
 def test_native_code_that_keeps_the_lock(tmp_path):
     """No Python thread can run then; the timer in C can."""
-    status, out, error = end(run(tmp_path, hang="ctypes.PyDLL(None).sleep(100)"))
+    status, out, error = end(run(tmp_path, hang="ctypes.PyDLL(None).sleep(100)", grace=2.0))
     assert (status, out) == (1, "") and "in the_hang" in error
 
 
