@@ -16,8 +16,12 @@ def cache_dir() -> Path:
 def enable_compilation_cache() -> None:
     """Keep compiled programs for the next start, unless JAX was already told where to (JAX_COMPILATION_CACHE_DIR).
 
-    XLA's own key leaves out the CPU's features, and a program of another machine may crash: so one folder per CPU.
+    XLA's own key leaves out the CPU's features, and a program of another machine may crash: so one folder per CPU. (Of
+    accelerators it has the topology.)
     """
+    from jaxtrain import programs
+
+    programs.install()
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla" / _processor()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -94,8 +94,15 @@ def agree(config: Config) -> None:
         raise UserError(key, difference, "start all processes with the same command and the same installation")
 
 
+def meet(where: str, seconds: float) -> None:
+    """Wait until all processes are here; once for each `where`."""
+    store = jax._src.distributed.global_state.client
+    if store is not None:
+        store.wait_at_barrier(f"jaxtrain/{where}", int(1000 * seconds))
+
+
 # ------------------------------------------------------------------------------------------------------------- the end
-def on_hang(give_up: Callable[[str], None] | None) -> None:
+def on_hang(give_up: Callable[[str], bool] | None) -> None:
     """What to do when another process finds that the run hangs."""
     if _peers:
         _peers.on_hang = give_up
@@ -174,7 +181,7 @@ def _join(where: tuple[str, int, int] | None) -> None:
         # JAX aborts at its own timeout, so it gets a later one. It retries by itself while nobody listens yet.
         coordinator, count, me = where or (None, None, None)
         jax.distributed.initialize(coordinator, count, me, initialization_timeout=start_timeout + 60,
-                                   heartbeat_timeout_seconds=peer_timeout, shutdown_timeout_seconds=peer_timeout)
+                                   heartbeat_timeout_seconds=2 * peer_timeout)
         state = jax._src.distributed.global_state
         if processes() == 1:
             return
@@ -183,7 +190,7 @@ def _join(where: tuple[str, int, int] | None) -> None:
             _peers = Peers(process(), processes(), host, state.client, peer_timeout)
         except (OSError, IndexError, jax.errors.JaxRuntimeError) as error:
             print(f"warning: the processes cannot watch each other ({_first_line(error)}); that one is gone will be "
-                  f"found after {peer_timeout} seconds by JAX's heartbeat", file=sys.stderr)
+                  f"found after {2 * peer_timeout} seconds by JAX's heartbeat", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -229,7 +236,8 @@ def _wait_for_port(coordinator: str, seconds: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > end:
-                raise UserError("--coordinator", f"port {port} of this host cannot be used ({error.strerror})",
+                raise UserError("--coordinator", f"port {port} of this host cannot be used "
+                                f"({os.strerror(error.errno or 0)})",
                                 "end what listens there, or choose another port in all processes") from None
         time.sleep(0.5)
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain import checkpoint, observe
+from jaxtrain import checkpoint, distributed, observe
 from jaxtrain.build import Run, build
 from jaxtrain.checkpoint.interval import Saves
 from jaxtrain.config import Config
@@ -118,6 +118,8 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
         accusations = Accusations(workdir)
         replicas = Replicas(run.abstract, r.check_every, accusations)
         replays = Replays(r.replay_every, accusations)
+        # It takes one process longer than another, and the first collective would not wait (Gloo: 30 seconds).
+        distributed.meet("first step", r.start_limit)
 
     # --------------------------------------------------------------------------------------------------------- the loop
     def place(step, batches):

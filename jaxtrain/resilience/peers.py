@@ -1,9 +1,9 @@
 """Who of the processes is still there: one connection from each of them to the first.
 
-A process that dies, however it dies, has its connection closed by its kernel at once; a machine that dies, or a network
-that is cut, is found by TCP's keep-alive. JAX's own heartbeat comes later and ends a process by a C++ abort that names
-nobody (and takes no Python callback: jaxlib 0.10 and 0.12 fail to convert its argument). It stays, as the last resort:
-a process that is merely stopped keeps its connections.
+A process that dies, however it dies, has its connection closed by its kernel at once. One that is stopped, a machine
+that dies and a network that is cut are found by silence: each end says every few seconds that it lives. JAX's own
+heartbeat comes later and ends a process by a C++ abort that names nobody (and takes no Python callback: jaxlib 0.10 and
+0.12 fail to convert its argument). It stays as the last resort.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ class Peers:
         Args:
             host: where the others reach process 0.
             store: JAX's key-value store, through which they learn the port.
-            timeout: seconds of silence of the network after which a peer counts as gone.
+            timeout: seconds of silence after which a peer counts as gone.
         """
-        self._process, self._processes, self._leave = process, processes, leave
+        self._process, self._processes, self._timeout, self._leave = process, processes, timeout, leave
         self._names = {i: f"process {i}" for i in range(processes)}
         self._lines: dict[int, _Line] = {}
         self._lock, self._ended, self._heard = threading.Lock(), threading.Event(), threading.Event()
         self.workdir: Path | None = None  # where events go, once there is one
-        self.on_hang: Callable[[str], None] | None = None
+        self.on_hang: Callable[[str], bool] | None = None
         if process == 0:
             listener = _listen()
             token = secrets.token_hex(16)
@@ -71,9 +71,9 @@ class Peers:
         self._ended.set()
         self._send({"kind": "bye", "process": self._process, "why": ""})
 
-    def see_off(self, seconds: float = _PATIENCE) -> None:
+    def see_off(self, seconds: float | None = None) -> None:
         """The first process ends last: JAX aborts all others the moment it goes, and they have things to say."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + (_PATIENCE if seconds is None else seconds)
         while self._process == 0 and self._lines and time.monotonic() < end:
             time.sleep(0.01)
 
@@ -109,15 +109,32 @@ class Peers:
         with selectors.DefaultSelector() as selector:
             for process, line in self._lines.items():
                 selector.register(line.connection, selectors.EVENT_READ, process)
+            looked, pause = time.monotonic(), self._timeout / 12
+            said = looked
             while self._lines:
-                for key, _ in selector.select():
+                ready = selector.select(pause)
+                now, before = time.monotonic(), looked
+                looked = now
+                if now - said > pause:
+                    said = now
+                    self._send({"kind": "alive"})
+                for process, line in self._lines.items():
+                    line.quiet += min(now - before, 2 * pause)  # if this process was stopped, nobody could be heard
+                    if line.quiet > self._timeout and not line.left:
+                        line.left = True
+                        why = f"silent for {line.quiet:.0f} seconds"
+                        self._hear({"kind": "lost", "process": process, "why": why}, process)
+                for key, _ in ready:
                     process, line = key.data, self._lines[key.data]
+                    line.quiet = 0.0
                     try:
                         whole = line.receive()
                     except OSError as error:
                         whole, line.why = False, f"{error.strerror}"
                     while line.messages:
                         message = line.messages.pop(0)
+                        if message["kind"] == "alive":
+                            continue
                         line.left = True  # what comes behind it, the end of the connection, is no news
                         if message["kind"] != "bye":
                             self._hear(message, process)
@@ -143,8 +160,8 @@ class Peers:
         name, why, status = self._names[message["process"]], message["why"], message.get("status")
         if status is not None and self._ended.wait(_PATIENCE):
             return  # it came to an end of its own, and for the same reason as likely as not
-        if message["kind"] == "hang" and self.on_hang:
-            self.on_hang(f"{name} saw {why}")
+        if message["kind"] == "hang" and self.on_hang and self.on_hang(f"{name} saw {why}"):
+            return  # it has seen the same, and is writing it down
         does = {"lost": "is gone", "failed": "failed", "hang": "hangs"}[message["kind"]]
         status = status if status in exits.FINAL else exits.RESTART
         sentence = f"{name} {does}{f' ({why})' if why else ''}: process {self._process} ends" + (
@@ -162,15 +179,9 @@ class _Line:
 
     def __init__(self, connection: socket.socket, timeout: float):
         self.connection, self.messages, self.left, self.why = connection, [], False, ""
-        self._rest = b""
+        self.quiet, self._rest = 0.0, b""
         connection.settimeout(timeout)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        third = max(1, int(timeout / 6))  # together half of the time after which JAX aborts
-        for name, value in (("TCP_KEEPIDLE", third), ("TCP_KEEPINTVL", third), ("TCP_KEEPCNT", 2),
-                            ("TCP_USER_TIMEOUT", 3000 * third)):
-            if hasattr(socket, name):  # as on Linux
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, message: Message) -> None:
         self.connection.sendall(json.dumps(message).encode() + b"\n")

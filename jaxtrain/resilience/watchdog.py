@@ -30,6 +30,7 @@ from jaxtrain.observe import events
 from jaxtrain.resilience import exits
 
 TICK = 1.0  # seconds between two looks
+PATIENCE = 20.0  # seconds for what a process writes down about itself
 GRACE = 60.0  # what the timer in C waits beyond the limit: it is for a thread that cannot look
 STDERR = 2  # the descriptor itself: sys.stderr may be anything, and C knows descriptors only
 
@@ -108,7 +109,7 @@ class Watchdog:
         faulthandler.unregister(signal.SIGUSR1)
         if not self._was_enabled:
             faulthandler.disable()
-        self._heart.join(timeout=5 * TICK)
+        self._heart.join(timeout=PATIENCE)
 
     def limit(self) -> float:
         """Seconds that may pass without progress."""
@@ -138,10 +139,13 @@ class Watchdog:
                 armed = now
 
     # ------------------------------------------------------------------------------------------------------ the end
-    def give_up(self, why: str) -> None:
-        """Tell the other processes, who do the same; write down everything; end with exit status 76."""
-        if not self._giving_up.acquire(blocking=False) or self._closed.is_set():
-            return
+    def give_up(self, why: str) -> bool:
+        """Tell the other processes, who do the same; write down everything; end with exit status 76.
+
+        Returns whether this process is ending so already; if not, its run is over and there is nothing to write down.
+        """
+        if self._closed.is_set() or not self._giving_up.acquire(blocking=False):
+            return not self._closed.is_set()
         stuck = sys._current_frames().get(threading.main_thread().ident or 0)
         where = "".join(traceback.format_stack(stuck)) if stuck else ""
         cause = "".join(traceback.format_exception(self._error)) if self._error else ""
@@ -151,9 +155,10 @@ class Watchdog:
         # Everything beyond touches files, which may be what hangs.
         writing = threading.Thread(target=self._write_down, args=(why, where, cause), daemon=True)
         writing.start()
-        writing.join(timeout=20 * TICK)
-        distributed.see_off(10 * TICK)
+        writing.join(timeout=PATIENCE)
+        distributed.see_off(PATIENCE)
         self._leave(exits.RESTART)
+        return True
 
     def _write_down(self, why: str, where: str, cause: str) -> None:
         self._beat_once()
@@ -225,7 +230,8 @@ def laggards(beats: dict[int, dict[str, Any]], processes: int) -> str:
         return f"{_names(silent, beats)} stopped writing heartbeats"
     most = max(beat["begun"] for beat in beats.values())
     if behind := [i for i, beat in beats.items() if beat["begun"] < most]:
-        return f"{_names(behind, beats)} did not begin step {most}, which the others wait in"
+        first = min(beats[i]["begun"] for i in behind) + 1
+        return f"{_names(behind, beats)} did not begin step {first}, where the others wait"
     phases = {i: beat["phase"] for i, beat in beats.items()}
     common = statistics.mode(phases.values())
     if odd := [i for i, phase in phases.items() if phase != common]:

@@ -1,0 +1,217 @@
+"""When one process ends, the others hear of it by name: connections on loopback, within this process."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import jax
+import pytest
+
+from jaxtrain import distributed
+from jaxtrain.config import make_config
+from jaxtrain.errors import UserError
+from jaxtrain.observe import events
+from jaxtrain.resilience import exits, peers
+from jaxtrain.resilience.peers import Peers
+
+
+class Store(dict):
+    """JAX's key-value store, as far as it is used."""
+
+    def key_value_set(self, key, value):
+        self[key] = value
+
+    def blocking_key_value_get(self, key, milliseconds):
+        end = time.monotonic() + milliseconds / 1000
+        while key not in self and time.monotonic() < end:
+            time.sleep(0.01)
+        return self[key]
+
+    def key_value_dir_get(self, folder):
+        return [(key, value) for key, value in self.items() if key.startswith(folder)]
+
+    def wait_at_barrier(self, name, milliseconds):
+        pass
+
+
+class Run:
+    """Some processes that know each other; `ends` are their exit statuses."""
+
+    def __init__(self, processes=3, timeout=30):
+        self.ends, self.peers, store = {}, {}, Store()
+
+        def join(i):
+            self.peers[i] = Peers(i, processes, "localhost", store, timeout=timeout,
+                                  leave=lambda status: self.ends.setdefault(i, status))
+
+        threads = [threading.Thread(target=join, args=(i,)) for i in range(processes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def die(self, process):
+        """As a kernel closes the connections of a process that was killed."""
+        for line in list(self.peers[process]._lines.values()):
+            with contextlib.suppress(OSError):  # the other end may be closed already
+                line.connection.shutdown(socket.SHUT_RDWR)
+        self.peers[process]._ended.set()
+
+    def ended(self, processes):
+        end = time.monotonic() + 60
+        while set(self.ends) != set(processes) and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.ends
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch):
+    monkeypatch.setattr(peers, "_PATIENCE", 0.3)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_process_ends_all_by_name(victim, tmp_path, capfd):
+    run = Run()
+    for one in run.peers.values():
+        one.workdir = tmp_path
+    run.die(victim)
+    others = {0, 1, 2} - {victim}
+    assert run.ended(others) == dict.fromkeys(others, exits.RESTART)
+    said = capfd.readouterr().err
+    for other in others:
+        assert f"process {victim} ({socket.gethostname()}) is gone: process {other} ends, to be started again" in said
+    (event,) = events.events(tmp_path)  # one of them is enough
+    assert (event["kind"], event["peer"]) == ("peer_lost", victim)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_silent_process_ends_all_by_name(victim, monkeypatch, capfd):
+    """As one that was stopped: its connections are open, and nothing comes through them."""
+    send = Peers._send
+    monkeypatch.setattr(Peers, "_send", lambda self, message, but=None: None if (
+        self._process, message["kind"]) == (victim, "alive") else send(self, message, but))
+    run = Run(timeout=2)
+    others = {0, 1, 2} - {victim}
+    end = time.monotonic() + 60
+    while not others <= set(run.ends) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert {run.ends.get(other) for other in others} == {exits.RESTART}
+    assert f"process {victim} ({socket.gethostname()}) is gone (silent for " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_run_that_ends_well_ends_nobody(first, capfd):
+    run = Run()
+    for process in sorted(run.peers, key=lambda i: i != first):
+        run.peers[process].close()
+        run.die(process)
+    time.sleep(0.5)
+    assert run.ends == {} and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("status, expected", [(1, exits.RESTART), (exits.MISTAKE, exits.MISTAKE)])
+def test_a_failure_is_told_with_its_reason(status, expected, capfd):
+    run = Run()
+    run.peers[1].fail(status, "OSError: the disk is on fire")
+    run.die(1)
+    assert run.ended({0, 2}) == {0: expected, 2: expected}
+    said = capfd.readouterr().err
+    assert f"process 1 ({socket.gethostname()}) failed (OSError: the disk is on fire): process 2 ends" in said
+
+
+def test_the_same_failure_everywhere_is_told_by_each(capfd):
+    run = Run()
+    for one in run.peers.values():
+        one.fail(exits.MISTAKE, "the same mistake")
+    time.sleep(1)
+    assert run.ends == {} and capfd.readouterr().err == ""
+
+
+def test_all_write_down_a_hang(capfd):
+    run, heard = Run(), []
+    for one in run.peers.values():
+        one.on_hang = heard.append  # returns None: it was not at it
+    run.peers[2].hang("no progress for 99 seconds")
+    assert run.ended({0, 1}) == {0: exits.RESTART, 1: exits.RESTART}
+    assert heard == [f"process 2 ({socket.gethostname()}) saw no progress for 99 seconds"] * 2
+
+
+def test_strangers_at_the_port_are_nobody():
+    store, joined = Store(), []
+    first = threading.Thread(target=lambda: joined.append(Peers(0, 2, "localhost", store, 30, leave=joined.append)))
+    first.start()
+    port = store.blocking_key_value_get("jaxtrain/peers", 9000).split()[0]
+    for words in (b"GET / HTTP/1.1\n\n", b'{"process": 1, "token": "wrong", "host": "x"}\n', b""):
+        with socket.create_connection(("localhost", int(port))) as stranger:
+            stranger.sendall(words)
+    assert joined == []
+    Peers(1, 2, "localhost", store, 30, leave=joined.append)
+    first.join(timeout=30)
+    assert len(joined) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- distributed.py
+@pytest.mark.parametrize("text, broken", [
+    ("INTERNAL: Gloo all-reduce failed: [external/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:1", True),
+    ("UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats)", True),
+    ("DEADLINE_EXCEEDED: Barrier timed out. Id: save", True),
+    ("INTERNAL: NCCL operation ncclAllReduce failed: remote process exited or there was a network error", True),
+    ("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes", False),
+])
+def test_echoes_of_a_lost_process_are_recognised(text, broken):
+    assert distributed._broken(jax.errors.JaxRuntimeError(text)) == broken
+    try:
+        try:
+            raise jax.errors.JaxRuntimeError(text)
+        except Exception as error:
+            raise RuntimeError("saving failed") from error
+    except RuntimeError as error:
+        assert distributed._broken(error) == broken
+
+
+def test_an_error_of_ones_own_is_no_echo():
+    assert not distributed._broken(ValueError("barrier height: 3"))
+
+
+def agree_as(monkeypatch, store, process, **keys):
+    for name, value in {"client": store, "process_id": process, "num_processes": 2}.items():
+        monkeypatch.setattr(jax._src.distributed.global_state, name, value)
+    distributed.agree(make_config({}, keys))
+
+
+def test_processes_that_disagree_are_refused_in_all(monkeypatch):
+    store = Store()
+    agree_as(monkeypatch, store, 0)
+    agree_as(monkeypatch, store, 1, **{"data.cache_dir": "/elsewhere", "train.progress": False})  # each as it likes
+    expected = (r"optimizer.learning_rate: process 0 has .*, process 1 \(.*\) has 0.5; start all processes with the "
+                "same command")
+    with pytest.raises(UserError, match=expected):
+        agree_as(monkeypatch, store, 1, **{"optimizer.learning_rate": 0.5})
+    with pytest.raises(UserError, match=expected):
+        agree_as(monkeypatch, store, 0)
+
+
+def test_versions_that_differ_are_refused(monkeypatch):
+    store = Store()
+    agree_as(monkeypatch, store, 0)
+    monkeypatch.setattr(distributed, "version_of", lambda package: "0.0.1")
+    with pytest.raises(UserError, match=r"version of jax(train)?: process 0 has .*, process 1 \(.*\) has 0.0.1"):
+        agree_as(monkeypatch, store, 1)
+
+
+def test_a_port_in_use_is_waited_for_and_named(monkeypatch):
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=rf"port {port} of this host cannot be used \(Address already in use\)"):
+            distributed._wait_for_port(f"localhost:{port}", seconds=0)
+        threading.Timer(1.0, other.close).start()
+        distributed._wait_for_port(f"localhost:{port}", seconds=60)
+
+
+@pytest.mark.parametrize("text", ["5", "soon", "-1"])
+def test_timeouts_make_sense(monkeypatch, text):
+    monkeypatch.setenv("JAXTRAIN_PEER_TIMEOUT", text)
+    with pytest.raises(UserError, match=r"JAXTRAIN_PEER_TIMEOUT: .* is not a number of seconds from 6 on"):
+        distributed._seconds("JAXTRAIN_PEER_TIMEOUT", 60)
