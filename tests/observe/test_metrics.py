@@ -182,9 +182,11 @@ def test_resume_keeps_each_step_once(tmp_path, torn):
                 writer.write_eval(3, {"eval_loss": 1.0})
     file = tmp_path / "metrics.jsonl"
     kept = file.read_bytes().splitlines(keepends=True)[:4]
+    gone = file.read_bytes().splitlines(keepends=True)[4:]
     file.write_bytes(file.read_bytes() + torn)
     with open_writer(tmp_path, start_step=3) as writer:
         assert file.read_bytes() == b"".join(kept)
+        assert (tmp_path / "metrics.rolled_back.jsonl").read_bytes().startswith(b"".join(gone))
         writer.push(4, {"loss": 40.0})
     assert [(r["step"], r.get("loss")) for r in lines(tmp_path)] == [(1, 1), (2, 2), (3, 3), (3, None), (4, 40)]
 

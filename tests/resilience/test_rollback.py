@@ -1,5 +1,7 @@
 """Steps that are no good are left out, or gone back from; what comes of it is a run that never saw their data."""
 
+import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -21,6 +23,7 @@ from jaxtrain.data.loader import Batches
 from jaxtrain.data.passed_over import FILE, PassedOver
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
+from jaxtrain.resilience.anomalies import History
 from jaxtrain.resilience.rollback import GivenUp, Guard, RolledBack
 
 ROOT = Path(__file__).parents[2]
@@ -100,9 +103,19 @@ def never_saw(flags, tmp_path_factory):
     return workdir
 
 
-def test_rolled_back(flags, never_saw, poison, tmp_path, capsys):
+def test_rolled_back(flags, never_saw, poison, tmp_path, capsys, monkeypatch):
+    live = []
+
+    def counting(workdir, checkpoints, settle=sys.modules["jaxtrain.train"].settle):
+        live.append(sum(array.nbytes for array in jax.live_arrays()))
+        return settle(workdir, checkpoints)
+
+    monkeypatch.setattr(sys.modules["jaxtrain.train"], "settle", counting)
     poison("strange", {BAD})
     assert main([*flags, *words(resilience__spikes="rollback"), f"--workdir={tmp_path}"]) == 0
+    before, after = live
+    assert after - before < sum(array.nbytes for array in jax.tree.leaves(saved(flags, never_saw).params)), (
+        "the state that was given up is still in memory while the other one is restored")
     err = capsys.readouterr().err
     assert "going back to step 32 and passing over batches 37 to 40 (rollback 1 of at most 10)" in err
     assert decisions(tmp_path) == [("skip", BAD + 1), ("rollback", BAD + 1)]
@@ -283,6 +296,27 @@ def test_limits(tmp_path):
         with pytest.raises(GivenUp, match="and run the same command again"):
             one.look_at_all()
     assert [kind for kind, _ in decisions(tmp_path)] == ["skip", "stop"] * 4 and PassedOver.read(tmp_path) is None
+
+
+# ------------------------------------------------------------------------------------------ checkpoints and rollbacks
+
+def test_a_checkpoint_of_the_time_before_histories_has_an_empty_one(flags, never_saw, tmp_path):
+    config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
+    run, new = build(config), saved(flags, never_saw)
+    with contextlib.closing(Checkpoints(tmp_path)) as old:
+        old.save(STEPS, dataclasses.replace(new, history=None))
+        old.wait()
+        restored = old.restore(STEPS, run.abstract)
+    assert_same(restored, dataclasses.replace(new, history=History.empty()))
+    assert restored.history.values_2S.sharding == run.layout.state.history.values_2S
+
+
+def test_void_checkpoints_go_whole(tmp_path):
+    for name in ("8", "16", "24", "40.void", "24.orbax-checkpoint-tmp"):
+        (tmp_path / name / "state").mkdir(parents=True)
+    Checkpoints(tmp_path).discard(above=8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["24.orbax-checkpoint-tmp", "8"]
+    assert Checkpoints(tmp_path).steps() == [8] and Checkpoints(tmp_path / "none").steps() == []
 
 
 # ------------------------------------------------------------------------------------------------------ two processes
