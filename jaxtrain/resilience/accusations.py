@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxtrain.observe import events
-from jaxtrain.resilience.peers import Hosts
+from jaxtrain.resilience.board import Hosts
 
 RESTART, STOP = 76, 77  # exit statuses: begin again from the last good checkpoint; a person must look
 

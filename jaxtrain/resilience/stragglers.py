@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.observe import events
-from jaxtrain.resilience.peers import Board
+from jaxtrain.resilience.board import Board
 
 RUNNING = 3  # windows that a process must be slow, or well again, before that is said
 _MOST = 1000.0  # a ratio is not worth a larger number
