@@ -102,7 +102,6 @@ def train(config: Config, workdir: str | Path) -> TrainState:
             every = config.checkpoint.every
             saving = stop or done == t.steps or (every > 0 and done % every == 0)
             replicas.check(done, state, now=saving)
-            replays.check(done, now=saving)
             # Save before the next batch is drawn, so that what is saved and what was seen agree.
             if saving:
                 writer.flush()  # a step that is saved is never run again, so its line must be there too
