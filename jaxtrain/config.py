@@ -304,7 +304,7 @@ class ResilienceConfig:
     max_skips: int = 10  # updates left out in a row before the run stops (with "rollback": goes back)
     pass_over: int = 16  # batches that a rollback passes over: the spike's, and those before it
     max_rollbacks: int = 10  # of the whole run, before it stops
-    check_every: int = 100  # steps between comparisons of devices that hold the same; before saves too; 0: never
+    check_every: int = 200  # steps between comparisons of devices that hold the same; before saves too; 0: never
     replay_every: int = 0  # steps between ones that run twice and must give the same bits; 0: never
     probe_every: float = 60.0  # seconds between comparisons of how fast processes and devices are; 0: never
     straggler_factor: float = 1.25  # a process is named that makes steps so many times as long as its peers would

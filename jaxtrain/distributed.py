@@ -4,6 +4,7 @@ And their end: when one of them fails or is gone, the others end too, within sec
 """
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -28,6 +29,7 @@ _OWN = {("data", "cache_dir"), ("data", "source"), ("train", "progress")}  # wha
 _BROKEN = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "socket closed", "broken pipe",
            "coordination service", "heartbeat", "unavailable:", "timed out waiting", "deadline_exceeded", "barrier")
 _peers: Peers | None = None
+_meetings = itertools.count()  # all processes meet equally often; a barrier serves once
 
 
 def initialize(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
@@ -95,10 +97,10 @@ def agree(config: Config) -> None:
 
 
 def meet(where: str, seconds: float) -> None:
-    """Wait until all processes are here; once for each `where`."""
+    """Wait until all processes are here."""
     store = jax._src.distributed.global_state.client
     if store is not None:
-        store.wait_at_barrier(f"jaxtrain/{where}", int(1000 * seconds))
+        store.wait_at_barrier(f"jaxtrain/{where}/{next(_meetings)}", int(1000 * seconds))
 
 
 # ------------------------------------------------------------------------------------------------------------- the end

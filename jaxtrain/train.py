@@ -164,7 +164,6 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
             stop = interrupt.requested(done)
             saving = stop or done == t.steps or saves.due(done)
             replicas.check(done, state, now=saving)
-            replays.check(done, now=saving)
             # Save before the next batch is drawn, so that what is saved and what was seen agree.
             if saving:
                 with watchdog.phase("save"):

@@ -40,6 +40,7 @@ def paths_of(tree: Any) -> list[str]:
             for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
+@jax.jit  # so that leaves of one shape are traced once
 def hash_bits(x: jax.Array) -> jax.Array:
     """One uint32 that changes with every single bit of `x`, and but for one chance in 2^32 with any other change.
 

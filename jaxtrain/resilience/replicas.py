@@ -60,6 +60,7 @@ class Replicas:
             return
         if now or step % self._every == 0:
             with self._lock:
+                # It needs this state and the next step donates it, so in all processes this runs between the two.
                 self._known[step] = self._hashes(state)
                 for old in sorted(self._known)[:-16]:
                     del self._known[old]

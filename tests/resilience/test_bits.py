@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.resilience.bits import hash_bits
-
-hash_once = jax.jit(hash_bits)
+from jaxtrain.resilience.bits import hash_bits as hash_once
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "float8_e4m3fn"])

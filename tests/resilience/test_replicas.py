@@ -170,7 +170,8 @@ def test_two_processes_stop_together(flags, tmp_path, mesh, named):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
                    "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-c", FAULTY, *flags, *(f"--config.mesh.{axis}" for axis in mesh),
-               "--config.checkpoint.every=0", f"--coordinator={coordinator}", "--num_processes=2"]
+               "--config.checkpoint.every=0", "--config.resilience.replay_every=1",
+               f"--coordinator={coordinator}", "--num_processes=2"]
     started = [subprocess.Popen([*command, f"--process_id={i}", f"--workdir={tmp_path}/work"], env=environment,
                                 text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for i in range(2)]
     try:
