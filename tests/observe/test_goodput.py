@@ -1,7 +1,6 @@
 """Every second of a run's life is booked once, whatever ended its processes and whoever set the clock."""
 
 import json
-import math
 import random
 import threading
 from collections import Counter
