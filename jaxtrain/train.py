@@ -86,11 +86,11 @@ def _train(config: Config, workdir: Path, ledger: Ledger) -> TrainState:
     saves = Saves(config.checkpoint, ledger, checkpoints.writing, workdir=workdir, start=start)
 
     def evaluation():
-        with ledger.book("compile"):
-            run.compiled_eval  # noqa: B018 (at the first one)
-        # It waits for its numbers anyway, and places its batches on this thread.
-        with ledger.book("eval"), jax.transfer_guard("allow"):
-            return run.evaluate(state, t.eval_batches)
+        with jax.transfer_guard("allow"):  # it waits for its numbers anyway, and places its batches on this thread
+            with ledger.book("compile"):
+                run.compiled_eval  # noqa: B018 (at the first one)
+            with ledger.book("eval"):
+                return run.evaluate(state, t.eval_batches)
 
     with (
         Interrupt() as interrupt,
