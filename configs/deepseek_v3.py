@@ -27,7 +27,6 @@ def get_config(variant=None):
         "optimizer": {"learning_rate": 2.2e-4, "warmup_steps": 2000, "final_fraction": 0.1,
                       "zero_stage": 3},
         "train": {"steps": 250_000, "accumulation": 7, "remat": "full", "eval_every": 1000},
-        "checkpoint": {"every": 250},
     })
     if variant == "tiny":
         config.update({

@@ -23,7 +23,6 @@ def get_config(variant=None):
         "data": {"seq_len": 8192, "global_batch_size": 512},  # four million tokens
         "optimizer": {"learning_rate": 8e-5, "warmup_steps": 8000, "final_fraction": 0.01},
         "train": {"steps": 500_000, "accumulation": 2, "remat": "full", "eval_every": 1000},
-        "checkpoint": {"every": 250},
     })
     if variant == "tiny":
         config.update({

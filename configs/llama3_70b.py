@@ -23,7 +23,6 @@ def get_config(variant=None):
         "data": {"seq_len": 8192, "global_batch_size": 256},  # two million tokens
         "optimizer": {"learning_rate": 1.5e-4, "warmup_steps": 2000, "final_fraction": 0.1},
         "train": {"steps": 100_000, "accumulation": 4, "remat": "full", "eval_every": 1000},
-        "checkpoint": {"every": 500},
     })
     if variant == "tiny":
         config.update({

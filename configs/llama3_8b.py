@@ -22,7 +22,6 @@ def get_config(variant=None):
         "data": {"seq_len": 8192, "global_batch_size": 128},  # a million tokens
         "optimizer": {"learning_rate": 3e-4, "warmup_steps": 2000, "final_fraction": 0.1},
         "train": {"steps": 100_000, "accumulation": 4, "remat": "full", "eval_every": 1000},
-        "checkpoint": {"every": 1000},
     })
     if variant == "tiny":
         config.update({

@@ -20,7 +20,6 @@ def get_config(variant=None):
         "data": {"seq_len": 4096, "global_batch_size": 64},  # a quarter of a million tokens
         "optimizer": {"learning_rate": 6e-4, "warmup_steps": 1000},
         "train": {"steps": 50_000, "remat": "full", "eval_every": 1000},
-        "checkpoint": {"every": 1000},
     })
     if variant == "tiny":
         config.update({

@@ -129,11 +129,11 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
         return run.eval_batches is not None and (step == t.steps or (t.eval_every and step % t.eval_every == 0))
 
     def evaluation():
-        with phase("compile"):
-            run.compiled_eval  # noqa: B018 (at the first one)
-        # It waits for its numbers anyway, and places its batches on this thread.
-        with phase("eval"), jax.transfer_guard("allow"):
-            return run.evaluate(state, t.eval_batches)
+        with jax.transfer_guard("allow"):  # it waits for its numbers anyway, and places its batches on this thread
+            with phase("compile"):
+                run.compiled_eval  # noqa: B018 (at the first one)
+            with phase("eval"):
+                return run.evaluate(state, t.eval_batches)
 
     saves = Saves(c, ledger, checkpoints.writing, workdir=workdir, start=start)
     with (

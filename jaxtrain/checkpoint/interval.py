@@ -73,8 +73,7 @@ class Saves:
         self._start = start
         self._saved_at = self._planned_at = self._ledger.now()
         self._plan, self._planned = (start + 1, False), start
-        if self._auto:
-            ledger.on_step(self._stepped)
+        ledger.on_step(self._stepped)  # whoever says how many steps may want to know what a save costs, later
 
     def due(self, done: int) -> bool:
         """Whether to save after this step."""

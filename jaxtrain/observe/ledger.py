@@ -214,7 +214,7 @@ class Ledger:
             return
         temporary = self._file.with_name(self._file.name + ".tmp")
         try:
-            temporary.write_text(json.dumps(dataclasses.asdict(self._now())))
+            temporary.write_text(json.dumps(vars(self._now())))
             os.replace(temporary, self._file)
         except OSError:
             pass

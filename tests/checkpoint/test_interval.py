@@ -139,7 +139,9 @@ def test_what_a_save_costs_is_known_from_starts_before(tmp_path):
 
 
 def test_so_many_steps_or_none(tmp_path):
-    assert list(Run(tmp_path, every=7).until(30)) == [7, 14, 21, 28]
+    run = Run(tmp_path, every=7)
+    assert list(run.until(30)) == [7, 14, 21, 28]
+    assert run.ledger._own.save_duration == pytest.approx(run.blocked + 4 * 1.2)  # for a start that has auto
     assert list(Run(tmp_path, every=0).until(5000)) == []
 
 
