@@ -277,9 +277,12 @@ class CheckpointConfig:
 
     every: int = 0  # 0: at the end and on interruption only
     keep: int = 2
+    # A second, faster tier: every so many steps each process keeps its part in this machine's memory, and a peer's.
+    local_every: int = 0  # 0: off, since it takes up to three times the state of host memory, and as much for the peer
+    local_dir: str = ""  # "": in /dev/shm or, without one, the folder for temporary files
 
     def __post_init__(self):
-        _not_negative(self, "checkpoint", "every")
+        _not_negative(self, "checkpoint", "every local_every")
         _positive(self, "checkpoint", "keep")
 
 

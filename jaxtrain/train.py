@@ -38,6 +38,9 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     start = checkpoints.latest() or 0
     observe.check_workdir(workdir, config, done=start)
+    snapshots = checkpoint.Snapshots(workdir, config.checkpoint.local_every, config.checkpoint.local_dir)
+    recovered = snapshots.restore_newest(run.abstract, above=start)  # what was in memory may be newer than the disk's
+    start = recovered[0] if recovered else start
     if t.tensorboard:
         observe.summary_writer()
     run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
@@ -56,7 +59,10 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     if start > t.steps:
         raise UserError("train.steps", f"{t.steps} is less than the {start} steps that {workdir} has",
                         "give more steps or another --workdir")
-    if start:
+    if recovered:
+        state = recovered[1]
+        say(f"resumed from the snapshot of step {start}")
+    elif start:
         state = checkpoints.restore(start, run.abstract)
         say(f"resumed from step {start}")
     else:
@@ -77,6 +83,7 @@ def train(config: Config, workdir: str | Path) -> TrainState:
 
     with (
         Interrupt() as interrupt,
+        contextlib.closing(snapshots),
         contextlib.closing(checkpoints),  # waits: behind this block the state is on disk, whatever signals come
         prefetch(run.train_batches, start, t.steps - start, place, config.data.prefetch) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run),
@@ -96,12 +103,16 @@ def train(config: Config, workdir: str | Path) -> TrainState:
             if stop or done == t.steps or (config.checkpoint.every and done % config.checkpoint.every == 0):
                 writer.flush()  # a step that is saved is never run again, so its line must be there too
                 checkpoints.save(done, state, {"config": config.to_dict(), "step": done})
+            elif snapshots.due(done):
+                writer.flush()
+                snapshots.take(done, state, {"step": done})
             if stop and done < t.steps:
                 break
             if due(done):
                 writer.write_eval(done, evaluation())
 
     # -------------------------------------------------------------------------------------------------- what came of it
+    snapshots.remove()  # the state is on disk: the memory is given back
     if done < t.steps:
         raise Interrupted(done, interrupt.signal)
     if done == start:
