@@ -279,7 +279,7 @@ class CheckpointConfig:
     keep: int = 2
     # A second, faster tier: every so many steps each process keeps its part in this machine's memory, and a peer's.
     local_every: int = 0  # 0: off, since it takes up to three times the state of host memory, and as much for the peer
-    local_dir: str = ""  # "": in /dev/shm or, without one, the folder for temporary files
+    local_dir: str = ""  # "": in /dev/shm or where temporary files go; may name variables: "$SLURM_TMPDIR"
 
     def __post_init__(self):
         _not_negative(self, "checkpoint", "every local_every")

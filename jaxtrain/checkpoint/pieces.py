@@ -80,7 +80,7 @@ def to_host(flat: Mapping[str, jax.Array], wanted: Sequence[tuple[str, Bounds, i
         shards = [flat[path].addressable_shards[shard].data for path, _, shard in wanted]
         for shard in shards:  # all of them are under way before the first is waited for
             shard.copy_to_host_async()
-        # On CPU the array is the device's own memory, which the next step writes into.
+        # On CPU the array would be the device's own memory, and the next step would have to keep clear of it.
         return [np.array(shard, copy=True if _is_host(shard) else None, order="C") for shard in shards]
 
 

@@ -269,12 +269,12 @@ class Snapshots:
 
 
 def folder(workdir: str | Path, local_dir: str = "") -> Path:
-    """Where a run's snapshots are on this machine."""
+    """Where a run's snapshots are on this machine. Its environment counts, as in "$SLURM_TMPDIR"."""
     workdir = Path(workdir).absolute()
     if not local_dir:
         local_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     digest = hashlib.sha256(str(workdir).encode()).hexdigest()[:12]
-    return Path(local_dir).absolute() / f"jaxtrain-{workdir.name}-{digest}"
+    return Path(os.path.expandvars(local_dir)).expanduser().absolute() / f"jaxtrain-{workdir.name}-{digest}"
 
 
 def turn_back(workdir: str | Path) -> None:
