@@ -1,102 +1,389 @@
-"""Checkpoints of a pytree on any mesh: a thin layer over Orbax that checks before it loads and keeps quiet.
+"""Checkpoints of a pytree on any mesh: a layer over Orbax that checks what it wrote, and again before it loads.
 
-On disk a checkpoint is `directory/STEP/` with a flat mapping from paths such as `params/layers/query` to arrays, and a
-JSON `meta`. Tree structure (dataclasses, optax's tuples, None) is not stored: it comes from the state that is restored.
+On disk a checkpoint is `directory/STEP/` with a flat mapping from paths such as `params/layers/query` to arrays, a JSON
+`meta`, and the fingerprint that the arrays had on the devices. Tree structure (dataclasses, optax's tuples, None) is
+not stored: it comes from the state that is restored. After a checkpoint is committed a thread reads it back and, if it
+holds what was saved, makes it good (`verify.py`); only good ones let older ones go, and only good ones are chosen.
+What is damaged is renamed to `STEP.damaged`: never chosen again, and not lost.
 Orbax (a quarter of a second to import) is loaded at the first save or restore, or by Grain where a run reads data.
 """
 
 import contextlib
+import errno
 import functools
+import itertools
 import logging
+import shutil
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxtrain.checkpoint import fingerprint, verify
+from jaxtrain.checkpoint.peers import together
+from jaxtrain.checkpoint.retention import best_of, dispensable
 from jaxtrain.errors import UserError
+from jaxtrain.observe.events import record
+
+_PATIENCE_S = 20.0  # what `close` waits for a checkpoint that is being read back; the next start does it otherwise
+_calls = itertools.count()  # numbers what processes agree on; all make the same calls
+_DAMAGED, _ABANDONED, _DELETED, _TEMPORARY = ".damaged", ".abandoned", ".deleted", ".orbax-checkpoint-tmp"
+
+
+class Damaged(Exception):
+    """A checkpoint does not hold what was saved."""
 
 
 class Checkpoints:
     """The checkpoints of one run. In a multi-process run every process makes all calls, at the same steps."""
 
-    def __init__(self, directory: str | Path, keep: int = 2):
-        """Costs nothing: `directory` is made, and left-overs in it are cleaned up, when it is first used."""
-        self._directory, self._keep = Path(directory).absolute(), keep
+    def __init__(self, directory: str | Path, keep: int = 2, *, keep_every: int = 0, best: str = "",
+                 verify: str = "full"):
+        """Costs nothing: `directory` is made, and left-overs in it are cleaned up, when it is first written.
+
+        Args:
+            keep: how many of the last good ones are kept.
+            keep_every: those of every so many steps are kept for ever; 0: none.
+            best: a metric of metrics.jsonl, beside `directory`, by which the lowest is kept too; "": none.
+            verify: what is checked before a good one is loaded: "full", the sha256 of its files, or their "sizes".
+        """
+        self._directory = Path(directory).absolute()
+        self._keep, self._keep_every, self._best, self._hashes = keep, keep_every, best, verify == "full"
+        self.on_good: list[Callable[[int, Path], None]] = []  # called in the background with each new good checkpoint
+        self._jobs: list[_Job] = []
+        self._checked: int | None = None  # what `newest` has just found good
+        self._failure: UserError | None = None  # why the newest save is not on disk
+        self._stopping = False
 
     def latest(self) -> int | None:
-        """The newest complete step. (Orbax gives a checkpoint its numeric name in one rename, when it is complete.)"""
-        try:
-            names = [entry.name for entry in self._directory.iterdir() if entry.is_dir()]
-        except OSError:  # not there, or not for us, which is told when it is written
-            return None
-        return max((int(name) for name in names if name.isdecimal()), default=None)
+        """The newest committed step, good or not."""
+        return max(verify.steps(self._directory), default=None)
 
-    def save(self, step: int, state: Any, meta: dict[str, Any] | None = None) -> None:
+    def newest(self, below: int | None = None) -> int | None:
+        """The newest good step (below one); checks its files, and passes over what is damaged, naming it.
+
+        A checkpoint that was committed but not read back yet is read back now. None: there is none (below that step).
+
+        Raises:
+            UserError: there are checkpoints, but none is good. To begin again is for a person to decide.
+        """
+        self._checked = None
+        candidates = self._agree(verify.steps(self._directory), lambda found: found[0])
+        for step in reversed(candidates):
+            if below is None or step < below:
+                problems = self._check(step)
+                if not problems:
+                    self._checked = step
+                    return step
+                self._pass_over(step, problems)
+        if below is None and (damaged := self._agree(self._set_aside(), lambda found: found[0])):
+            raise UserError("checkpoint", f"of the checkpoints in {self._directory} none is good ({', '.join(damaged)}; "
+                            "events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
+        return None
+
+    def restore_newest(self, abstract_state: Any, below: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
+        """-> (step, state, meta) of the newest good checkpoint that loads as it was saved; None: there is none.
+
+        `below`: go back to before that step. Checkpoints from there on belong to a past that is given up: they are
+        renamed to `STEP.abandoned`, and deleted once the run has a good one beyond them.
+
+        Raises:
+            UserError: the state is another one than this run's, or no checkpoint is good.
+        """
+        self._wait_for_commits()
+        while True:
+            checked, self._checked = self._checked, None
+            step = checked if checked is not None and below is None else self.newest(below)
+            self._checked = None
+            if step is None:
+                return None
+            try:
+                state, meta = self._load(step, abstract_state), self.meta(step)
+            except Damaged as damage:
+                self._pass_over(step, [str(damage)])
+                continue
+            if below is not None:
+                self._agree(None, lambda _: [_rename(self._directory / str(other), _ABANDONED)
+                                             for other in verify.steps(self._directory) if other >= below])
+            return step, state, meta
+
+    def save(self, step: int, state: Any, meta: dict[str, Any] | None = None) -> float:
         """Copy `state` off the devices and write it in the background; a step that exists is left as it is.
 
-        The state may be donated at once. Waits if the save before is still being written, and raises if that failed.
+        The state may be donated at once. Waits if the save before is still being written, or the one before that still
+        being read back. A save that fails is told and recorded, and the run goes on; `wait` and `close` raise if the
+        last one did.
+
+        Returns:
+            the seconds for which the caller was held up.
         """
-        ocp = _orbax()
-        if step in self._manager.all_steps():
-            return
-        arrays = ocp.args.StandardSave(_flatten(state))
-        # force: otherwise Orbax skips, without a word, a step that is below its latest.
-        self._manager.save(step, args=ocp.args.Composite(state=arrays, meta=ocp.args.JsonSave(meta or {})), force=True)
+        began = time.perf_counter()
+        self._wait_for_commits()
+        for job in self._jobs[:-1]:
+            job.thread.join()
+        self._jobs = self._jobs[-1:]
+        ocp, flat, folder = _orbax(), _flatten(state), self._directory / str(step)
+        refused = self._agree(None, lambda _: self._preparation(folder, flat))
+        if refused:
+            self._failed(step, OSError(errno.ENOSPC, refused))
+        if refused is not None:
+            return time.perf_counter() - began
+        from jaxtrain.checkpoint.late import LateJsonSave
+
+        words = fingerprint.on_device(flat)
+        shapes = {path: _describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
+
+        def sums():
+            found = fingerprint.read(shapes, words)
+            return {"step": step, "arrays": {path: [what, found[path]] for path, what in shapes.items()}}
+
+        try:
+            self._saver.save(folder, args=ocp.args.Composite(
+                state=ocp.args.StandardSave(flat), meta=ocp.args.JsonSave(meta or {}), fingerprint=LateJsonSave(sums)))
+        except (OSError, ValueError) as error:  # what a storage says; mistakes of ours are other kinds
+            self._failed(step, error)
+            return time.perf_counter() - began
+        job = _Job(step, f"checkpoint/{next(_calls)}")
+        job.thread = threading.Thread(target=self._finish, args=(job, meta or {}), name="checkpoint", daemon=True)
+        self._jobs.append(job)
+        job.thread.start()
+        job.blocked_s = time.perf_counter() - began
+        return job.blocked_s
 
     def restore(self, step: int, abstract_state: Any) -> Any:
         """The state at `step`, as `abstract_state` (a pytree of `jax.ShapeDtypeStruct`) describes and shards it.
 
         Raises:
             UserError: names the first path whose shape or dtype is another in the checkpoint (Orbax would cast it in
-                silence), or says that the files cannot be read.
+                silence), or says that the files cannot be read or do not hold what was saved.
         """
-        ocp = _orbax()
-        wanted = _flatten(abstract_state)
         try:
-            with _no_echoes():
-                saved = self._manager.item_metadata(step).state
-                if saved is None:
-                    raise FileNotFoundError("it holds no state")
-                self._compare(step, saved, wanted)
-                arrays = ocp.args.StandardRestore(wanted)
-                loaded = self._manager.restore(step, args=ocp.args.Composite(state=arrays))["state"]
-        except UserError:
-            raise
-        except Exception as error:
-            raise self._unreadable(step, error) from None
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), [loaded[path] for path in wanted])
+            return self._load(step, abstract_state)
+        except Damaged as damage:
+            raise self._unreadable(step, str(damage)) from None
 
     def meta(self, step: int) -> dict[str, Any]:
         """What was saved beside the state at `step`."""
-        ocp = _orbax()
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
-        except Exception as error:
-            raise self._unreadable(step, error) from None
+            return verify.read_json(self._directory / str(step) / "meta" / "metadata")
+        except (OSError, ValueError) as error:
+            raise self._unreadable(step, _innermost(error)) from None
 
     def wait(self) -> None:
-        """Return when everything saved so far is complete on disk; raises if it could not be written."""
-        if "_manager" in self.__dict__:
-            self._manager.wait_until_finished()
+        """Return when everything saved so far is on disk and read back; raises if the last could not be written."""
+        for job in self._jobs:
+            job.thread.join()
+        self._raise()
 
     def close(self) -> None:
-        """`wait`, then release Orbax's threads."""
-        if "_manager" in self.__dict__:
-            self._manager.close()
+        """Return when everything saved so far is on disk, and release Orbax's threads; raises if the last failed.
+
+        Reading back gets some seconds more; then it is left to the next start.
+        """
+        self._wait_for_commits()
+        for patience in (_PATIENCE_S, _PATIENCE_S):
+            for job in self._jobs:
+                job.thread.join(patience)
+            self._stopping = True
+        if "_saver" in self.__dict__:
+            self._saver.close()
+        self._raise()
+
+    # ------------------------------------------------------------------------------------------------------- the save
 
     @functools.cached_property
-    def _manager(self):
+    def _saver(self):
+        from jaxtrain.checkpoint.late import LateJson
+
         ocp = _orbax()
-        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True)
-        handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+        return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(
+            state=ocp.StandardCheckpointHandler(), meta=ocp.JsonCheckpointHandler(), fingerprint=LateJson()))
+
+    def _preparation(self, folder: Path, flat: dict[str, Any]) -> str | None:
+        """Make the directory clean -> None; or why nothing is to be saved: "" if it is there already."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            return ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
+            if folder.exists():
+                return ""
+            for entry in self._directory.iterdir():
+                if _TEMPORARY in entry.name or entry.name.endswith(_DELETED):
+                    shutil.rmtree(entry, ignore_errors=True)
+            free, wanted = shutil.disk_usage(self._directory).free, sum(leaf.nbytes for leaf in flat.values())
         except OSError as error:
             raise UserError("--workdir", f"{self._directory} cannot be written ({error.strerror})",
                             "give a folder that can be") from None
+        # Compression may save a little. Better not to begin what cannot end: among processes one that fails holds up all.
+        return f"{free:,} bytes are free, of {wanted:,}" if free < 0.8 * wanted else None
+
+    def _finish(self, job: "_Job", meta: dict[str, Any]) -> None:
+        """What remains of a save, on a thread of its own: nothing that goes wrong here ends the run."""
+        began = time.perf_counter()
+        try:
+            failure = None
+            try:
+                self._saver.wait_until_finished()
+            except Exception as error:
+                failure = error
+            finally:
+                self._commit(job, failure)
+            failures = together(f"{job.name}/saved", failure and _innermost(failure), list)
+            if any(failures):
+                if not failure:
+                    self._failed(job.step, OSError(next(filter(None, failures))))
+                return
+            committed = time.perf_counter()
+            problems = self._read_back(job.step, job.name)
+            if problems:
+                self._pass_over(job.step, problems, f"{job.name}/damaged")
+                return
+            self._tell("checkpoint", None, step=job.step, blocked_s=job.blocked_s, written_s=committed - began,
+                       verified_s=time.perf_counter() - committed)
+            for callback in self.on_good:
+                callback(job.step, self._directory / str(job.step))
+            if jax.process_index() == 0:
+                self._retain()
+        except Exception as error:
+            self._tell("checkpoint_unverified", f"checkpoint {job.step} could not be read back "
+                       f"({_innermost(error)}); the next start does it", step=job.step, reason=_innermost(error))
+
+    def _commit(self, job: "_Job", failure: Exception | None) -> None:
+        if failure:
+            self._failed(job.step, failure)
+        else:
+            self._failure = None
+        job.committed.set()
+
+    def _failed(self, step: int, error: Exception) -> None:
+        reason = _innermost(error)
+        self._failure = UserError("checkpoint", f"step {step} could not be saved in {self._directory} ({reason})",
+                                  "make room or mend the storage, and run the same command again")
+        self._tell("checkpoint_failed", f"checkpoint {step} could not be saved ({reason}); the run goes on, and the "
+                   "next save tries again", step=step, reason=reason)
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):
+                for entry in self._directory.glob(f"{step}{_TEMPORARY}*"):
+                    shutil.rmtree(entry, ignore_errors=True)
+                self._retain()  # what may go makes room
+
+    def _retain(self) -> None:
+        """Delete what may go. A folder is renamed first, so that half of one is never taken for a checkpoint."""
+        steps = verify.steps(self._directory)
+        good = [step for step in steps if verify.good(self._directory, step)]
+        best = None
+        if self._best:
+            with contextlib.suppress(OSError, ValueError):
+                best = best_of(good, self._directory.parent / "metrics.jsonl", self._best)
+        under_way = {job.step for job in self._jobs}
+        others = [step for step in steps if step not in good and step not in under_way]
+        for step in dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=best):
+            shutil.rmtree(_rename(self._directory / str(step), _DELETED))
+        for entry in self._directory.glob(f"*{_ABANDONED}*"):
+            if good and int(entry.name.partition(".")[0]) < good[-1]:
+                shutil.rmtree(_rename(entry, _DELETED))
+
+    # ------------------------------------------------------------------------------------------------------ the checks
+
+    def _check(self, step: int) -> list[str]:
+        """What is wrong with a checkpoint on disk; reads back one that nobody has read back."""
+        folder = self._directory / str(step)
+
+        def kind(_):
+            try:
+                verify.read_mark(self._directory, step)
+            except FileNotFoundError:
+                return "unverified"
+            except (OSError, ValueError) as error:
+                return f"{verify.MARK} {verify._reason(error)}"
+            return "good"
+
+        found = self._agree(None, kind)
+        if found == "unverified":
+            return self._read_back(step, f"checkpoint/{next(_calls)}")
+        if found != "good":
+            return [found]
+        try:
+            mine = verify.compare_files(folder, verify.read_mark(self._directory, step), *verify.list_files(folder),
+                                        share=_share(), hashes=self._hashes)
+        except (OSError, ValueError) as error:
+            mine = [f"{verify.MARK} {verify._reason(error)}"]
+        return self._agree(mine, lambda theirs: sorted({problem for problems in theirs for problem in problems}))
+
+    def _read_back(self, step: int, name: str) -> list[str]:
+        """Read a committed checkpoint, each process its share -> what is wrong; if nothing is, it is good from now on.
+
+        Raises OSError if it could not be found out.
+        """
+        folder = self._directory / str(step)
+        mine: dict[str, Any] = {}
+        try:
+            files, wrong = verify.list_files(folder)
+            i, n = _share()
+            hashed = {}
+            for file in files[i::n]:
+                hashed[file] = verify.hash_file(folder / file)
+            words, problems = verify.read_back(folder, step, (i, n), lambda: not self._stopping)
+            mine = {"files": hashed, "words": words, "problems": [*wrong, *problems]}
+        except Exception as error:
+            mine = {"unfinished": _innermost(error)}
+
+        def decide(shares):
+            for share in shares:
+                if "unfinished" in share:
+                    raise OSError(share["unfinished"])
+            problems = sorted({problem for share in shares for problem in share["problems"]})
+            if problems:
+                return problems
+            files = {name: found for share in shares for name, found in share["files"].items()}
+            saved = verify.saved_fingerprint(folder)
+            problems = [f"{name} is not seen by all" for name in verify.list_files(folder)[0] if name not in files]
+            problems += verify.compare_words(saved, [share["words"] for share in shares])
+            if not problems:
+                verify.write_mark(self._directory, step, {"files": dict(sorted(files.items())), "fingerprint": saved,
+                                                          "meta": self.meta(step)})
+            return problems
+
+        return together(f"{name}/read", mine, decide)
+
+    def _pass_over(self, step: int, problems: list[str], name: str | None = None) -> None:
+        """Say what is wrong with a checkpoint and put it where nobody chooses it again."""
+        aside = together(name or f"checkpoint/{next(_calls)}", None,
+                         lambda _: str(_rename(self._directory / str(step), _DAMAGED)))
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        self._tell("checkpoint_damaged", f"checkpoint {step} is damaged ({problems[0]}{more}); kept as {aside}",
+                   step=step, problems=problems, kept_as=aside)
+
+    def _set_aside(self) -> list[str]:
+        return sorted(path.name for path in self._directory.glob(f"*{_DAMAGED}*"))
+
+    # -------------------------------------------------------------------------------------------------------- the load
+
+    def _load(self, step: int, abstract_state: Any) -> Any:
+        ocp, folder, wanted = _orbax(), self._directory / str(step), _flatten(abstract_state)
+        try:
+            with _no_echoes():
+                reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.StandardCheckpointHandler()))
+                saved = reader.metadata(folder).item_metadata.state
+                if saved is None:
+                    raise FileNotFoundError("it holds no state")
+                self._compare(step, saved.tree, wanted)
+                arrays = ocp.args.StandardRestore(wanted)
+                loaded = reader.restore(folder, args=ocp.args.Composite(state=arrays))["state"]
+                sums = verify.saved_fingerprint(folder)
+        except UserError:
+            raise
+        except Exception as error:
+            raise Damaged(_innermost(error)) from None
+        flat = {path: loaded[path] for path in wanted}
+        now = fingerprint.read(flat, fingerprint.on_device(flat))
+        for path, found in now.items():
+            if sums.get(path, (None, None))[1] != found:
+                raise Damaged(f"array {path} has other content than when it was saved")
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), list(flat.values()))
 
     def _compare(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
         where = f"{self._directory / str(step)}"
@@ -106,19 +393,65 @@ class Checkpoints:
                 raise UserError(path, f"is {theirs} in the checkpoint {where} and {ours} in this run",
                                 "build the model and optimizer of that checkpoint, or give another --workdir")
 
-    def _unreadable(self, step: int, error: BaseException) -> UserError:
+    def _unreadable(self, step: int, reason: str) -> UserError:
         folder = self._directory / str(step)
         if not folder.is_dir():
             return UserError("checkpoint", f"there is no {folder}", "see which steps that directory has")
-        while error.__cause__ is not None:
-            error = error.__cause__
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return UserError("checkpoint", f"{folder} cannot be read ({reason})",
                          "move it away, and the run resumes from the checkpoint before it")
 
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        return together(f"checkpoint/{next(_calls)}", mine, decide)
+
+    def _wait_for_commits(self) -> None:
+        for job in self._jobs:
+            job.committed.wait()
+
+    def _raise(self) -> None:
+        if self._failure:
+            raise self._failure
+
+    def _tell(self, kind: str, sentence: str | None, **fields: Any) -> None:
+        if jax.process_index() != 0:
+            return
+        with contextlib.suppress(OSError):  # the disk may be full
+            record(self._directory.parent, kind, **fields)
+        if sentence:
+            print(sentence, file=sys.stderr, flush=True)
+
+
+class _Job:
+    """A save under way."""
+
+    def __init__(self, step: int, name: str):
+        self.step, self.name, self.blocked_s = step, name, 0.0
+        self.committed = threading.Event()
+        self.thread = threading.Thread()
+
+
+def _share() -> verify.Share:
+    return jax.process_index(), jax.process_count()
+
+
+def _rename(folder: Path, ending: str) -> Path:
+    """Set a folder aside, under a name that is free."""
+    for number in itertools.count(1):
+        to = folder.with_name(f"{folder.name.partition('.')[0]}{ending}{f'.{number}' if number > 1 else ''}")
+        if not to.exists():
+            return folder.rename(to)
+    raise AssertionError
+
+
+def _innermost(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
 
 def _orbax():
-    """The package, muted below errors; its news would break up the progress line."""
+    """The package, muted; its news would break up the progress line, and what fails it raises too."""
     import orbax.checkpoint as ocp
 
     logger = logging.getLogger("absl")  # shared by all users of absl: silence a source, not the logger
@@ -128,7 +461,7 @@ def _orbax():
 
 
 def _not_news(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR or "orbax" not in record.pathname
+    return "orbax" not in record.pathname
 
 
 @contextlib.contextmanager

@@ -1,0 +1,112 @@
+"""A number that says what an array holds, bit for bit: the same on any mesh, on the device and from pieces on a host.
+
+An array's bits are read as words of 32 bits (narrower elements widened, of 64-bit ones both halves). Each is scrambled
+together with its place in the whole array, and all are added up modulo 2^32, in two ways. Sums of integers do not depend
+on their order, so neither on the sharding; scrambling loses nothing, so one element that changed, in whichever bits,
+always changes both sums. (Places 2^32 elements apart are scrambled alike.)
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Words = tuple[int, int]
+
+_PIECE = 1 << 20  # elements that the host widens at a time
+
+
+def on_device(flat: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """The words of every array, in the order of `flat`: small arrays that are still being computed."""
+    return [_compiled(getattr(x.sharding, "mesh", None))(x) for x in flat.values()]
+
+
+def read(paths: Iterable[str], words: list[jax.Array]) -> dict[str, str]:
+    """What `on_device` gave for the arrays at these paths, as text; waits for it."""
+    return {path: text(found.tolist()) for path, found in zip(paths, jax.device_get(words), strict=True)}
+
+
+@functools.cache
+def _compiled(mesh: Any):
+    # A program for each kind of array, of which a state has few: its moments are like its parameters. Every process
+    # reads the result, so it lies on all devices.
+    replicated = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.jit(_of_array, out_shardings=replicated)
+
+
+def of_piece(piece: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> Words:
+    """What the part of a host array that begins at index `start` adds to the words of the whole, of this `shape`."""
+    strides, sizes = _strides(shape), list(piece.shape)
+    offset = sum(index * stride for index, stride in zip(start, strides, strict=True))
+    while len(sizes) > 1 and sizes[-1] == shape[len(sizes) - 1]:  # whole rows lie behind each other
+        sizes[-2:] = [sizes[-2] * sizes[-1]]
+    width = sizes[-1] if sizes else 1
+    offsets = np.full((), offset % (1 << 32), np.uint32)
+    for size, stride in zip(sizes[:-1], strides, strict=False):
+        offsets = np.add.outer(offsets, np.arange(size, dtype=np.uint32) * np.uint32(stride % (1 << 32)))
+    rows, offsets = np.ascontiguousarray(piece).reshape(offsets.size, width), offsets.reshape(-1, 1)
+    total, height = np.zeros(2, np.uint32), max(1, _PIECE // max(1, width))
+    for top in range(0, len(rows), height):
+        for left in range(0, width, _PIECE):
+            block = rows[top:top + height, left:left + _PIECE]
+            places = offsets[top:top + height] + np.arange(left, left + block.shape[1], dtype=np.uint32)
+            for half, word in enumerate(_host_words(block)):
+                total += [part.sum(dtype=np.uint32) for part in _mixed(word, places + np.uint32(half * _HALF))]
+    return int(total[0]), int(total[1])
+
+
+def add(one: Sequence[int], other: Sequence[int]) -> Words:
+    """The words of two pieces together."""
+    return (one[0] + other[0]) % (1 << 32), (one[1] + other[1]) % (1 << 32)
+
+
+def text(words: Sequence[int]) -> str:
+    """As it stands in a checkpoint."""
+    return f"{words[0]:08x}{words[1]:08x}"
+
+
+_HALF = 0x5BD1E995  # what sets the upper halves of 64-bit elements apart
+
+
+def _of_array(x: jax.Array) -> jax.Array:
+    sharding = jax.typeof(x).sharding  # on a mesh with explicit axes a new array must say where it lives
+    place = jnp.uint32(0)
+    for dimension, stride in enumerate(_strides(x.shape)):
+        index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, dimension, out_sharding=sharding)
+        place = place + index * np.uint32(stride % (1 << 32))
+    sums = [[jnp.sum(part, dtype=jnp.uint32) for part in _mixed(word, place + np.uint32(half * _HALF))]
+            for half, word in enumerate(_device_words(x))]
+    return functools.reduce(jnp.add, map(jnp.stack, sums))
+
+
+def _mixed(word, place):
+    """Two scrambled numbers; for a given place another word always gives others."""
+    mixed = word ^ (place * np.uint32(0x9E3779B1))
+    mixed = (mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    mixed = mixed ^ (mixed >> np.uint32(13))
+    again = mixed * np.uint32(0xC2B2AE35)
+    return mixed, again ^ (again >> np.uint32(16))
+
+
+def _device_words(x: jax.Array) -> list[jax.Array]:
+    if x.dtype == jnp.bool_:
+        return [x.astype(jnp.uint32)]
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    if x.dtype.itemsize < 8:
+        return [bits.astype(jnp.uint32)]
+    return [bits.astype(jnp.uint32), (bits >> np.uint64(32)).astype(jnp.uint32)]
+
+
+def _host_words(block: np.ndarray) -> list[np.ndarray]:
+    bits = block.view(f"uint{8 * block.dtype.itemsize}")
+    if block.dtype.itemsize < 8:
+        return [bits.astype(np.uint32)]
+    return [bits.astype(np.uint32), (bits >> np.uint64(32)).astype(np.uint32)]
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[dimension + 1:]) for dimension in range(len(shape))]
