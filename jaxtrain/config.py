@@ -277,6 +277,7 @@ class CheckpointConfig:
 
     every: int = 0  # 0: at the end and on interruption only
     keep: int = 2
+    mirror: str = ""  # a path or URL (s3://bucket/run) to which good ones are copied too, and fetched from; "": none
     # A second, faster tier: every so many steps each process keeps its part in this machine's memory, and a peer's.
     local_every: int = 0  # 0: off, since it takes up to three times the state of host memory, and as much for the peer
     local_dir: str = ""  # "": in /dev/shm or where temporary files go; may name variables: "$SLURM_TMPDIR"

@@ -35,8 +35,9 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     """
     # -------------------------------------------------------------- refuse what cannot work, before paying for anything
     run, workdir, t = build(config), Path(workdir), config.train
-    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
-    start = checkpoints.latest() or 0
+    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep,
+                                         mirror=config.checkpoint.mirror)
+    start = checkpoints.newest() or 0
     observe.check_workdir(workdir, config, done=start)
     snapshots = checkpoint.Snapshots(workdir, config.checkpoint.local_every, config.checkpoint.local_dir)
     recovered = snapshots.restore_newest(run.abstract, above=start)  # what was in memory may be newer than the disk's

@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_written(workdir):
         opened(workdir)
 
 
-# --------------------------------------------------------------------------------------------------- runs of real processes
+# -------------------------------------------------------------------------------------------- runs of real processes
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     text = tmp_path_factory.mktemp("text") / "text.txt"
@@ -264,7 +264,7 @@ def test_one_process_killed(flags, tmp_path):
     with processes(flags, work, 1, 8) as started:
         said = ended(started)
     assert "resumed from the snapshot of step " in said[0]
-    assert [event["step"] for event in events(work) if event["kind"] == "snapshot_restored"][0] in (6, 8, 10)
+    assert next(event["step"] for event in events(work) if event["kind"] == "snapshot_restored") in (6, 8, 10)
     assert numbers(work) == numbers(calm)
     for ours, theirs in zip(final(flags, work), final(flags, calm), strict=True):
         np.testing.assert_array_equal(ours, theirs)
