@@ -276,15 +276,19 @@ class CheckpointConfig:
     """When to save and how many to keep; the last step is always saved."""
 
     every: int = 0  # 0: at the end and on interruption only
-    keep: int = 2
+    keep: int = 2  # the last so many that were read back and found good; nothing newer than them is ever deleted
+    keep_every: int = 0  # those of every so many steps stay for ever; 0: none
+    best: str = ""  # a metric, such as eval_loss, whose lowest checkpoint stays too; "": none
+    verify: str = "full"  # before one is loaded: "full" reads and hashes every file, "sizes" looks at their sizes only
     mirror: str = ""  # a path or URL (s3://bucket/run) to which good ones are copied too, and fetched from; "": none
     # A second, faster tier: every so many steps each process keeps its part in this machine's memory, and a peer's.
     local_every: int = 0  # 0: off, since it takes up to three times the state of host memory, and as much for the peer
     local_dir: str = ""  # "": in /dev/shm or where temporary files go; may name variables: "$SLURM_TMPDIR"
 
     def __post_init__(self):
-        _not_negative(self, "checkpoint", "every local_every")
+        _not_negative(self, "checkpoint", "every keep_every local_every")
         _positive(self, "checkpoint", "keep")
+        _one_of("checkpoint.verify", self.verify, ("full", "sizes"))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,11 +36,12 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     """
     # -------------------------------------------------------------- refuse what cannot work, before paying for anything
     run, workdir, t = build(config), Path(workdir), config.train
-    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep,
-                                         mirror=config.checkpoint.mirror)
+    c = config.checkpoint
+    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best,
+                                         verify=c.verify, mirror=c.mirror)
     start = checkpoints.newest() or 0
     observe.check_workdir(workdir, config, done=start)
-    snapshots = checkpoint.Snapshots(workdir, config.checkpoint.local_every, config.checkpoint.local_dir)
+    snapshots = checkpoint.Snapshots(workdir, c.local_every, c.local_dir)
     recovered = snapshots.restore_newest(run.abstract, above=start)  # what was in memory may be newer than the disk's
     start = recovered[0] if recovered else start
     if t.tensorboard:
@@ -49,8 +51,9 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     if run.train_batches.num_batches is not None and run.train_batches.num_batches < t.steps:
         raise UserError("train.steps", f"data.mixture has an end at step {run.train_batches.num_batches}",
                         "raise the epochs of its sources or train fewer steps")
-    observe.write_run_files(workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
-                            data_manifest_hash=run.corpus.manifest_hash, manifests=run.corpus.manifests, done=start)
+    about = observe.write_run_files(
+        workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
+        data_manifest_hash=run.corpus.manifest_hash, manifests=run.corpus.manifests, done=start)
     say(summary(run, workdir))
     for stage in stages.stages(config.data):
         if stage.start >= t.steps > 0:
@@ -60,12 +63,11 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     if start > t.steps:
         raise UserError("train.steps", f"{t.steps} is less than the {start} steps that {workdir} has",
                         "give more steps or another --workdir")
-    if recovered:
-        state = recovered[1]
-        say(f"resumed from the snapshot of step {start}")
-    elif start:
-        state = checkpoints.restore(start, run.abstract)
-        say(f"resumed from step {start}")
+    if found := recovered or (checkpoints.restore_newest(run.abstract) if start else None):
+        if found[0] != start:  # its files are whole, and yet it does not load as it was saved: begin below it
+            return train(config, workdir)
+        state = found[1]
+        say(f"resumed from {'the snapshot of ' if recovered else ''}step {start}")
     else:
         state = run.init()
     for shape in run.train_batches.shapes_of(start, t.steps):
@@ -84,33 +86,38 @@ def train(config: Config, workdir: str | Path) -> TrainState:
 
     with (
         Interrupt() as interrupt,
-        contextlib.closing(snapshots),
+        contextlib.closing(snapshots),  # waits as well, but not for long
         contextlib.closing(checkpoints),  # waits: behind this block the state is on disk, whatever signals come
         prefetch(run.train_batches, start, t.steps - start, place, config.data.prefetch) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run),
                               log_every=t.log_every, sinks=sinks(run, workdir, start)) as writer,
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
     ):
-        done = start
+        done, blocked = start, {}
         if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
             writer.write_eval(start, evaluation())
         for n, batch, waited in batches:
             state, metrics = run.of_shape(batch["tokens"].shape).compiled_step(state, batch)
             done = n + 1
             # Nothing here waits for the device: the writer reads the numbers on its own thread, one step late.
-            writer.push(done, metrics, {"data_wait_s": waited})
+            writer.push(done, metrics, {"data_wait_s": waited, **blocked})
             stop = interrupt.requested(done)
+            blocked = {}
             # Save before the next batch is drawn, so that what is saved and what was seen agree.
             if stop or done == t.steps or (config.checkpoint.every and done % config.checkpoint.every == 0):
                 writer.flush()  # a step that is saved is never run again, so its line must be there too
-                checkpoints.save(done, state, {"config": config.to_dict(), "step": done})
+                seconds = checkpoints.save(done, state, {**about, "config": config.to_dict(), **writer.last,
+                                                         "step": done, "time": time.time()})
+                blocked = {"checkpoint_blocked_s": seconds}  # on the next step's line
             elif snapshots.due(done):
                 writer.flush()
-                snapshots.take(done, state, {"step": done})
+                blocked = {"snapshot_blocked_s": snapshots.take(done, state, {**writer.last, "step": done})}
             if stop and done < t.steps:
                 break
             if due(done):
                 writer.write_eval(done, evaluation())
+        if done == t.steps:
+            checkpoints.wait()  # the last one is read back, however long it takes; a run that is stopped has no time
 
     # -------------------------------------------------------------------------------------------------- what came of it
     snapshots.remove()  # the state is on disk: the memory is given back

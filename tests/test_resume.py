@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from jaxtrain.build import Run, build
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint import Checkpoints, verify
 from jaxtrain.config import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
+from jaxtrain.observe.events import events
 from jaxtrain.resilience import Interrupt
 
 ROOT = Path(__file__).parents[1]
@@ -209,7 +210,62 @@ def test_a_checkpoint_that_cannot_be_read(flags, halfway, capsys):
     assert main([*flags, f"--workdir={halfway}"]) == 2
     err = capsys.readouterr().err
     assert "Traceback" not in err
-    assert f"{broken} cannot be read" in err.splitlines()[-1] and "move it away" in err.splitlines()[-1]
+    assert err.splitlines()[0].startswith("checkpoint 9 is damaged (")
+    for _ in range(2):  # and it is not forgotten
+        assert f"checkpoint: of the checkpoints in {broken.parent} none is good (9.dam" in err.splitlines()[-1]
+        assert main([*flags, f"--workdir={halfway}"]) == 2
+        err = capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_passed_over(flags, straight, tmp_path, capsys):
+    """The run goes on from the good one before it, and ends as if nothing had been."""
+    shutil.copytree(straight, tmp_path / "work")
+    file = max((tmp_path / "work" / "checkpoints" / str(STEPS)).rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert main([*flags, f"--workdir={tmp_path / 'work'}"]) == 0
+    err = capsys.readouterr().err
+    assert f"checkpoint {STEPS} is damaged (state/" in err and "resumed from step 9" in err
+    assert_same_run(flags, tmp_path / "work", straight)
+    assert (tmp_path / "work" / "checkpoints" / f"{STEPS}.damaged").is_dir()
+
+
+def test_one_that_loads_as_another_is_passed_over(flags, straight, tmp_path, capsys, monkeypatch):
+    """Its files are whole, and still it is not what was saved, as when a device's memory is bad."""
+    shutil.copytree(straight, tmp_path / "work")
+    right = verify.saved_fingerprint
+
+    def other(folder):
+        saved = right(folder)
+        return {path: (what, "0" * 16) for path, (what, _) in saved.items()} if folder.name == str(STEPS) else saved
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "saved_fingerprint", other)
+        patch.setattr(Checkpoints, "save", lambda *args: 0.0)
+        assert main([*flags, f"--workdir={tmp_path / 'work'}"]) == 0
+    assert "resumed from step 9" in capsys.readouterr().err
+    assert main([*flags, f"--workdir={tmp_path / 'work'}"]) == 0
+    assert_same_run(flags, tmp_path / "work", straight)
+
+
+def test_what_a_checkpoint_says_of_its_run(flags, straight):
+    meta = Checkpoints(straight / "checkpoints").meta(STEPS)
+    line = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()][-2]
+    run = json.loads((straight / "run.json").read_text())
+    assert meta["step"] == STEPS == line["step"] and meta["time"] > 0
+    assert (meta["tokens"], meta["loss"]) == (line["tokens"], line["loss"])
+    assert meta["config"] == json.loads((straight / "config.json").read_text())
+    assert run.items() <= meta.items() and {"config_hash", "git_commit", "packages", "mesh"} <= run.keys()
+
+
+def test_seconds_held_up_are_in_the_metrics(straight):
+    lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    told = {line["step"] for line in lines if "checkpoint_blocked_s" in line}
+    assert told == {4, 7, 10}  # the step after each save
+    kinds = [event["kind"] for event in events(straight)]
+    assert kinds == ["checkpoint"] * 4
+    assert all(event["blocked_s"] > 0 for event in events(straight))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the disk is gone"), UserError("data.source", "it is gone", "find it")])

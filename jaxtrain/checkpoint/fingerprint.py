@@ -1,9 +1,9 @@
 """A number that says what an array holds, bit for bit: the same on any mesh, on the device and from pieces on a host.
 
 An array's bits are read as words of 32 bits (narrower elements widened, of 64-bit ones both halves). Each is scrambled
-together with its place in the whole array, and all are added up modulo 2^32, in two ways. Sums of integers do not depend
-on their order, so neither on the sharding; scrambling loses nothing, so one element that changed, in whichever bits,
-always changes both sums. (Places 2^32 elements apart are scrambled alike.)
+together with its place in the whole array, and all are added up modulo 2^32, in two ways. Sums of integers do not
+depend on their order, so neither on the sharding; scrambling loses nothing, so one element that changed, in whichever
+bits, always changes both sums. (Places 2^32 elements apart are scrambled alike.)
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""A JSON file of a checkpoint whose content is known only after the save has returned: Orbax commits it with the rest."""
+"""A JSON file of a checkpoint whose content is known only after the save returned; it is committed with the rest."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 class LateJson(ocp.JsonCheckpointHandler):
     """Writes what a function returns, and calls it in the background."""
 
-    async def async_save(self, directory, item=None, args=None):
+    async def async_save(self, directory: Any, item: Any = None, args: Any = None) -> Any:
         """In one process; the commit waits for it."""
         async def write():
             (directory / "metadata").write_text(json.dumps(args.content()))

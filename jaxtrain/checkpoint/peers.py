@@ -19,7 +19,7 @@ def together(name: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
     count, me = jax.process_count(), jax.process_index()
     if count == 1:
         return decide([mine])
-    service = jax._src.distributed.global_state.client
+    service: Any = jax._src.distributed.global_state.client
     if me != 0:
         service.key_value_set(f"jaxtrain/{name}/{me}", json.dumps(mine))
         answer = json.loads(service.blocking_key_value_get(f"jaxtrain/{name}/answer", TIMEOUT_S * 1000))
@@ -29,8 +29,10 @@ def together(name: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
             raise OSError(answer["failed"])
         return answer["decided"]
     try:
-        theirs = [json.loads(service.blocking_key_value_get(f"jaxtrain/{name}/{i}", TIMEOUT_S * 1000))
-                  for i in range(1, count)]
+        theirs = []
+        for i in range(1, count):
+            theirs.append(json.loads(service.blocking_key_value_get(f"jaxtrain/{name}/{i}", TIMEOUT_S * 1000)))
+            service.key_value_delete(f"jaxtrain/{name}/{i}")  # a run of weeks agrees often; answers are short, and stay
         decided = decide([mine, *theirs])
         answer = {"decided": decided}
         return decided

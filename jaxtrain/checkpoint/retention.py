@@ -26,6 +26,8 @@ def best_of(good: Iterable[int], metrics: Path, key: str) -> int | None:
     with open(metrics, "rb") as lines:
         for line in lines:
             step = starts.get(line[:line.find(b",") + 2])  # most lines are of steps that nobody saved
-            if step is not None and isinstance(value := json.loads(line).get(key), int | float):
+            if step is None or not line.endswith(b"\n"):
+                continue
+            if isinstance(value := json.loads(line).get(key), int | float):
                 found[step] = value
     return min(found, key=lambda step: (found[step], -step), default=None)

@@ -13,6 +13,8 @@ import errno
 import functools
 import itertools
 import logging
+import os
+import re
 import shutil
 import sys
 import threading
@@ -90,8 +92,8 @@ class Checkpoints:
         if below is None and (fetched := self._fetched(None)):
             return self._found(fetched)
         if below is None and (damaged := self._agree(self._set_aside(), lambda found: found[0])):
-            raise UserError("checkpoint", f"of the checkpoints in {self._directory} none is good ({', '.join(damaged)}; "
-                            "events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
+            raise UserError("checkpoint", f"of the checkpoints in {self._directory} none is good ({', '.join(damaged)};"
+                            " events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
         return None
 
     def _found(self, step: int) -> int:
@@ -240,7 +242,7 @@ class Checkpoints:
         except OSError as error:
             raise UserError("--workdir", f"{self._directory} cannot be written ({error.strerror})",
                             "give a folder that can be") from None
-        # Compression may save a little. Better not to begin what cannot end: among processes one that fails holds up all.
+        # Compression saves a little. Better not to begin what cannot end: one process that fails holds up the others.
         return f"{free:,} bytes are free, of {wanted:,}" if free < 0.8 * wanted else None
 
     def _finish(self, job: "_Job", meta: dict[str, Any]) -> None:
@@ -249,7 +251,8 @@ class Checkpoints:
         try:
             failure = None
             try:
-                self._saver.wait_until_finished()
+                with _no_echoes():
+                    self._saver.wait_until_finished()
             except Exception as error:
                 failure = error
             finally:
@@ -330,7 +333,7 @@ class Checkpoints:
             except FileNotFoundError:
                 return "unverified"
             except (OSError, ValueError) as error:
-                return f"{verify.MARK} {verify._reason(error)}"
+                return f"{verify.MARK} {verify.reason(error)}"
             return "good"
 
         found = self._agree(None, kind)
@@ -342,7 +345,7 @@ class Checkpoints:
             mine = verify.compare_files(folder, verify.read_mark(self._directory, step), *verify.list_files(folder),
                                         share=_share(), hashes=self._hashes)
         except (OSError, ValueError) as error:
-            mine = [f"{verify.MARK} {verify._reason(error)}"]
+            mine = [f"{verify.MARK} {verify.reason(error)}"]
         return self._agree(mine, lambda theirs: sorted({problem for problems in theirs for problem in problems}))
 
     def _read_back(self, step: int, name: str) -> list[str]:
@@ -399,10 +402,10 @@ class Checkpoints:
         try:
             with _no_echoes():
                 reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.StandardCheckpointHandler()))
-                saved = reader.metadata(folder).item_metadata.state
-                if saved is None:
+                saved: Any = reader.metadata(folder).item_metadata
+                if saved is None or saved.state is None:
                     raise FileNotFoundError("it holds no state")
-                self._compare(step, saved.tree, wanted)
+                self._compare(step, saved.state.tree, wanted)
                 arrays = ocp.args.StandardRestore(wanted)
                 loaded = reader.restore(folder, args=ocp.args.Composite(state=arrays))["state"]
                 sums = verify.saved_fingerprint(folder)
@@ -479,7 +482,10 @@ def _rename(folder: Path, ending: str) -> Path:
 def _innermost(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):  # TensorStore tells a long story around it
+        return os.strerror(int(code[1]))
+    said = isinstance(error, OSError) and error.errno is None  # by us, or by another process
+    return (f"{error}" if said else f"{type(error).__name__}: {error}").splitlines()[0][:200]
 
 
 def _orbax():

@@ -52,7 +52,7 @@ def verify(directory: str | Path, step: int) -> Problems:
     except FileNotFoundError:
         record = None
     except (OSError, ValueError) as error:
-        return [f"{MARK} {_reason(error)}"]
+        return [f"{MARK} {reason(error)}"]
     problems = [] if record is None else compare_files(folder, record, *list_files(folder))
     return problems or read_back(folder, step)[1]
 
@@ -109,7 +109,7 @@ def list_files(folder: Path) -> tuple[list[str], Problems]:
     try:
         _patiently(lambda: (files.clear(), problems.clear(), walk(str(folder), "")))
     except OSError as error:
-        problems.append(f"{_inside(folder, error)} {_reason(error)}")
+        problems.append(f"{_inside(folder, error)} {reason(error)}")
     return files, problems
 
 
@@ -130,7 +130,7 @@ def compare_files(folder: Path, record: Record, files: list[str], problems: Prob
             elif hashes and hash_file(folder / name)[1] != sha256:
                 problems.append(f"{name} has other content than when it was saved")
         except OSError as error:
-            problems.append(f"{name} {_reason(error)}")
+            problems.append(f"{name} {reason(error)}")
     return problems
 
 
@@ -166,7 +166,7 @@ def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], b
             return {}, [f"it is the checkpoint of step {found}"]
         saved = saved_fingerprint(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return {}, [f"{_inside(folder, error)} {_reason(error)}"]
+        return {}, [f"{_inside(folder, error)} {reason(error)}"]
     words: dict[str, tuple[int, int]] = {}
     problems = []
     turn = itertools.count()
@@ -188,7 +188,7 @@ def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], b
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, InterruptedError):
                 raise
-            problems.append(f"array {path} {_reason(error)}")
+            problems.append(f"array {path} {reason(error)}")
     if share == ALL and not problems:
         problems = compare_words(saved, [words])
     return words, problems
@@ -246,7 +246,8 @@ def _sealed(record: Record) -> bytes:
     return (json.dumps({**json.loads(body), "sha256": seal}) + "\n").encode()
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """Why a file is not what it should be, as a phrase behind its name."""
     if isinstance(error, OSError):
         return f"cannot be read ({error.strerror or error})"
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):

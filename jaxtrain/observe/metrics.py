@@ -69,6 +69,7 @@ class MetricsWriter:
         self._slots = threading.Semaphore(max_lag)  # one for each step that may be in flight
         self._queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self._error: Exception | None = None
+        self.last: Record = {}  # the last line of a step; what a checkpoint says of how far the run was
         self._completed: float | None = None  # when the step before, or the evaluation after it, was complete
         self._times: list[tuple[float, Constants]] = []
         self._host: list[Mapping[str, float]] = []
@@ -144,6 +145,7 @@ class MetricsWriter:
             return
         record = {"step": step, **_plain(jax.device_get(dict(metrics))), **self._rates(step)}
         self._times, self._host = [], []
+        self.last = record
         self._write(record)
 
     def _rates(self, step: int) -> Record:
@@ -154,7 +156,7 @@ class MetricsWriter:
         seconds = sum(time for time, _ in self._times)
         tokens = sum(one.tokens_per_step for _, one in self._times)
         record["step_time_s"] = seconds / len(self._times) if self._times else None
-        for key in self._host[-1]:
+        for key in dict.fromkeys(key for fields in self._host for key in fields):
             record[key] = _number(np.mean([fields[key] for fields in self._host if key in fields]))
         speed = tokens / seconds if seconds else None
         record["tokens_per_s"] = speed

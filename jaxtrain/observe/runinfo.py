@@ -87,13 +87,16 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
 
 
 def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[str, int], device_kind: str,
-                    data_manifest_hash: str | None, manifests: Mapping[str, str] | None = None, done: int = 0) -> None:
-    """Check `workdir` as `check_workdir` does, then (in process 0) write `config.json` and `run.json` into it."""
+                    data_manifest_hash: str | None, manifests: Mapping[str, str] | None = None,
+                    done: int = 0) -> dict[str, Any]:
+    """Check `workdir` as `check_workdir` does, then (in process 0) write `config.json` and `run.json` into it.
+
+    Returns:
+        what `run.json` says of this run.
+    """
     workdir = Path(workdir)
     manifests = manifests or ({"": data_manifest_hash} if data_manifest_hash else {})
     changes = check_workdir(workdir, config, manifests, done)
-    if jax.process_index() != 0:
-        return
     run = {
         "config_hash": config.hash(),
         "git_commit": git_commit(),
@@ -106,6 +109,8 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
         "data_manifest_hash": data_manifest_hash,
         "data_manifests": dict(manifests),
     }
+    if jax.process_index() != 0:
+        return run
     try:
         earlier = _read(workdir / "run.json").get("data_changes", [])
         if earlier := earlier + [change for change in changes if change not in earlier]:
@@ -114,6 +119,7 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
         _write(workdir / "config.json", config.to_dict())
     except OSError as error:
         raise _unwritable(workdir, error) from None
+    return run
 
 
 def _without_places(mixture: Any) -> Any:

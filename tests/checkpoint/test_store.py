@@ -236,17 +236,40 @@ def test_two_processes(tmp_path):
     """Both make all calls; each writes its shards, and the numbers are there on one process with another mesh."""
     code = """
 import sys, jax, numpy as np
+from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint import Checkpoints, verify
+from jaxtrain.checkpoint.peers import together
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", num_processes=2, process_id=int(sys.argv[3]))
 where = NamedSharding(jax.make_mesh((4,), ("data",)), P("data"))
 w = np.arange(32, dtype=np.float32)
 state = {"w": jax.make_array_from_callback(w.shape, where, lambda index: w[index])}
 store = Checkpoints(sys.argv[1])
+target = {"w": jax.ShapeDtypeStruct((32,), np.float32, sharding=where)}
 store.save(1, state, {"n": 1})
 store.wait()
-restored = store.restore(1, {"w": jax.ShapeDtypeStruct((32,), np.float32, sharding=where)})
+restored = store.restore(1, target)
 assert store.latest() == 1 and store.meta(1) == {"n": 1}
+# Both read their share back, and the record has all files.
+assert set(verify.good(sys.argv[1], 1)["files"]) == set(verify.list_files(Path(sys.argv[1]) / "1")[0])
+for step in (2, 3):
+    store.save(step, state, {"n": step})
+store.wait()
+if jax.process_index() == 0:
+    file = max((Path(sys.argv[1]) / "3").rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    (Path(sys.argv[1]) / "2" / "good.json").unlink()
+together("damaged", None, list)
+fresh = Checkpoints(sys.argv[1])
+assert fresh.newest() == 2 and verify.good(sys.argv[1], 2)
+assert fresh.restore_newest(target)[0] == 2
+try:
+    together("refused", None, lambda _: 1 / 0)
+except (ZeroDivisionError, OSError) as error:
+    assert "division by zero" in str(error)
+assert fresh.restore_newest(target, below=2) is None
 assert all((a.data == b.data).all() for a, b in zip(restored["w"].addressable_shards, state["w"].addressable_shards))
 store.close()
 """
@@ -262,7 +285,8 @@ store.close()
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    assert "checkpoint 3 is damaged" in errors[0] and "damaged" not in errors[1]  # one of them speaks
     state = {"w": jnp.arange(32, dtype=jnp.float32)}
     store = Checkpoints(tmp_path / "c")
-    assert_same(store.restore(1, abstract(state, shardings(state, 8, 1))), state)
+    assert_same(store.restore(2, abstract(state, shardings(state, 8, 1))), state)
     store.close()

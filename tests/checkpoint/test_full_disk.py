@@ -1,0 +1,114 @@
+"""A save that fails costs that checkpoint only: the run goes on, what was good stays good, the next save tries again."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtrain.checkpoint import Checkpoints, store, verify
+from jaxtrain.errors import UserError
+from jaxtrain.observe.events import events
+
+
+def state_of(step):
+    return {"w": jax.random.normal(jax.random.key(step), (1 << 18,)), "step": jnp.int32(step)}  # 1 MiB
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A real file system of 5 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("may not mount")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.fixture
+def unseen(monkeypatch):
+    """As with a quota: the file system says that there is room."""
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
+
+
+def fails(checkpoints, step, reason):
+    checkpoints.save(step, state_of(step))
+    with pytest.raises(UserError, match=f"^checkpoint: step {step} could not be saved in .*{reason}.*; make room"):
+        checkpoints.wait()
+
+
+def test_a_full_disk(small, unseen, capfd):
+    (small / "ballast").write_bytes(bytes(7 << 19))
+    checkpoints = Checkpoints(small / "c", keep=9)
+    checkpoints.save(1, state_of(1))
+    checkpoints.wait()
+    fails(checkpoints, 2, "No space left")
+    fails(checkpoints, 3, "No space left")
+    assert verify.steps(small / "c") == [1] and verify.verify(small / "c", 1) == []
+    assert not list((small / "c").glob("*tmp*"))  # halves do not fill the disk for good
+    (small / "ballast").unlink()
+    checkpoints.save(4, state_of(4))
+    checkpoints.wait()
+    checkpoints.close()
+    assert checkpoints.newest() == 4 and verify.steps(small / "c") == [1, 4]
+    err = capfd.readouterr().err
+    assert "Traceback" not in err and err.count("the run goes on, and the next save tries again") == 2
+    assert [event["kind"] for event in events(small)][0] == "checkpoint"
+
+
+def test_what_will_not_fit_is_not_begun(tmp_path, monkeypatch, capfd):
+    checkpoints = Checkpoints(tmp_path / "c")
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 19))
+    fails(checkpoints, 1, r"524,288 bytes are free, of 1,048,580")
+    assert list((tmp_path / "c").iterdir()) == []
+    with pytest.raises(UserError, match="step 1 could not be saved"):
+        checkpoints.close()
+
+
+def test_what_may_go_makes_room(tmp_path, monkeypatch, capfd):
+    checkpoints = Checkpoints(tmp_path / "c", keep=9)
+    for step in (1, 2, 3):
+        checkpoints.save(step, state_of(step))
+    checkpoints.close()
+    fewer = Checkpoints(tmp_path / "c", keep=1)
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    fails(fewer, 4, "0 bytes are free")
+    assert verify.steps(tmp_path / "c") == [3]
+
+
+def test_a_limit_on_file_sizes(tmp_path, capfd):
+    """Another refusal of the operating system, in the midst of a file."""
+    checkpoints = Checkpoints(tmp_path / "c")
+    checkpoints.save(1, {"step": jnp.int32(1)})
+    checkpoints.wait()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))
+        fails(checkpoints, 2, "File too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    checkpoints.save(3, state_of(3))
+    checkpoints.close()
+    assert verify.steps(tmp_path / "c") == [1, 3]
+
+
+def test_a_directory_that_is_gone(tmp_path, capfd):
+    checkpoints = Checkpoints(tmp_path / "c")
+    checkpoints.save(1, state_of(1))
+    checkpoints.wait()
+    shutil.rmtree(tmp_path / "c")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "c")  # to nowhere
+    with pytest.raises(UserError, match="cannot be written"):
+        checkpoints.save(2, state_of(2))
+    os.unlink(tmp_path / "c")
+    checkpoints.save(3, state_of(3))
+    checkpoints.close()
+    assert checkpoints.newest() == 3

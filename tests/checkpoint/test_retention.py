@@ -1,0 +1,81 @@
+"""What goes, and what never does."""
+
+import json
+
+import jax.numpy as jnp
+
+from jaxtrain.checkpoint import Checkpoints, retention, verify
+from jaxtrain.checkpoint.retention import best_of, dispensable
+from jaxtrain.observe.events import events
+
+
+def test_the_last_ones_stay():
+    assert dispensable([10, 20, 30], [], keep=2) == [10]
+    assert dispensable([10, 20, 30], [], keep=5) == []
+    assert dispensable([], [], keep=1) == []
+
+
+def test_only_good_ones_make_others_dispensable():
+    assert dispensable([10], [20, 30, 40], keep=1) == []
+    assert dispensable([10, 50], [20, 30, 60], keep=2) == []
+    assert dispensable([30, 50], [20, 40, 60], keep=2) == [20]
+    assert dispensable([10, 30, 50], [20, 40, 60], keep=2) == [10, 20]
+
+
+def test_every_so_many_and_the_best_stay():
+    good = list(range(10, 110, 10))
+    assert dispensable(good, [], keep=1, keep_every=40, best=30) == [10, 20, 50, 60, 70, 90]
+
+
+def test_best(tmp_path):
+    lines = [{"step": 10, "loss": 1.0}, {"step": 10, "eval_loss": 3.0}, {"step": 15, "eval_loss": 0.0},
+             {"step": 20, "eval_loss": None}, {"step": 30, "eval_loss": 2.0}, {"step": 100, "eval_loss": 2.0}]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 30, "ev')
+    assert best_of([10, 20, 30], path, "eval_loss") == 30
+    assert best_of([10, 20, 30, 100], path, "eval_loss") == 100  # the newest of equals
+    assert best_of([10, 20], path, "loss") == 10
+    assert best_of([20], path, "eval_loss") is None
+
+
+def test_in_the_store(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "eval_loss": {abs(n - 3)}}}\n' for n in range(9)))
+    store = Checkpoints(tmp_path / "c", keep=1, keep_every=4, best="eval_loss")
+    for step in range(1, 7):
+        store.save(step, {"w": jnp.ones(3) * step}, {})
+        store.wait()
+    store.close()
+    assert verify.steps(tmp_path / "c") == [3, 4, 6]
+
+
+def test_one_that_fails_its_check_lets_nothing_go(tmp_path, monkeypatch, capfd):
+    store = Checkpoints(tmp_path / "c", keep=1)
+    store.save(1, {"w": jnp.ones(3)}, {})
+    store.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "compare_words", lambda saved, shares: ["array w has other content"])
+        store.save(2, {"w": jnp.ones(3)}, {})
+        store.wait()
+        patch.setattr(verify, "compare_words", lambda saved, shares: 1 / 0)
+        store.save(3, {"w": jnp.ones(3)}, {})
+        store.wait()
+    assert verify.steps(tmp_path / "c") == [1, 3] and verify.good(tmp_path / "c", 1)
+    assert [event["kind"] for event in events(tmp_path)] == ["checkpoint", "checkpoint_damaged",
+                                                             "checkpoint_unverified"]
+    assert capfd.readouterr().err.splitlines() == [
+        f"checkpoint 2 is damaged (array w has other content); kept as {tmp_path}/c/2.damaged",
+        "checkpoint 3 could not be read back (ZeroDivisionError: division by zero); the next start does it"]
+    store.close()
+    assert Checkpoints(tmp_path / "c").newest() == 3
+
+
+def test_new_good_ones_are_announced_before_old_ones_go(tmp_path):
+    seen = []
+    store = Checkpoints(tmp_path / "c", keep=1)
+    store.on_good.append(lambda step, path: seen.append((step, verify.steps(tmp_path / "c"), path.name)))
+    for step in (1, 2):
+        store.save(step, {"w": jnp.ones(3)}, {})
+        store.wait()
+    store.close()
+    assert seen == [(1, [1], "1"), (2, [1, 2], "2")]
+    assert retention.dispensable([1, 2], [], keep=1) == [1] and verify.steps(tmp_path / "c") == [2]
