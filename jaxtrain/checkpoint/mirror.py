@@ -153,6 +153,13 @@ class Mirror:
                 storage.remove(self._url(other))
         return sent
 
+    def hide(self, above: int) -> list[int]:
+        """Copies of later steps do not count any more -> which; they do again when the run copies them again."""
+        hidden = [step for step in self.steps() if step > above]
+        for step in hidden:
+            storage.remove(self._url(step, verify.MARK))
+        return hidden
+
     def _send(self, path: Path, url: str, size: int, sha256: str, there: int | None) -> int:
         if there == size and _digest(url) == sha256:
             return 0

@@ -26,7 +26,7 @@ from jaxtrain.observe.events import events
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
-TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
+TINY = ["model.num_layers=1", "model.embed_dim=48", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "train.eval_every=4", "data.global_batch_size=24", f"train.steps={STEPS}", "checkpoint.every=0",
         "checkpoint.local_every=2"]
 SLOW = """
