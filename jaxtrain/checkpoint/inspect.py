@@ -79,7 +79,7 @@ def _snapshots(workdir: str | Path, local_dir: str) -> list[tuple[str, ...]]:
     for path in place.glob("process-*/*/*.snapshot"):
         if taken := Taken.of(path.name):
             held.setdefault(taken, {})[path.name] = path
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for taken, files in sorted(held.items()):
         about: dict[str, Any] = {}
         with contextlib.suppress(pieces.Damaged):

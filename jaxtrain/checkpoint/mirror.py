@@ -139,9 +139,13 @@ class Mirror:
         if there:  # of a past that the run went back from
             storage.remove(self._url(step, verify.MARK))
         there = {found.name: found.size for found in storage.find(self._url(step))}
+
+        def send(name: str) -> int:
+            size, sha256 = record["files"][name]
+            return self._send(folder / name, self._url(step, name), size, sha256, there.get(name))
+
         with ThreadPoolExecutor(THREADS) as pool:
-            sent = sum(pool.map(lambda name: self._send(folder / name, self._url(step, name), *record["files"][name],
-                                                        there.get(name)), record["files"]))
+            sent = sum(pool.map(send, record["files"]))
         mark = folder / verify.MARK
         sent += self._send(mark, self._url(step, verify.MARK), *verify.hash_file(mark), there.get(verify.MARK))
         good = self.steps()

@@ -5,18 +5,18 @@ import itertools
 import json
 import os
 import secrets
-import shutil
 import socket
 import socketserver
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
 PATIENCE = 60.0  # seconds that a peer may be silent in the middle of a transfer
 _AGREE = 3_600_000  # milliseconds: others may be hashing, or fetching, much more than we
+_BLOCK = 2**20
 _numbers = itertools.count()
 
 
@@ -104,9 +104,10 @@ class Partners:
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             with open(temporary, "wb") as file:
-                shutil.copyfileobj(_Limited(source, asked["size"]), file, 2**20)
-                whole = file.tell() == asked["size"]
-            if whole:
+                left = asked["size"]
+                while left and (block := source.read(min(left, _BLOCK))):
+                    left -= file.write(block)
+            if not left:  # else the peer died in the middle
                 os.replace(temporary, path)
                 connection.sendall(b"kept\n")
         except OSError as error:
@@ -129,22 +130,9 @@ class _Server6(_Server):
 
 class _Handler(socketserver.StreamRequestHandler):
     timeout = PATIENCE
-    server: _Server
 
     def handle(self) -> None:
-        self.server.partners.answer(json.loads(self.rfile.readline(4096)), self.rfile, self.connection)
-
-
-class _Limited:
-    """So many bytes of a stream."""
-
-    def __init__(self, file: Any, size: int):
-        self._file, self._left = file, size
-
-    def read(self, size: int) -> bytes:
-        content = self._file.read(min(size, self._left))
-        self._left -= len(content)
-        return content
+        cast(_Server, self.server).partners.answer(json.loads(self.rfile.readline(4096)), self.rfile, self.connection)
 
 
 def _say(connection: socket.socket, **asked: Any) -> None:

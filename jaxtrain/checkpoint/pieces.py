@@ -98,7 +98,7 @@ def write(path: Path, about: dict[str, Any], names: Iterable[tuple[str, tuple[in
           arrays: Sequence[np.ndarray]) -> int:
     """All of it or nothing under `path`; -> its bytes. `names`: leaf, shape of the leaf and bounds of each array."""
     pieces, offset = [], 0
-    contents = [array.reshape(-1).view(np.uint8) for array in arrays]
+    contents = [array.reshape(-1).view(np.uint8).data for array in arrays]
     for (leaf, shape, bounds), array, content in zip(names, arrays, contents, strict=True):
         pieces.append(Piece(leaf, array.dtype.name, shape, bounds, offset, content.nbytes,
                             hashlib.sha256(content).hexdigest()))
@@ -181,8 +181,8 @@ def assemble(leaf: jax.ShapeDtypeStruct, pieces: Sequence[tuple[Piece, Callable[
     read: dict[Bounds, np.ndarray] = {}
     made: dict[Bounds, np.ndarray] = {}
 
-    def content(index: Sequence[slice]) -> np.ndarray:
-        wanted = bounds_of(index, leaf.shape)
+    def content(index: Sequence[slice] | None) -> np.ndarray:
+        wanted = bounds_of(index or (), leaf.shape)
         if wanted not in made:
             made[wanted] = _box(wanted)
         return made[wanted]

@@ -105,7 +105,7 @@ class Checkpoints:
     def _fetched(self, step: int | None) -> int | None:
         """From the mirror: this step, or its newest; None if it has none."""
         mirror = self._mirror
-        return mirror and self._agree(None, lambda _: mirror.fetch(step))
+        return self._agree(None, lambda _: mirror.fetch(step)) if mirror else None
 
     def restore_newest(self, abstract_state: Any, below: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
         """-> (step, state, meta) of the newest good checkpoint that loads as it was saved; None: there is none.
