@@ -281,11 +281,15 @@ class CheckpointConfig:
     best: str = ""  # a metric, such as eval_loss, whose lowest checkpoint stays too; "": none
     verify: str = "full"  # before one is loaded: "full" reads and hashes every file, "sizes" looks at their sizes only
     mtbf_hours: float = 0.0  # mean time between failures, for "auto", before any was seen; 0: 3,700 over the processes
+    mirror: str = ""  # a path or URL (s3://bucket/run) to which good ones are copied too, and fetched from; "": none
+    # A second, faster tier: every so many steps each process keeps its part in this machine's memory, and a peer's.
+    local_every: int = 0  # 0: off, since it takes up to three times the state of host memory, and as much for the peer
+    local_dir: str = ""  # "": in /dev/shm or where temporary files go; may name variables: "$SLURM_TMPDIR"
 
     def __post_init__(self):
         if self.every != "auto" and not (isinstance(self.every, int) and self.every >= 0):
             raise UserError("checkpoint.every", f"{self.every!r} is no number of steps", "give one, 0 or auto")
-        _not_negative(self, "checkpoint", "mtbf_hours keep_every")
+        _not_negative(self, "checkpoint", "mtbf_hours keep_every local_every")
         _positive(self, "checkpoint", "keep")
         _one_of("checkpoint.verify", self.verify, ("full", "sizes"))
 

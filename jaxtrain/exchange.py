@@ -3,6 +3,7 @@
 It works while devices hang or lag, and from any thread.
 """
 
+import itertools
 import json
 import socket
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import jax
 
 from jaxtrain.errors import UserError
 
+_exchanges = itertools.count()
 TIMEOUT_S = 3600  # of the slowest of them; a process that died is noticed by the service long before
 
 
@@ -48,6 +50,17 @@ def together(name: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         raise
     finally:
         service.key_value_set(f"jaxtrain/{name}/answer", json.dumps(answer))
+
+
+def exchange(value: Any) -> list[Any]:
+    """What each process gave, by process. All make this call, in the same order, on their main threads."""
+    return together(f"exchange/{next(_exchanges)}", value, list)
+
+
+def count(name: str, by: int) -> int:
+    """A counter that all processes share (by=0 reads it); alone there is no need for one."""
+    service: Any = jax._src.distributed.global_state.client
+    return 1 if jax.process_count() == 1 else service.key_value_increment(f"jaxtrain/count/{name}", by)
 
 
 class Board:

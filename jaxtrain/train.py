@@ -72,10 +72,14 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
     config, t, r, c = run.config, run.config.train, run.config.resilience, run.config.checkpoint
     watchdog.start()
     checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best,
-                                         verify=c.verify)
+                                         verify=c.verify, mirror=c.mirror)
     passed = settle(workdir, checkpoints)
     with phase("restore"):
         start = checkpoints.newest() or 0
+        snapshots = checkpoint.Snapshots(workdir, c.local_every, c.local_dir)
+        # What was in memory may be newer than what is on disk.
+        recovered = snapshots.restore_newest(run.abstract, above=start)
+        start = recovered[0] if recovered else start
     reach = passed.reach(start)  # in batches, where rollbacks passed over some
     observe.check_workdir(workdir, config, done=reach)
     if t.tensorboard:
@@ -102,12 +106,12 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
                         "give more steps or another --workdir")
     if start:
         with phase("restore"):
-            restored = checkpoints.restore_newest(run.abstract)
+            restored = recovered or checkpoints.restore_newest(run.abstract)
         if restored is None or restored[0] != start:
             raise RolledBack  # its files are whole, and yet it does not load as it was saved: begin below it
         _, state, meta = restored
         agree(workdir, passed, meta, start)
-        say(f"resumed from step {start}")
+        say(f"resumed from {'the snapshot of ' if recovered else ''}step {start}")
     else:
         state = run.init()
     ledger.resumed(start)
@@ -139,6 +143,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
     with (
         Interrupt() as interrupt,
         ledger.book("checkpoint"),  # behind the loop: what it still takes to write the last one
+        contextlib.closing(snapshots),  # waits as well, but not for long
         contextlib.closing(checkpoints),  # waits: behind this block the state is on disk, whatever signals come
         prefetch(data, start, t.steps - start, place, config.data.prefetch) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),
@@ -159,20 +164,24 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
             stragglers.step(metrics, waited, time.perf_counter() - began)
             done = n + 1
             # Nothing here waits for the device: the writer reads the numbers on its own thread, one step late.
-            writer.push(done, metrics, {"data_wait_s": waited, **saves.told(), **stragglers.fields})
+            writer.push(done, metrics, {"data_wait_s": waited, **saves.told(), **snapshots.told(), **stragglers.fields})
             guard.look(done, metrics)  # at the step before the last: its numbers are there
             stop = interrupt.requested(done)
             saving = stop or done == t.steps or saves.due(done)
-            replicas.check(done, state, now=saving)
+            keeping = saving or snapshots.due(done)
+            replicas.check(done, state, now=keeping)
             # Save before the next batch is drawn, so that what is saved and what was seen agree.
-            if saving:
+            if keeping:
                 with watchdog.phase("save"):
                     writer.flush()  # a step that is saved is never run again, so its line must be there too
                     guard.look_at_all()  # nor is it looked at again
-                    with saves.taking(done):
-                        checkpoints.save(done, state, {
-                            **about, **writer.last, "config": config.to_dict(), "step": done, "time": time.time(),
-                            "goodput": ledger.goodput(), "passed_over": passed.to_dict()})
+                    meta = {**about, **writer.last, "config": config.to_dict(), "step": done, "time": time.time(),
+                            "goodput": ledger.goodput(), "passed_over": passed.to_dict()}
+                    if saving:
+                        with saves.taking(done):
+                            checkpoints.save(done, state, meta)
+                    else:
+                        snapshots.take(done, state, meta)
             if stop and done < t.steps:
                 break
             if due(done):
@@ -181,6 +190,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
             checkpoints.wait()  # the last one is read back, however long it takes; a run that is stopped has no time
 
     # -------------------------------------------------------------------------------------------------- what came of it
+    snapshots.remove()  # the state is on disk: the memory is given back
     if done < t.steps:
         raise Interrupted(done, interrupt.signal)
     if done == start:

@@ -10,3 +10,5 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 if "JAXTRAIN_CACHE" not in os.environ:
     os.environ["JAXTRAIN_CACHE"] = tempfile.mkdtemp(prefix="jaxtrain-tests-")
     atexit.register(shutil.rmtree, os.environ["JAXTRAIN_CACHE"], ignore_errors=True)
+
+from tests.s3 import _network, _server, bucket, impatient, network  # noqa: F401

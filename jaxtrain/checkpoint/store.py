@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from jaxtrain.checkpoint import fingerprint, verify
+from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.checkpoint.retention import best_of, dispensable
 from jaxtrain.errors import UserError
 from jaxtrain.exchange import together
@@ -47,7 +48,7 @@ class Checkpoints:
     """The checkpoints of one run. In a multi-process run every process makes all calls, at the same steps."""
 
     def __init__(self, directory: str | Path, keep: int = 2, *, keep_every: int = 0, best: str = "",
-                 verify: str = "full"):
+                 verify: str = "full", mirror: str = ""):
         """Costs nothing: `directory` is made, and left-overs in it are cleaned up, when it is first written.
 
         Args:
@@ -55,10 +56,14 @@ class Checkpoints:
             keep_every: those of every so many steps are kept for ever; 0: none.
             best: a metric of metrics.jsonl, beside `directory`, by which the lowest is kept too; "": none.
             verify: what is checked before a good one is loaded: "full", the sha256 of its files, or their "sizes".
+            mirror: a path or URL where each good one is copied to, and fetched from when it is lost here; "": none.
         """
         self._directory = Path(directory).absolute()
         self._keep, self._keep_every, self._best, self._hashes = keep, keep_every, best, verify == "full"
         self.on_good: list[Callable[[int, Path], None]] = []  # called in the background with each new good checkpoint
+        self._mirror = Mirror(directory, mirror, self.keeping) if mirror else None
+        if self._mirror and jax.process_index() == 0:
+            self.on_good.append(self._mirror.copy)
         self._jobs: list[_Job] = []
         self._checked: int | None = None  # what `newest` has just found good
         self._failure: UserError | None = None  # why the newest save is not on disk
@@ -96,13 +101,27 @@ class Checkpoints:
             if below is None or step < below:
                 problems = self._check(step)
                 if not problems:
-                    self._checked = step
-                    return step
+                    return self._found(step)
                 self._pass_over(step, problems)
+                if self._fetched(step):
+                    return self._found(step)
+        if below is None and (fetched := self._fetched(None)):
+            return self._found(fetched)
         if below is None and (damaged := self._agree(self._set_aside(), lambda found: found[0])):
             raise UserError("checkpoint", f"of the checkpoints in {self._directory} none is good ({', '.join(damaged)};"
                             " events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
         return None
+
+    def _found(self, step: int) -> int:
+        self._checked = step
+        if self._mirror and jax.process_index() == 0:
+            self._mirror.copy(step)  # unless it is there, as after a run that ended in the middle of copying it
+        return step
+
+    def _fetched(self, step: int | None) -> int | None:
+        """From the mirror: this step, or its newest; None if it has none."""
+        mirror = self._mirror
+        return self._agree(None, lambda _: mirror.fetch(step)) if mirror else None
 
     def restore_newest(self, abstract_state: Any, below: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
         """-> (step, state, meta) of the newest good checkpoint that loads as it was saved; None: there is none.
@@ -207,9 +226,11 @@ class Checkpoints:
         return any(not job.committed.is_set() for job in self._jobs)
 
     def wait(self) -> None:
-        """Return when everything saved so far is on disk and read back; raises if the last could not be written."""
+        """Return when everything saved so far is on disk, read back and mirrored; raises if the last is not on disk."""
         for job in self._jobs:
             job.thread.join()
+        if self._mirror:
+            self._mirror.wait()
         self._raise()
 
     def close(self) -> None:
@@ -222,6 +243,8 @@ class Checkpoints:
             for job in self._jobs:
                 job.thread.join(patience)
             self._stopping = True
+        if self._mirror:
+            self._mirror.close()
         if "_saver" in self.__dict__:
             self._saver.close()
         self._raise()
@@ -309,18 +332,27 @@ class Checkpoints:
                     shutil.rmtree(entry, ignore_errors=True)
                 self._retain()  # what may go makes room
 
+    def keeping(self, good: list[int]) -> list[int]:
+        """Which of these steps stay, wherever they are."""
+        gone = dispensable(good, [], keep=self._keep, keep_every=self._keep_every, best=self._best_of(good))
+        return [step for step in good if step not in gone]
+
+    def _best_of(self, good: list[int]) -> int | None:
+        if self._best:
+            with contextlib.suppress(OSError, ValueError):
+                return best_of(good, self._directory.parent / "metrics.jsonl", self._best)
+        return None
+
     def _retain(self) -> None:
         """Delete what may go. A folder is renamed first, so that half of one is never taken for a checkpoint."""
         with self._retaining:  # a save that fails makes room while the one before is being finished
             steps = verify.steps(self._directory)
             good = [step for step in steps if verify.good(self._directory, step)]
-            best = None
-            if self._best:
-                with contextlib.suppress(OSError, ValueError):
-                    best = best_of(good, self._directory.parent / "metrics.jsonl", self._best)
             under_way = {job.step for job in self._jobs}
             others = [step for step in steps if step not in good and step not in under_way]
-            for step in dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=best):
+            gone = dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=self._best_of(good))
+            pinned = self._mirror.pinned if self._mirror else ()  # being copied: it goes the next time
+            for step in filter(lambda step: step not in pinned, gone):
                 shutil.rmtree(_rename(self._directory / str(step), _DELETED))
             for entry in self._directory.glob(f"*{_ABANDONED}*"):
                 if good and int(entry.name.partition(".")[0]) < good[-1]:

@@ -61,7 +61,11 @@ def verify(directory: str | Path, step: int) -> Problems:
 
 def read_mark(directory: str | Path, step: int) -> Record:
     """The content of `good.json`; raises OSError or ValueError if it cannot be that of this step."""
-    sealed = _patiently((Path(directory) / str(step) / MARK).read_bytes)
+    return parse_mark(_patiently((Path(directory) / str(step) / MARK).read_bytes), step)
+
+
+def parse_mark(sealed: bytes, step: int) -> Record:
+    """The same, of its bytes."""
     record = json.loads(sealed)
     if not isinstance(record, dict) or sealed != _sealed({k: v for k, v in record.items() if k != "sha256"}):
         raise ValueError("is not what was written")

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import inputs, storage
+from jaxtrain import storage
+from jaxtrain.data import inputs
 from jaxtrain.data.inputs import Piece
 from jaxtrain.data.sequences import Column
 from jaxtrain.data.shards import Origin

@@ -18,7 +18,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxtrain.data import array_records, storage, token_files, zstd
+from jaxtrain import storage
+from jaxtrain.data import array_records, token_files, zstd
 from jaxtrain.data.conversations import FIELDS, Unusable, example_of, format_of
 from jaxtrain.errors import UserError
 

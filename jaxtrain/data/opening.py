@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import files, remote, storage
+from jaxtrain import storage
+from jaxtrain.data import files, remote
 from jaxtrain.data.corpus import SPLITS, UNFINISHED, Corpus, Shard, Tokens, mapped, unreadable
 from jaxtrain.data.damage import DamagedColumn, Lost
 from jaxtrain.data.tokenizer import Tokenizer, encode_documents, load_tokenizer

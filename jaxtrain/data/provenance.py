@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from datetime import date
 from typing import Any, cast
 
-from jaxtrain.data import storage, token_files
+from jaxtrain import storage
+from jaxtrain.data import token_files
 from jaxtrain.data.inputs import Piece, readable
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.versions import git_commit, version_of

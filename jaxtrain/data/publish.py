@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxtrain.data import files, storage
+from jaxtrain import storage
+from jaxtrain.data import files
 from jaxtrain.data.corpus import SPLITS
 from jaxtrain.data.opening import read_manifest
 from jaxtrain.data.progress import Line

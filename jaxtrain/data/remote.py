@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import files, storage
+from jaxtrain import storage
+from jaxtrain.data import files
 from jaxtrain.data.chunks import ChunkCache
 from jaxtrain.data.damage import Damage, Lost
 from jaxtrain.data.shards import CHUNK

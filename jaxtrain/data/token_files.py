@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxtrain.data import storage
+from jaxtrain import storage
 from jaxtrain.errors import UserError
 
 TYPES = ("uint8", "uint16", "uint32", "int32", "uint64", "int64")

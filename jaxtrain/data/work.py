@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from jaxtrain.data import engines, files, storage
+from jaxtrain import storage
+from jaxtrain.data import engines, files
 from jaxtrain.data.corpus import UNFINISHED
 from jaxtrain.data.engines import Engine
 from jaxtrain.data.opening import read_manifest

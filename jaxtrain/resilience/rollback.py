@@ -15,9 +15,11 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint.snapshots import turn_back
 from jaxtrain.config import ResilienceConfig
 from jaxtrain.data.passed_over import FILE, PassedOver
 from jaxtrain.errors import UserError
+from jaxtrain.exchange import together
 from jaxtrain.observe import events
 from jaxtrain.resilience import exits
 
@@ -111,22 +113,8 @@ def settle(workdir: str | Path, checkpoints: Checkpoints) -> PassedOver:
 
     The first process does it and tells the others, so that all know the same. Call it before anything is restored.
     """
-    if jax.process_count() == 1:
-        return _settle(workdir, checkpoints)
-    client, name = jax._src.distributed.global_state.client, f"jaxtrain/passed_over/{next(_turns)}"
-    assert client is not None
-    if jax.process_index() == 0:
-        try:
-            passed = _settle(workdir, checkpoints)
-        except UserError as mistake:  # which is everybody's
-            client.key_value_set(name, json.dumps({"mistake": [mistake.key, mistake.reason, mistake.fix]}))
-            raise
-        client.key_value_set(name, json.dumps(passed.to_dict()))
-        return passed
-    told = json.loads(client.blocking_key_value_get(name, 600_000))  # milliseconds: removing takes its time
-    if "mistake" in told:
-        raise UserError(*told["mistake"])
-    return PassedOver.of(told)
+    return PassedOver.of(together(f"passed_over/{next(_turns)}", None,
+                                  lambda _: json.loads(json.dumps(_settle(workdir, checkpoints).to_dict()))))
 
 
 def agree(workdir: str | Path, passed: PassedOver, meta: Mapping[str, Any], step: int) -> None:
@@ -150,6 +138,7 @@ def _settle(workdir: str | Path, checkpoints: Checkpoints) -> PassedOver:
     passed = PassedOver.read(workdir) or PassedOver()
     if passed.void_above is not None:
         checkpoints.discard(passed.void_above)
+        turn_back(workdir)
         passed = passed.settled()
         passed.write(workdir)
     return passed

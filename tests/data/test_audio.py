@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from jaxtrain.data import storage
+from jaxtrain import storage
 from jaxtrain.data.audio import BLOCK, Audio, log_mel
 from jaxtrain.data.prepare_sequences import prepare_sequences
 from jaxtrain.errors import UserError

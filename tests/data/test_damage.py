@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxtrain import storage
 from jaxtrain.config import DataConfig
-from jaxtrain.data import load_corpus, storage
+from jaxtrain.data import load_corpus
 from jaxtrain.data.batches import rows, train_batches
 from jaxtrain.data.publish import publish
 from jaxtrain.data.shards import CHUNK

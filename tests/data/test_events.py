@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxtrain.data import storage
+from jaxtrain import storage
 from jaxtrain.data.events import Events
 from jaxtrain.data.prepare_sequences import prepare_sequences
 from jaxtrain.errors import UserError

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.data import open_corpus, storage
+from jaxtrain import storage
+from jaxtrain.data import open_corpus
 from jaxtrain.data.publish import main, publish
 from jaxtrain.errors import UserError
 from tests.data import made

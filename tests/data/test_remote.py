@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxtrain import storage
 from jaxtrain.config import DataConfig
-from jaxtrain.data import load_corpus, open_corpus, storage
+from jaxtrain.data import load_corpus, open_corpus
 from jaxtrain.data.batches import eval_batches, train_batches
 from jaxtrain.data.publish import publish
 from jaxtrain.data.shards import CHUNK
@@ -126,7 +127,7 @@ def test_offsets_are_kept_and_checked(network, url, corpus, tmp_path):
 
 READ = """if True:
     import sys
-    from jaxtrain.data import storage
+    from jaxtrain import storage
     from tests.data.test_remote import config, stream
     from pathlib import Path
     storage.PAUSE = 0.001, 0.01

@@ -215,7 +215,7 @@ def test_what_lies_beside_is_watched_and_hashed_too(tmp_path, monkeypatch, write
 
 @pytest.mark.parametrize("write", FORMATS)
 def test_a_plan_fetches_no_tokens(tmp_path, monkeypatch, write):
-    from jaxtrain.data import storage
+    from jaxtrain import storage
 
     source, url, fetched = folder(tmp_path, write), f"memory://plan/{write.__name__}", []
     for path in (tmp_path / "in").iterdir():

@@ -151,7 +151,7 @@ def _network(_server):
 @pytest.fixture
 def network(_network, monkeypatch):
     """Between this process, and those that it starts, and the server; calm until a test shakes it."""
-    from jaxtrain.data import storage
+    from jaxtrain import storage
 
     for key, value in environment(_network.address).items():
         monkeypatch.setenv(key, value)
@@ -166,7 +166,7 @@ def impatient(network, monkeypatch):
     """This process does not wait long for an answer, as a user would set it."""
     import fsspec.config
 
-    from jaxtrain.data import storage
+    from jaxtrain import storage
 
     monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 0.5}})
     storage._connected.cache_clear()
@@ -177,7 +177,7 @@ def impatient(network, monkeypatch):
 @pytest.fixture
 def bucket(network):
     """The URL of an empty one."""
-    from jaxtrain.data import storage
+    from jaxtrain import storage
 
     name = f"b{uuid.uuid4().hex}"
     storage._connected("s3").mkdir(name)

@@ -5,6 +5,7 @@ longer pause; what will not (no such object, no permission) is said at once. Pat
 """
 
 import builtins
+import contextlib
 import datetime
 import errno
 import functools
@@ -155,6 +156,22 @@ def put(local: Path, url: str) -> None:
         fs.put_file(str(local), url)
 
     _tried(url, send, "written")
+
+
+def names(url: str) -> list[str]:
+    """What a folder behind a URL holds, files and folders, without what is below those; nothing if it is not there."""
+    fs = _filesystem(url)
+    try:
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in _tried(url, lambda: fs.ls(url, detail=False)))
+    except Gone:
+        return []
+
+
+def remove(url: str) -> None:
+    """A file, or a folder with all that is in it; it may be gone already."""
+    fs = _filesystem(url)
+    with contextlib.suppress(Gone):
+        _tried(url, lambda: fs.rm(url, recursive=True), "removed")
 
 
 class _Object(io.RawIOBase):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.data import storage
+from jaxtrain import storage
 from jaxtrain.data.prepare import Options, main, prepare
 from jaxtrain.errors import UserError
 
@@ -176,7 +176,7 @@ def test_paths_do_not_touch_fsspec(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"12345")
     code = """if True:
         import sys
-        from jaxtrain.data import storage
+        from jaxtrain import storage
         sys.modules["fsspec"] = None  # an import would raise
         path = sys.argv[1]
         assert storage.read(path, 1, 3) == b"23" and storage.open(path).read() == storage.fetched(path).read()

@@ -1,0 +1,51 @@
+"""python -m jaxtrain.checkpoint list|verify|diff|restore-to WORKDIR ...: look at a run's checkpoints, and go back."""
+
+import argparse
+import sys
+
+from jaxtrain.checkpoint.inspect import diff, restore_to, show, verified
+from jaxtrain.errors import Parser, UserError, command
+
+
+@command()
+def main(argv: list[str] | None) -> None:
+    """Exit status 0; 1: `verify` found damage; 2: the user's mistake, in one line."""
+    flags = parser().parse_args(argv)
+    if flags.what == "list":
+        print(show(flags.workdir))
+    elif flags.what == "verify":
+        right = True
+        for line, good in verified(flags.workdir, flags.steps):
+            print(line, flush=True)
+            right &= good
+        if not right:
+            raise SystemExit(1)
+    elif flags.what == "diff":
+        words = flags.words if len(flags.words) == 4 else [*flags.words[:2], flags.words[0], *flags.words[2:]]
+        if len(words) != 4 or not (words[1] + words[3]).isdecimal():
+            raise UserError("command line", f"diff {' '.join(flags.words)} does not say which two",
+                            "write diff WORKDIR STEP STEP, or diff WORKDIR STEP WORKDIR2 STEP")
+        for line in diff(words[0], int(words[1]), words[2], int(words[3])):
+            print(line, flush=True)
+    else:
+        print(restore_to(flags.workdir, flags.step))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = Parser(prog="python -m jaxtrain.checkpoint", description=__doc__)
+    commands = made.add_subparsers(dest="what", required=True, parser_class=Parser)
+    lists = commands.add_parser("list", help="every checkpoint: is it good, how old, what loss, and where it is")
+    verifies = commands.add_parser("verify", help="read every byte again; exit status 1 if any of them is damaged")
+    diffs = commands.add_parser("diff", help="in which arrays and in what else two checkpoints differ")
+    goes = commands.add_parser("restore-to", help="make the run go on from an older good checkpoint; deletes nothing")
+    for each in (lists, verifies, goes):
+        each.add_argument("workdir", metavar="WORKDIR", help="of the run")
+    verifies.add_argument("steps", metavar="STEP", type=int, nargs="*", help="only these; default: all")
+    diffs.add_argument("words", metavar="WORKDIR STEP [WORKDIR2] STEP", nargs="+", action="store")
+    goes.add_argument("step", metavar="STEP", type=int)
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""What a person asks about a run's checkpoints: which there are, are they whole, how do two differ; and to go back."""
+
+import contextlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.checkpoint import pieces, snapshots, verify
+from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.checkpoint.snapshots import Taken
+from jaxtrain.errors import UserError
+
+_ASIDE = ".set_aside"
+_ENDINGS = {".damaged": "damaged: it was found out and is not used", ".abandoned": "the run went back to before it",
+            _ASIDE: "set aside by restore-to", ".fetching": "not complete: being fetched from the mirror",
+            ".orbax-checkpoint-tmp": "not complete: being written, or the run ended meanwhile"}
+_ALIVE_S = 60  # a heartbeat that is younger comes from a run that goes on
+_HEAD = ("step", "state", "where", "size", "age", "loss", "mesh")
+
+
+# ------------------------------------------------------------------------------------------------------- what is there
+def show(workdir: str | Path) -> str:
+    """A table of all checkpoints, in words."""
+    directory, config = _directory(workdir), _config(workdir)
+    local, notes = verify.steps(directory), []
+    copies: dict[int, Any] = {}
+    if place := config.get("mirror"):
+        try:
+            mirror = Mirror(directory, place)
+            copies = {step: mirror.good(step) for step in mirror.steps()}
+        except UserError as error:
+            notes.append(f"the mirror could not be asked: {error}")
+    rows = []
+    for step in sorted({*local, *copies}):
+        record = verify.good(directory, step)
+        state = "good" if record else "only in the mirror" if step not in local else _unmarked(directory / str(step))
+        where = [name for name, there in (("local", step in local), ("mirror", step in copies)) if there]
+        rows.append(_row(step, state, where, record or copies.get(step) or {}, directory / str(step)))
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        ending = next((ending for ending in _ENDINGS if ending in path.name), None)
+        if ending and path.is_dir() and (step := path.name.partition(".")[0]).isdecimal():
+            rows.append(_row(int(step), f"{_ENDINGS[ending]} ({path.name})", ["local"], {}, path))
+    rows += _snapshots(workdir, config.get("local_dir", ""))
+    if not rows:
+        return "\n".join([f"{workdir} has no checkpoints yet", *notes])
+    good = [step for step in local if verify.good(directory, step)]
+    last = f"the run goes on from step {good[-1]}, or from a newer snapshot" if good else (
+        "no checkpoint here is good; those not verified yet are read back when the run starts" if local else
+        "there is no checkpoint here")
+    return "\n".join([_table([_HEAD, *rows]), *notes, last])
+
+
+def _row(step: int, state: str, where: list[str], record: dict[str, Any], folder: Path) -> tuple[str, ...]:
+    meta = record.get("meta", {})
+    size = sum(size for size, _ in record["files"].values()) if "files" in record else sum(
+        path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    then = meta.get("time") or (folder.stat().st_mtime if folder.exists() else None)
+    mesh = " ".join(f"{axis}={many}" for axis, many in meta.get("mesh", {}).items() if many > 1)
+    loss = meta.get("loss")
+    return (str(step), state, ", ".join(where), _bytes(size), _age(time.time() - then) if then else "",
+            f"{loss:.4f}" if isinstance(loss, float) else "", mesh or ("one device" if "mesh" in meta else ""))
+
+
+def _unmarked(folder: Path) -> str:
+    return ("damaged: its good.json is not what was written" if (folder / verify.MARK).exists()
+            else "not verified yet: the next start of the run does it, or `verify` here")
+
+
+def _snapshots(workdir: str | Path, local_dir: str) -> list[tuple[str, ...]]:
+    """Those that this machine has, be it all pieces of them or some."""
+    place = snapshots.folder(workdir, local_dir)
+    held: dict[Taken, dict[str, Path]] = {}
+    for path in place.glob("process-*/*/*.snapshot"):
+        if taken := Taken.of(path.name):
+            held.setdefault(taken, {})[path.name] = path
+    rows: list[tuple[str, ...]] = []
+    for taken, files in sorted(held.items()):
+        about: dict[str, Any] = {}
+        with contextlib.suppress(pieces.Damaged):
+            about = pieces.read_header(pieces.reader(next(iter(files.values())))).about
+        state = "in memory" if taken.whole(files) else f"in memory: {len(files)} of {taken.owners} parts are here"
+        loss = about.get("meta", {}).get("loss")
+        rows.append((str(taken.step), state, "snapshot", _bytes(sum(path.stat().st_size for path in files.values())),
+                     _age(time.time() - about["time"]) if about else "", f"{loss:.4f}" if loss else "", ""))
+    return rows
+
+
+def verified(workdir: str | Path, steps: list[int]) -> Iterator[tuple[str, bool]]:
+    """A line for each checkpoint, and whether it is whole."""
+    directory = _directory(workdir)
+    there = verify.steps(directory)
+    for step in steps:
+        _known(directory, step, there)
+    if not there:
+        raise UserError("WORKDIR", f"{workdir} has no checkpoints yet", "see what `list` shows")
+    for step in steps or there:
+        problems = verify.verify(directory, step)
+        if problems:
+            more = [f"\n  and {problem}" for problem in problems[1:]]
+            yield f"step {step}: damaged: {problems[0]}{''.join(more)}", False
+            continue
+        files = verify.list_files(directory / str(step))[0]
+        marked = verify.good(directory, step) is not None
+        yield (f"step {step}: good: {len(files)} files were read, and all is as it was saved"
+               f"{'' if marked else ' (nobody had verified it yet; the next start of the run notes it down)'}", True)
+
+
+# ---------------------------------------------------------------------------------------------------------- differences
+def diff(workdir: str | Path, step: int, other: str | Path, other_step: int) -> Iterator[str]:
+    """In what the second differs from the first, a line each; the arrays are read piece by piece."""
+    one, two = (_known(_directory(place), at) for place, at in ((workdir, step), (other, other_step)))
+    metas = [_flat(verify.read_json(folder / "meta" / "metadata")) for folder in (one, two)]
+    for key in sorted({*metas[0], *metas[1]}):
+        values = [json.dumps(meta[key]) if key in meta else "missing" for meta in metas]
+        if values[0] != values[1]:
+            yield f"{key}: {values[0]} -> {values[1]}"
+    shapes = [{path: what for path, (what, _) in verify.saved_fingerprint(folder).items()} for folder in (one, two)]
+    same = 0
+    for path in [*shapes[0], *(path for path in shapes[1] if path not in shapes[0])]:
+        ours, theirs = (shape.get(path, "missing") for shape in shapes)
+        if ours != theirs:
+            yield f"array {path}: {ours} -> {theirs}"
+        elif difference := _difference(one / "state", two / "state", path):
+            yield f"array {path} {ours}: {difference}"
+        else:
+            same += 1
+    yield f"{same} of {len({*shapes[0], *shapes[1]})} arrays are the same, bit by bit"
+
+
+def _difference(one: Path, two: Path, path: str) -> str:
+    ours, theirs = verify._open(one, path), verify._open(two, path)
+    different, largest, nan = 0, 0.0, 0
+    for part in verify._pieces(ours):
+        a, b = (np.asarray(array[part].read().result()) for array in (ours, theirs))
+        unequal = (a != b) & ~((a != a) & (b != b))  # a NaN is as good as another
+        different += int(unequal.sum())
+        if unequal.any():
+            distance = np.abs(a.astype(np.float64) - b.astype(np.float64))[unequal]
+            nan += int(np.isnan(distance).sum())
+            largest = max(largest, np.nanmax(distance, initial=0.0))
+    whole = math.prod(ours.shape)
+    return (f"{different:,} of {whole:,} elements differ, by at most {largest:.6g}"
+            f"{f'; {nan:,} are a number in one of them only' if nan else ''}") if different else ""
+
+
+def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    found = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- to go back
+def restore_to(workdir: str | Path, step: int) -> str:
+    """Put everything newer than a good checkpoint out of the way -> what was done, and how to undo it."""
+    workdir, directory = Path(workdir), _directory(workdir)
+    folder = _known(directory, step)
+    for path in (workdir / "heartbeats").glob("process-*"):
+        if (age := time.time() - path.stat().st_mtime) < _ALIVE_S:
+            raise UserError("WORKDIR", f"{workdir} is of a run that goes on: {path.name} was alive {_age(age)} ago",
+                            "stop it first, then run this again")
+    if problems := verify.verify(directory, step):
+        raise UserError("STEP", f"{folder} is damaged ({problems[0]})", "choose another one that `list` calls good")
+    said, undo = [], []
+    for newer in [other for other in verify.steps(directory) if other > step]:
+        aside = _free(directory / f"{newer}{_ASIDE}")
+        (directory / str(newer)).rename(aside)
+        said.append(f"checkpoint {newer} is now {aside.name}")
+        undo.append(f"mv {aside} {directory / str(newer)}")
+    metrics = workdir / "metrics.jsonl"
+    if metrics.exists():
+        kept = _free(metrics.with_name(f"{metrics.name}{_ASIDE}"))
+        shutil.copy2(metrics, kept)
+        said.append(f"metrics.jsonl is cut to step {step} at the next start; all of it is kept as {kept.name}")
+        undo.append(f"mv {kept} {metrics}")
+    snapshots.turn_back(workdir)
+    said.append("snapshots in memory from before now are not used any more")
+    if place := _config(workdir).get("mirror"):
+        try:
+            hidden = Mirror(directory, place).hide(above=step)
+            said += [f"the mirror's copies of {', '.join(map(str, hidden))} do not count any more"] if hidden else []
+        except UserError as error:
+            said.append(f"the mirror could not be told ({error}); that matters only if the checkpoints here are lost")
+    return "\n".join([f"The run goes on from step {step} when it is started again, with the same command as before.",
+                      *(f"- {line}" for line in said),
+                      *(["To undo this, before the run is started again:", *(f"  {line}" for line in undo)] if undo
+                        else ["Nothing was newer."])])
+
+
+def _free(path: Path) -> Path:
+    """This name, or one like it that nothing has yet."""
+    number = 1
+    while (found := path if number == 1 else path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- words
+def _directory(workdir: str | Path) -> Path:
+    if not Path(workdir).is_dir():
+        raise UserError("WORKDIR", f"there is no folder {workdir}", "give the --workdir of the run")
+    return Path(workdir).absolute() / "checkpoints"
+
+
+def _known(directory: Path, step: int, there: list[int] | None = None) -> Path:
+    there = verify.steps(directory) if there is None else there
+    if step not in there:
+        raise UserError("STEP", f"{directory} has no checkpoint of step {step}",
+                        f"it has {', '.join(map(str, there)) or 'none'}")
+    return directory / str(step)
+
+
+def _config(workdir: str | Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return json.loads((Path(workdir) / "config.json").read_text())["checkpoint"]
+    return {}
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                     for row in rows)
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, {"B": "kB", "kB": "MB", "MB": "GB", "GB": "TB"}[unit]
+    return f"{size:.3g} {unit}" if size < 1000 else f"{size:,.0f} {unit}"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"

@@ -1,0 +1,247 @@
+"""A second copy of each good checkpoint, in object storage or under another path, for when the first is lost.
+
+Copied in the background by process 0, which sees all files: every object is read back and compared, and `good.json` is
+the last, so that a copy is whole or not there. A store that is down holds up nothing: the copy is tried again until the
+next checkpoint takes its place. Half a copy is gone on with.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from jaxtrain import storage
+from jaxtrain.checkpoint import verify
+from jaxtrain.errors import UserError
+from jaxtrain.observe import events
+
+THREADS = 8  # files under way at a time
+AGAIN = 3  # times a file is sent, or fetched, that does not arrive as it is
+PAUSE = 15.0, 600.0  # seconds before a copy that failed is tried again: at first, then twice as long, and the longest
+OWNER = "owner.json"  # whose copies they are
+_FETCHING = ".fetching"
+Kept = Callable[[list[int]], Iterable[int]]  # of the good steps that are there, in order: those to keep
+
+
+class Mirror:
+    """The copies of one run's checkpoints.
+
+    Args:
+        directory: the run's checkpoints, in its workdir.
+        place: a URL that fsspec knows, or a path.
+        kept: which of the copies stay, each time one is complete; without it all do.
+    """
+
+    def __init__(self, directory: str | Path, place: str, kept: Kept = lambda good: good):
+        self._directory = Path(directory).absolute()
+        self.place = place if storage.is_url(place) else f"file://{Path(place).expanduser().absolute()}"
+        self._kept = kept
+        self.pinned: set[int] = set()  # the step being copied, which must not be deleted meanwhile
+        self._wanted: int | None = None
+        self._changed = threading.Condition()
+        self._closing = False
+        self._waiting = 0
+        self._thread: threading.Thread | None = None
+
+    # ----------------------------------------------------------------------------------------------- in the background
+    def copy(self, step: int, path: Path | None = None) -> None:
+        """Have a good checkpoint copied; returns at once. One that still waits for its turn gives it up to this one."""
+        with self._changed:
+            self._wanted = step
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Return when all is copied, or what is left has been tried once more in vain."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._wanted is None and not self.pinned)
+            self._waiting -= 1
+
+    def close(self) -> None:
+        """Begin nothing more. A copy under way is given up; the next start goes on with it."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        failures = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._wanted is not None)
+                if self._closing or self._wanted is None:
+                    return
+                step, self._wanted = self._wanted, None
+                self.pinned = {step}
+            problem = self._copied(step)
+            failures = failures + 1 if problem else 0
+            if problem:
+                self._pause(step, problem, failures)
+            with self._changed:
+                self.pinned = set()
+                self._changed.notify_all()
+
+    def _copied(self, step: int) -> str:
+        """What went wrong, if anything did."""
+        try:
+            if self.send(step):
+                self._tell("mirror_copied", None, step=step, place=self.place)
+            return ""
+        except UserError as error:
+            return f"{error.key}: {error.reason}"
+        except Exception as error:  # whatever it is, training goes on
+            return f"{type(error).__name__}: {error}"
+
+    def _pause(self, step: int, problem: str, failures: int) -> None:
+        """After a failure: the same again, later, unless there is a newer one by then."""
+        if failures == 1:
+            self._tell("mirror_failed", f"checkpoint {step} is not copied to {self.place} yet ({problem}); it is tried "
+                       "again, and the run goes on", step=step, place=self.place, reason=problem)
+        first, longest = PAUSE
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._waiting or self._wanted is not None,
+                                   timeout=min(longest, first * 2 ** (failures - 1)))
+            given_up = self._closing or (self._waiting and failures > 1) or self._wanted is not None
+            if not given_up:
+                self._wanted = step
+        if given_up:
+            self._tell("mirror_gave_up", f"checkpoint {step} was not copied to {self.place} ({problem})", step=step,
+                       place=self.place, reason=problem)
+
+    # ------------------------------------------------------------------------------------------------- there, and back
+    def steps(self) -> list[int]:
+        """Those that the mirror has whole."""
+        return sorted(int(name) for name in storage.names(self.place) if name.isdecimal() and self.good(int(name)))
+
+    def good(self, step: int) -> verify.Record | None:
+        """What the copy's `good.json` says, if it is there and whole."""
+        with contextlib.suppress(storage.Gone, ValueError):
+            return verify.parse_mark(storage.read(self._url(step, verify.MARK)), step)
+        return None
+
+    def send(self, step: int) -> int:
+        """Copy one now, and let go of copies that need not stay -> how many files were sent. Raises `UserError`."""
+        self._own()
+        record, folder = verify.read_mark(self._directory, step), self._directory / str(step)
+        if (there := self.good(step)) == record:
+            return 0
+        if there:  # of a past that the run went back from
+            storage.remove(self._url(step, verify.MARK))
+        there = {found.name: found.size for found in storage.find(self._url(step))}
+
+        def send(name: str) -> int:
+            size, sha256 = record["files"][name]
+            return self._send(folder / name, self._url(step, name), size, sha256, there.get(name))
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            sent = sum(pool.map(send, record["files"]))
+        mark = folder / verify.MARK
+        sent += self._send(mark, self._url(step, verify.MARK), *verify.hash_file(mark), there.get(verify.MARK))
+        good = self.steps()
+        # Those of later steps are of a past that the run went back from.
+        kept = {step, *self._kept([other for other in good if other <= step])}
+        for other in good:
+            if other not in kept:
+                storage.remove(self._url(other, verify.MARK))  # first: half a copy must not look like one
+                storage.remove(self._url(other))
+        return sent
+
+    def hide(self, above: int) -> list[int]:
+        """Copies of later steps do not count any more -> which; they do again when the run copies them again."""
+        hidden = [step for step in self.steps() if step > above]
+        for step in hidden:
+            storage.remove(self._url(step, verify.MARK))
+        return hidden
+
+    def _send(self, path: Path, url: str, size: int, sha256: str, there: int | None) -> int:
+        if there == size and _digest(url) == sha256:
+            return 0
+        for _ in range(AGAIN):
+            if self._closing:
+                raise UserError(self.place, "the run ends", "the next start goes on")
+            storage.put(path, url)
+            if storage.size(url) == size and _digest(url) == sha256:
+                return 1
+        raise UserError(url, f"is not what was sent, {AGAIN} times", "see whether others write there")
+
+    def fetch(self, step: int | None = None) -> int | None:
+        """Bring a copy back as the run's own: of this step, or the newest -> its step; None if there is none.
+
+        Every file is compared with `good.json` before the checkpoint gets its name. Raises `UserError`.
+        """
+        self._own()
+        steps = [found for found in self.steps() if step in (None, found)]
+        if not steps:
+            return None
+        step = steps[-1]
+        record, folder = self.good(step), self._directory / f"{step}{_FETCHING}"
+        assert record
+        self._tell("mirror_fetching", f"checkpoint {step} is fetched from {self.place}", step=step, place=self.place)
+        names = [*record["files"], verify.MARK]
+        for parent in {(folder / name).parent for name in names}:
+            parent.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda name: _fetch(self._url(step, name), folder / name,
+                                              *record["files"].get(name, (0, ""))), names))
+        os.replace(folder, self._directory / str(step))
+        config = self._directory.parent / "config.json"
+        if not config.exists() and record["meta"].get("config"):  # by which another run is refused
+            config.write_text(json.dumps(record["meta"]["config"], indent=2) + "\n")
+        return step
+
+    def _own(self) -> None:
+        """Refuse to write among the copies of another run, or to take them for ours."""
+        mine, theirs = self._directory / f"mirror-{OWNER}", storage.join(self.place, OWNER)
+        here = mine.read_text() if mine.exists() else ""
+        if storage.exists(theirs):
+            there = storage.read(theirs).decode()
+            if here and here != there:
+                raise UserError("checkpoint.mirror", f"{self.place} holds copies of another run",
+                                "give this run a place of its own")
+        else:
+            there = here or json.dumps({"run": secrets.token_hex(8)})
+        if not here:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            mine.write_text(there)
+        if not storage.exists(theirs):
+            storage.put(mine, theirs)
+
+    def _url(self, step: int, name: str = "") -> str:
+        folder = storage.join(self.place, str(step))
+        return storage.join(folder, name) if name else folder
+
+    def _tell(self, kind: str, sentence: str | None, **fields: Any) -> None:
+        with contextlib.suppress(OSError):  # the disk may be full
+            events.record(self._directory.parent, kind, **fields)
+        if sentence:
+            print(sentence, file=sys.stderr, flush=True)
+
+
+def _fetch(url: str, path: Path, size: int, sha256: str) -> None:
+    """A file that is there and right is not fetched again; without a sha256 there is nothing to compare."""
+    if sha256 and path.exists() and verify.hash_file(path) == (size, sha256):
+        return
+    for _ in range(AGAIN):
+        with storage.open(url) as source, open(path, "wb") as file:
+            shutil.copyfileobj(source, file, storage.BLOCK)
+            file.flush()
+            os.fsync(file.fileno())
+        if not sha256 or verify.hash_file(path) == (size, sha256):
+            return
+    raise UserError(url, f"is not what good.json says, {AGAIN} times", "use the copy of an older step")
+
+
+def _digest(url: str) -> str:
+    with storage.open(url) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

@@ -1,0 +1,210 @@
+"""One process's pieces of a state, in one file with a checksum for each; and the arrays made of everybody's pieces.
+
+A file is a mark, the length and sha256 of a JSON header, the header, and the pieces' bytes one after the other. The
+header names for each piece the leaf and the part of it that it is, so that any mesh can be filled from the files.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_MARK = b"jaxtrain-pieces\n"
+_OPENING = len(_MARK) + 8 + 32  # the mark, how long the header is, and its sha256
+_BLOCK = 2**24
+Bounds = tuple[tuple[int, int], ...]  # of each dimension: from, to
+Read = Callable[[int, int], bytes]  # of a file: so many bytes from there
+
+
+class Damaged(Exception):
+    """A file of pieces that is not what was written."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a leaf: where it lies in the leaf, and where its bytes lie in the file."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]  # of the whole leaf
+    bounds: Bounds
+    offset: int
+    size: int
+    sha256: str
+
+    @property
+    def box(self) -> tuple[int, ...]:
+        """Its own shape."""
+        return tuple(stop - start for start, stop in self.bounds)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file holds. `about` is the writer's: which step, of which run, whose."""
+
+    about: dict[str, Any]
+    pieces: list[Piece]
+    data: int  # where the bytes begin
+
+
+# ------------------------------------------------------------------------------------------- from devices to the host
+def owned(flat: Mapping[str, jax.Array], process: int) -> list[tuple[str, Bounds, int]]:
+    """The pieces that this process writes, as (leaf, bounds, which of its shards): each piece has one writer.
+
+    Of several processes that hold the same piece another one is the writer for each leaf, so that all have work.
+    """
+    found = []
+    for number, (path, leaf) in enumerate(flat.items()):
+        holders: dict[Bounds, set[int]] = {}
+        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+            holders.setdefault(bounds_of(index, leaf.shape), set()).add(device.process_index)
+        here = {bounds_of(shard.index, leaf.shape): i for i, shard in reversed([*enumerate(leaf.addressable_shards)])}
+        for bounds, shard in here.items():
+            processes = sorted(holders[bounds])
+            if processes[number % len(processes)] == process:
+                found.append((path, bounds, shard))
+    return found
+
+
+def to_host(flat: Mapping[str, jax.Array], wanted: Sequence[tuple[str, Bounds, int]]) -> list[np.ndarray]:
+    """These pieces in the host's memory. The state may be donated at once: nothing here is the device's any more."""
+    with jax.transfer_guard("allow"):  # on purpose
+        shards = [flat[path].addressable_shards[shard].data for path, _, shard in wanted]
+        for shard in shards:  # all of them are under way before the first is waited for
+            shard.copy_to_host_async()
+        # On CPU the array would be the device's own memory, and the next step would have to keep clear of it.
+        return [np.array(shard, copy=True if _is_host(shard) else None, order="C") for shard in shards]
+
+
+def _is_host(array: jax.Array) -> bool:
+    return next(iter(array.devices())).platform == "cpu"
+
+
+def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
+    """A tuple of slices as pairs of numbers."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+# --------------------------------------------------------------------------------------------------------- in a file
+def write(path: Path, about: dict[str, Any], names: Iterable[tuple[str, tuple[int, ...], Bounds]],
+          arrays: Sequence[np.ndarray]) -> int:
+    """All of it or nothing under `path`; -> its bytes. `names`: leaf, shape of the leaf and bounds of each array."""
+    pieces, offset = [], 0
+    contents = [array.reshape(-1).view(np.uint8).data for array in arrays]
+    for (leaf, shape, bounds), array, content in zip(names, arrays, contents, strict=True):
+        pieces.append(Piece(leaf, array.dtype.name, shape, bounds, offset, content.nbytes,
+                            hashlib.sha256(content).hexdigest()))
+        offset += content.nbytes
+    header = json.dumps({"about": about, "pieces": [list(asdict(piece).values()) for piece in pieces]}).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(_MARK + len(header).to_bytes(8, "big") + hashlib.sha256(header).digest() + header)
+            for content in contents:
+                file.write(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path.stat().st_size
+
+
+def reader(path: Path) -> Read:
+    """Reads this file, piece by piece."""
+    def read(offset: int, size: int) -> bytes:
+        try:
+            with open(path, "rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        except OSError as error:
+            raise Damaged(f"{path.name} cannot be read ({error.strerror})") from error
+    return read
+
+
+def read_header(read: Read) -> Header:
+    """Raises `Damaged` if it is not whole."""
+    opening = read(0, _OPENING)
+    if len(opening) < _OPENING or not opening.startswith(_MARK):
+        raise Damaged("it does not begin as a file of pieces does")
+    length = int.from_bytes(opening[len(_MARK): len(_MARK) + 8], "big")
+    content = read(_OPENING, length) if length < 2**32 else b""
+    if hashlib.sha256(content).digest() != opening[len(_MARK) + 8:]:
+        raise Damaged("its header is not what was written")
+    header = json.loads(content)
+    pieces = [Piece(path, dtype, tuple(shape), tuple(map(tuple, bounds)), *rest)
+              for path, dtype, shape, bounds, *rest in header["pieces"]]
+    return Header(header["about"], pieces, _OPENING + length)
+
+
+def read_piece(read: Read, header: Header, piece: Piece) -> np.ndarray:
+    """Raises `Damaged` if its bytes are not those that were written."""
+    content = read(header.data + piece.offset, piece.size)
+    if hashlib.sha256(content).hexdigest() != piece.sha256:
+        raise Damaged(f"{piece.path} is not what was written")
+    return np.frombuffer(content, jnp.dtype(piece.dtype)).reshape(piece.box)
+
+
+def check(path: Path) -> Header:
+    """The header of a file whose every byte is as it was written; else `Damaged`."""
+    read = reader(path)
+    header = read_header(read)
+    if path.stat().st_size != header.data + sum(piece.size for piece in header.pieces):
+        raise Damaged("it has another length than was written")
+    with open(path, "rb") as file:
+        file.seek(header.data)
+        for piece in header.pieces:
+            digest, left = hashlib.sha256(), piece.size
+            while left:
+                block = file.read(min(left, _BLOCK))
+                digest.update(block)
+                left -= len(block) or left
+            if digest.hexdigest() != piece.sha256:
+                raise Damaged(f"{piece.path} is not what was written")
+    return header
+
+
+# ----------------------------------------------------------------------------------------------- from files to devices
+def assemble(leaf: jax.ShapeDtypeStruct, pieces: Sequence[tuple[Piece, Callable[[], np.ndarray]]]) -> jax.Array:
+    """The leaf on the devices it wants to be on, of pieces that were cut in whatever way; each is read once at most.
+
+    Raises:
+        Damaged: the pieces do not cover what this process needs.
+    """
+    read: dict[Bounds, np.ndarray] = {}
+    made: dict[Bounds, np.ndarray] = {}
+
+    def content(index: Sequence[slice] | None) -> np.ndarray:
+        wanted = bounds_of(index or (), leaf.shape)
+        if wanted not in made:
+            made[wanted] = _box(wanted)
+        return made[wanted]
+
+    def _box(wanted: Bounds) -> np.ndarray:
+        filled, out = 0, np.empty([stop - start for start, stop in wanted], leaf.dtype)
+        for piece, get in pieces:
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, piece.bounds, strict=True)]
+            if any(start >= stop for start, stop in common):
+                continue
+            if piece.bounds not in read:
+                read[piece.bounds] = get()
+            if piece.bounds == wanted:
+                return read[piece.bounds]
+            out[_slices(common, wanted)] = read[piece.bounds][_slices(common, piece.bounds)]
+            filled += math.prod(stop - start for start, stop in common)
+        if filled != out.size:
+            raise Damaged(f"{filled} of {out.size} elements are there")
+        return out
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, content)
+
+
+def _slices(part: Iterable[tuple[int, int]], whole: Bounds) -> tuple[slice, ...]:
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, whole, strict=True))

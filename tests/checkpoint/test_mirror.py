@@ -1,0 +1,217 @@
+"""The second copy: whole or not there, sent in spite of the network, and gone on from when the first is lost."""
+
+import contextlib
+import shutil
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain import storage
+from jaxtrain.checkpoint import Checkpoints, mirror, verify
+from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.errors import UserError
+from jaxtrain.observe.events import events
+
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+ABSTRACT = {"w": jax.ShapeDtypeStruct((64, 8), np.float32, sharding=HERE)}
+
+
+def state_of(step):
+    return {"w": jax.numpy.arange(512.0).reshape(64, 8) + step}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run's checkpoints of steps 1 to 3, all good."""
+    work = tmp_path_factory.mktemp("made") / "work"
+    work.mkdir()
+    with contextlib.closing(Checkpoints(work / "checkpoints", keep=9)) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state_of(step), {"step": step, "config": {"train": {"steps": 3}}})
+        checkpoints.wait()
+    return work
+
+
+@pytest.fixture
+def work(made, tmp_path):
+    shutil.copytree(made, tmp_path / "work")
+    return tmp_path / "work"
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(mirror, "PAUSE", (0.01, 0.1))
+
+
+@pytest.fixture(params=["path", "s3"])
+def place(request, tmp_path):
+    return str(tmp_path / "second" / "copy") if request.param == "path" else (
+        f"{request.getfixturevalue('bucket')}/runs/a")
+
+
+def kinds(work):
+    return [event["kind"] for event in events(work)]
+
+
+def same(work, other, step):
+    one, two = ({path.relative_to(place): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+                for place in (Path(work, "checkpoints", str(step)), Path(other, "checkpoints", str(step))))
+    return one == two
+
+
+def restored(work, place, step):
+    with contextlib.closing(Checkpoints(work / "checkpoints", mirror=place)) as checkpoints:
+        found, state, meta = checkpoints.restore_newest(ABSTRACT)
+    assert found == meta["step"] == step
+    np.testing.assert_array_equal(np.asarray(state["w"]), np.asarray(state_of(step)["w"]))
+
+
+def test_there_and_back(work, made, place):
+    ours = Mirror(work / "checkpoints", place)
+    assert ours.steps() == [] and ours.fetch() is None
+    assert ours.send(2) > 3 and ours.send(2) == 0 and ours.send(3) > 3
+    assert ours.steps() == [2, 3] and ours.good(3) == verify.good(work / "checkpoints", 3)
+    shutil.rmtree(work / "checkpoints")
+    assert ours.fetch(2) == 2 and ours.fetch() == 3 and ours.fetch(7) is None
+    assert same(work, made, 2) and same(work, made, 3)
+    assert verify.verify(work / "checkpoints", 3) == []
+
+
+def test_a_run_copies_as_it_goes_and_keeps_as_many(tmp_path, place):
+    work = tmp_path / "work"
+    with contextlib.closing(Checkpoints(work / "checkpoints", keep=2, keep_every=3, mirror=place)) as checkpoints:
+        for step in range(1, 6):
+            checkpoints.save(step, state_of(step), {"step": step})
+            checkpoints.wait()
+    assert Mirror(work / "checkpoints", place).steps() == verify.steps(work / "checkpoints") == [3, 4, 5]
+    shutil.rmtree(work)
+    restored(work, place, 5)
+
+
+def test_a_damaged_one_comes_back_whole(work, made, place):
+    Mirror(work / "checkpoints", place).send(3)
+    next((work / "checkpoints" / "3").rglob("d/*")).write_bytes(b"nonsense")
+    restored(work, place, 3)
+    assert same(work, made, 3) and (work / "checkpoints" / "3.damaged").is_dir()
+
+
+def test_one_that_the_mirror_lacks_is_passed_over(work, place):
+    Mirror(work / "checkpoints", place).send(1)
+    next((work / "checkpoints" / "3").rglob("d/*")).write_bytes(b"nonsense")
+    restored(work, place, 2)
+
+
+def test_what_ended_too_early_is_copied_at_the_next_start(work, place):
+    restored(work, place, 3)
+    with contextlib.closing(Checkpoints(work / "checkpoints", mirror=place)) as checkpoints:
+        assert checkpoints.newest() == 3
+        checkpoints.wait()
+    assert Mirror(work / "checkpoints", place).steps() == [3]
+
+
+def test_later_steps_of_a_past_that_was_left(work, place):
+    for step in (1, 2, 3):
+        Mirror(work / "checkpoints", place).send(step)
+    Mirror(work / "checkpoints", place, kept=lambda good: good[-2:]).send(2)
+    assert Mirror(work / "checkpoints", place).steps() == [1, 2, 3]  # it was there: nothing to do
+    with contextlib.closing(Checkpoints(work / "checkpoints", keep=9)) as checkpoints:
+        assert checkpoints.restore_newest(ABSTRACT, below=2)[0] == 1
+        checkpoints.save(2, state_of(7), {"step": 2})
+        checkpoints.wait()
+    Mirror(work / "checkpoints", place, kept=lambda good: good[-2:]).send(2)
+    assert Mirror(work / "checkpoints", place).steps() == [1, 2]
+
+
+def test_another_runs_place_is_refused(work, tmp_path, place):
+    Mirror(work / "checkpoints", place).send(3)
+    shutil.copytree(work, tmp_path / "other")
+    (tmp_path / "other" / "checkpoints" / "mirror-owner.json").write_text('{"run": "b"}')
+    with pytest.raises(UserError, match=r"checkpoint\.mirror: .* holds copies of another run"):
+        Mirror(tmp_path / "other" / "checkpoints", place).send(3)
+
+
+def test_the_config_comes_along(work, place):
+    Mirror(work / "checkpoints", place).send(3)
+    shutil.rmtree(work)
+    work.mkdir()
+    Mirror(work / "checkpoints", place).fetch()
+    assert '"steps": 3' in (work / "config.json").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------- a bad network
+def test_good_json_is_last_and_half_a_copy_is_gone_on_with(network, bucket, work):
+    ours = Mirror(work / "checkpoints", f"{bucket}/a")
+    ours.send(2)
+    network.calm()
+    network.fault = lambda number, method, path: "forbidden" if method == "PUT" and "/d/" in path else ""
+    with pytest.raises(UserError, match="cannot be written"):
+        ours.send(3)
+    assert ours.steps() == [2] and not any(request.endswith("/3/good.json") for request in network.requests
+                                           if request.startswith("PUT"))
+    sent = {request for request in network.requests if request.startswith("PUT") and "/d/" not in request}
+    network.calm()
+    ours.send(3)
+    again = {request for request in network.requests if request.startswith("PUT")}
+    assert sent and not sent & again and ours.steps() == [2, 3]
+
+
+def test_a_bad_network_changes_nothing(network, bucket, work, made):
+    ours = Mirror(work / "checkpoints", f"{bucket}/a")
+    network.shake(1, faults=["error", "busy", "reset"], methods=("PUT", "HEAD", "GET"))
+    ours.send(3)
+    shutil.rmtree(work / "checkpoints" / "3")
+    ours.fetch(3)
+    assert len(network.faults) > 5 and same(work, made, 3)
+
+
+@pytest.mark.parametrize("fault", ["flipped", "short"])
+def test_bytes_that_change_on_the_way_are_not_taken(network, bucket, work, made, fault):
+    ours = Mirror(work / "checkpoints", f"{bucket}/a")
+    ours.send(3)
+    shutil.rmtree(work / "checkpoints" / "3")
+    seen = set()
+
+    def once(number, method, path):
+        first = method == "GET" and "/d/" in path and path not in seen
+        if method == "GET":
+            seen.add(path)
+        return fault if first else ""
+
+    network.fault = once
+    ours.fetch(3)
+    assert network.faults and same(work, made, 3)
+    shutil.rmtree(work / "checkpoints" / "3")
+    network.calm()
+    name = next(name for name in verify.good(made / "checkpoints", 3)["files"] if "/d/" in name)
+    (work / "other").write_bytes(bytes((made / "checkpoints" / "3" / name).stat().st_size))
+    storage.put(work / "other", f"{bucket}/a/3/{name}")
+    with pytest.raises(UserError, match=r"is not what good\.json says, 3 times"):
+        ours.fetch(3)
+    assert not (work / "checkpoints" / "3").exists()
+
+
+def test_a_store_that_is_down_holds_up_nothing(network, bucket, work, capsys):
+    down = threading.Event()
+    down.set()
+    network.fault = lambda number, method, path: "busy" if down.is_set() else ""
+    with contextlib.closing(Checkpoints(work / "checkpoints", keep=9, mirror=f"{bucket}/a")) as checkpoints:
+        assert checkpoints.newest() == 3
+        checkpoints.save(4, state_of(4), {"step": 4})
+        checkpoints.wait()  # tried in vain
+        assert "mirror_gave_up" in kinds(work) and "the run goes on" in capsys.readouterr().err
+        down.clear()
+        checkpoints.save(5, state_of(5), {"step": 5})
+        checkpoints.wait()
+    assert Mirror(work / "checkpoints", f"{bucket}/a").steps() == [5]
+
+
+def test_nothing_here_and_a_store_that_is_down_is_no_new_beginning(network, bucket, work):
+    Mirror(work / "checkpoints", f"{bucket}/a").send(3)
+    shutil.rmtree(work / "checkpoints")
+    network.fault = lambda number, method, path: "busy"
+    with pytest.raises(UserError, match="see whether the store is up"):
+        Checkpoints(work / "checkpoints", mirror=f"{bucket}/a").newest()
+    assert not storage.is_url(str(work))
