@@ -94,7 +94,7 @@ def test_an_error_whose_closing_hangs_is_not_lost(tmp_path):
 
 
 def test_a_process_that_was_stopped_did_not_hang(tmp_path):
-    process = run(tmp_path, hang="os.kill(os.getpid(), signal.SIGSTOP); time.sleep(0.3)")
+    process = run(tmp_path, hang="time.sleep(0.4); os.kill(os.getpid(), signal.SIGSTOP); time.sleep(0.3)")
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     time.sleep(3)
     process.send_signal(signal.SIGCONT)
