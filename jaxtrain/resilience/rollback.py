@@ -78,13 +78,14 @@ class Guard:
         self._say(f"{what}; its update was " + ("left out" if in_a_row else "made, as resilience.spikes=record says"))
 
     def _roll_back(self, step: int, offending: int, what: str) -> None:
-        if self._passed.rollbacks >= self._limits.max_rollbacks:
+        limits = self._limits
+        if self._passed.rollbacks >= limits.max_rollbacks:
             self._give_up(step, f"{what}; the run was rolled back {self._passed.rollbacks} times before, which is "
                           "resilience.max_rollbacks")
         self._checkpoints.wait()  # so that which ones there are does not depend on the time
         if jax.process_index() == 0:
             last = step - 1  # the index of the last offending step
-            first = max(0, step - offending - self._limits.pass_over + 1)
+            first = max(0, step - offending - limits.pass_over + 1)
             # Where all checkpoints are younger, less is passed over rather than all work thrown away.
             there = [saved for saved in self._checkpoints.steps() if saved <= last]
             if there and min(there) > first:
@@ -95,7 +96,7 @@ class Guard:
             passed.write(self._workdir)
             self._say(f"{what}; going back to step {max((n for n in there if n <= first), default=0)} and passing over "
                       f"batches {batches[0]} to {batches[1]} (rollback {passed.rollbacks} of at most "
-                      f"{self._limits.max_rollbacks})")
+                      f"{limits.max_rollbacks})")
         raise RolledBack
 
     def _give_up(self, step: int, why: str, **fields: Any) -> None:
