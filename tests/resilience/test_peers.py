@@ -7,13 +7,13 @@ import time
 
 import jax
 import pytest
-from jaxtrain.resilience.peers import Peers
 
 from jaxtrain import distributed
 from jaxtrain.config import make_config
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
 from jaxtrain.resilience import exits, peers
+from jaxtrain.resilience.peers import Peers
 
 
 class Store(dict):
