@@ -74,7 +74,9 @@ class Peers:
     def see_off(self, seconds: float | None = None) -> None:
         """The first process ends last: JAX aborts all others the moment it goes, and they have things to say."""
         end = time.monotonic() + (_PATIENCE if seconds is None else seconds)
-        while self._process == 0 and any(not line.silent for line in list(self._lines.values())) and time.monotonic() < end:
+        while self._process == 0 and time.monotonic() < end:
+            if all(line.silent for line in list(self._lines.values())):
+                return
             time.sleep(0.01)
 
     def wait_for_news(self, seconds: float) -> None:
