@@ -74,7 +74,9 @@ class Peers:
     def see_off(self, seconds: float | None = None) -> None:
         """The first process ends last: JAX aborts all others the moment it goes, and they have things to say."""
         end = time.monotonic() + (_PATIENCE if seconds is None else seconds)
-        while self._process == 0 and self._lines and time.monotonic() < end:
+        while self._process == 0 and time.monotonic() < end:
+            if all(line.silent for line in list(self._lines.values())):
+                return
             time.sleep(0.01)
 
     def wait_for_news(self, seconds: float) -> None:
@@ -121,7 +123,7 @@ class Peers:
                 for process, line in self._lines.items():
                     line.quiet += min(now - before, 2 * pause)  # if this process was stopped, nobody could be heard
                     if line.quiet > self._timeout and not line.left:
-                        line.left = True
+                        line.left = line.silent = True
                         why = f"silent for {line.quiet:.0f} seconds"
                         self._hear({"kind": "lost", "process": process, "why": why}, process)
                 for key, _ in ready:
@@ -179,7 +181,7 @@ class _Line:
 
     def __init__(self, connection: socket.socket, timeout: float):
         self.connection, self.messages, self.left, self.why = connection, [], False, ""
-        self.quiet, self._rest = 0.0, b""
+        self.quiet, self.silent, self._rest = 0.0, False, b""
         connection.settimeout(timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
