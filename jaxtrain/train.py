@@ -70,6 +70,7 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         say(f"resumed from {'the snapshot of ' if recovered else ''}step {start}")
     else:
         state = run.init()
+    checkpoints.prepare(state)
     for shape in run.train_batches.shapes_of(start, t.steps):
         run.of_shape(shape).compiled_step  # noqa: B018 (compiles, while nothing else wants the processor)
 

@@ -8,34 +8,78 @@ bits, always changes both sums. (Places 2^32 elements apart are scrambled alike.
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 Words = tuple[int, int]
 
 _PIECE = 1 << 20  # elements that the host widens at a time
 
 
-def on_device(flat: Mapping[str, jax.Array]) -> list[jax.Array]:
-    """The words of every array, in the order of `flat`: small arrays that are still being computed."""
-    return [_compiled(getattr(x.sharding, "mesh", None))(x) for x in flat.values()]
+class Parts(NamedTuple):
+    """What each device added up of its own part of an array."""
+
+    words: jax.Array  # of the shape of the mesh, and two
+    repeated: tuple[int, ...]  # the axes along which the devices have the same part
 
 
-def read(paths: Iterable[str], words: list[jax.Array]) -> dict[str, str]:
-    """What `on_device` gave for the arrays at these paths, as text; waits for it."""
-    return {path: text(found.tolist()) for path, found in zip(paths, jax.device_get(words), strict=True)}
+def on_device(flat: Mapping[str, jax.Array]) -> dict[str, Parts]:
+    """Begin to add up every array, on all devices.
+
+    No device waits for another: programs that do, started beside the run's own, may meet in another order on another
+    process, and then all of them wait for ever.
+    """
+    return {path: _parts(x) for path, x in flat.items()}
+
+
+def read(parts: Mapping[str, Parts]) -> dict[str, Words]:
+    """The words that the devices of this process have of each array; waits for them."""
+    ours = {path: [shard.data for shard in words.addressable_shards if not any(shard.index[i].start for i in repeated)]
+            for path, (words, repeated) in parts.items()}
+    return {path: functools.reduce(add, (words.reshape(2).tolist() for words in found), (0, 0))
+            for path, found in jax.device_get(ours).items()}
+
+
+def total(shares: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, str]:
+    """What all processes have, together, as text."""
+    paths = dict.fromkeys(path for share in shares for path in share)
+    return {path: text(functools.reduce(add, (share.get(path, (0, 0)) for share in shares), (0, 0))) for path in paths}
+
+
+def _parts(x: jax.Array) -> Parts:
+    if not isinstance(x.sharding, NamedSharding):
+        return Parts(_compiled(None, None)(x), ())
+    mesh, spec = x.sharding.mesh, x.sharding.spec
+    used = {axis for entry in spec for axis in _axes(entry)}
+    return Parts(_compiled(mesh, spec)(x), tuple(i for i, axis in enumerate(mesh.axis_names) if axis not in used))
 
 
 @functools.cache
-def _compiled(mesh: Any):
-    # A program for each kind of array, of which a state has few: its moments are like its parameters. Every process
-    # reads the result, so it lies on all devices.
-    replicated = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.jit(_of_array, out_shardings=replicated)
+def _compiled(mesh: Any, spec: Any):
+    # A program for each kind of array, of which a state has few: its moments are like its parameters.
+    if mesh is None:
+        return jax.jit(lambda x: _of_block(x, x.shape, [0] * x.ndim))
+
+    def add_up(x):
+        def of_part(block):
+            entries = (*spec, *(None,) * (x.ndim - len(spec)))
+            start = [jax.lax.axis_index(_axes(entry)).astype(jnp.uint32) * size if _axes(entry) else 0
+                     for entry, size in zip(entries, block.shape, strict=True)]
+            return _of_block(block, x.shape, start).reshape((1,) * len(mesh.axis_names) + (2,))
+
+        return jax.shard_map(of_part, mesh=mesh, in_specs=spec, out_specs=P(*mesh.axis_names), check_vma=False)(x)
+
+    return jax.jit(add_up)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def of_piece(piece: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> Words:
@@ -72,14 +116,13 @@ def text(words: Sequence[int]) -> str:
 _HALF = 0x5BD1E995  # what sets the upper halves of 64-bit elements apart
 
 
-def _of_array(x: jax.Array) -> jax.Array:
-    sharding = jax.typeof(x).sharding  # on a mesh with explicit axes a new array must say where it lives
+def _of_block(block: jax.Array, shape: Sequence[int], start: Sequence[Any]) -> jax.Array:
     place = jnp.uint32(0)
-    for dimension, stride in enumerate(_strides(x.shape)):
-        index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, dimension, out_sharding=sharding)
+    for dimension, stride in enumerate(_strides(shape)):
+        index = jax.lax.broadcasted_iota(jnp.uint32, block.shape, dimension) + jnp.uint32(start[dimension])
         place = place + index * np.uint32(stride % (1 << 32))
     sums = [[jnp.sum(part, dtype=jnp.uint32) for part in _mixed(word, place + np.uint32(half * _HALF))]
-            for half, word in enumerate(_device_words(x))]
+            for half, word in enumerate(_device_words(block))]
     return functools.reduce(jnp.add, map(jnp.stack, sums))
 
 

@@ -66,6 +66,7 @@ class Checkpoints:
         self._checked: int | None = None  # what `newest` has just found good
         self._failure: UserError | None = None  # why the newest save is not on disk
         self._stopping = False
+        self._retaining = threading.Lock()
 
     def latest(self) -> int | None:
         """The newest committed step, good or not."""
@@ -116,7 +117,8 @@ class Checkpoints:
         Raises:
             UserError: the state is another one than this run's, or no checkpoint is good.
         """
-        self._wait_for_commits()
+        for job in self._jobs:  # what is being read back now may be the newest good one
+            job.thread.join()
         while True:
             checked, self._checked = self._checked, None
             step = checked if checked is not None and below is None else self.newest(below)
@@ -132,6 +134,11 @@ class Checkpoints:
                 self._agree(None, lambda _: [_rename(self._directory / str(other), _ABANDONED)
                                              for other in verify.steps(self._directory) if other >= below])
             return step, state, meta
+
+    def prepare(self, state: Any) -> None:
+        """Load and compile, before the loop, what the first save would otherwise wait for."""
+        _orbax()
+        fingerprint.on_device(_flatten(state))
 
     def save(self, step: int, state: Any, meta: dict[str, Any] | None = None) -> float:
         """Copy `state` off the devices and write it in the background; a step that exists is left as it is.
@@ -156,11 +163,13 @@ class Checkpoints:
             return time.perf_counter() - began
         from jaxtrain.checkpoint.late import LateJsonSave
 
-        words = fingerprint.on_device(flat)
+        # Orbax would wait for it too; but what is started before it is there may get in the way of its collectives.
+        jax.block_until_ready(flat)
+        parts, name = fingerprint.on_device(flat), f"checkpoint/{next(_calls)}"
         shapes = {path: _describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
 
         def sums():
-            found = fingerprint.read(shapes, words)
+            found = together(f"{name}/sums", fingerprint.read(parts), fingerprint.total)
             return {"step": step, "arrays": {path: [what, found[path]] for path, what in shapes.items()}}
 
         try:
@@ -169,11 +178,13 @@ class Checkpoints:
         except (OSError, ValueError) as error:  # what a storage says; mistakes of ours are other kinds
             self._failed(step, error)
             return time.perf_counter() - began
-        job = _Job(step, f"checkpoint/{next(_calls)}")
-        job.thread = threading.Thread(target=self._finish, args=(job, meta or {}), name="checkpoint", daemon=True)
+        job = _Job(step, name)
+        # Process 0 writes the sums with its commit; the others bring theirs.
+        tell = sums if jax.process_index() else lambda: None
+        job.thread = threading.Thread(target=self._finish, args=(job, tell), name="checkpoint", daemon=True)
         self._jobs.append(job)
-        job.thread.start()
         job.blocked_s = time.perf_counter() - began
+        job.thread.start()
         return job.blocked_s
 
     def restore(self, step: int, abstract_state: Any) -> Any:
@@ -245,12 +256,13 @@ class Checkpoints:
         # Compression saves a little. Better not to begin what cannot end: one process that fails holds up the others.
         return f"{free:,} bytes are free, of {wanted:,}" if free < 0.8 * wanted else None
 
-    def _finish(self, job: "_Job", meta: dict[str, Any]) -> None:
+    def _finish(self, job: "_Job", tell: Callable[[], Any]) -> None:
         """What remains of a save, on a thread of its own: nothing that goes wrong here ends the run."""
         began = time.perf_counter()
         try:
             failure = None
             try:
+                tell()
                 with _no_echoes():
                     self._saver.wait_until_finished()
             except Exception as error:
@@ -269,13 +281,18 @@ class Checkpoints:
                 return
             self._tell("checkpoint", None, step=job.step, blocked_s=job.blocked_s, written_s=committed - began,
                        verified_s=time.perf_counter() - committed)
+        except Exception as error:
+            self._tell("checkpoint_unverified", f"checkpoint {job.step} could not be read back "
+                       f"({_innermost(error)}); the next start does it", step=job.step, reason=_innermost(error))
+            return
+        try:
             for callback in self.on_good:
                 callback(job.step, self._directory / str(job.step))
             if jax.process_index() == 0:
                 self._retain()
         except Exception as error:
-            self._tell("checkpoint_unverified", f"checkpoint {job.step} could not be read back "
-                       f"({_innermost(error)}); the next start does it", step=job.step, reason=_innermost(error))
+            self._tell("checkpoint_aftermath", f"checkpoint {job.step} is good, but what follows failed "
+                       f"({_innermost(error)}); the next one tries again", step=job.step, reason=_innermost(error))
 
     def _commit(self, job: "_Job", failure: Exception | None) -> None:
         if failure:
@@ -309,17 +326,18 @@ class Checkpoints:
 
     def _retain(self) -> None:
         """Delete what may go. A folder is renamed first, so that half of one is never taken for a checkpoint."""
-        steps = verify.steps(self._directory)
-        good = [step for step in steps if verify.good(self._directory, step)]
-        under_way = {job.step for job in self._jobs}
-        others = [step for step in steps if step not in good and step not in under_way]
-        gone = dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=self._best_of(good))
-        pinned = self._mirror.pinned if self._mirror else ()  # being copied: it goes the next time
-        for step in filter(lambda step: step not in pinned, gone):
-            shutil.rmtree(_rename(self._directory / str(step), _DELETED))
-        for entry in self._directory.glob(f"*{_ABANDONED}*"):
-            if good and int(entry.name.partition(".")[0]) < good[-1]:
-                shutil.rmtree(_rename(entry, _DELETED))
+        with self._retaining:  # a save that fails makes room while the one before is being finished
+            steps = verify.steps(self._directory)
+            good = [step for step in steps if verify.good(self._directory, step)]
+            under_way = {job.step for job in self._jobs}
+            others = [step for step in steps if step not in good and step not in under_way]
+            gone = dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=self._best_of(good))
+            pinned = self._mirror.pinned if self._mirror else ()  # being copied: it goes the next time
+            for step in filter(lambda step: step not in pinned, gone):
+                shutil.rmtree(_rename(self._directory / str(step), _DELETED))
+            for entry in self._directory.glob(f"*{_ABANDONED}*"):
+                if good and int(entry.name.partition(".")[0]) < good[-1]:
+                    shutil.rmtree(_rename(entry, _DELETED))
 
     # ------------------------------------------------------------------------------------------------------ the checks
 
@@ -386,8 +404,15 @@ class Checkpoints:
 
     def _pass_over(self, step: int, problems: list[str], name: str | None = None) -> None:
         """Say what is wrong with a checkpoint and put it where nobody chooses it again."""
-        aside = together(name or f"checkpoint/{next(_calls)}", None,
-                         lambda _: str(_rename(self._directory / str(step), _DAMAGED)))
+        folder = self._directory / str(step)
+
+        def put_aside(_):
+            try:
+                return str(_rename(folder, _DAMAGED))
+            except OSError:  # a folder that may be read only is looked at again next time
+                return str(folder)
+
+        aside = together(name or f"checkpoint/{next(_calls)}", None, put_aside)
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         self._tell("checkpoint_damaged", f"checkpoint {step} is damaged ({problems[0]}{more}); kept as {aside}",
                    step=step, problems=problems, kept_as=aside)
@@ -414,7 +439,7 @@ class Checkpoints:
         except Exception as error:
             raise Damaged(_innermost(error)) from None
         flat = {path: loaded[path] for path in wanted}
-        now = fingerprint.read(flat, fingerprint.on_device(flat))
+        now = self._agree(fingerprint.read(fingerprint.on_device(flat)), fingerprint.total)
         for path, found in now.items():
             if sums.get(path, (None, None))[1] != found:
                 raise Damaged(f"array {path} has other content than when it was saved")

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ Share = tuple[int, int]  # (i, n): every n-th, from the i-th on
 MARK = "good.json"
 ALL: Share = (0, 1)
 _AGAIN_S = (0.2, 1.0, 4.0)  # storage that fails for a moment is asked again after so many seconds
+_READERS = 8  # files hashed at a time
 _PIECE_BYTES = 1 << 28  # of an array, read at a time
 
 
@@ -119,19 +121,22 @@ def compare_files(folder: Path, record: Record, files: list[str], problems: Prob
     recorded, problems = record["files"], list(problems)
     problems += [f"{name} does not belong to it" for name in files if name not in recorded]
     problems += [f"{name} is missing" for name in recorded if name not in files]
-    for name in list(itertools.islice(recorded, share[0], None, share[1])):
+
+    def check(name: str) -> str | None:
         size, sha256 = recorded[name]
-        if name not in files:
-            continue
         try:
             found = _patiently((folder / name).lstat).st_size
             if found != size:
-                problems.append(f"{name} has {found} bytes instead of {size}")
-            elif hashes and hash_file(folder / name)[1] != sha256:
-                problems.append(f"{name} has other content than when it was saved")
+                return f"{name} has {found} bytes instead of {size}"
+            if hashes and hash_file(folder / name)[1] != sha256:
+                return f"{name} has other content than when it was saved"
         except OSError as error:
-            problems.append(f"{name} {reason(error)}")
-    return problems
+            return f"{name} {reason(error)}"
+        return None
+
+    mine = itertools.islice(recorded, share[0], None, share[1])
+    with ThreadPoolExecutor(_READERS) as pool:  # a run waits for this
+        return problems + [wrong for wrong in pool.map(check, (name for name in mine if name in files)) if wrong]
 
 
 def hash_file(path: Path) -> tuple[int, str]:
@@ -196,14 +201,9 @@ def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], b
 
 def compare_words(saved: dict[str, tuple[str, str]], shares: list[dict[str, tuple[int, int]]]) -> Problems:
     """Which arrays, of which all shares together were read, are not those that were saved."""
-    def total(path):
-        words = (0, 0)
-        for share in shares:
-            words = fingerprint.add(words, share.get(path, (0, 0)))
-        return fingerprint.text(words)
-
+    found = fingerprint.total(shares)
     return [f"array {path} has other content than when it was saved" for path, (_, was) in saved.items()
-            if total(path) != was]
+            if found.get(path) != was]
 
 
 def _open(state: Path, path: str):

@@ -1,4 +1,4 @@
-"""A save that fails costs that checkpoint only: the run goes on, what was good stays good, the next save tries again."""
+"""A save that fails costs that checkpoint only: the run goes on, what was good stays, and the next save tries again."""
 
 import os
 import resource
@@ -59,7 +59,7 @@ def test_a_full_disk(small, unseen, capfd):
     assert checkpoints.newest() == 4 and verify.steps(small / "c") == [1, 4]
     err = capfd.readouterr().err
     assert "Traceback" not in err and err.count("the run goes on, and the next save tries again") == 2
-    assert [event["kind"] for event in events(small)][0] == "checkpoint"
+    assert next(event["kind"] for event in events(small)) == "checkpoint"
 
 
 def test_what_will_not_fit_is_not_begun(tmp_path, monkeypatch, capfd):
