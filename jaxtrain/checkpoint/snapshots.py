@@ -230,13 +230,16 @@ class Snapshots:
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta
 
     def _checked(self, name: str) -> bool:
-        try:
-            pieces.check(self._here[name])
-            return True
-        except (Damaged, OSError) as error:
-            self._tell("snapshot_damaged", f"{self._here[name]} is damaged ({error}); it is not used", path=name,
-                       reason=str(error))
-            return False
+        """Whether one of the copies here is right; that one is read from now on."""
+        for path in sorted(self._folder.glob(f"process-*/*/{name}")):
+            try:
+                pieces.check(path)
+                self._here[name] = path
+                return True
+            except (Damaged, OSError) as error:
+                self._tell("snapshot_damaged", f"{path} is damaged ({error}); it is not used", path=str(path),
+                           reason=str(error))
+        return False
 
     # ------------------------------------------------------------------------------------------------------- the files
     @property
