@@ -1,8 +1,8 @@
 """python tools/bench_protection.py: what protection costs while nothing goes wrong, side by side in one process.
 
-Three runs of the same config take turns: with all protection off, with all of it on, and with a save every so many steps
-besides. Prints medians of step times and their ratios, by how much steps are longer while a save is written, and the
-seconds for which a save holds up the loop against those of a save that waits for the disk.
+Three runs of the same config take turns: with all protection off, with all of it on, and with a save every so many
+steps besides. Prints medians of step times and their ratios, by how much steps are longer while a save is written, and
+the seconds for which a save holds up the loop against those of a save that waits for the disk.
 """
 
 import argparse
@@ -17,7 +17,6 @@ from pathlib import Path
 import jax
 
 import jaxtrain as jt
-from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.observe.events import events
 
 OFF = {"resilience.hang_factor": 0, "resilience.check_every": 0, "resilience.probe_every": 0, "checkpoint.every": 0}
@@ -63,8 +62,8 @@ def main() -> None:
         medians = {}
         order = list(ARMS) if turn % 2 == 0 else list(reversed(ARMS))
         for arm in order:
-            keys = {"train.steps": flags.steps, "train.eval_every": 0, "train.eval_batches": 1, "train.sample_tokens": 0,
-                    "train.progress": False, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0, **ARMS[arm]}
+            keys = {"train.steps": flags.steps, "train.eval_every": 0, "train.eval_batches": 1,
+                    "train.sample_tokens": 0, "train.progress": False, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0, **ARMS[arm]}
             if arm == "saving":
                 keys["checkpoint.every"] = flags.every
             workdir = folder / f"{turn}-{arm}"
@@ -95,8 +94,8 @@ def main() -> None:
     if beside:
         print(f"steps while a save is written and read back: {statistics.median(beside):.3f} of a step without")
     held = statistics.median(blocked)
-    print(f"a save of {size / 1e6:.0f} MB holds up the loop for {held:.4f} s, {held / wait:.1%} of the {wait:.3f} s of one "
-          "that waits for the disk")
+    print(f"a save of {size / 1e6:.0f} MB holds up the loop for {held:.4f} s, {held / wait:.1%} of the {wait:.3f} s of "
+          "one that waits for the disk")
 
 
 if __name__ == "__main__":
