@@ -63,7 +63,8 @@ def main() -> None:
         order = list(ARMS) if turn % 2 == 0 else list(reversed(ARMS))
         for arm in order:
             keys = {"train.steps": flags.steps, "train.eval_every": 0, "train.eval_batches": 1,
-                    "train.sample_tokens": 0, "train.progress": False, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0, **ARMS[arm]}
+                    "train.sample_tokens": 0, "train.progress": False, "optimizer.schedule": "constant",
+                    "optimizer.warmup_steps": 0, **ARMS[arm]}
             if arm == "saving":
                 keys["checkpoint.every"] = flags.every
             workdir = folder / f"{turn}-{arm}"
