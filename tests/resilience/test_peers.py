@@ -60,7 +60,7 @@ class Run:
 
     def ended(self, processes):
         end = time.monotonic() + 60
-        while set(self.ends) != set(processes) and time.monotonic() < end:
+        while not set(processes) <= set(self.ends) and time.monotonic() < end:
             time.sleep(0.01)
         return self.ends
 
