@@ -54,6 +54,7 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         Ledger(workdir, stopped=(Interrupted, KeyboardInterrupt)) as ledger,  # and every second is accounted for
     ):
         run = build(config)
+        distributed.connect(config.resilience.start_limit)
         while True:
             try:
                 return attempt(run, Path(workdir), watchdog, ledger)
@@ -122,8 +123,6 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
         accusations = Accusations(workdir)
         replicas = Replicas(run.abstract, r.check_every, accusations)
         replays = Replays(r.replay_every, accusations)
-        # It takes one process longer than another, and the first collective would not wait (Gloo: 30 seconds).
-        distributed.meet("first step", r.start_limit)
 
     # --------------------------------------------------------------------------------------------------------- the loop
     def place(step, batches):
@@ -136,6 +135,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
         with jax.transfer_guard("allow"):  # it waits for its numbers anyway, and places its batches on this thread
             with phase("compile"):
                 run.compiled_eval  # noqa: B018 (at the first one)
+                distributed.meet("evaluation", r.start_limit)
             with phase("eval"):
                 return run.evaluate(state, t.eval_batches)
 
@@ -154,10 +154,11 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
         watchdog.training(),
     ):
-        done, guard = start, Guard(workdir, r, checkpoints, passed, say)
+        done, guard = start, Guard(workdir, r, checkpoints, passed, say, watchdog.phase)
         if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
             writer.write_eval(start, evaluation())
-        for n, batch, waited in ledger.each("data_wait", batches):
+        # It takes one process longer than another, and their first collectives would not wait (Gloo: 30 seconds).
+        for n, batch, waited in ledger.each("data_wait", distributed.met(batches, "first step", r.start_limit)):
             watchdog.begin(n + 1)
             began = time.perf_counter()
             state, metrics = replays.run(n + 1, run.of_shape(batch["tokens"].shape).compiled_step, state, batch)
@@ -187,7 +188,10 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
             if due(done):
                 writer.write_eval(done, evaluation())
         if done == t.steps:
-            checkpoints.wait()  # the last one is read back, however long it takes; a run that is stopped has no time
+            with watchdog.phase("save"):  # the last one is read back, however long it takes; a stopped run has no time
+                checkpoints.wait()
+                # The first process copies it to the mirror; at their exit JAX gives the others five minutes only.
+                distributed.meet("end", r.start_limit)
 
     # -------------------------------------------------------------------------------------------------- what came of it
     snapshots.remove()  # the state is on disk: the memory is given back

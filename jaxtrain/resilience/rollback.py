@@ -5,6 +5,7 @@ same step: all decide alike without a word. Going back is no more than what foll
 passed over is written, the loop is left, and the next one starts from the newest checkpoint that is not void.
 """
 
+import contextlib
 import itertools
 import json
 from collections import deque
@@ -39,7 +40,10 @@ class Guard:
     """Looks at the verdict of every step. In a multi-process run every process makes all calls, at the same steps."""
 
     def __init__(self, workdir: str | Path, limits: ResilienceConfig, checkpoints: Checkpoints, passed: PassedOver,
-                 say: Callable[[str], None]):
+                 say: Callable[[str], None],
+                 phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext):
+        """`phase`: names what takes longer than a step."""
+        self._phase = phase
         self._workdir, self._limits, self._checkpoints = Path(workdir), limits, checkpoints
         self._passed, self._say = passed, say
         self._unseen: deque[tuple[int, Mapping[str, Any]]] = deque()
@@ -82,7 +86,8 @@ class Guard:
         if self._passed.rollbacks >= limits.max_rollbacks:
             self._give_up(step, f"{what}; the run was rolled back {self._passed.rollbacks} times before, which is "
                           "resilience.max_rollbacks")
-        self._checkpoints.wait()  # so that which ones there are does not depend on the time
+        with self._phase("rollback"):
+            self._checkpoints.wait()  # so that which ones there are does not depend on the time
         if jax.process_index() == 0:
             last = step - 1  # the index of the last offending step
             first = max(0, step - offending - limits.pass_over + 1)
