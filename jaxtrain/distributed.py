@@ -12,10 +12,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import jax
+from jax.experimental import multihost_utils
 
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
@@ -23,6 +25,7 @@ from jaxtrain.resilience import exits
 from jaxtrain.resilience.peers import Peers
 from jaxtrain.versions import version_of
 
+Item = TypeVar("Item")
 _CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE")
 _OWN = {("data", "cache_dir"), ("data", "source"), ("train", "progress")}  # what each host may have as it likes
 # How the libraries between processes put it when the other end of a connection is no longer there.
@@ -103,6 +106,25 @@ def meet(where: str, seconds: float) -> None:
         store.wait_at_barrier(f"jaxtrain/{where}/{next(_meetings)}", int(1000 * seconds))
 
 
+def connect(seconds: float) -> None:
+    """Have the devices of all processes find each other, once all are here.
+
+    Whoever first talks to others through Gloo waits 30 seconds for them, and no longer; behind that it is patient. (A
+    restore begins with such talk, behind whatever each process read or compiled before it.)
+    """
+    if processes() > 1:
+        meet("connect", seconds)
+        multihost_utils.sync_global_devices("jaxtrain")
+
+
+def met(items: Iterable[Item], where: str, seconds: float) -> Iterator[Item]:
+    """The items, the first one when all processes have theirs."""
+    for number, item in enumerate(items):
+        if not number:
+            meet(where, seconds)
+        yield item
+
+
 # ------------------------------------------------------------------------------------------------------------- the end
 def on_hang(give_up: Callable[[str], bool] | None) -> None:
     """What to do when another process finds that the run hangs."""
@@ -142,7 +164,7 @@ def fail(status: int, error: BaseException) -> int:
     """
     if processes() == 1:
         return status
-    if _broken(error):
+    if broken(error):
         if _peers:
             _peers.wait_for_news(5)
         print(f"process {process()} lost the connection to another process ({_first_line(error)}): it ends, to be "
@@ -158,7 +180,7 @@ def fail(status: int, error: BaseException) -> int:
     os._exit(status)
 
 
-def _broken(error: BaseException | None) -> bool:
+def broken(error: BaseException | None) -> bool:
     """Whether an error is the echo of another process' end."""
     while error is not None:
         text = f"{error}".lower()

@@ -55,7 +55,11 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         Ledger(workdir, stopped=(Interrupted, KeyboardInterrupt, SystemExit)) as ledger,  # every second is in a book
     ):
         run = build(config)
+<<<<<<< HEAD
         interrupt = Interrupt()
+=======
+        distributed.connect(config.resilience.start_limit)
+>>>>>>> rev2
         while True:
             with contextlib.ExitStack() as begun:  # what an attempt leaves open that does not come to its loop
                 try:
@@ -126,8 +130,6 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
         accusations = Accusations(workdir)
         replicas = Replicas(run.abstract, r.check_every, accusations)
         replays = Replays(r.replay_every, accusations)
-        # It takes one process longer than another, and the first collective would not wait (Gloo: 30 seconds).
-        distributed.meet("first step", r.start_limit)
 
     # --------------------------------------------------------------------------------------------------------- the loop
     def place(step, batches):
@@ -140,6 +142,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
         with jax.transfer_guard("allow"):  # it waits for its numbers anyway, and places its batches on this thread
             with phase("compile"):
                 run.compiled_eval  # noqa: B018 (at the first one)
+                distributed.meet("evaluation", r.start_limit)
             with phase("eval"):
                 return run.evaluate(state, t.eval_batches)
 
@@ -158,11 +161,17 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
         watchdog.training(),
     ):
+<<<<<<< HEAD
         done, guard = start, Guard(workdir, r, checkpoints, passed, say, phase)
         # A stop came between a save and its evaluation. (All must know the same; files may be late on other machines.)
         if start and due(start) and not exchange(evaluated(workdir, start))[0]:
+=======
+        done, guard = start, Guard(workdir, r, checkpoints, passed, say, watchdog.phase)
+        if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
+>>>>>>> rev2
             writer.write_eval(start, evaluation())
-        for n, batch, waited in ledger.each("data_wait", batches):
+        # It takes one process longer than another, and their first collectives would not wait (Gloo: 30 seconds).
+        for n, batch, waited in ledger.each("data_wait", distributed.met(batches, "first step", r.start_limit)):
             watchdog.begin(n + 1)
             began = time.perf_counter()
             state, metrics = replays.run(n + 1, run.of_shape(batch["tokens"].shape).compiled_step, state, batch)
@@ -192,8 +201,15 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
             if due(done):
                 writer.write_eval(done, evaluation())
         if done == t.steps:
+<<<<<<< HEAD
             with phase("checkpoint"):  # the last one is read back, however long it takes; else there is no time for it
                 checkpoints.wait()
+=======
+            with watchdog.phase("save"):  # the last one is read back, however long it takes; a stopped run has no time
+                checkpoints.wait()
+                # The first process copies it to the mirror; at their exit JAX gives the others five minutes only.
+                distributed.meet("end", r.start_limit)
+>>>>>>> rev2
 
     # -------------------------------------------------------------------------------------------------- what came of it
     snapshots.remove()  # the state is on disk: the memory is given back

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain import distributed
 from jaxtrain.checkpoint import fingerprint, verify
 from jaxtrain.checkpoint.mirror import FETCHING, Mirror
 from jaxtrain.checkpoint.retention import best_of, dispensable
@@ -492,6 +493,8 @@ class Checkpoints:
         except UserError:
             raise
         except Exception as error:
+            if distributed.broken(error):
+                raise  # a process is gone: that says nothing about the checkpoint
             raise Damaged(_innermost(error)) from None
         flat = {path: loaded[path] for path in wanted}
         now = self._agree(fingerprint.read(fingerprint.on_device(flat)), fingerprint.total)

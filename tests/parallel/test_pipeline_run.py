@@ -30,6 +30,7 @@ def losses(folder):
     return {(row["step"], key): row[key] for row in rows for key in ("loss", "eval_loss") if key in row}
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_a_pipeline_and_one_stage_goes_on(flags, tmp_path, monkeypatch):
     one, two = tmp_path / "one", tmp_path / "two"
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
@@ -43,7 +44,6 @@ def test_the_command_line_trains_a_pipeline_and_one_stage_goes_on(flags, tmp_pat
     assert losses(two) == pytest.approx(want, rel=1e-5), "one stage goes on with other numbers"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_a_checkpoint_fits_any_number_of_stages(tmp_path, schedule):
     """To the bit, from stages to one device and back, layers evenly spread or not, moments too."""
