@@ -55,11 +55,8 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         Ledger(workdir, stopped=(Interrupted, KeyboardInterrupt, SystemExit)) as ledger,  # every second is in a book
     ):
         run = build(config)
-<<<<<<< HEAD
-        interrupt = Interrupt()
-=======
         distributed.connect(config.resilience.start_limit)
->>>>>>> rev2
+        interrupt = Interrupt()
         while True:
             with contextlib.ExitStack() as begun:  # what an attempt leaves open that does not come to its loop
                 try:
@@ -161,14 +158,9 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
         watchdog.training(),
     ):
-<<<<<<< HEAD
         done, guard = start, Guard(workdir, r, checkpoints, passed, say, phase)
         # A stop came between a save and its evaluation. (All must know the same; files may be late on other machines.)
         if start and due(start) and not exchange(evaluated(workdir, start))[0]:
-=======
-        done, guard = start, Guard(workdir, r, checkpoints, passed, say, watchdog.phase)
-        if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
->>>>>>> rev2
             writer.write_eval(start, evaluation())
         # It takes one process longer than another, and their first collectives would not wait (Gloo: 30 seconds).
         for n, batch, waited in ledger.each("data_wait", distributed.met(batches, "first step", r.start_limit)):
@@ -201,15 +193,10 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
             if due(done):
                 writer.write_eval(done, evaluation())
         if done == t.steps:
-<<<<<<< HEAD
             with phase("checkpoint"):  # the last one is read back, however long it takes; else there is no time for it
-                checkpoints.wait()
-=======
-            with watchdog.phase("save"):  # the last one is read back, however long it takes; a stopped run has no time
                 checkpoints.wait()
                 # The first process copies it to the mirror; at their exit JAX gives the others five minutes only.
                 distributed.meet("end", r.start_limit)
->>>>>>> rev2
 
     # -------------------------------------------------------------------------------------------------- what came of it
     snapshots.remove()  # the state is on disk: the memory is given back

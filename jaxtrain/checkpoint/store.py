@@ -127,7 +127,8 @@ class Checkpoints:
 
     def _fetched(self, step: int | None) -> int | None:
         """From the mirror: this step, or its newest; None if it has none."""
-        mirror = self._mirror
+        if (mirror := self._mirror) is None:
+            return None
 
         def fetch(_):
             try:
@@ -139,7 +140,7 @@ class Checkpoints:
                            "older one is looked for", step=step, reason=error.reason)
                 return None
 
-        return self._agree(None, fetch) if mirror else None
+        return self._agree(None, fetch)
 
     def restore_newest(self, abstract_state: Any, below: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
         """-> (step, state, meta) of the newest good checkpoint that loads as it was saved; None: there is none.

@@ -40,14 +40,9 @@ class Guard:
     """Looks at the verdict of every step. In a multi-process run every process makes all calls, at the same steps."""
 
     def __init__(self, workdir: str | Path, limits: ResilienceConfig, checkpoints: Checkpoints, passed: PassedOver,
-<<<<<<< HEAD
-                 say: Callable[[str], None], phase: Callable[[str], Any] = contextlib.nullcontext):
-        """`phase`: a context for what takes longer than a step."""
-=======
                  say: Callable[[str], None],
                  phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext):
-        """`phase`: names what takes longer than a step."""
->>>>>>> rev2
+        """`phase`: a context for what takes longer than a step."""
         self._phase = phase
         self._workdir, self._limits, self._checkpoints = Path(workdir), limits, checkpoints
         self._passed, self._say = passed, say
@@ -91,11 +86,7 @@ class Guard:
         if self._passed.rollbacks >= limits.max_rollbacks:
             self._give_up(step, f"{what}; the run was rolled back {self._passed.rollbacks} times before, which is "
                           "resilience.max_rollbacks")
-<<<<<<< HEAD
         with self._phase("checkpoint"), contextlib.suppress(UserError):  # a save that failed was told, and is not there
-=======
-        with self._phase("rollback"):
->>>>>>> rev2
             self._checkpoints.wait()  # so that which ones there are does not depend on the time
         if jax.process_index() == 0:
             last = step - 1  # the index of the last offending step
