@@ -58,11 +58,11 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         distributed.connect(config.resilience.start_limit)
         interrupt = Interrupt()
         while True:
-            with contextlib.ExitStack() as begun:  # what an attempt leaves open that does not come to its loop
-                try:
+            try:
+                with contextlib.ExitStack() as begun:  # what an attempt leaves open that does not come to its loop
                     return attempt(run, Path(workdir), watchdog, ledger, interrupt, begun)
-                except RolledBack:  # to go back is to start again, but for what is compiled
-                    continue
+            except RolledBack:  # to go back is to start again, but for what is compiled
+                continue
 
 
 def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interrupt: Interrupt,

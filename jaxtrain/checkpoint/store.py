@@ -251,7 +251,6 @@ class Checkpoints:
             job.thread.join()
         if self._mirror:
             self._mirror.wait()
-            self._agree(None, lambda _: None)  # who is done would wait at its exit, where JAX gives up after minutes
         self._raise()
 
     def __enter__(self) -> "Checkpoints":

@@ -23,8 +23,10 @@ from jaxtrain.data.loader import Batches
 from jaxtrain.data.passed_over import FILE, PassedOver
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
+from jaxtrain.resilience import exits
 from jaxtrain.resilience.anomalies import History
 from jaxtrain.resilience.rollback import GivenUp, Guard, RolledBack
+from jaxtrain.resilience.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]
 STEPS, BAD = 48, 40  # steps of the run; the batch that is poisoned
@@ -75,7 +77,8 @@ def words(**keys):
 def told(workdir, name="metrics.jsonl"):
     """What it says, but for the times."""
     lines = [json.loads(line) for line in (workdir / name).read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.endswith(("_s", "_wait", "mfu"))} for line in lines]
+    return [{key: value for key, value in line.items() if not key.endswith(("_s", "_wait", "mfu", "goodput"))
+             and not key.startswith("slowest")} for line in lines]
 
 
 def saved(flags, workdir, step=STEPS):
@@ -119,8 +122,8 @@ def test_rolled_back(flags, never_saw, poison, tmp_path, capsys, monkeypatch):
     err = capsys.readouterr().err
     assert "going back to step 32 and passing over batches 37 to 40 (rollback 1 of at most 10)" in err
     assert decisions(tmp_path) == [("skip", BAD + 1), ("rollback", BAD + 1)]
-    event = events(tmp_path)[-1]
-    assert event["batches"] == [37, 40] and events(tmp_path)[-2]["grad_norm_z"] > 8
+    skip, rollback = (event for event in events(tmp_path) if event["kind"] in ("skip", "rollback"))
+    assert rollback["batches"] == [37, 40] and skip["grad_norm_z"] > 8
     assert_went_as(flags, tmp_path, never_saw)
     lost = told(tmp_path, "metrics.rolled_back.jsonl")
     assert [line["step"] for line in lost if "loss" in line][:9] == list(range(33, 42)) and lost[8]["spike"] == 1
@@ -188,6 +191,54 @@ def test_killed_when_it_was_decided(flags, never_saw, poison, tmp_path):
     poison("strange", {BAD})
     assert main([*flags, *keys, f"--workdir={tmp_path}"]) == 0
     assert_went_as(flags, tmp_path, never_saw)
+
+
+def test_a_save_that_failed_does_not_end_the_run_that_goes_back(flags, never_saw, poison, tmp_path, monkeypatch):
+    phases, watchdogs = [], []
+
+    def no_room(self, folder, flat, prepared=Checkpoints._preparation):
+        return "no room" if folder.name == "40" and not PassedOver.read(tmp_path) else prepared(self, folder, flat)
+
+    def waiting(self, wait=Checkpoints.wait):
+        phases.append(watchdogs[0]._phase)
+        wait(self)
+
+    def watching(self, enter=Watchdog.__enter__):
+        watchdogs.append(self)
+        return enter(self)
+
+    monkeypatch.setattr(Checkpoints, "_preparation", no_room)
+    monkeypatch.setattr(Checkpoints, "wait", waiting)
+    monkeypatch.setattr(Watchdog, "__enter__", watching)
+    poison("strange", {BAD})
+    assert main([*flags, *words(resilience__spikes="rollback"), f"--workdir={tmp_path}"]) == 0
+    assert [event["step"] for event in events(tmp_path) if event["kind"] == "checkpoint_failed"] == [40]
+    assert_went_as(flags, tmp_path, never_saw)
+    # Reading back and copying take as long as they take: no step hangs meanwhile.
+    assert phases == ["checkpoint", "checkpoint"]
+
+
+def test_asked_to_stop_while_it_goes_back(flags, never_saw, poison, tmp_path, monkeypatch):
+    def stopped(self, *args, roll_back=Guard._roll_back):
+        os.kill(os.getpid(), signal.SIGTERM)
+        roll_back(self, *args)
+
+    monkeypatch.setattr(Guard, "_roll_back", stopped)
+    poison("strange", {BAD})
+    keys = words(resilience__spikes="rollback")
+    assert main([*flags, *keys, f"--workdir={tmp_path}"]) == exits.SAVED
+    assert Checkpoints(tmp_path / "checkpoints").latest() == 33
+    assert main([*flags, *keys, f"--workdir={tmp_path}"]) == 0
+    assert_went_as(flags, tmp_path, never_saw)
+
+
+def test_what_did_not_come_to_its_loop_is_closed(flags, never_saw, tmp_path, monkeypatch):
+    shutil.copytree(never_saw, tmp_path / "work")
+    (tmp_path / "work" / FILE).unlink()  # so that it begins twice
+    closed = []
+    monkeypatch.setattr(Checkpoints, "close", lambda self, close=Checkpoints.close: (closed.append(self), close(self)))
+    assert main([*flags, f"--workdir={tmp_path / 'work'}"]) == 0
+    assert len({id(one) for one in closed}) == 2
 
 
 def test_skipped(flags, poison, tmp_path):
@@ -302,7 +353,8 @@ def test_limits(tmp_path):
 
 def test_a_checkpoint_of_the_time_before_histories_has_an_empty_one(flags, never_saw, tmp_path):
     config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
-    run, new = build(config), saved(flags, never_saw)
+    run = build(config)
+    new = Checkpoints(never_saw / "checkpoints").restore(STEPS, run.abstract)
     with contextlib.closing(Checkpoints(tmp_path)) as old:
         old.save(STEPS, dataclasses.replace(new, history=None))
         old.wait()
@@ -312,10 +364,11 @@ def test_a_checkpoint_of_the_time_before_histories_has_an_empty_one(flags, never
 
 
 def test_void_checkpoints_go_whole(tmp_path):
-    for name in ("8", "16", "24", "40.void", "24.orbax-checkpoint-tmp"):
+    for name in ("8", "16", "24", "24.orbax-checkpoint-tmp"):
         (tmp_path / name / "state").mkdir(parents=True)
     Checkpoints(tmp_path).discard(above=8)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["24.orbax-checkpoint-tmp", "8"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "16.abandoned", "24.abandoned", "24.orbax-checkpoint-tmp", "8"]
     assert Checkpoints(tmp_path).steps() == [8] and Checkpoints(tmp_path / "none").steps() == []
 
 
