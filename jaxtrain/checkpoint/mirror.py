@@ -155,8 +155,8 @@ class Mirror:
         good = self.steps()
         # Those of later steps are of a past that the run went back from.
         kept = {step, *self._kept([other for other in good if other <= step])}
-        for other in good:
-            if other not in kept:
+        for other in map(int, filter(str.isdecimal, storage.names(self.place))):
+            if other not in kept:  # halves that a newer one took the turn of go, too
                 storage.remove(self._url(other, verify.MARK))  # first: half a copy must not look like one
                 storage.remove(self._url(other))
         return sent

@@ -240,6 +240,10 @@ def test_what_the_run_went_back_from_does_not_come_back(work, place):
     Mirror(work / "checkpoints", place).send(3)
     with contextlib.closing(Checkpoints(work / "checkpoints", mirror=place)) as checkpoints:
         checkpoints.discard(above=2)
-    shutil.rmtree(work / "checkpoints" / "1"), shutil.rmtree(work / "checkpoints" / "2")
+    shutil.move(work / "checkpoints" / "2", work / "2"), shutil.rmtree(work / "checkpoints" / "1")
     with contextlib.closing(Checkpoints(work / "checkpoints", mirror=place)) as checkpoints:
         assert checkpoints.newest() is None
+    shutil.move(work / "2", work / "checkpoints" / "2")
+    ours = Mirror(work / "checkpoints", place)
+    ours.send(2)
+    assert storage.names(ours.place) == ["2", "owner.json"]  # and takes up no room
