@@ -304,7 +304,7 @@ class ResilienceConfig:
     hang_floor: float = 120.0  # but none does before so many seconds
     start_limit: float = 3600.0  # the same for what is not a step: start, compilation, evaluation, saving
     spikes: str = "record"  # of loss or gradient norm; or "skip" the update, or "rollback" to before them
-    spike_z: float = 10.0  # robust standard deviations above the median of the last 128 steps that make a spike
+    spike_z: float = 20.0  # robust standard deviations above the median of the last 128 steps that make a spike
     max_skips: int = 10  # updates left out in a row before the run stops (with "rollback": goes back)
     pass_over: int = 16  # batches that a rollback passes over: the spike's, and those before it
     max_rollbacks: int = 10  # of the whole run, before it stops

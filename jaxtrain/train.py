@@ -19,6 +19,7 @@ from jaxtrain.data import prefetch, stages
 from jaxtrain.data.batches import epochs, packing
 from jaxtrain.data.passed_over import remaining
 from jaxtrain.errors import UserError
+from jaxtrain.exchange import exchange
 from jaxtrain.observe.ledger import Ledger
 from jaxtrain.report import matmul_parameters
 from jaxtrain.resilience import exits
@@ -51,18 +52,21 @@ def train(config: Config, workdir: str | Path) -> TrainState:
     """
     with (
         Watchdog(workdir, config.resilience) as watchdog,  # from here to the end, a run that hangs is ended
-        Ledger(workdir, stopped=(Interrupted, KeyboardInterrupt)) as ledger,  # and every second is accounted for
+        Ledger(workdir, stopped=(Interrupted, KeyboardInterrupt, SystemExit)) as ledger,  # every second is in a book
     ):
         run = build(config)
         distributed.connect(config.resilience.start_limit)
+        interrupt = Interrupt()
         while True:
-            try:
-                return attempt(run, Path(workdir), watchdog, ledger)
-            except RolledBack:  # to go back is to start again, but for what is compiled
-                continue
+            with contextlib.ExitStack() as begun:  # what an attempt leaves open that does not come to its loop
+                try:
+                    return attempt(run, Path(workdir), watchdog, ledger, interrupt, begun)
+                except RolledBack:  # to go back is to start again, but for what is compiled
+                    continue
 
 
-def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> TrainState:
+def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interrupt: Interrupt,
+            begun: contextlib.ExitStack) -> TrainState:
     """From the newest checkpoint to the end, or to a rollback."""
     @contextlib.contextmanager
     def phase(name):  # what is not a step is accounted for under its name, and has more time before it counts as hung
@@ -72,12 +76,12 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
     # -------------------------------------------------------------- refuse what cannot work, before paying for anything
     config, t, r, c = run.config, run.config.train, run.config.resilience, run.config.checkpoint
     watchdog.start()
-    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best,
-                                         verify=c.verify, mirror=c.mirror)
+    checkpoints = begun.enter_context(checkpoint.Checkpoints(
+        workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best, verify=c.verify, mirror=c.mirror))
     passed = settle(workdir, checkpoints)
     with phase("restore"):
         start = checkpoints.newest() or 0
-        snapshots = checkpoint.Snapshots(workdir, c.local_every, c.local_dir)
+        snapshots = begun.enter_context(contextlib.closing(checkpoint.Snapshots(workdir, c.local_every, c.local_dir)))
         # What was in memory may be newer than what is on disk.
         recovered = snapshots.restore_newest(run.abstract, above=start)
         start = recovered[0] if recovered else start
@@ -141,10 +145,10 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
 
     saves = Saves(c, ledger, checkpoints.writing, workdir=workdir, start=start)
     with (
-        Interrupt() as interrupt,
+        interrupt,
         ledger.book("checkpoint"),  # behind the loop: what it still takes to write the last one
         contextlib.closing(snapshots),  # waits as well, but not for long
-        contextlib.closing(checkpoints),  # waits: behind this block the state is on disk, whatever signals come
+        checkpoints,  # waits: behind this block the state is on disk, whatever signals come
         prefetch(data, start, t.steps - start, place, config.data.prefetch) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),
                               log_every=t.log_every, sinks=sinks(run, workdir, start), completed=watchdog.completed,
@@ -154,8 +158,9 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
         watchdog.training(),
     ):
-        done, guard = start, Guard(workdir, r, checkpoints, passed, say, watchdog.phase)
-        if start and due(start) and not evaluated(workdir, start):  # a stop came between a save and its evaluation
+        done, guard = start, Guard(workdir, r, checkpoints, passed, say, phase)
+        # A stop came between a save and its evaluation. (All must know the same; files may be late on other machines.)
+        if start and due(start) and not exchange(evaluated(workdir, start))[0]:
             writer.write_eval(start, evaluation())
         # It takes one process longer than another, and their first collectives would not wait (Gloo: 30 seconds).
         for n, batch, waited in ledger.each("data_wait", distributed.met(batches, "first step", r.start_limit)):
@@ -188,7 +193,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger) -> Trai
             if due(done):
                 writer.write_eval(done, evaluation())
         if done == t.steps:
-            with watchdog.phase("save"):  # the last one is read back, however long it takes; a stopped run has no time
+            with phase("checkpoint"):  # the last one is read back, however long it takes; else there is no time for it
                 checkpoints.wait()
                 # The first process copies it to the mirror; at their exit JAX gives the others five minutes only.
                 distributed.meet("end", r.start_limit)

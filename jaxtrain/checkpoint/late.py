@@ -14,11 +14,13 @@ class LateJson(ocp.JsonCheckpointHandler):
 
     async def async_save(self, directory: Any, item: Any = None, args: Any = None) -> Any:
         """In one process; the commit waits for it."""
+        if jax.process_index() != 0:
+            return []
+
         async def write():
             (directory / "metadata").write_text(json.dumps(args.content()))
 
-        future = ocp.future.CommitFutureAwaitingContractedSignals(write(), name="late_json")
-        return [future] if jax.process_index() == 0 else []
+        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="late_json")]  # it runs from here on
 
 
 @ocp.args.register_with_handler(LateJson, for_save=True, for_restore=True)  # Orbax wants both

@@ -27,8 +27,12 @@ THREADS = 8  # files under way at a time
 AGAIN = 3  # times a file is sent, or fetched, that does not arrive as it is
 PAUSE = 15.0, 600.0  # seconds before a copy that failed is tried again: at first, then twice as long, and the longest
 OWNER = "owner.json"  # whose copies they are
-_FETCHING = ".fetching"
+FETCHING = ".fetching"
 Kept = Callable[[list[int]], Iterable[int]]  # of the good steps that are there, in order: those to keep
+
+
+class Different(UserError):
+    """What came is not what was sent."""
 
 
 class Mirror:
@@ -178,15 +182,25 @@ class Mirror:
     def fetch(self, step: int | None = None) -> int | None:
         """Bring a copy back as the run's own: of this step, or the newest -> its step; None if there is none.
 
-        Every file is compared with `good.json` before the checkpoint gets its name. Raises `UserError`.
+        Every file is compared with `good.json` before the checkpoint gets its name. A newest one that does not pass is
+        told, and the one before it taken. Raises `UserError`.
         """
         self._own()
         steps = [found for found in self.steps() if step in (None, found)]
-        if not steps:
-            return None
-        step = steps[-1]
-        record, folder = self.good(step), self._directory / f"{step}{_FETCHING}"
-        assert record
+        for found in reversed(steps):
+            try:
+                return self._bring(found)
+            except (Different, storage.Gone) as error:
+                if found == steps[0]:
+                    raise
+                self._tell("mirror_damaged", f"the copy of checkpoint {found} is damaged ({error.key}: {error.reason}) "
+                           "and passed over", step=found, place=self.place, reason=error.reason)
+        return None
+
+    def _bring(self, step: int) -> int:
+        record, folder = self.good(step), self._directory / f"{step}{FETCHING}"
+        if record is None:
+            raise storage.Gone(self._url(step), "is not there any more", "see who deletes copies")
         self._tell("mirror_fetching", f"checkpoint {step} is fetched from {self.place}", step=step, place=self.place)
         names = [*record["files"], verify.MARK]
         for parent in {(folder / name).parent for name in names}:
@@ -194,10 +208,12 @@ class Mirror:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(lambda name: _fetch(self._url(step, name), folder / name,
                                               *record["files"].get(name, (0, ""))), names))
-        os.replace(folder, self._directory / str(step))
         config = self._directory.parent / "config.json"
         if not config.exists() and record["meta"].get("config"):  # by which another run is refused
-            config.write_text(json.dumps(record["meta"]["config"], indent=2) + "\n")
+            temporary = config.with_name("config.json.tmp")
+            temporary.write_text(json.dumps(record["meta"]["config"], indent=2) + "\n")
+            os.replace(temporary, config)
+        os.replace(folder, self._directory / str(step))
         return step
 
     def _own(self) -> None:
@@ -239,7 +255,7 @@ def _fetch(url: str, path: Path, size: int, sha256: str) -> None:
             os.fsync(file.fileno())
         if not sha256 or verify.hash_file(path) == (size, sha256):
             return
-    raise UserError(url, f"is not what good.json says, {AGAIN} times", "use the copy of an older step")
+    raise Different(url, f"is not what good.json says, {AGAIN} times", "use the copy of an older step")
 
 
 def _digest(url: str) -> str:

@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxtrain import distributed
 from jaxtrain.checkpoint import fingerprint, verify
-from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.checkpoint.mirror import FETCHING, Mirror
 from jaxtrain.checkpoint.retention import best_of, dispensable
 from jaxtrain.errors import UserError
 from jaxtrain.exchange import together
@@ -87,6 +87,12 @@ class Checkpoints:
         for step in self.steps():
             if step > above:
                 _rename(self._directory / str(step), _ABANDONED)
+        if self._mirror:  # or they would come back from there, should those here be lost
+            try:
+                self._mirror.hide(above)
+            except UserError as error:  # the next copy takes them away
+                self._tell("mirror_failed", f"copies of steps beyond {above} still count in the mirror ({error})",
+                           step=above, reason=str(error))
 
     def newest(self, below: int | None = None) -> int | None:
         """The newest good step (below one); checks its files, and passes over what is damaged, naming it.
@@ -121,8 +127,20 @@ class Checkpoints:
 
     def _fetched(self, step: int | None) -> int | None:
         """From the mirror: this step, or its newest; None if it has none."""
-        mirror = self._mirror
-        return self._agree(None, lambda _: mirror.fetch(step)) if mirror else None
+        if (mirror := self._mirror) is None:
+            return None
+
+        def fetch(_):
+            try:
+                return mirror.fetch(step)
+            except UserError as error:
+                if step is None:  # there is nothing else
+                    raise
+                self._tell("mirror_failed", f"checkpoint {step} cannot be fetched ({error.key}: {error.reason}); an "
+                           "older one is looked for", step=step, reason=error.reason)
+                return None
+
+        return self._agree(None, fetch)
 
     def restore_newest(self, abstract_state: Any, below: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
         """-> (step, state, meta) of the newest good checkpoint that loads as it was saved; None: there is none.
@@ -185,8 +203,9 @@ class Checkpoints:
         shapes = {path: _describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
 
         def sums():
-            found = together(f"{name}/sums", fingerprint.read(parts), fingerprint.total)
-            return {"step": step, "arrays": {path: [what, found[path]] for path, what in shapes.items()}}
+            found = {}  # in process 0: the others need no answer, and it would stay with the coordinator for ever
+            together(f"{name}/sums", fingerprint.read(parts), lambda shares: found.update(fingerprint.total(shares)))
+            return {"step": step, "arrays": {path: [what, found.get(path)] for path, what in shapes.items()}}
 
         try:
             self._saver.save(folder, args=ocp.args.Composite(
@@ -232,7 +251,18 @@ class Checkpoints:
             job.thread.join()
         if self._mirror:
             self._mirror.wait()
+            self._agree(None, lambda _: None)  # who is done would wait at its exit, where JAX gives up after minutes
         self._raise()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            self.close()
+        except UserError:
+            if error is None:  # else that is what is to be seen, or to go back for
+                raise
 
     def close(self) -> None:
         """Return when everything saved so far is on disk, and release Orbax's threads; raises if the last failed.
@@ -267,7 +297,7 @@ class Checkpoints:
             if folder.exists():
                 return ""
             for entry in self._directory.iterdir():
-                if _TEMPORARY in entry.name or entry.name.endswith(_DELETED):
+                if _TEMPORARY in entry.name or entry.name.endswith((_DELETED, FETCHING)):
                     shutil.rmtree(entry, ignore_errors=True)
             free, wanted = shutil.disk_usage(self._directory).free, sum(leaf.nbytes for leaf in flat.values())
         except OSError as error:
@@ -376,7 +406,10 @@ class Checkpoints:
 
         found = self._agree(None, kind)
         if found == "unverified":
-            return self._read_back(step, f"checkpoint/{next(_calls)}")
+            try:
+                return self._read_back(step, f"checkpoint/{next(_calls)}", must_tell=False)
+            except OSError as error:  # in all processes; there may be older ones that can be read
+                return [f"it cannot be read back ({error})"]
         if found != "good":
             return [found]
         try:
@@ -386,10 +419,10 @@ class Checkpoints:
             mine = [f"{verify.MARK} {verify.reason(error)}"]
         return self._agree(mine, lambda theirs: sorted({problem for problems in theirs for problem in problems}))
 
-    def _read_back(self, step: int, name: str) -> list[str]:
+    def _read_back(self, step: int, name: str, must_tell: bool = True) -> list[str]:
         """Read a committed checkpoint, each process its share -> what is wrong; if nothing is, it is good from now on.
 
-        Raises OSError if it could not be found out.
+        Raises OSError if it could not be found out or, unless it need not be told, not be written into it.
         """
         folder = self._directory / str(step)
         mine: dict[str, Any] = {}
@@ -416,8 +449,9 @@ class Checkpoints:
             problems = [f"{name} is not seen by all" for name in verify.list_files(folder)[0] if name not in files]
             problems += verify.compare_words(saved, [share["words"] for share in shares])
             if not problems:
-                verify.write_mark(self._directory, step, {"files": dict(sorted(files.items())), "fingerprint": saved,
-                                                          "meta": self.meta(step)})
+                with contextlib.nullcontext() if must_tell else contextlib.suppress(OSError):  # the disk may be full
+                    verify.write_mark(self._directory, step, {"files": dict(sorted(files.items())),
+                                                              "fingerprint": saved, "meta": self.meta(step)})
             return problems
 
         return together(f"{name}/read", mine, decide)

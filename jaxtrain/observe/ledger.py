@@ -75,7 +75,7 @@ class Ledger:
         self._since = now
         self._latest: list[float] | None = None  # the newest mark, not worth keeping yet
         self._step_seconds = 0.0  # of "step", when the step before was complete
-        self._listeners: list[Callable[[float], None]] = []
+        self._listener: Callable[[float], None] = lambda seconds: None
         self._file: Path | None = None  # until it is opened, and in other processes for ever
         self._earlier: list[Incarnation] = []
         self._base = account([])
@@ -120,12 +120,11 @@ class Ledger:
                 return  # the run went back meanwhile
             self._completed, total = step, self._own.seconds.get("step", 0.0)
             took, self._step_seconds, self._latest = total - self._step_seconds, total, [step, total]
-        for listener in self._listeners:
-            listener(took)
+        self._listener(took)
 
     def on_step(self, listener: Callable[[float], None]) -> None:
-        """Call it with each step's own seconds, on the thread of the metrics."""
-        self._listeners.append(listener)
+        """From now on call it, and no one else, with each step's own seconds, on the thread of the metrics."""
+        self._listener = listener
 
     def resumed(self, step: int) -> None:
         """The state is that of this step; what was done beyond it, by this process too, is lost."""

@@ -38,10 +38,12 @@ class Interrupt:
 
     Among several processes all must stop at the same step, whoever got the signal: there JAX's preemption service
     answers SIGTERM and names the step, and Ctrl-C is passed on to it.
+
+    It may be entered again, by a run that goes back: what was requested is still to be answered.
     """
 
     def __init__(self):
-        self.signal = 0
+        self.signal, self._reached = 0, False
         self._together = jax.process_count() > 1
 
     def __enter__(self) -> "Interrupt":
@@ -62,10 +64,10 @@ class Interrupt:
         from jax.experimental import multihost_utils
 
         # Counted on through rollbacks: the service wants numbers that rise.
-        reached = multihost_utils.reached_preemption_sync_point(next(_calls))
-        if reached and not self.signal:
+        self._reached |= multihost_utils.reached_preemption_sync_point(next(_calls))  # says so once
+        if self._reached and not self.signal:
             self.signal = signal.SIGTERM
-        return reached
+        return self._reached
 
     def _received(self, number, frame) -> None:
         if self.signal and number == signal.SIGINT:

@@ -42,7 +42,7 @@ class Guard:
     def __init__(self, workdir: str | Path, limits: ResilienceConfig, checkpoints: Checkpoints, passed: PassedOver,
                  say: Callable[[str], None],
                  phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext):
-        """`phase`: names what takes longer than a step."""
+        """`phase`: a context for what takes longer than a step."""
         self._phase = phase
         self._workdir, self._limits, self._checkpoints = Path(workdir), limits, checkpoints
         self._passed, self._say = passed, say
@@ -86,7 +86,7 @@ class Guard:
         if self._passed.rollbacks >= limits.max_rollbacks:
             self._give_up(step, f"{what}; the run was rolled back {self._passed.rollbacks} times before, which is "
                           "resilience.max_rollbacks")
-        with self._phase("rollback"):
+        with self._phase("checkpoint"), contextlib.suppress(UserError):  # a save that failed was told, and is not there
             self._checkpoints.wait()  # so that which ones there are does not depend on the time
         if jax.process_index() == 0:
             last = step - 1  # the index of the last offending step

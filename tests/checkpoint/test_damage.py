@@ -278,3 +278,27 @@ def test_going_back_gives_up_what_was_ahead(copy):
     store.close()
     assert not list(copy.glob("*.abandoned")) and verify.steps(copy) == [20, 30, 40]
     assert store.restore(30, ABSTRACT)["flag"].shape == (3,) and verify.verify(copy, 30) == []
+
+
+def test_one_that_nobody_read_back_and_that_cannot_be_read_is_passed_over(copy, monkeypatch):
+    (copy / "30" / "good.json").unlink()
+    refused, right = data(copy), open
+
+    def opening(path, *args, **keys):
+        if Path(path) == refused:
+            raise OSError(5, "Input/output error", str(path))
+        return right(path, *args, **keys)
+
+    monkeypatch.setattr(verify.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(verify, "open", opening, raising=False)
+    assert Checkpoints(copy).newest() == 20
+
+
+def test_a_whole_one_is_chosen_though_the_disk_has_no_room_to_say_that_it_is(copy, monkeypatch):
+    (copy / "30" / "good.json").unlink()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(verify, "write_mark", full)
+    assert Checkpoints(copy).newest() == 30 and (copy / "30").exists()

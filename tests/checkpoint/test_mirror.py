@@ -215,3 +215,31 @@ def test_nothing_here_and_a_store_that_is_down_is_no_new_beginning(network, buck
     with pytest.raises(UserError, match="see whether the store is up"):
         Checkpoints(work / "checkpoints", mirror=f"{bucket}/a").newest()
     assert not storage.is_url(str(work))
+
+
+def test_a_store_that_is_down_is_not_fatal_while_an_older_one_is_good(network, bucket, work, capsys):
+    Mirror(work / "checkpoints", f"{bucket}/a").send(3)
+    next((work / "checkpoints" / "3").rglob("d/*")).write_bytes(b"nonsense")
+    network.fault = lambda number, method, path: "busy"
+    restored(work, f"{bucket}/a", 2)
+    assert "checkpoint 3 cannot be fetched" in capsys.readouterr().err
+
+
+def test_of_copies_the_newest_that_is_right_is_taken(work, place, tmp_path, capsys):
+    ours = Mirror(work / "checkpoints", place)
+    ours.send(2), ours.send(3)
+    name = next(name for name in ours.good(3)["files"] if "/d/" in name)
+    (tmp_path / "other").write_bytes(b"nonsense")
+    storage.put(tmp_path / "other", f"{ours.place}/3/{name}")
+    shutil.rmtree(work)
+    restored(work, place, 2)
+    assert "the copy of checkpoint 3 is damaged" in capsys.readouterr().err
+
+
+def test_what_the_run_went_back_from_does_not_come_back(work, place):
+    Mirror(work / "checkpoints", place).send(3)
+    with contextlib.closing(Checkpoints(work / "checkpoints", mirror=place)) as checkpoints:
+        checkpoints.discard(above=2)
+    shutil.rmtree(work / "checkpoints" / "1"), shutil.rmtree(work / "checkpoints" / "2")
+    with contextlib.closing(Checkpoints(work / "checkpoints", mirror=place)) as checkpoints:
+        assert checkpoints.newest() is None

@@ -254,6 +254,7 @@ def ended(started, seconds=600):
     return said
 
 
+@pytest.mark.slow
 def test_one_process_killed(flags, tmp_path):
     calm, work = tmp_path / "calm", tmp_path / "work"
     assert main([*flags, "--config.checkpoint.local_every=0", f"--workdir={calm}"]) == 0

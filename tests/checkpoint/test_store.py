@@ -237,17 +237,23 @@ def test_two_processes(tmp_path):
     code = """
 import sys, jax, numpy as np
 from pathlib import Path
+from types import SimpleNamespace
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtrain.checkpoint import Checkpoints, verify
-from jaxtrain.checkpoint.peers import together
+from jaxtrain.checkpoint import late
+from jaxtrain.exchange import together
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", num_processes=2, process_id=int(sys.argv[3]))
 where = NamedSharding(jax.make_mesh((4,), ("data",)), P("data"))
 w = np.arange(32, dtype=np.float32)
 state = {"w": jax.make_array_from_callback(w.shape, where, lambda index: w[index])}
 store = Checkpoints(sys.argv[1])
 target = {"w": jax.ShapeDtypeStruct((32,), np.float32, sharding=where)}
+written, json = [], late.json
+late.json = SimpleNamespace(dumps=lambda content: written.append(content) or json.dumps(content))
 store.save(1, state, {"n": 1})
 store.wait()
+# One process writes the fingerprint: another would empty it for a moment, when it may be read back.
+assert len(written) == (jax.process_index() == 0)
 restored = store.restore(1, target)
 assert store.latest() == 1 and store.meta(1) == {"n": 1}
 # Both read their share back, and the record has all files.

@@ -134,11 +134,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     run = jt.build(config, devices=jax.devices()[:devices])
     batch, precision = batch_of(keys["packing"]), keys["train.precision"]
     params, loss, grads, norm, bias = _truth(config.model, keys["packing"], config.train.z_loss)
-    opt_state = jax.tree.map(np.array, jax.jit(run.optimizer.init)(params))
-    scale = run.abstract.loss_scale and reference._scale()
-    state = run.abstract.__class__(np.int32(0), params, opt_state, np.int32(0), scale)
-    state = jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), state, run.layout.state)
-    state, metrics = reference.compiled(run)(state, run.place(batch))
+    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
     metrics = jax.device_get(metrics)
 
     tolerance = TOLERANCE[precision]

@@ -80,7 +80,11 @@ def initial(family: str = "gpt2", layers: int = 0):
 
 def start(run: jt.Run, family: str = "gpt2"):
     """The state at step 0 on the run's mesh, without compiling its own initialisation (which has a test of its own)."""
-    params = initial(family, run.config.model.num_layers)
+    return start_from(run, initial(family, run.config.model.num_layers))
+
+
+def start_from(run: jt.Run, params):
+    """The state around these parameters."""
     opt_state = jax.tree.map(np.array, jax.jit(run.optimizer.init)(params))
     state = run.abstract.__class__(np.int32(0), params, opt_state, np.int32(0), run.abstract.loss_scale and _scale(),
                                    run.abstract.history and jax.tree.map(np.asarray, History.empty()))

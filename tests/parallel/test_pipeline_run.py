@@ -30,6 +30,7 @@ def losses(folder):
     return {(row["step"], key): row[key] for row in rows for key in ("loss", "eval_loss") if key in row}
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_a_pipeline_and_one_stage_goes_on(flags, tmp_path, monkeypatch):
     one, two = tmp_path / "one", tmp_path / "two"
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))

@@ -60,7 +60,7 @@ class Run:
 
     def ended(self, processes):
         end = time.monotonic() + 60
-        while set(self.ends) != set(processes) and time.monotonic() < end:
+        while not set(processes) <= set(self.ends) and time.monotonic() < end:
             time.sleep(0.01)
         return self.ends
 
@@ -77,7 +77,8 @@ def test_a_killed_process_ends_all_by_name(victim, tmp_path, capfd):
         one.workdir = tmp_path
     run.die(victim)
     others = {0, 1, 2} - {victim}
-    assert run.ended(others) == dict.fromkeys(others, exits.RESTART)
+    ended = run.ended(others)  # what is left of the victim, in this one process, may end as well
+    assert {other: ended[other] for other in others} == dict.fromkeys(others, exits.RESTART)
     said = capfd.readouterr().err
     for other in others:
         assert f"process {victim} ({socket.gethostname()}) is gone: process {other} ends, to be started again" in said

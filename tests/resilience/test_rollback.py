@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 STEPS, BAD = 48, 40  # steps of the run; the batch that is poisoned
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=16", "checkpoint.every=8",
-        "checkpoint.keep=3", "resilience.pass_over=4"]
+        "checkpoint.keep=3", "resilience.pass_over=4", "resilience.spike_z=10"]
 
 
 @pytest.fixture(scope="module", autouse=True)

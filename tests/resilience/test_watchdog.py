@@ -13,7 +13,8 @@ import pytest
 from jaxtrain.config import ResilienceConfig
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
-from jaxtrain.resilience import Watchdog, exits, watchdog
+from jaxtrain.resilience import exits, watchdog
+from jaxtrain.resilience.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]
 QUICK = """
