@@ -76,6 +76,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
     # -------------------------------------------------------------- refuse what cannot work, before paying for anything
     config, t, r, c = run.config, run.config.train, run.config.resilience, run.config.checkpoint
     watchdog.start()
+    observe.make_workdir(workdir)
     checkpoints = begun.enter_context(checkpoint.Checkpoints(
         workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best, verify=c.verify, mirror=c.mirror))
     passed = settle(workdir, checkpoints)

@@ -30,6 +30,16 @@ _PACKAGES = {"jax": "jax", "jaxlib": "jaxlib", "flax": "flax", "optax": "optax",
              "grain": "grain", "numpy": "numpy"}
 
 
+def make_workdir(workdir: str | Path) -> None:
+    """Make `workdir` if need be and raise a `UserError` if it cannot be written."""
+    workdir = Path(workdir)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=workdir).close()
+    except OSError as error:
+        raise _unwritable(workdir, error) from None
+
+
 def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, str] | None = None,
                   done: int = 0) -> list[dict[str, Any]]:
     """Make `workdir` if need be and raise a `UserError` if it cannot be written or holds a run of other mathematics.
@@ -42,9 +52,8 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
         what changed of the data, on purpose, between the `done` steps and those to come.
     """
     workdir = Path(workdir)
+    make_workdir(workdir)
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=workdir).close()
         started = _read(workdir / "config.json")
         recorded = _read(workdir / "run.json")
     except OSError as error:

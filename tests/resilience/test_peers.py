@@ -82,8 +82,8 @@ def test_a_killed_process_ends_all_by_name(victim, tmp_path, capfd):
     said = capfd.readouterr().err
     for other in others:
         assert f"process {victim} ({socket.gethostname()}) is gone: process {other} ends, to be started again" in said
-    (event,) = events.events(tmp_path)  # one of them is enough
-    assert (event["kind"], event["peer"]) == ("peer_lost", victim)
+    found = events.events(tmp_path)  # one of them is enough; nobody is left to say that another one wrote it
+    assert found and {(event["kind"], event["peer"]) for event in found} == {("peer_lost", victim)}
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -161,18 +161,18 @@ def test_strangers_at_the_port_are_nobody():
     ("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes", False),
 ])
 def test_echoes_of_a_lost_process_are_recognised(text, broken):
-    assert distributed._broken(jax.errors.JaxRuntimeError(text)) == broken
+    assert distributed.broken(jax.errors.JaxRuntimeError(text)) == broken
     try:
         try:
             raise jax.errors.JaxRuntimeError(text)
         except Exception as error:
             raise RuntimeError("saving failed") from error
     except RuntimeError as error:
-        assert distributed._broken(error) == broken
+        assert distributed.broken(error) == broken
 
 
 def test_an_error_of_ones_own_is_no_echo():
-    assert not distributed._broken(ValueError("barrier height: 3"))
+    assert not distributed.broken(ValueError("barrier height: 3"))
 
 
 def agree_as(monkeypatch, store, process, **keys):

@@ -139,7 +139,7 @@ def test_a_run_with_a_wrong_device(flags, tmp_path, capfd):
     assert "was under suspicion before: take it out of service" in capfd.readouterr().err
     assert Checkpoints(workdir / "checkpoints").latest() == 6
     assert main([*flags, f"--workdir={workdir}"]) == 0
-    assert [(event["kind"], event["status"]) for event in events(workdir)] == [("corruption", 76), ("corruption", 77)]
+    assert [event["status"] for event in events(workdir) if event["kind"] == "corruption"] == [76, 77]
 
 
 FAULTY = """
