@@ -29,6 +29,8 @@ from jaxtrain.resilience.steps import Steps
 _TICK = 0.2  # seconds between two looks; a death is seen at once
 _OWN_END = 30.0  # seconds for the others to end by themselves behind one that ended on purpose
 _STACKS = 1.0  # seconds for the others to say where they stand behind one that died
+_WORDS = 10.0  # seconds for the others to write that down behind one that gave up
+_MUTE = 5.0  # seconds without a sign of life, when others give up, of who made them do so
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -73,7 +75,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 class End:
     """How an attempt ended."""
 
-    def __init__(self, team: list[Child], silent: Child | None, resized: str):
+    def __init__(self, team: list[Child], silent: Child | None, mute: Child | None, resized: str):
+        silent = silent or (mute if all(map(blame.follows, filter(None, [blame.first(team)]))) else None)
         self.resized = resized  # why the run is to have another size, if that is what ended it
         self.logs = team[0].log.parent
         self.done = all(child.code == exits.DONE for child in team)
@@ -84,7 +87,7 @@ class End:
         hanging = next((child for child in team if child.cut_off), team[0])
         self.why = (f"process {silent.rank} gave no sign of life" if silent else self.culprit.words() if self.culprit
                     else f"process {hanging.rank} did not end with the others")
-        self.verdict = blame.verdict(self.culprit) if self.culprit else self.why
+        self.verdict = blame.verdict(self.culprit, self.why if silent else "") if self.culprit else self.why
 
 
 class Supervisor:
@@ -161,7 +164,7 @@ class Supervisor:
         self.steps.begin()
         self._record("attempt", attempt=int(logs.name), slots=slots, step=self.steps.newest)
         team: list[Child] = []
-        silent: Child | None = None
+        silent = mute = None
         patience, resized = 0.0, ""
         try:
             for i, slot in enumerate(slots):
@@ -187,13 +190,15 @@ class Supervisor:
                 if ended := [child for child in team if child.died is not None]:
                     if not patience:  # the first of them
                         on_purpose = all(child.code in (*exits.FINAL, exits.SAVED) for child in ended)
-                        patience = _OWN_END if on_purpose else _STACKS
+                        mute = self._silent(team, _MUTE)
+                        gave_up = all(child.code == exits.RESTART for child in ended) and not mute
+                        patience = _OWN_END if on_purpose else _WORDS if gave_up else _STACKS
                         if not on_purpose:
                             for child in team:
                                 child.dump_stacks()
                     if time.monotonic() - min(child.died or 0.0 for child in ended) > patience:
                         break
-                elif quiet := self._silent(team):
+                elif quiet := self._silent(team, self.flags.silent):
                     silent = quiet
                     silent.kill()
                 elif not resized and not self.asked and (resized := self._resize(slots)):
@@ -205,7 +210,7 @@ class Supervisor:
             for child in team:
                 child.kill()
                 child.line.close()
-        return End(team, silent, resized)
+        return End(team, silent, mute, resized)
 
     def _start(self, i: int, slot: int, count: int, coordinator: str, logs: Path) -> Child:
         rank = self.flags.node_rank * self.flags.processes + i
@@ -218,9 +223,10 @@ class Supervisor:
         return children.start(command, rank, slot, logs / f"process-{rank}.log", environment)
 
     # -------------------------------------------------------------------------------------------------- what is noticed
-    def _silent(self, team: list[Child]) -> Child | None:
-        quiet = min(team, key=lambda child: child.heard)
-        return quiet if self.flags.silent and time.monotonic() - quiet.heard > self.flags.silent else None
+    def _silent(self, team: list[Child], seconds: float) -> Child | None:
+        """Who lives and gave no sign of it for so long (0: for ever)."""
+        quiet = min((child for child in team if child.died is None), key=lambda child: child.heard, default=None)
+        return quiet if quiet and seconds and time.monotonic() - quiet.heard > seconds else None
 
     def _resize(self, slots: list[int]) -> str:
         """Why the run is to go on with other processes than these; "" if it is not."""

@@ -212,6 +212,26 @@ def test_the_silent_are_ended(run, tmp_path):
     assert code == 0 and "process 1 gave no sign of life; starting again" in err
 
 
+def test_the_silent_are_blamed_where_their_peers_notice_first(run, tmp_path):
+    process = run({"1:0": ["await go", "exit 76"], "1:1": ["await never"]}, "--max_restarts=0")
+    until(lambda: all((tmp_path / f"ready-1-{rank}").exists() for rank in range(2)))
+    os.kill(int((tmp_path / "pid-1-1").read_text()), signal.SIGSTOP)
+    time.sleep(supervise._MUTE + 2)
+    (tmp_path / "go").touch()
+    code, err = ended(process)
+    assert code == exits.STOPPED and "first to fail: process 1 gave no sign of life" in err
+    assert "SIGKILL" not in err
+
+
+def test_who_writes_down_a_hang_may_end_later(run, tmp_path):
+    process = run({"1:0": ["exit 76"], "1:1": ["outlive 0", "await go", "say all is written", "exit 76"]})
+    until((tmp_path / "ready-1-1").exists)
+    time.sleep(2 * supervise._STACKS)
+    (tmp_path / "go").touch()
+    code, _ = ended(process)
+    assert code == 0 and "all is written" in (tmp_path / "logs" / "1" / "process-1.log").read_text()
+
+
 def test_nobody_is_left_behind(run, tmp_path):
     """Not even those that are stopped, when the supervisor is killed."""
     process = run({"0": ["await never"], "1": ["mute", "deaf", "await never"]})

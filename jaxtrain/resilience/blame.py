@@ -58,9 +58,9 @@ def error_line(log: Path) -> str:
     return ""
 
 
-def verdict(child: Child) -> str:
-    """The first failure, so that nobody has to look for it."""
+def verdict(child: Child, why: str = "") -> str:
+    """The first failure, so that nobody has to look for it; `why` where its exit status does not say it."""
     lines = "\n".join(f"  | {line}" for line in last_lines(child.log))
     error = error_line(child.log)
-    return "\n".join([f"first to fail: {child.words()}" + (f": {error}" if error else ""),
+    return "\n".join([f"first to fail: {why or child.words()}" + (f": {error}" if error else ""),
                       *([f"the end of {child.log}:", lines] if lines else [f"{child.log} is empty"])])
