@@ -238,8 +238,7 @@ class Mirror:
         return storage.join(folder, name) if name else folder
 
     def _tell(self, kind: str, sentence: str | None, **fields: Any) -> None:
-        with contextlib.suppress(OSError):  # the disk may be full
-            events.record(self._directory.parent, kind, **fields)
+        events.record(self._directory.parent, kind, **fields)
         if sentence:
             print(sentence, file=sys.stderr, flush=True)
 

@@ -534,8 +534,7 @@ class Checkpoints:
     def _tell(self, kind: str, sentence: str | None, **fields: Any) -> None:
         if jax.process_index() != 0:
             return
-        with contextlib.suppress(OSError):  # the disk may be full
-            record(self._directory.parent, kind, **fields)
+        record(self._directory.parent, kind, **fields)
         if sentence:
             print(sentence, file=sys.stderr, flush=True)
 

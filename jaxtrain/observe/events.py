@@ -1,5 +1,6 @@
 """What a person on call will want to know later: one line a decision in WORKDIR/events.jsonl, by whichever process."""
 
+import contextlib
 import json
 import os
 import socket
@@ -12,13 +13,17 @@ Event = dict[str, Any]
 
 
 def record(workdir: str | Path, kind: str, **fields: Any) -> None:
-    """Append one event. Lines of several processes do not mix: each is one write to a file opened for appending."""
+    """Append one event. Lines of several processes do not mix: each is one write to a file opened for appending.
+
+    A full disk, or a folder that is not there, costs the event; what was to be done about it is done all the same.
+    """
     event = {"time": time.time(), "kind": kind, "process": _process(), "host": socket.gethostname(), **fields}
-    file = os.open(Path(workdir) / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(file, json.dumps(event, default=str).encode() + b"\n")
-    finally:
-        os.close(file)
+    with contextlib.suppress(OSError):
+        file = os.open(Path(workdir) / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(file, json.dumps(event, default=str).encode() + b"\n")
+        finally:
+            os.close(file)
 
 
 def events(workdir: str | Path) -> list[Event]:

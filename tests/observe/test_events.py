@@ -1,5 +1,6 @@
 """Events are whole lines, whoever writes them and however often."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,3 +29,13 @@ def test_a_torn_line_is_left_out(tmp_path):
     record(tmp_path, "second", where=Path("somewhere"))
     found = [(event["kind"], event.get("where")) for event in events(tmp_path)]
     assert found == [("first", None), ("second", "somewhere")]
+
+
+def test_a_full_disk_costs_the_event_and_not_the_run(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    record(tmp_path / "nowhere", "first")
+    monkeypatch.setattr(os, "write", full)
+    record(tmp_path, "second")
+    assert events(tmp_path) == []
