@@ -75,7 +75,8 @@ def words(**keys):
 def told(workdir, name="metrics.jsonl"):
     """What it says, but for the times."""
     lines = [json.loads(line) for line in (workdir / name).read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.endswith(("_s", "_wait", "mfu", "goodput"))} for line in lines]
+    times = ("_s", "_wait", "mfu", "goodput")
+    return [{key: value for key, value in line.items() if not key.endswith(times)} for line in lines]
 
 
 def saved(flags, workdir, step=STEPS):
