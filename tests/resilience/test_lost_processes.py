@@ -63,8 +63,9 @@ def started(flags, workdir, processes=2, devices=2, what="pass", at=6, slow=0, o
                        "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes),
                        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", **environment}
             mine = [flag.format(i=i) for flag in flags]
-            run.append(subprocess.Popen([sys.executable, "-c", RUN.format(what=what, at=at, slow=slow), *mine, f"--workdir={workdir}"],
-                                        env=environ, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL))
+            program = RUN.format(what=what, at=at, slow=slow)
+            run.append(subprocess.Popen([sys.executable, "-c", program, *mine, f"--workdir={workdir}"], env=environ,
+                                        text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL))
         yield run
     finally:
         for process in run:
