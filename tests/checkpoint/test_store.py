@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -296,3 +297,16 @@ store.close()
     store = Checkpoints(tmp_path / "c")
     assert_same(store.restore(2, abstract(state, shardings(state, 8, 1))), state)
     store.close()
+
+
+def test_a_lost_connection_is_no_damage(store, monkeypatch):
+    def torn(*_, **__):
+        raise RuntimeError("restoring") from jax.errors.JaxRuntimeError("Gloo context initialization failed")
+
+    where = shardings(state := make_state(), 2, 2)
+    store.save(1, jax.device_put(state, where))
+    store.wait()
+    monkeypatch.setattr(orbax.checkpoint.Checkpointer, "restore", torn)
+    with pytest.raises(RuntimeError, match="restoring"):
+        store.restore_newest(abstract(state, where))
+    assert store.steps() == [1]

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,18 +18,23 @@ from jaxtrain.resilience import exits
 ROOT = Path(__file__).parents[2]
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "data.global_batch_size=8", "train.steps=100000", "optimizer.schedule=constant", "train.progress=false"]
-# Process 1 does something at step 6.
+# Process 1 does something at a step, and waits before it restores.
 RUN = """
 import os, sys, time
 from jaxtrain.build import Run
+from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.main import main
 
 def odd(self, batches, step, placed=Run.placed):
-    if os.environ["JAX_PROCESS_ID"] == "1" and step == 6:
+    if os.environ["JAX_PROCESS_ID"] == "1" and step == {at}:
         {what}
     return placed(self, batches, step)
 
-Run.placed = odd
+def late(self, abstract, below=None, restore=Checkpoints.restore_newest):
+    time.sleep({slow} if os.environ["JAX_PROCESS_ID"] == "1" else 0)
+    return restore(self, abstract, below)
+
+Run.placed, Checkpoints.restore_newest = odd, late
 sys.exit(main())
 """
 NAME = socket.gethostname()
@@ -48,7 +54,7 @@ def free_address():
 
 
 @contextlib.contextmanager
-def started(flags, workdir, processes=2, devices=2, what="pass", of=None, **environment):
+def started(flags, workdir, processes=2, devices=2, what="pass", at=6, slow=0, of=None, **environment):
     """Those in `of` (all); none is left behind."""
     address, run = free_address(), []
     try:
@@ -57,8 +63,9 @@ def started(flags, workdir, processes=2, devices=2, what="pass", of=None, **envi
                        "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes),
                        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", **environment}
             mine = [flag.format(i=i) for flag in flags]
-            run.append(subprocess.Popen([sys.executable, "-c", RUN.format(what=what), *mine, f"--workdir={workdir}"],
-                                        env=environ, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL))
+            program = RUN.format(what=what, at=at, slow=slow)
+            run.append(subprocess.Popen([sys.executable, "-c", program, *mine, f"--workdir={workdir}"], env=environ,
+                                        text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL))
         yield run
     finally:
         for process in run:
@@ -115,6 +122,19 @@ def test_one_hangs(flags, tmp_path):
     assert all(f"process 1 ({NAME}) did not begin step 7, where the others wait" in said for _, said in ends), ends
     first, second = sorted((tmp_path / "hangs").iterdir(), key=lambda path: path.name.partition("process")[2])
     assert "in odd" in second.read_text() and "in odd" not in first.read_text()
+
+
+@pytest.mark.slow
+def test_one_is_slow_to_begin(flags, tmp_path):
+    """Gloo's first talk among processes ends after 30 seconds: neither a restore nor a first batch may come to that."""
+    keys = [*flags, "--config.train.steps=4", "--config.checkpoint.every=2"]
+    with started(keys, tmp_path) as run:
+        assert [status for status, _ in ended(run)] == [0, 0]
+    shutil.rmtree(tmp_path / "checkpoints" / "4")
+    with started(keys, tmp_path, at=2, what="time.sleep(40)", slow=40) as run:
+        ends = ended(run)
+    assert [status for status, _ in ends] == [0, 0] and "resumed from step 2" in ends[0][1], ends
+    assert not any("damaged" in said for _, said in ends)
 
 
 @pytest.mark.slow

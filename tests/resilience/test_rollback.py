@@ -363,7 +363,7 @@ def test_a_checkpoint_of_the_time_before_histories_has_an_empty_one(flags, never
     assert restored.history.values_2S.sharding == run.layout.state.history.values_2S
 
 
-def test_void_checkpoints_go_whole(tmp_path):
+def test_void_checkpoints_are_set_aside_whole(tmp_path):
     for name in ("8", "16", "24", "24.orbax-checkpoint-tmp"):
         (tmp_path / name / "state").mkdir(parents=True)
     Checkpoints(tmp_path).discard(above=8)
