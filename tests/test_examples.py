@@ -36,6 +36,7 @@ def execute(notebook, folder: Path, tmp_path: Path) -> str:
     return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
 
 
+@pytest.mark.slow  # test_readme runs them all; here is what comes of them
 def test_script():
     done = subprocess.run([sys.executable, "examples/embed_train_step.py"], cwd=ROOT, env=environment(XLA_FLAGS=""),
                           capture_output=True, text=True, timeout=300)
@@ -52,6 +53,7 @@ def printed_by(script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_melodies_are_transcribed():
     printed = printed_by("audio_notes.py")
     losses = [float(loss) for loss in re.findall(r"loss a note +([\d.]+)", printed)]
@@ -60,6 +62,7 @@ def test_melodies_are_transcribed():
     assert re.search(r"batches of \(rows, frames\): \[(\(\d+, \d+\)(, )?){3}\]", printed)
 
 
+@pytest.mark.slow
 def test_what_users_do_next_is_predicted():
     said = re.search(r"nats an event: ([\d.]+); by how common items are: ([\d.]+)", printed_by("event_streams.py"))
     loss, by_frequency = map(float, said.groups())

@@ -95,6 +95,7 @@ class Watchdog:
         distributed.record_in(self._workdir)
         if self._config.hang_factor:
             distributed.on_hang(self.give_up)
+            self._arm()  # before anything can keep the lock from the thread that looks
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         # Apart from the thread that looks, because a file system may hang, too.
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -133,10 +134,14 @@ class Watchdog:
             if self._quiet > limit:
                 self.give_up(f"no progress for {self._quiet:.0f} seconds, {limit:.0f} is the limit")
             if now - armed > GRACE / 4:
-                with self._giving_up:
-                    if not self._closed.is_set():
-                        faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=STDERR)
+                self._arm()
                 armed = now
+
+    def _arm(self) -> None:
+        """Put off the timer in C, which ends the process when nothing does this any more."""
+        with self._giving_up:
+            if not self._closed.is_set():
+                faulthandler.dump_traceback_later(self.limit() + GRACE, exit=True, file=STDERR)
 
     # ------------------------------------------------------------------------------------------------------ the end
     def give_up(self, why: str) -> bool:

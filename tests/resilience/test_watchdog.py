@@ -82,7 +82,7 @@ def test_an_evaluation_has_the_limit_of_the_start(tmp_path):
 
 def test_native_code_that_keeps_the_lock(tmp_path):
     """No Python thread can run then; the timer in C can."""
-    status, out, error = end(run(tmp_path, hang="ctypes.PyDLL(None).sleep(100)", grace=2.0))
+    status, out, error = end(run(tmp_path, hang="ctypes.PyDLL(None).sleep(100)", start_limit=10.0, grace=2.0))
     assert (status, out) == (1, "") and "in the_hang" in error
 
 
