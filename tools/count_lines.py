@@ -2,7 +2,8 @@
 
     python tools/count_lines.py
 
-Plain: a dense decoder over data, fsdp and tensor, on text as it is. What only other runs need is counted apart.
+Plain: a dense decoder over data, fsdp and tensor, on text as it is, with all that protects it by default. What only
+other runs need is counted apart.
 """
 
 from pathlib import Path
@@ -17,6 +18,10 @@ APART = {
                "parallel/schedules/"),
     "long sequences": ("parallel/context.py", "parallel/tiles.py"),
     "preparing data": tuple(f"data/{path.name}" for path in (ROOT / "data").glob("*.py") if path.stem not in DATA),
+    "faults on demand": ("supervise.py", "resilience/blame.py", "resilience/children.py", "resilience/elastic.py",
+                         "resilience/staff.py", "resilience/steps.py", "resilience/replays.py", "storage.py",
+                         "checkpoint/__main__.py", "checkpoint/inspect.py", "checkpoint/mirror.py",
+                         "checkpoint/partners.py", "checkpoint/pieces.py", "checkpoint/snapshots.py"),
     "experts": ("parallel/experts.py", "parallel/rows.py", "models/moe.py", "models/router.py", "models/mla.py",
                 "models/deepseek_v3.py"),
 }
