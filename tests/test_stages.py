@@ -205,8 +205,8 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("rows", ["stages", pytest.param("best_fit and a mask", marks=pytest.mark.slow),
                                   pytest.param("bucket", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("product", ["pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in
-                                                   ("context", "pipeline and context"))])
+@pytest.mark.parametrize("product", ["context", *(pytest.param(name, marks=pytest.mark.slow) for name in
+                                                  ("pipeline", "pipeline and context"))])
 def test_rows_that_change_have_the_gradients_of_one_device(keys, tmp_path, rows, product):
     """By gradient descent, so that the parameters' way is the sum of all gradients: every leaf is compared."""
     more = {"model.num_layers": 2, "optimizer.name": "sgd", "optimizer.schedule": "constant", "optimizer.clip_norm": 0,

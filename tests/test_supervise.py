@@ -224,7 +224,8 @@ def test_the_silent_are_blamed_where_their_peers_notice_first(run, tmp_path):
 
 
 def test_who_writes_down_a_hang_may_end_later(run, tmp_path):
-    process = run({"1:0": ["exit 76"], "1:1": ["outlive 0", "await go", "say all is written", "exit 76"]})
+    process = run({"1:0": ["meet 1", "exit 76"],
+                   "1:1": ["meet 0", "outlive 0", "await go", "say all is written", "exit 76"]})
     until((tmp_path / "ready-1-1").exists)
     time.sleep(2 * supervise._STACKS)
     (tmp_path / "go").touch()
