@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jaxtrain.build import Run, build
     from jaxtrain.cache import enable_compilation_cache
-    from jaxtrain.config import Config, load_config, make_config
+    from jaxtrain.config import Config
+    from jaxtrain.config_file import load_config, make_config
     from jaxtrain.errors import UserError
     from jaxtrain.loss import cross_entropy
     from jaxtrain.mesh import make_mesh
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
     from jaxtrain.train import train
 
 _HOME = {
-    "Run": "build", "build": "build", "enable_compilation_cache": "cache", "Config": "config", "load_config": "config",
-    "make_config": "config", "UserError": "errors", "cross_entropy": "loss", "make_mesh": "mesh",
-    "make_model": "models", "sample": "sample", "Rules": "sharding", "constrain": "sharding", "rules": "sharding",
-    "TrainStep": "standalone", "make_train_step": "standalone", "TrainState": "state", "train": "train",
+    "Run": "build", "build": "build", "enable_compilation_cache": "cache", "Config": "config",
+    "load_config": "config_file", "make_config": "config_file", "UserError": "errors", "cross_entropy": "loss",
+    "make_mesh": "mesh", "make_model": "models", "sample": "sample", "Rules": "sharding", "constrain": "sharding",
+    "rules": "sharding", "TrainStep": "standalone", "make_train_step": "standalone", "TrainState": "state",
+    "train": "train",
 }
 
 __all__ = [  # imported when first used, so that `import jaxtrain` is quick

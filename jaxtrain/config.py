@@ -1,15 +1,10 @@
 """The schema: one frozen dataclass per section. A config file only fills it; the user's override always wins."""
 
-import ast
 import dataclasses
 import hashlib
 import json
-import math
-import runpy
-import traceback
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
 from jaxtrain.errors import UserError, nearest
 
@@ -362,135 +357,6 @@ class Config:
     def hash(self) -> str:
         """Identifies the resolved config."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
-    """Read `path` (a config file, `:variant` appended if wanted) and apply overrides such as {"mesh.tensor": 2}."""
-    file, _, variant = str(path).partition(".py:")
-    file = Path(file if file.endswith(".py") else file + ".py")
-    if not file.is_file():
-        raise UserError("--config", f"there is no file {file}", "give the path of a config such as configs/gpt.py")
-    filled = _run(file, variant)
-    if hasattr(filled, "to_dict"):
-        filled = filled.to_dict()
-    if not isinstance(filled, dict):
-        raise UserError("--config", f"get_config of {file} returned {filled!r}", "return a ConfigDict with sections")
-    return make_config(filled, overrides)
-
-
-def _run(file: Path, variant: str) -> Any:
-    """What get_config of this file returns. The file is the user's, so whatever it raises is told in one line."""
-    try:
-        get_config = runpy.run_path(str(file)).get("get_config")
-        if get_config is None:
-            raise UserError("--config", f"{file} has no get_config function", "define get_config(variant=None)")
-        return get_config(variant) if variant else get_config()
-    except UserError:
-        raise
-    except Exception as error:
-        if type(error) is ValueError:  # the way to refuse a variant: in the file's own words
-            raise UserError("--config", str(error), f"see {file}") from error
-        frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-        line = error.lineno if isinstance(error, SyntaxError) else frames[-1] if frames else None
-        raise UserError("--config", f"{file} raised {type(error).__name__}: {error}",
-                        f"see its line {line}" if line else "put it right") from error
-
-
-def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None) -> Config:
-    """A checked `Config` from nested dicts and dotted overrides; override values may be text, as on a command line."""
-    sections = {section.name: {} for section in fields(Config)}
-    for section, keys in values.items():
-        _known(section, sections, section)
-        if not isinstance(keys, dict):
-            raise UserError(section, f"{keys!r} is not a section", "give a mapping from keys to values")
-        sections[section].update(keys)
-    for key, value in (overrides or {}).items():
-        section, _, name = key.partition(".")
-        _known(section, sections, key)
-        if not name:
-            raise UserError(section, "it is a section, not a key", f"give {section}.KEY=VALUE")
-        if section == "mesh" and name.startswith("overrides."):
-            before = sections[section].get("overrides", {})
-            sections[section]["overrides"] = {**(before if isinstance(before, dict) else {}),
-                                              name.removeprefix("overrides."): str(value)}
-        elif section == "data" and name.startswith("mixture."):
-            sections[section]["mixture"] = _mixed(sections[section].get("mixture", {}), key, name.split(".")[1:], value)
-        else:
-            sections[section][name] = _Text(value) if isinstance(value, str) else value
-    types = get_type_hints(Config)
-    return Config(**{section: _section(types[section], section, keys) for section, keys in sections.items()})
-
-
-def _mixed(before: Any, key: str, path: list[str], value: Any) -> dict[str, Any]:
-    """The mixture with NAME.weight, NAME.epochs or NAME.source set; `data.mixture.NAME=W` sets the weight."""
-    if len(path) > 2 or not all(path):
-        raise UserError(key, "there is no such key", "give data.mixture.NAME.weight=NUMBER")
-    before = _literal(before) if isinstance(before, _Text) else before
-    before = before if isinstance(before, dict) else {}
-    name, entry = path[0], before.get(path[0], {})
-    entry = dict(entry) if isinstance(entry, dict) else {"weight": entry}
-    if len(path) == 1 and isinstance(value := _literal(value), dict):
-        return {**before, name: {**entry, **value}}
-    what = path[1] if len(path) == 2 else "weight"
-    return {**before, name: {**entry, what: value if what == "source" else _literal(value)}}
-
-
-def diff(config: Config, base: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys on which two configs differ, as (value, base value)."""
-    a, b = config.to_dict(), base.to_dict()
-    return {f"{s}.{k}": (v, b[s][k]) for s, keys in a.items() for k, v in keys.items() if v != b[s][k]}
-
-
-class _Text(str):
-    """A value typed on the command line: a literal where the field wants one."""
-
-
-def _section(cls: type, section: str, keys: dict[str, Any]):
-    types = get_type_hints(cls)
-    for name in keys:
-        _known(name, types, f"{section}.{name}")
-    return cls(**{name: _coerce(f"{section}.{name}", value, types[name]) for name, value in keys.items()})
-
-
-def _coerce(key: str, value: Any, wanted: Any) -> Any:
-    if wanted == int | str:  # a number or a word
-        number = _literal(value) if isinstance(value, _Text) else value
-        wanted = str if isinstance(number, str) else int
-    wanted = get_origin(wanted) or wanted
-    if wanted is str:
-        if isinstance(value, str):
-            return str(value)
-    else:
-        if isinstance(value, _Text):
-            value = _literal(value)
-        if wanted is list and isinstance(value, tuple):
-            value = list(value)
-        if wanted is float and type(value) is int:
-            return float(value)
-        if wanted is int and type(value) is float and value.is_integer():
-            return int(value)  # 1e6 steps
-        if type(value) is wanted and (wanted is not float or math.isfinite(value)):
-            return value
-    raise UserError(key, f"{str(value)!r} is not {_KIND[wanted]}", f"give {_KIND[wanted]}")
-
-
-def _literal(text: Any) -> Any:
-    """What words on a command line say, where not text is wanted."""
-    if not isinstance(text, str):
-        return text
-    try:
-        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-    except (ValueError, SyntaxError):
-        return str(text)
-
-
-_KIND = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", dict: "a mapping",
-         list: "a list"}
-
-
-def _known(name: str, known: Any, key: str) -> None:
-    if name not in known:
-        raise UserError(key, "there is no such key", nearest(name, known))
 
 
 def _one_of(key: str, value: Any, allowed: tuple) -> None:

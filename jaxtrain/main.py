@@ -43,18 +43,18 @@ def left(status: int, error: BaseException | None = None) -> int:
 
 def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     """What the flags ask for."""
-    from jaxtrain import cache, config, distributed
+    from jaxtrain import cache, config_file, distributed
 
     # For whoever watches a run the line of code that warns is of no use.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     cache.enable_compilation_cache()
     distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
-    resolved = config.load_config(flags.config, overrides)
+    resolved = config_file.load_config(flags.config, overrides)
     distributed.agree(resolved)
     if flags.print_config:
         shown = resolved.to_dict()
         if flags.print_config == "diff":
-            changes = config.diff(resolved, config.load_config(flags.config))
+            changes = config_file.diff(resolved, config_file.load_config(flags.config))
             shown = {key: value for key, (value, _) in changes.items()}
         print(json.dumps(shown, indent=2))
         return exits.DONE

@@ -30,6 +30,7 @@ _TICK = 0.2  # seconds between two looks; a death is seen at once
 _OWN_END = 30.0  # seconds for the others to end by themselves behind one that ended on purpose
 _STACKS = 1.0  # seconds for the others to say where they stand behind one that died
 _WORDS = 10.0  # seconds for the others to write that down behind one that gave up
+_JUMP = 5.0  # seconds by which a clock is set, and not put right bit by bit
 _MUTE = 5.0  # seconds without a sign of life, when others give up, of who made them do so
 
 
@@ -75,7 +76,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 class End:
     """How an attempt ended."""
 
-    def __init__(self, team: list[Child], silent: Child | None, mute: Child | None, resized: str):
+    def __init__(self, team: list[Child], silent: Child | None, mute: Child | None, resized: str, jumped: float = 0.0):
         silent = silent or (mute if all(map(blame.follows, filter(None, [blame.first(team)]))) else None)
         self.resized = resized  # why the run is to have another size, if that is what ended it
         self.logs = team[0].log.parent
@@ -87,6 +88,8 @@ class End:
         hanging = next((child for child in team if child.cut_off), team[0])
         self.why = (f"process {silent.rank} gave no sign of life" if silent else self.culprit.words() if self.culprit
                     else f"process {hanging.rank} did not end with the others")
+        if abs(jumped) > _JUMP and self.culprit and not self.lost:  # all ended by what JAX's service said of them
+            self.why = f"the wall clock was set by {jumped:+.0f} s, and JAX took that for processes that fell silent"
         self.verdict = blame.verdict(self.culprit, self.why if silent else "") if self.culprit else self.why
 
 
@@ -165,7 +168,7 @@ class Supervisor:
         self._record("attempt", attempt=int(logs.name), slots=slots, step=self.steps.newest)
         team: list[Child] = []
         silent = mute = None
-        patience, resized = 0.0, ""
+        patience, resized, clocks = 0.0, "", time.time() - time.monotonic()
         try:
             for i, slot in enumerate(slots):
                 team.append(self._start(i, slot, len(slots), coordinator, logs))
@@ -210,7 +213,7 @@ class Supervisor:
             for child in team:
                 child.kill()
                 child.line.close()
-        return End(team, silent, mute, resized)
+        return End(team, silent, mute, resized, time.time() - time.monotonic() - clocks)
 
     def _start(self, i: int, slot: int, count: int, coordinator: str, logs: Path) -> Child:
         rank = self.flags.node_rank * self.flags.processes + i

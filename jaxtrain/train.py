@@ -81,10 +81,16 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
         workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best, verify=c.verify, mirror=c.mirror))
     passed = settle(workdir, checkpoints)
     with phase("restore"):
-        start = checkpoints.newest() or 0
+        start, none_good = 0, None
+        try:
+            start = checkpoints.newest() or 0
+        except UserError as error:
+            none_good = error
         snapshots = begun.enter_context(contextlib.closing(checkpoint.Snapshots(workdir, c.local_every, c.local_dir)))
         # What was in memory may be newer than what is on disk.
         recovered = snapshots.restore_newest(run.abstract, above=start)
+        if none_good and not recovered:
+            raise none_good
         start = recovered[0] if recovered else start
     reach = passed.reach(start)  # in batches, where rollbacks passed over some
     observe.check_workdir(workdir, config, done=reach)
@@ -114,6 +120,9 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
         with phase("restore"):
             restored = recovered or checkpoints.restore_newest(run.abstract)
         if restored is None or restored[0] != start:
+            if start in checkpoints.steps():
+                raise UserError("checkpoint", f"step {start} is damaged, and its folder cannot be renamed",
+                                f"move {workdir}/checkpoints/{start} away")
             raise RolledBack  # its files are whole, and yet it does not load as it was saved: begin below it
         _, state, meta = restored
         agree(workdir, passed, meta, start)
@@ -144,7 +153,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
             with phase("eval"):
                 return run.evaluate(state, t.eval_batches)
 
-    saves = Saves(c, ledger, checkpoints.writing, workdir=workdir, start=start)
+    saves = Saves(c, ledger, checkpoints.writing, checkpoints.failed, workdir=workdir, start=start)
     with (
         interrupt,
         ledger.book("checkpoint"),  # behind the loop: what it still takes to write the last one

@@ -11,7 +11,7 @@ import pytest
 
 from jaxtrain.build import Run
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.config import load_config
+from jaxtrain.config_file import load_config
 from jaxtrain.data import load_corpus
 from jaxtrain.main import main
 

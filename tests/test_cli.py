@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.config import load_config
+from jaxtrain.config_file import load_config
 from jaxtrain.main import main
 
 ROOT = Path(__file__).parents[1]

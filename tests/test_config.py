@@ -8,7 +8,8 @@ from typing import get_type_hints
 import pytest
 
 import jaxtrain
-from jaxtrain.config import Config, diff, load_config, make_config
+from jaxtrain.config import Config
+from jaxtrain.config_file import diff, load_config, make_config
 from jaxtrain.errors import UserError
 from jaxtrain.mesh import AXES
 

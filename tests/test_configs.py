@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxtrain.build import build
-from jaxtrain.config import load_config
+from jaxtrain.config_file import load_config
 from jaxtrain.errors import UserError
 
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.py"))

@@ -18,7 +18,7 @@ import pytest
 from jaxtrain import distributed
 from jaxtrain.build import build
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.config import load_config
+from jaxtrain.config_file import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.resilience import exits

@@ -17,7 +17,7 @@ import pytest
 
 from jaxtrain.build import Run, build
 from jaxtrain.checkpoint import Checkpoints, verify
-from jaxtrain.config import load_config
+from jaxtrain.config_file import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events

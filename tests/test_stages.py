@@ -12,7 +12,7 @@ import pytest
 
 from jaxtrain import checkpoint, sharding
 from jaxtrain.build import build
-from jaxtrain.config import load_config
+from jaxtrain.config_file import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.train import train

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -231,6 +232,18 @@ def test_who_writes_down_a_hang_may_end_later(run, tmp_path):
     (tmp_path / "go").touch()
     code, _ = ended(process)
     assert code == 0 and "all is written" in (tmp_path / "logs" / "1" / "process-1.log").read_text()
+
+
+@pytest.mark.parametrize("jumped, said, why", [
+    (7200.0, "F1122 the JAX distributed service detected fatal errors", "the wall clock was set by +7200 s, and JAX"),
+    (7200.0, "ValueError: it is 3", "process 0 was killed by SIGABRT"),
+    (0.1, "F1122 the JAX distributed service detected fatal errors", "process 0 was killed by SIGABRT"),
+])
+def test_a_clock_that_was_set_is_the_cause_where_no_other_is_known(tmp_path, jumped, said, why):
+    (tmp_path / "log").write_text(f"{said}\n")
+    child = SimpleNamespace(code=-6, log=tmp_path / "log", died=1.0, rank=0, cut_off=False,
+                            words=lambda: "process 0 was killed by SIGABRT")
+    assert supervise.End([child], None, None, "", jumped).why.startswith(why)
 
 
 def test_nobody_is_left_behind(run, tmp_path):

@@ -46,10 +46,12 @@ class Saves:
     next agreed step is, and whether to save there or only to decide anew. So clocks and seconds matter in one process.
     """
 
-    def __init__(self, config: CheckpointConfig, ledger: Ledger, writing: Callable[[], bool], *,
-                 workdir: str | Path, start: int):
-        """For a run that goes on from step `start`. `writing`: whether the last save is not on disk yet."""
-        self._ledger, self._writing, self._workdir = ledger, writing, workdir
+    def __init__(self, config: CheckpointConfig, ledger: Ledger, writing: Callable[[], bool],
+                 failed: Callable[[], bool], *, workdir: str | Path, start: int):
+        """For a run that goes on from step `start`. `writing`, `failed`: whether the last save is not on disk yet, and
+        whether it never came there.
+        """
+        self._ledger, self._writing, self._failed, self._workdir = ledger, writing, failed, workdir
         self._every = 0 if isinstance(config.every, str) else config.every
         self._auto = config.every == "auto"
         self._prior = config.mtbf_hours * 3600 or PROCESS_MTBF / jax.process_count()
@@ -113,6 +115,9 @@ class Saves:
     def _settle(self) -> None:
         """If the save is on disk by now, what it cost is known."""
         if self._saving is None or self._writing():
+            return
+        if self._failed():  # it says nothing of what one costs that succeeds
+            self._saving, self._slow = None, []
             return
         took, slow = self._ledger.now() - self._saving, self._slow
         slower = sum(slow) - len(slow) * statistics.median(self._calm) if self._calm else 0.0

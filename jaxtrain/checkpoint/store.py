@@ -67,6 +67,7 @@ class Checkpoints:
             self.on_good.append(self._mirror.copy)
         self._jobs: list[_Job] = []
         self._checked: int | None = None  # what `newest` has just found good
+        self._passed_over: set[int] = set()  # in this process: a folder that may be read only stays where it is
         self._failure: UserError | None = None  # why the newest save is not on disk
         self._stopping = False
         self._retaining = threading.Lock()
@@ -105,7 +106,7 @@ class Checkpoints:
         self._checked = None
         candidates = self._agree(verify.steps(self._directory), lambda found: found[0])
         for step in reversed(candidates):
-            if below is None or step < below:
+            if step not in self._passed_over and (below is None or step < below):
                 problems = self._check(step)
                 if not problems:
                     return self._found(step)
@@ -211,6 +212,8 @@ class Checkpoints:
             self._saver.save(folder, args=ocp.args.Composite(
                 state=ocp.args.StandardSave(flat), meta=ocp.args.JsonSave(meta or {}), fingerprint=LateJsonSave(sums)))
         except (OSError, ValueError) as error:  # what a storage says; mistakes of ours are other kinds
+            if jax.process_count() > 1:  # the others may be in the middle of it: all start again, rather than wait
+                raise OSError(f"checkpoint {step} could not be saved ({_innermost(error)})") from error
             self._failed(step, error)
             return time.perf_counter() - began
         job = _Job(step, name)
@@ -240,6 +243,10 @@ class Checkpoints:
             return verify.read_json(self._directory / str(step) / "meta" / "metadata")
         except (OSError, ValueError) as error:
             raise self._unreadable(step, _innermost(error)) from None
+
+    def failed(self) -> bool:
+        """Whether what was saved last did not come to be."""
+        return self._failure is not None
 
     def writing(self) -> bool:
         """Whether what was saved last is still on its way to disk."""
@@ -458,6 +465,7 @@ class Checkpoints:
     def _pass_over(self, step: int, problems: list[str], name: str | None = None) -> None:
         """Say what is wrong with a checkpoint and put it where nobody chooses it again."""
         folder = self._directory / str(step)
+        self._passed_over.add(step)
 
         def put_aside(_):
             try:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import DataConfig, load_config
+from jaxtrain.config import DataConfig
+from jaxtrain.config_file import load_config
 from jaxtrain.data.batches import eval_batches, train_batches
 from jaxtrain.data.cache import load_corpus
 from jaxtrain.data.corpus import Tokens

@@ -1,9 +1,11 @@
 """The run's numbers, read one step late by a thread of their own, so that the loop never waits for a scalar."""
 
+import errno
 import json
 import math
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
+from jaxtrain.errors import UserError
+from jaxtrain.observe import events
 from jaxtrain.observe.flops import mfu
 
 if TYPE_CHECKING:
@@ -195,9 +199,14 @@ class MetricsWriter:
 
 
 class _JsonLines:
-    """The file itself. Unbuffered: a line is written whole by one call, or torn off at the next start."""
+    """The file itself. Unbuffered: a line is written whole by one call, or torn off at the next start.
+
+    A full disk must not end weeks of training for a line of numbers: what cannot be written is kept, and goes before
+    the next line that can.
+    """
 
     def __init__(self, path: Path, start_step: int):
+        self._path, self._kept = path, b""
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         # Steps never decrease in it, so all that goes is a tail, and cutting a tail off is atomic.
         end = _end_of_step(path, start_step)
@@ -209,11 +218,39 @@ class _JsonLines:
         self._file.truncate(end)
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        had_to_wait = bool(self._kept)
+        self._kept += json.dumps(record, allow_nan=False).encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if not had_to_wait:
+                self._tell("metrics_kept", f"{self._path} cannot be written ({error.strerror}); its lines are kept in "
+                           "memory until it can", reason=error.strerror)
+        else:
+            if had_to_wait:
+                self._tell("metrics_written", f"{self._path} is written again, and lacks nothing")
+
+    def _write(self) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        if self._file.write(self._kept) < len(self._kept):  # the rest of a disk: no line is left torn
+            self._file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._kept = b""
+
+    def _tell(self, kind: str, sentence: str, **fields: Any) -> None:
+        events.record(self._path.parent, kind, **fields)
+        print(sentence, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            if self._kept:
+                self._write()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise UserError("--workdir", f"the last lines of {self._path} cannot be written ({error.strerror})",
+                            "make room or mend the storage, and run the same command again") from None
+        finally:
+            self._file.close()
 
 
 def _end_of_step(path: Path, step: int) -> int:

@@ -157,8 +157,8 @@ def _with_mesh(config: Config, sizes: Sizes) -> Config:
 @command()
 def main(argv: list[str] | None = None) -> None:
     """With how many processes could it go on?"""
-    from jaxtrain import config as schema
     from jaxtrain import flags as training
+    from jaxtrain.config_file import load_config
 
     parser = Parser(prog="python -m jaxtrain.resilience.elastic")
     for flag in ("least", "full"):
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--workdir", f"{flags.workdir} does not tell how many devices a process has",
                         "let the run begin with all its processes") from None
     each = math.prod(run["mesh"].values()) // run["process_count"]
-    config = schema.load_config(trained.config, overrides)
+    config = load_config(trained.config, overrides)
     for count in range(flags.least, flags.full):
         try:
             print(count, words(_sizes(choose(config, count * each, flags.full * each))))

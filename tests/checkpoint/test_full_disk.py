@@ -1,5 +1,6 @@
 """A save that fails costs that checkpoint only: the run goes on, what was good stays, and the next save tries again."""
 
+import json
 import os
 import resource
 import shutil
@@ -9,10 +10,12 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import Checkpoints, store, verify
 from jaxtrain.errors import UserError
+from jaxtrain.observe import Constants, MetricsWriter
 from jaxtrain.observe.events import events
 
 
@@ -60,6 +63,38 @@ def test_a_full_disk(small, unseen, capfd):
     err = capfd.readouterr().err
     assert "Traceback" not in err and err.count("the run goes on, and the next save tries again") == 2
     assert next(event["kind"] for event in events(small)) == "checkpoint"
+
+
+def test_lines_of_metrics_wait_for_room(small, capfd):
+    """A page is all that is left: a line is cut in its midst, and put right."""
+    constants = Constants(tokens_per_step=1)
+    with MetricsWriter(small, start_step=0, last_step=600, constants=constants) as writer:
+        writer.push(1, {"loss": np.float32(1)})
+        writer.flush()
+        (small / "events.jsonl").write_text("")
+        free = shutil.disk_usage(small).free
+        (small / "ballast").write_bytes(bytes(free - 4096))
+        for step in range(2, 300):
+            writer.push(step, {"loss": np.float32(step)})
+        writer.flush()
+        text = (small / "metrics.jsonl").read_bytes()
+        assert text.endswith(b"}\n") and 1 < len(text.splitlines()) < 299
+        (small / "ballast").unlink()
+        writer.push(300, {"loss": np.float32(300)})
+    lines = [json.loads(line) for line in (small / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 301))
+    kept, written = capfd.readouterr().err.splitlines()
+    assert kept.endswith("cannot be written (No space left on device); its lines are kept in memory until it can")
+    assert written.endswith("is written again, and lacks nothing")
+
+
+def test_lines_that_never_find_room_are_told_at_the_end(small):
+    writer = MetricsWriter(small, start_step=0, last_step=600, constants=Constants(tokens_per_step=1))
+    (small / "ballast").write_bytes(bytes(shutil.disk_usage(small).free))
+    for step in range(1, 50):
+        writer.push(step, {"loss": np.float32(step)})
+    with pytest.raises(UserError, match=r"the last lines of .* cannot be written \(No space left.*; make room"):
+        writer.close()
 
 
 def test_what_will_not_fit_is_not_begun(tmp_path, monkeypatch, capfd):

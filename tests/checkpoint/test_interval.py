@@ -6,7 +6,8 @@ import pytest
 
 from jaxtrain.checkpoint import interval
 from jaxtrain.checkpoint.interval import FIRST, MOST, PROCESS_MTBF, SPARE, Saves, daly
-from jaxtrain.config import CheckpointConfig, make_config
+from jaxtrain.config import CheckpointConfig
+from jaxtrain.config_file import make_config
 from jaxtrain.errors import UserError
 from jaxtrain.observe.events import events
 from jaxtrain.observe.goodput import Incarnation
@@ -37,14 +38,14 @@ class Run:
 
     def __init__(self, workdir, earlier=(), pace=1.0, **config):
         self.time, self.pace, self.step, self.written = 0.0, pace, 0, 0.0
-        self.blocked, self.slower, self.takes = 0.5, 1.2, 4.0
+        self.blocked, self.slower, self.takes, self.fails = 0.5, 1.2, 4.0, False
         clock = Clock()
         clock.monotonic = lambda: self.time
         self.ledger = Ledger(workdir, every=0, clock=clock)
         self.ledger._earlier = list(earlier)
         self.ledger.resumed(0)
         self.saves = Saves(CheckpointConfig(**config), self.ledger, lambda: self.time < self.written,
-                           workdir=workdir, start=0)
+                           lambda: self.fails, workdir=workdir, start=0)
 
     def until(self, step):
         """The steps after which it saves, and when."""
@@ -88,6 +89,16 @@ def test_it_says_so_when_that_changes(tmp_path, capsys):
     run.until(3000)
     assert len(events(tmp_path)) == len(capsys.readouterr().err.splitlines()) > 1
     assert events(tmp_path)[-1]["seconds"] > 2 * events(tmp_path)[0]["seconds"]
+
+
+def test_saves_that_fail_are_not_cheap_ones(tmp_path):
+    run = Run(tmp_path, mtbf_hours=1)
+    run.fails, run.blocked, run.takes = True, 0.0, 0.0
+    assert np.diff(list(run.until(500))) == pytest.approx(FIRST, abs=2)  # nobody knows yet what one costs
+    run.fails, run.blocked, run.takes = False, 0.5, 4.0
+    gaps = np.diff(list(run.until(1500)))
+    run.fails, run.blocked, run.takes = True, 0.0, 0.0
+    assert np.diff(list(run.until(2500))) == pytest.approx(gaps[-1], abs=2)
 
 
 def test_a_run_of_less_than_a_minute_is_saved_at_its_end_only(tmp_path):

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.build import build
 from jaxtrain.checkpoint import Checkpoints, Snapshots, snapshots
-from jaxtrain.config import load_config
+from jaxtrain.config_file import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
@@ -270,6 +270,20 @@ def test_one_process_killed(flags, tmp_path):
     for ours, theirs in zip(final(flags, work), final(flags, calm), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert list(Path(disk(work, 0)).iterdir()) == []  # when all is done
+
+
+@pytest.mark.slow
+def test_a_whole_snapshot_counts_where_no_checkpoint_is_good(flags, tmp_path):
+    work = tmp_path / "work"
+    with processes([*flags, "--config.checkpoint.every=5"], work, 1, 8) as started:
+        wait_for_lines(work, 9, started[0])
+        started[0].kill()
+    for file in (work / "checkpoints").rglob("*"):
+        if file.is_file() and "/5/" in str(file):
+            file.write_bytes(b"")
+    with processes([*flags, "--config.checkpoint.every=0"], work, 1, 8) as started:
+        said = ended(started)
+    assert "checkpoint 5 is damaged" in said[0] and "resumed from the snapshot of step " in said[0]
 
 
 @pytest.mark.slow

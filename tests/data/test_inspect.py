@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.config import DataConfig, load_config
+from jaxtrain.config import DataConfig
+from jaxtrain.config_file import load_config
 from jaxtrain.data import load_corpus
 from jaxtrain.data.batches import eval_batches, train_batches
 from jaxtrain.data.inspect import main

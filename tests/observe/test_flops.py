@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.build import build
-from jaxtrain.config import ModelConfig, load_config, make_config
+from jaxtrain.config import ModelConfig
+from jaxtrain.config_file import load_config, make_config
 from jaxtrain.observe import device_peak, flops_per_token, mfu
 from jaxtrain.report import matmul_parameters
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from jaxtrain.config import make_config
+from jaxtrain.config_file import make_config
 from jaxtrain.errors import UserError
 from jaxtrain.mesh import AXES
 from jaxtrain.resilience import elastic

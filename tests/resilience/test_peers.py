@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxtrain import distributed
-from jaxtrain.config import make_config
+from jaxtrain.config_file import make_config
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
 from jaxtrain.resilience import exits, peers

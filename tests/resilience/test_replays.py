@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.build import build
-from jaxtrain.config import load_config
+from jaxtrain.config_file import load_config
 from jaxtrain.observe.events import events
 from jaxtrain.resilience.accusations import Accusations, Corrupted
 from jaxtrain.resilience.replays import Replays

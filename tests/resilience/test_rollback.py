@@ -18,7 +18,8 @@ import pytest
 
 from jaxtrain.build import build
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.config import ResilienceConfig, load_config
+from jaxtrain.config import ResilienceConfig
+from jaxtrain.config_file import load_config
 from jaxtrain.data.loader import Batches
 from jaxtrain.data.passed_over import FILE, PassedOver
 from jaxtrain.main import main
