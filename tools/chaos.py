@@ -27,7 +27,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DEVICES = 2  # of each process
 FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
-CHANGED_MESH = 1e-6  # sums are made in another order there
+# Sums are made in another order on another mesh. The bias of keys has no gradient but for rounding, which Adam makes
+# steps of; it changes no output.
+CHANGED_MESH, WITHOUT = {"loss": 1e-6, "grad_norm": 1e-5, "params": 1e-6}, "/k/bias"
 ROWS = 24  # of a batch: over 2, 3 and 4 processes of two devices they divide
 
 
@@ -80,11 +82,10 @@ class Training:
         for folder in Path("/proc").iterdir():
             try:
                 words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                parent_alive = f"--workdir={self.workdir}" in words and "jaxtrain.main" in words
-                if parent_alive:
-                    number = next(word for word in words if word.startswith("--process_id="))
-                    found[int(number.partition("=")[2])] = int(folder.name)
-            except (OSError, StopIteration):
+                if f"--workdir={self.workdir}" in words and "jaxtrain.main" in words:
+                    number = [word.partition("=")[2] for word in words if word.startswith("--process_id=")]
+                    found[int(number[0]) if number else 0] = int(folder.name)  # who is alone has no number
+            except OSError:
                 continue
         return [found[number] for number in sorted(found)]
 
@@ -180,6 +181,7 @@ class Fault:
 
 def kill_one(run: Training, rng: random.Random) -> str:
     """kill -9 of a process at any moment."""
+    run.wait(lambda: bool(run.pids()), 60)
     pids = run.pids()
     number = rng.randrange(len(pids))
     os.kill(pids[number], signal.SIGKILL)
@@ -327,9 +329,9 @@ def clock_jump(run: Training, rng: random.Random) -> str:
     return f"{seconds:+d} s"
 
 
-FAULTS = {f.__name__: f for f in (kill_one, kill_all, kill_in_save, kill_in_verification, kill_in_restore, lose_one,
-                                  stop_one, stop_briefly, preempt, damage, delete_newest, full_disk, slow_network, store_down,
-                                  clock_jump)}
+FAULTS = {f.__name__: f for f in (
+    kill_one, kill_all, kill_in_save, kill_in_verification, kill_in_restore, lose_one, stop_one, stop_briefly, preempt,
+    damage, delete_newest, full_disk, slow_network, store_down, clock_jump)}
 RESTARTS = {"kill_one", "kill_all", "kill_in_save", "kill_in_verification", "kill_in_restore", "lose_one", "stop_one",
             "preempt", "damage", "delete_newest"}  # what cannot pass without a new start
 
@@ -449,12 +451,13 @@ class Chaos:
 def differences(run: Training, calm: Training) -> list[str]:
     """In what a storm's run is not the calm one's."""
     wrong = []
-    near = CHANGED_MESH if run.elastic else 0.0
+    near = CHANGED_MESH if run.elastic else dict.fromkeys(CHANGED_MESH, 0.0)
     ours, theirs = (one.lines() for one in (run, calm))
     if [line["step"] for line in ours] != [line["step"] for line in theirs]:
         wrong.append(f"the metrics have {len(ours)} and {len(theirs)} lines")
     for a, b in zip(ours, theirs, strict=False):
-        if a["tokens"] != b["tokens"] or any(abs(a[key] - b[key]) > near * abs(b[key]) for key in ("loss", "grad_norm")):
+        apart = any(abs(a[key] - b[key]) > near[key] * abs(b[key]) for key in ("loss", "grad_norm"))
+        if a["tokens"] != b["tokens"] or apart:
             wrong.append(f"the metrics differ from step {a['step']} on: {a['loss']} and {b['loss']}")
             break
     (ours, theirs) = (json.loads((one.checkpoints()[-1] / "good.json").read_text()) for one in (run, calm))
@@ -462,8 +465,9 @@ def differences(run: Training, calm: Training) -> list[str]:
         wrong.append(f"it ended at step {ours['step']}")
     elif ours["fingerprint"] != theirs["fingerprint"]:
         diff = inspect("diff", run.workdir, calm.steps, calm.workdir, calm.steps).stdout
-        distance = max(float(found) for found in re.findall(r"^array params/.* by at most (\S+)", diff, re.MULTILINE))
-        if distance > near:
+        found = re.findall(r"^array (params/\S+) .* by at most (\S+)", diff, re.MULTILINE)
+        distance = max((float(far) for name, far in found if not name.endswith(WITHOUT)), default=0.0)
+        if not run.elastic or distance > near["params"]:
             wrong.append(f"the final parameters differ by {distance}")
     problems = inspect("verify", run.workdir, calm.steps)
     if problems.returncode:
@@ -508,8 +512,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--storms", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="of the first storm; the others follow")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--every", type=int, default=25, help="steps between two checkpoints")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=20, help="steps between two checkpoints")
     parser.add_argument("--only", nargs="+", choices=FAULTS, help="these kinds of faults")
     parser.add_argument("--without", nargs="+", choices=FAULTS, default=[], help="not these")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds until a run counts as hung")
