@@ -11,4 +11,17 @@ if "JAXTRAIN_CACHE" not in os.environ:
     os.environ["JAXTRAIN_CACHE"] = tempfile.mkdtemp(prefix="jaxtrain-tests-")
     atexit.register(shutil.rmtree, os.environ["JAXTRAIN_CACHE"], ignore_errors=True)
 
+import jax
+import pytest
+
 from tests.s3 import _network, _server, bucket, impatient, network  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """One cache of compiled programs for the whole session, for the processes that a test starts too."""
+    before = jax.config.jax_compilation_cache_dir
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
+    jax.config.update("jax_compilation_cache_dir", before)

@@ -14,8 +14,10 @@ import pytest
 
 from jaxtrain.config_file import load_config
 from jaxtrain.main import main
+from tests.tiny import tiny_flags
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 TINY = f"{ROOT}/configs/gpt.py:tiny"
 STEP = ["step", "grad_norm", "grad_norm_z", "learning_rate", "loss", "loss_z", "skipped", "skipped_in_a_row", "spike",
         "tokens", "step_time_s", "data_wait_s", "tokens_per_s", "goodput"]
@@ -38,25 +40,12 @@ options:
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """One cache for the whole session: programs are compiled once."""
-    folder = tmp_path_factory.getbasetemp() / "cache"
-    before = jax.config.jax_compilation_cache_dir
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXTRAIN_CACHE", str(folder))
-        yield
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(500)))
     keys = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32",
             "data.global_batch_size=8", "train.steps=4", "train.eval_every=2", "train.sample_tokens=8",
-            "train.tensorboard=true", "checkpoint.every=2", f"data.source={text}"]
-    return [f"--config={TINY}", *(f"--config.{key}" for key in keys)]
+            "train.tensorboard=true", "checkpoint.every=2"]
+    return tiny_flags(tmp_path_factory, keys)
 
 
 @pytest.fixture(scope="module")

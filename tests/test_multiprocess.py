@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,8 +21,10 @@ from jaxtrain.config_file import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.resilience import exits
+from tests.tiny import SLOW, free_address, tiny_flags
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 STEPS = 12
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=2",
         "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=4", "checkpoint.every=4",
@@ -31,36 +32,11 @@ TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "dat
 STATUS = {signal.SIGTERM: exits.SAVED, signal.SIGINT: exits.INTERRUPTED}
 MESHES = {"data": [], "product": ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2",
                                   "--config.train.sample_tokens=4"]}
-RUN = """
-import sys, time
-from jaxtrain.build import Run
-from jaxtrain.main import main
-
-def slowly(self, batches, step, placed=Run.placed):
-    time.sleep({seconds})
-    return placed(self, batches, step)
-
-Run.placed = slowly
-sys.exit(main())
-"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """One cache for the whole session: programs are compiled once."""
-    folder = tmp_path_factory.getbasetemp() / "cache"
-    before = jax.config.jax_compilation_cache_dir
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXTRAIN_CACHE", str(folder))
-        yield
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(500)))
-    return [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{word}" for word in [*TINY, f"data.source={text}"])]
+    return tiny_flags(tmp_path_factory, TINY)
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +56,7 @@ def alone(flags, tmp_path_factory):
 @contextlib.contextmanager
 def two_processes(flags, workdir, by_environment=False, seconds=0):
     """Both of them, started; none is left behind."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = free_address()
     started = []
     try:
         for i in range(2):
@@ -93,7 +67,7 @@ def two_processes(flags, workdir, by_environment=False, seconds=0):
                 where = []
                 environment |= {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "2",
                                 "JAX_PROCESS_ID": str(i)}
-            command = [sys.executable, "-c", RUN.format(seconds=seconds), *flags, *where, f"--workdir={workdir}"]
+            command = [sys.executable, "-c", SLOW % seconds, *flags, *where, f"--workdir={workdir}"]
             started.append(subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE))
         yield started
     finally:

@@ -23,43 +23,19 @@ from jaxtrain.main import main
 from jaxtrain.observe.events import events
 from jaxtrain.resilience import exits
 from jaxtrain.resilience.interrupt import Interrupt
+from tests.tiny import SLOW, tiny_flags, wait_for_lines
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 STEPS = 12
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=3", "checkpoint.every=3"]
 STATUS = {signal.SIGTERM: exits.SAVED, signal.SIGINT: exits.INTERRUPTED}
-# A process that takes its time over each batch, so that a signal comes in the middle of a run.
-SLOW = """
-import sys, time
-from jaxtrain.build import Run
-from jaxtrain.main import main
-
-def slowly(self, batches, step, placed=Run.placed):
-    time.sleep({seconds})
-    return placed(self, batches, step)
-
-Run.placed = slowly
-sys.exit(main())
-"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """One cache for the whole session: programs are compiled once."""
-    folder = tmp_path_factory.getbasetemp() / "cache"
-    before = jax.config.jax_compilation_cache_dir
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXTRAIN_CACHE", str(folder))
-        yield
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(500)))
-    return [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{word}" for word in [*TINY, f"data.source={text}"])]
+    return tiny_flags(tmp_path_factory, TINY)
 
 
 @pytest.fixture(scope="module")
@@ -80,23 +56,13 @@ def halfway(straight, tmp_path):
 
 @contextlib.contextmanager
 def process(flags, workdir, seconds=0.25):
-    command = [sys.executable, "-c", SLOW.format(seconds=seconds), *flags, f"--workdir={workdir}"]
+    command = [sys.executable, "-c", SLOW % seconds, *flags, f"--workdir={workdir}"]
     started = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True)
     try:
         yield started
     finally:
         started.kill()
         started.communicate()
-
-
-def wait_for_lines(workdir, count, started, seconds=90):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and started.poll() is None:
-        with contextlib.suppress(FileNotFoundError):
-            if (workdir / "metrics.jsonl").read_bytes().count(b"\n") >= count:
-                return
-        time.sleep(0.02)
-    pytest.fail(f"no {count} lines: {started.communicate()[1] if started.poll() is not None else 'too slow'}")
 
 
 def told(workdir):

@@ -25,12 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DEVICES = 2  # of each process
+DEVICES = {2: 2, 3: 1, 4: 1}  # of each of so many processes: all of them share two cores
 FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
 # Sums are made in another order on another mesh. The bias of keys has no gradient but for rounding, which Adam makes
 # steps of; it changes no output.
 CHANGED_MESH, WITHOUT = {"loss": 1e-6, "grad_norm": 1e-5, "params": 1e-6}, "/k/bias"
-ROWS = 24  # of a batch: over 2, 3 and 4 processes of two devices they divide
+ROWS = 24  # of a batch: over 2, 3 and 4 devices they divide
 
 
 # ------------------------------------------------------------------------------------------------------------ the run
@@ -65,7 +65,7 @@ class Training:
                    f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{key}={value}" for key, value in model.items()),
                    *self.extra, f"--workdir={self.workdir}"]
         environment = os.environ | {
-            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
+            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES[self.processes]}",
             "PYTHONPATH": str(ROOT)} | self.environment
         self.log = open(self.workdir.parent / f"{self.workdir.name}.log", "ab")  # noqa: SIM115 (closed by end)
         self.began = time.time()
@@ -512,8 +512,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--storms", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="of the first storm; the others follow")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--every", type=int, default=20, help="steps between two checkpoints")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--every", type=int, default=15, help="steps between two checkpoints")
     parser.add_argument("--only", nargs="+", choices=FAULTS, help="these kinds of faults")
     parser.add_argument("--without", nargs="+", choices=FAULTS, default=[], help="not these")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds until a run counts as hung")

@@ -28,6 +28,7 @@ import numpy as np
 from jaxtrain.checkpoint import pieces
 from jaxtrain.checkpoint.partners import Partners
 from jaxtrain.checkpoint.pieces import Damaged
+from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.errors import UserError
 from jaxtrain.exchange import count, exchange
 from jaxtrain.observe import events
@@ -104,7 +105,7 @@ class Snapshots:
         """
         began = time.perf_counter()
         self.wait()
-        flat = _flatten(state)
+        flat = flatten(state)
         names = [(path, flat[path].shape, bounds) for path, bounds, _ in self._owned(flat)]
         arrays = pieces.to_host(flat, self._owned(flat))
         about = {"what": _ABOUT, "run": self._run, "step": step, "time": time.time(), "meta": meta or {}}
@@ -207,7 +208,7 @@ class Snapshots:
         return None
 
     def _load(self, abstract: Any, taken: Taken, holders: list[list[str]]) -> tuple[Any, dict[str, Any]]:
-        wanted, parts, meta = _flatten(abstract), {}, {}
+        wanted, parts, meta = flatten(abstract), {}, {}
         for owner in range(taken.owners):
             name = taken.name(owner)
             having = [process for process, held in enumerate(holders) if name in held]
@@ -315,8 +316,3 @@ def _rmdir(place: Path) -> None:
         except OSError:  # others' are still in it
             continue
 
-
-def _flatten(tree: Any) -> dict[str, Any]:
-    from jaxtrain.checkpoint.store import _flatten
-
-    return _flatten(tree)

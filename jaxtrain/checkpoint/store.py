@@ -5,16 +5,12 @@ On disk a checkpoint is `directory/STEP/` with a flat mapping from paths such as
 not stored: it comes from the state that is restored. After a checkpoint is committed a thread reads it back and, if it
 holds what was saved, makes it good (`verify.py`); only good ones let older ones go, and only good ones are chosen.
 What is damaged is renamed to `STEP.damaged`: never chosen again, and not lost.
-Orbax (a quarter of a second to import) is loaded at the first save or restore, or by Grain where a run reads data.
 """
 
 import contextlib
 import errno
 import functools
 import itertools
-import logging
-import os
-import re
 import shutil
 import sys
 import threading
@@ -24,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxtrain import distributed
 from jaxtrain.checkpoint import fingerprint, verify
 from jaxtrain.checkpoint.mirror import FETCHING, Mirror
+from jaxtrain.checkpoint.quiet import innermost, no_echoes, orbax
 from jaxtrain.checkpoint.retention import best_of, dispensable
+from jaxtrain.checkpoint.trees import describe, flatten, zeros_like
 from jaxtrain.errors import UserError
 from jaxtrain.exchange import together
 from jaxtrain.observe.events import record
@@ -172,8 +169,8 @@ class Checkpoints:
 
     def prepare(self, state: Any) -> None:
         """Load and compile, before the loop, what the first save would otherwise wait for."""
-        _orbax()
-        fingerprint.on_device(_flatten(state))
+        orbax()
+        fingerprint.on_device(flatten(state))
 
     def save(self, step: int, state: Any, meta: dict[str, Any] | None = None) -> float:
         """Copy `state` off the devices and write it in the background; a step that exists is left as it is.
@@ -190,7 +187,7 @@ class Checkpoints:
         for job in self._jobs[:-1]:
             job.thread.join()
         self._jobs = self._jobs[-1:]
-        ocp, flat, folder = _orbax(), _flatten(state), self._directory / str(step)
+        ocp, flat, folder = orbax(), flatten(state), self._directory / str(step)
         refused = self._agree(None, lambda _: self._preparation(folder, flat))
         if refused:
             self._failed(step, OSError(errno.ENOSPC, refused))
@@ -201,7 +198,7 @@ class Checkpoints:
         # Orbax would wait for it too; but what is started before it is there may get in the way of its collectives.
         jax.block_until_ready(flat)
         parts, name = fingerprint.on_device(flat), f"checkpoint/{next(_calls)}"
-        shapes = {path: _describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
+        shapes = {path: describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
 
         def sums():
             found = {}  # in process 0: the others need no answer, and it would stay with the coordinator for ever
@@ -213,7 +210,7 @@ class Checkpoints:
                 state=ocp.args.StandardSave(flat), meta=ocp.args.JsonSave(meta or {}), fingerprint=LateJsonSave(sums)))
         except (OSError, ValueError) as error:  # what a storage says; mistakes of ours are other kinds
             if jax.process_count() > 1:  # the others may be in the middle of it: all start again, rather than wait
-                raise OSError(f"checkpoint {step} could not be saved ({_innermost(error)})") from error
+                raise OSError(f"checkpoint {step} could not be saved ({innermost(error)})") from error
             self._failed(step, error)
             return time.perf_counter() - began
         job = _Job(step, name)
@@ -242,7 +239,7 @@ class Checkpoints:
         try:
             return verify.read_json(self._directory / str(step) / "meta" / "metadata")
         except (OSError, ValueError) as error:
-            raise self._unreadable(step, _innermost(error)) from None
+            raise self._unreadable(step, innermost(error)) from None
 
     def failed(self) -> bool:
         """Whether what was saved last did not come to be."""
@@ -292,7 +289,7 @@ class Checkpoints:
     def _saver(self):
         from jaxtrain.checkpoint.late import LateJson
 
-        ocp = _orbax()
+        ocp = orbax()
         return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(
             state=ocp.StandardCheckpointHandler(), meta=ocp.JsonCheckpointHandler(), fingerprint=LateJson()))
 
@@ -319,13 +316,13 @@ class Checkpoints:
             failure = None
             try:
                 tell()
-                with _no_echoes():
+                with no_echoes():
                     self._saver.wait_until_finished()
             except Exception as error:
                 failure = error
             finally:
                 self._commit(job, failure)
-            failures = together(f"{job.name}/saved", failure and _innermost(failure), list)
+            failures = together(f"{job.name}/saved", failure and innermost(failure), list)
             if any(failures):
                 if not failure:
                     self._failed(job.step, OSError(next(filter(None, failures))))
@@ -339,7 +336,7 @@ class Checkpoints:
                        verified_s=time.perf_counter() - committed)
         except Exception as error:
             self._tell("checkpoint_unverified", f"checkpoint {job.step} could not be read back "
-                       f"({_innermost(error)}); the next start does it", step=job.step, reason=_innermost(error))
+                       f"({innermost(error)}); the next start does it", step=job.step, reason=innermost(error))
             return
         try:
             for callback in self.on_good:
@@ -348,7 +345,7 @@ class Checkpoints:
                 self._retain()
         except Exception as error:
             self._tell("checkpoint_aftermath", f"checkpoint {job.step} is good, but what follows failed "
-                       f"({_innermost(error)}); the next one tries again", step=job.step, reason=_innermost(error))
+                       f"({innermost(error)}); the next one tries again", step=job.step, reason=innermost(error))
 
     def _commit(self, job: "_Job", failure: Exception | None) -> None:
         if failure:
@@ -358,7 +355,7 @@ class Checkpoints:
         job.committed.set()
 
     def _failed(self, step: int, error: Exception) -> None:
-        reason = _innermost(error)
+        reason = innermost(error)
         self._failure = UserError("checkpoint", f"step {step} could not be saved in {self._directory} ({reason})",
                                   "make room or mend the storage, and run the same command again")
         self._tell("checkpoint_failed", f"checkpoint {step} could not be saved ({reason}); the run goes on, and the "
@@ -441,7 +438,7 @@ class Checkpoints:
             words, problems = verify.read_back(folder, step, (i, n), lambda: not self._stopping)
             mine = {"files": hashed, "words": words, "problems": [*wrong, *problems]}
         except Exception as error:
-            mine = {"unfinished": _innermost(error)}
+            mine = {"unfinished": innermost(error)}
 
         def decide(shares):
             for share in shares:
@@ -484,14 +481,14 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------------------------- the load
 
     def _load(self, step: int, abstract_state: Any) -> Any:
-        ocp, folder, wanted = _orbax(), self._directory / str(step), _flatten(abstract_state)
+        ocp, folder, wanted = orbax(), self._directory / str(step), flatten(abstract_state)
         try:
-            with _no_echoes():
+            with no_echoes():
                 reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.StandardCheckpointHandler()))
                 saved: Any = reader.metadata(folder).item_metadata
                 if saved is None or saved.state is None:
                     raise FileNotFoundError("it holds no state")
-                empty = {path: _zeros(leaf) for path, leaf in wanted.items()
+                empty = {path: zeros_like(leaf) for path, leaf in wanted.items()
                          if path.startswith(YOUNG) and path not in saved.state.tree}
                 there = {path: leaf for path, leaf in wanted.items() if path not in empty}
                 self._compare(step, saved.state.tree, there)
@@ -503,7 +500,7 @@ class Checkpoints:
         except Exception as error:
             if distributed.broken(error):
                 raise  # a process is gone: that says nothing about the checkpoint
-            raise Damaged(_innermost(error)) from None
+            raise Damaged(innermost(error)) from None
         flat = {path: loaded[path] for path in wanted}
         now = self._agree(fingerprint.read(fingerprint.on_device(flat)), fingerprint.total)
         for path, found in now.items():
@@ -514,7 +511,7 @@ class Checkpoints:
     def _compare(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
         where = f"{self._directory / str(step)}"
         for path in [*wanted, *saved]:
-            ours, theirs = (_describe(tree[path]) if path in tree else "missing" for tree in (wanted, saved))
+            ours, theirs = (describe(tree[path]) if path in tree else "missing" for tree in (wanted, saved))
             if ours != theirs:
                 raise UserError(path, f"is {theirs} in the checkpoint {where} and {ours} in this run",
                                 "build the model and optimizer of that checkpoint, or give another --workdir")
@@ -567,51 +564,3 @@ def _rename(folder: Path, ending: str) -> Path:
         if not to.exists():
             return folder.rename(to)
     raise AssertionError
-
-
-def _innermost(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if code := re.search(r"os_error_code='(\d+)'", str(error)):  # TensorStore tells a long story around it
-        return os.strerror(int(code[1]))
-    said = isinstance(error, OSError) and error.errno is None  # by us, or by another process
-    return (f"{error}" if said else f"{type(error).__name__}: {error}").splitlines()[0][:200]
-
-
-def _orbax():
-    """The package, muted; its news would break up the progress line, and what fails it raises too."""
-    import orbax.checkpoint as ocp
-
-    logger = logging.getLogger("absl")  # shared by all users of absl: silence a source, not the logger
-    if _not_news not in logger.filters:
-        logger.addFilter(_not_news)
-    return ocp
-
-
-def _not_news(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
-
-
-@contextlib.contextmanager
-def _no_echoes():
-    """Mute the traceback that each array still being read prints when the reading of another one has failed."""
-    before = sys.unraisablehook
-    sys.unraisablehook = lambda event: None if "Event loop is closed" in str(event.exc_value) else before(event)
-    yield
-    sys.unraisablehook = before  # not after an error: the echoes of one come later
-
-
-def _flatten(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    flat = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-    assert len(flat) == len(leaves), "two leaves of the state have one path"
-    return flat
-
-
-def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    zeros = np.zeros(leaf.shape, leaf.dtype)
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: zeros[index])
-
-
-def _describe(leaf: Any) -> str:
-    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"

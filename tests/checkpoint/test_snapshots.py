@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -23,35 +22,14 @@ from jaxtrain.config_file import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
+from tests.tiny import SLOW, free_address, tiny_flags, wait_for_lines
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 STEPS = 12
 TINY = ["model.num_layers=1", "model.embed_dim=48", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "train.eval_every=4", "data.global_batch_size=24", f"train.steps={STEPS}", "checkpoint.every=0",
         "checkpoint.local_every=2"]
-SLOW = """
-import sys, time
-from jaxtrain.build import Run
-from jaxtrain.main import main
-
-def slowly(self, batches, step, placed=Run.placed):
-    time.sleep(0.25)
-    return placed(self, batches, step)
-
-Run.placed = slowly
-sys.exit(main())
-"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """One cache for the whole session: programs are compiled once."""
-    folder = tmp_path_factory.getbasetemp() / "cache"
-    before = jax.config.jax_compilation_cache_dir
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXTRAIN_CACHE", str(folder))
-        yield
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 # ------------------------------------------------------------------------------------------- one process, without a run
@@ -195,24 +173,20 @@ def test_a_folder_that_cannot_be_written(workdir):
 # -------------------------------------------------------------------------------------------- runs of real processes
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(500)))
-    return [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{word}" for word in [*TINY, f"data.source={text}"])]
+    return tiny_flags(tmp_path_factory, TINY)
 
 
 @contextlib.contextmanager
 def processes(flags, workdir, many, devices):
     """All of them, started, each with a disk of its own; none is left behind."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = free_address()
     started = []
     try:
         for i in range(many):
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "OWN_DISK": disk(workdir, i),
                            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
             where = [f"--coordinator={coordinator}", f"--num_processes={many}", f"--process_id={i}"]
-            command = [sys.executable, "-c", SLOW, *flags, *(where if many > 1 else []),
+            command = [sys.executable, "-c", SLOW % 0.25, *flags, *(where if many > 1 else []),
                        "--config.checkpoint.local_dir=$OWN_DISK", f"--workdir={workdir}"]
             started.append(subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE))
         yield started
@@ -225,16 +199,6 @@ def processes(flags, workdir, many, devices):
 
 def disk(workdir, process):
     return f"{workdir.parent}/disk-{process}"
-
-
-def wait_for_lines(workdir, count, started, seconds=600):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and started.poll() is None:
-        with contextlib.suppress(FileNotFoundError):
-            if (workdir / "metrics.jsonl").read_bytes().count(b"\n") >= count:
-                return
-        time.sleep(0.02)
-    pytest.fail(f"no {count} lines: {started.communicate()[1] if started.poll() is not None else 'too slow'}")
 
 
 def numbers(workdir):

@@ -8,14 +8,15 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
+from tests.tiny import tiny_flags
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 STEPS, ROWS = 48, 24
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=2",
         f"data.global_batch_size={ROWS}", f"train.steps={STEPS}", "train.eval_every=0", "checkpoint.every=4"]
@@ -44,21 +45,9 @@ sys.exit(main())
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """One cache for the whole session: programs are compiled once."""
-    before = jax.config.jax_compilation_cache_dir
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-        yield
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(2000)))
-    return [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{word}" for word in [*TINY, f"data.source={text}"])]
+    return tiny_flags(tmp_path_factory, TINY, lines=2000)
 
 
 def told(workdir):

@@ -14,6 +14,7 @@ import pytest
 
 from jaxtrain.observe import events
 from jaxtrain.resilience import exits
+from tests.tiny import free_address, tiny_flags
 
 ROOT = Path(__file__).parents[2]
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
@@ -42,15 +43,7 @@ NAME = socket.gethostname()
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(500)))
-    return [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{word}" for word in [*TINY, f"data.source={text}"])]
-
-
-def free_address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return tiny_flags(tmp_path_factory, TINY)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from jaxtrain.resilience.accusations import Accusations, Corrupted
 from jaxtrain.resilience.replays import Replays
 from jaxtrain.resilience.replicas import LAG, Replicas
 from tests.resilience.faults import flipped, flipped_somewhere
+from tests.tiny import free_address, tiny_flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,12 +106,10 @@ def test_named_twice(mesh, tmp_path):
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(500)))
     words = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32",
              "data.global_batch_size=8", "train.steps=8", "train.eval_every=0", "train.eval_batches=1",
-             "checkpoint.every=3", "resilience.check_every=2", f"data.source={text}"]
-    return [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{word}" for word in words)]
+             "checkpoint.every=3", "resilience.check_every=2"]
+    return tiny_flags(tmp_path_factory, words)
 
 
 def with_fault(monkeypatch, at, device):
@@ -164,9 +163,7 @@ sys.exit(status)
 @pytest.mark.parametrize("mesh, named", [(["data=4"], [3]), (["data=2", "tensor=2"], [1, 3])], ids=["data", "product"])
 def test_two_processes_stop_together(flags, tmp_path, mesh, named):
     """Device 3 is the second one of process 1; both processes know, at the same step."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = free_address()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
                    "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-c", FAULTY, *flags, *(f"--config.mesh.{axis}" for axis in mesh),

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,30 +27,19 @@ from jaxtrain.resilience import exits
 from jaxtrain.resilience.anomalies import History
 from jaxtrain.resilience.rollback import GivenUp, Guard, RolledBack
 from jaxtrain.resilience.watchdog import Watchdog
+from tests.tiny import free_address, tiny_flags
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 STEPS, BAD = 48, 40  # steps of the run; the batch that is poisoned
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=16", "checkpoint.every=8",
         "checkpoint.keep=3", "resilience.pass_over=4", "resilience.spike_z=10"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """One cache for the whole session: programs are compiled once."""
-    folder = tmp_path_factory.getbasetemp() / "cache"
-    before = jax.config.jax_compilation_cache_dir
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXTRAIN_CACHE", str(folder))
-        yield
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(500)))
-    return [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{word}" for word in [*TINY, f"data.source={text}"])]
+    return tiny_flags(tmp_path_factory, TINY)
 
 
 @pytest.fixture
@@ -379,9 +367,7 @@ def test_void_checkpoints_are_set_aside_whole(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_go_back_together(flags, never_saw, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = free_address()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
                    "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     script = KILLED.format(bad=BAD, settles=9)

@@ -1,0 +1,48 @@
+"""A run of some seconds: its flags, and how to watch it from outside."""
+
+import contextlib
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Training that takes its time over each batch, so that something can be done to it in the middle: SLOW % seconds.
+SLOW = """
+import sys, time
+from jaxtrain.build import Run
+from jaxtrain.main import main
+
+def slowly(self, batches, step, placed=Run.placed):
+    time.sleep(%s)
+    return placed(self, batches, step)
+
+Run.placed = slowly
+sys.exit(main())
+"""
+
+
+def tiny_flags(tmp_path_factory, words, lines=500):
+    """Of the smallest config with these keys set, over a text of so many lines."""
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(lines)))
+    return [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{word}" for word in [*words, f"data.source={text}"])]
+
+
+def free_address():
+    """Where processes can meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def wait_for_lines(workdir, count, started, seconds=600):
+    """Until metrics.jsonl has so many."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and started.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            if (workdir / "metrics.jsonl").read_bytes().count(b"\n") >= count:
+                return
+        time.sleep(0.02)
+    pytest.fail(f"no {count} lines: {started.communicate()[1] if started.poll() is not None else 'too slow'}")
