@@ -1,6 +1,7 @@
 """A user's mistake, told in one sentence: the key, the reason, the fix."""
 
 import argparse
+import contextlib
 import difflib
 import functools
 import sys
@@ -17,6 +18,12 @@ class UserError(ValueError):
 
     def __reduce__(self):  # so that one may come from another process
         return type(self), (self.key, self.reason, self.fix)
+
+
+def say(text: object) -> None:
+    """To whoever watches; a log on a disk that is full is no reason to end."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -72,10 +79,10 @@ def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], 
                 do(argv)
                 return 0
             except UserError as mistake:
-                print(mistake, file=sys.stderr)
+                say(mistake)
                 return 2
             except KeyboardInterrupt:
-                print(stopped, file=sys.stderr)
+                say(stopped)
                 return 130
 
         return main

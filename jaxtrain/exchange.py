@@ -34,6 +34,7 @@ def together(name: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         if "failed" in answer:
             raise OSError(answer["failed"])
         return answer["decided"]
+    answer: dict[str, Any] = {"failed": "process 0 was stopped"}
     try:
         theirs = []
         for i in range(1, count):

@@ -5,7 +5,7 @@ import json
 import sys
 import warnings
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
 from jaxtrain.flags import parse, workdir_of
 from jaxtrain.resilience import exits, lifeline
 
@@ -20,13 +20,13 @@ def main(argv: list[str] | None = None) -> int:
         with before_the_loop():
             return left(run(flags, overrides))
     except exits.Ended as end:  # in all processes alike
-        print(end, file=sys.stderr)
+        say(end)
         return left(end.code)
     except UserError as mistake:
-        print(mistake, file=sys.stderr)
+        say(mistake)
         return left(exits.MISTAKE, mistake)
     except KeyboardInterrupt as stop:
-        print("stopped at once; what was saved before is kept", file=sys.stderr)
+        say("stopped at once; what was saved before is kept")
         return left(exits.INTERRUPTED, stop)
     except Exception as error:
         left(1, error)  # returns where no other process waits for this one

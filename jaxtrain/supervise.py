@@ -10,6 +10,7 @@ import fcntl
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxtrain import errors
 from jaxtrain import flags as training
 from jaxtrain.errors import Parser, UserError, command
 from jaxtrain.observe.events import record
@@ -31,6 +33,8 @@ _OWN_END = 30.0  # seconds for the others to end by themselves behind one that e
 _STACKS = 1.0  # seconds for the others to say where they stand behind one that died
 _WORDS = 10.0  # seconds for the others to write that down behind one that gave up
 _JUMP = 5.0  # seconds by which a clock is set, and not put right bit by bit
+_FRESH = 300.0  # seconds in which that may end a process
+_ROOM = 2**20  # bytes that a start needs for its logs and records
 _MUTE = 5.0  # seconds without a sign of life, when others give up, of who made them do so
 
 
@@ -88,7 +92,8 @@ class End:
         hanging = next((child for child in team if child.cut_off), team[0])
         self.why = (f"process {silent.rank} gave no sign of life" if silent else self.culprit.words() if self.culprit
                     else f"process {hanging.rank} did not end with the others")
-        if abs(jumped) > _JUMP and self.culprit and not self.lost:  # all ended by what JAX's service said of them
+        if jumped and self.culprit and self.culprit.code == -signal.SIGABRT and not self.lost:
+            # JAX's own service, which goes by that clock, ended all.
             self.why = f"the wall clock was set by {jumped:+.0f} s, and JAX took that for processes that fell silent"
         self.verdict = blame.verdict(self.culprit, self.why if silent else "") if self.culprit else self.why
 
@@ -119,6 +124,8 @@ class Supervisor:
         failures = 0  # in a row, without a new step
         down: tuple[float, str] | None = None  # since when the run stands still, and why
         while True:
+            if not self._room():
+                return self._asked_status(exits.SAVED)
             best, end = self.steps.best, self._attempt(down)
             code = (end.culprit.code if end.culprit else 0) or 0
             if end.done:
@@ -168,7 +175,7 @@ class Supervisor:
         self._record("attempt", attempt=int(logs.name), slots=slots, step=self.steps.newest)
         team: list[Child] = []
         silent = mute = None
-        patience, resized, clocks = 0.0, "", time.time() - time.monotonic()
+        patience, resized, clocks, jumped, jumped_at = 0.0, "", time.time() - time.monotonic(), 0.0, 0.0
         try:
             for i, slot in enumerate(slots):
                 team.append(self._start(i, slot, len(slots), coordinator, logs))
@@ -176,6 +183,8 @@ class Supervisor:
             while any(child.died is None for child in team):
                 self._wait()
                 shown.pump()
+                if abs(jump := time.time() - time.monotonic() - clocks) > _JUMP:
+                    clocks, jumped, jumped_at = clocks + jump, jump, time.monotonic()
                 self.steps.look()
                 if self.steps.again and self.staff.elastic:
                     self._ask_what_fits()
@@ -213,7 +222,7 @@ class Supervisor:
             for child in team:
                 child.kill()
                 child.line.close()
-        return End(team, silent, mute, resized, time.time() - time.monotonic() - clocks)
+        return End(team, silent, mute, resized, jumped if time.monotonic() - jumped_at < _FRESH else 0.0)
 
     def _start(self, i: int, slot: int, count: int, coordinator: str, logs: Path) -> Child:
         rank = self.flags.node_rank * self.flags.processes + i
@@ -240,6 +249,16 @@ class Supervisor:
             return ""
         return f"{len(wanted)} instead of {len(slots)} processes"
 
+    def _room(self) -> bool:
+        """Wait while the disk is too full to start anything. Whether nobody ended the run meanwhile."""
+        said = False
+        while not self.asked and shutil.disk_usage(self.workdir).free < _ROOM:
+            if not said:
+                say(f"{self.workdir} has no room for a start; it waits until there is some")
+                said = True
+            self._sleep(_TICK)
+        return not self.asked
+
     def _recovered(self, since: float, why: str) -> None:
         seconds = time.monotonic() - since
         say(f"recovered in {seconds:.1f} s: {why}, and all train again")
@@ -253,6 +272,10 @@ class Supervisor:
             self._ask_what_fits()
             assert self._asking
             answers, refusals = self._asking.communicate()
+            if self._asking.returncode:
+                say(refusals.strip() or "with how many processes the run could go on is not known yet")
+                self._asking = None  # the next time
+                return False
             self._fitting = {int(line.split()[0]) for line in answers.splitlines()}
             if refusals:
                 say(refusals.strip())
@@ -348,7 +371,7 @@ class _Tail:
 
 def say(text: str) -> None:
     """To whoever watches."""
-    print(f"supervise: {text}", file=sys.stderr, flush=True)
+    errors.say(f"supervise: {text}")
 
 
 def _next_folder(logs: Path) -> Path:

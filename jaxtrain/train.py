@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain import checkpoint, distributed, observe
+from jaxtrain import checkpoint, distributed, errors, observe
 from jaxtrain.build import Run, build
 from jaxtrain.checkpoint.interval import Saves
 from jaxtrain.config import Config
@@ -120,7 +119,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
         with phase("restore"):
             restored = recovered or checkpoints.restore_newest(run.abstract)
         if restored is None or restored[0] != start:
-            if start in checkpoints.steps():
+            if exchange(start in checkpoints.steps())[0]:
                 raise UserError("checkpoint", f"step {start} is damaged, and its folder cannot be renamed",
                                 f"move {workdir}/checkpoints/{start} away")
             raise RolledBack  # its files are whole, and yet it does not load as it was saved: begin below it
@@ -196,7 +195,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
                     if saving:
                         with saves.taking(done):
                             checkpoints.save(done, state, meta)
-                    else:
+                    elif not writer.behind:  # of process 0 there is none then, so that nobody goes on from this one
                         snapshots.take(done, state, meta)
             if stop and done < t.steps:
                 break
@@ -266,4 +265,4 @@ def summary(run: Run, workdir: Path) -> str:
 def say(text: str) -> None:
     """To whoever watches; from one process."""
     if jax.process_index() == 0:
-        print(text, file=sys.stderr, flush=True)
+        errors.say(text)

@@ -7,6 +7,7 @@ seconds to recover and steps lost by fault.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -27,9 +28,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DEVICES = {2: 2, 3: 1, 4: 1}  # of each of so many processes: all of them share two cores
 FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
-# Sums are made in another order on another mesh. The bias of keys has no gradient but for rounding, which Adam makes
-# steps of; it changes no output.
-CHANGED_MESH, WITHOUT = {"loss": 1e-6, "grad_norm": 1e-5, "params": 1e-6}, "/k/bias"
+# Sums are made in another order on another mesh. With an epsilon of 1e-3 Adam does not make whole steps of differences
+# where gradients are nothing but rounding, such as those of the bias of keys.
+CHANGED_MESH, EPSILON = {"loss": 1e-6, "grad_norm": 1e-5, "params": 1e-6}, 1e-3
+PEER_TIMEOUT = 20  # seconds of silence after which a stopped process is gone; 60 by default
 ROWS = 24  # of a batch: over 2, 3 and 4 devices they divide
 
 
@@ -58,7 +60,7 @@ class Training:
         model = {"model.num_layers": 1, "model.embed_dim": 32, "model.max_seq_len": 64, "data.seq_len": 64,
                  "data.global_batch_size": ROWS, "data.source": text, "train.steps": self.steps, "train.eval_every": 0,
                  "train.eval_batches": 1, "train.progress": False, "checkpoint.every": self.every, "checkpoint.keep": 3,
-                 "optimizer.zero_stage": 1}
+                 "optimizer.zero_stage": 1, "optimizer.eps": EPSILON}
         size = [f"--processes={self.processes}", *([f"--min_processes={self.processes - 1}", "--lost_after=1",
                                                     "--retry_lost=10"] if self.elastic else [])]
         command = [*self.prefix, sys.executable, "-m", "jaxtrain.supervise", *size, "--",
@@ -66,7 +68,7 @@ class Training:
                    *self.extra, f"--workdir={self.workdir}"]
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES[self.processes]}",
-            "PYTHONPATH": str(ROOT)} | self.environment
+            "PYTHONPATH": str(ROOT), "JAXTRAIN_PEER_TIMEOUT": str(PEER_TIMEOUT)} | self.environment
         self.log = open(self.workdir.parent / f"{self.workdir.name}.log", "ab")  # noqa: SIM115 (closed by end)
         self.began = time.time()
         self.supervisor = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log,
@@ -126,8 +128,7 @@ class Training:
             if self.supervisor.poll() is None:
                 os.killpg(self.supervisor.pid, signal.SIGKILL)
                 self.supervisor.wait()
-            for pid in self.pids():
-                os.kill(pid, signal.SIGKILL)
+            send(signal.SIGKILL, *self.pids())
             self.log.close()
 
     def attempts(self) -> int:
@@ -179,20 +180,32 @@ class Fault:
     note: str = ""
 
 
-def kill_one(run: Training, rng: random.Random) -> str:
-    """kill -9 of a process at any moment."""
+def send(number: signal.Signals, *pids: int) -> None:
+    """Who has just ended by itself needs none."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def victim(run: Training, rng: random.Random) -> tuple[int, str]:
+    """One of those that live, and its name."""
     run.wait(lambda: bool(run.pids()), 60)
     pids = run.pids()
     number = rng.randrange(len(pids))
-    os.kill(pids[number], signal.SIGKILL)
-    return f"process {number} of {len(pids)}"
+    return pids[number], f"process {number} of {len(pids)}"
+
+
+def kill_one(run: Training, rng: random.Random) -> str:
+    """kill -9 of a process at any moment."""
+    pid, name = victim(run, rng)
+    send(signal.SIGKILL, pid)
+    return name
 
 
 def kill_all(run: Training, rng: random.Random) -> str:
     """kill -9 of all processes at once, as when the power fails."""
     pids = run.pids()
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+    send(signal.SIGKILL, *pids)
     return f"{len(pids)} processes"
 
 
@@ -219,9 +232,7 @@ def kill_in_restore(run: Training, rng: random.Random) -> str:
     note = kill_one(run, rng)
     run.wait(lambda: run.attempts() > before and len(run.pids()) > 0, 60)
     time.sleep(rng.uniform(0.5, 5.0))
-    pids = run.pids()
-    if pids:
-        os.kill(rng.choice(pids), signal.SIGKILL)
+    send(signal.SIGKILL, victim(run, rng)[0])
     return f"{note}, and once more as it started"
 
 
@@ -232,24 +243,23 @@ def lose_one(run: Training, rng: random.Random) -> str:
 
 def stop_one(run: Training, rng: random.Random) -> str:
     """SIGSTOP of a process: it is there, and does nothing."""
-    pids = run.pids()
-    number = rng.randrange(len(pids))
-    os.kill(pids[number], signal.SIGSTOP)
-    return f"process {number} of {len(pids)}"
+    pid, name = victim(run, rng)
+    send(signal.SIGSTOP, pid)
+    return name
 
 
 def stop_briefly(run: Training, rng: random.Random) -> str:
     """SIGSTOP of a process for a moment: nothing has to start again."""
-    pid = rng.choice(run.pids())
-    os.kill(pid, signal.SIGSTOP)
+    pid, _ = victim(run, rng)
+    send(signal.SIGSTOP, pid)
     time.sleep(rng.uniform(0.5, 2.0))
-    os.kill(pid, signal.SIGCONT)
+    send(signal.SIGCONT, pid)
     return ""
 
 
 def preempt(run: Training, rng: random.Random) -> str:
     """SIGTERM to one process, as from a cluster: all save at one step, and are started again."""
-    os.kill(rng.choice(run.pids()), signal.SIGTERM)
+    send(signal.SIGTERM, victim(run, rng)[0])
     return ""
 
 
@@ -258,32 +268,28 @@ def damage(run: Training, rng: random.Random) -> str:
     run.wait(lambda: len([path for path in run.checkpoints() if (path / "good.json").exists()]) > 1, 60)
     newest = [path for path in run.checkpoints() if (path / "good.json").exists()][-1]
     files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
-    victim, how = rng.choice(files), rng.choice(("flipped", "cut", "deleted"))
-    for pid in run.pids():  # nothing may be saved between the damage and the end
-        os.kill(pid, signal.SIGSTOP)
+    file, how = rng.choice(files), rng.choice(("flipped", "cut", "deleted"))
+    send(signal.SIGSTOP, *run.pids())  # nothing may be saved between the damage and the end
     if how == "flipped":
-        content = bytearray(victim.read_bytes())
+        content = bytearray(file.read_bytes())
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-        victim.write_bytes(content)
+        file.write_bytes(content)
     elif how == "cut":
-        os.truncate(victim, rng.randrange(victim.stat().st_size))
+        os.truncate(file, rng.randrange(file.stat().st_size))
     else:
-        victim.unlink()
-    for pid in run.pids():
-        os.kill(pid, signal.SIGKILL)
-    return f"{how}: {victim.relative_to(newest.parent)}"
+        file.unlink()
+    send(signal.SIGKILL, *run.pids())
+    return f"{how}: {file.relative_to(newest.parent)}"
 
 
 def delete_newest(run: Training, rng: random.Random) -> str:
     """The newest checkpoint is deleted; then kill -9."""
     run.wait(lambda: len([path for path in run.checkpoints() if (path / "good.json").exists()]) > 1, 60)
-    for pid in run.pids():
-        os.kill(pid, signal.SIGSTOP)
-    victim = run.checkpoints()[-1]
-    shutil.rmtree(victim)
-    for pid in run.pids():
-        os.kill(pid, signal.SIGKILL)
-    return victim.name
+    send(signal.SIGSTOP, *run.pids())
+    newest = run.checkpoints()[-1]
+    shutil.rmtree(newest)
+    send(signal.SIGKILL, *run.pids())
+    return newest.name
 
 
 def full_disk(run: Training, rng: random.Random) -> str:
@@ -465,8 +471,8 @@ def differences(run: Training, calm: Training) -> list[str]:
         wrong.append(f"it ended at step {ours['step']}")
     elif ours["fingerprint"] != theirs["fingerprint"]:
         diff = inspect("diff", run.workdir, calm.steps, calm.workdir, calm.steps).stdout
-        found = re.findall(r"^array (params/\S+) .* by at most (\S+)", diff, re.MULTILINE)
-        distance = max((float(far) for name, far in found if not name.endswith(WITHOUT)), default=0.0)
+        found = re.findall(r"^array params/.* by at most (\S+)", diff, re.MULTILINE)
+        distance = max(map(float, found), default=0.0)
         if not run.elastic or distance > near["params"]:
             wrong.append(f"the final parameters differ by {distance}")
     problems = inspect("verify", run.workdir, calm.steps)
@@ -512,8 +518,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--storms", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="of the first storm; the others follow")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--every", type=int, default=15, help="steps between two checkpoints")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--only", nargs="+", choices=FAULTS, help="these kinds of faults")
     parser.add_argument("--without", nargs="+", choices=FAULTS, default=[], help="not these")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds until a run counts as hung")

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import math
 import statistics
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import jax
 
 from jaxtrain.config import CheckpointConfig
+from jaxtrain.errors import say
 from jaxtrain.observe import events
 from jaxtrain.observe.goodput import duration
 from jaxtrain.observe.ledger import Ledger
@@ -168,8 +168,7 @@ class Saves:
         self._said = wanted
         cost, took = statistics.median(self._costs), statistics.median(self._durations)
         steps = max(1, round(wanted / max(pace, 1e-9)))
-        print(f"checkpoint.every=auto: a save every {duration(wanted)} (about {steps:,} steps); one costs "
-              f"{cost:.2g} s and is on disk after {took:.2g} s, a failure is expected every {duration(self.mtbf)}",
-              file=sys.stderr, flush=True)
+        say(f"checkpoint.every=auto: a save every {duration(wanted)} (about {steps:,} steps); one costs "
+            f"{cost:.2g} s and is on disk after {took:.2g} s, a failure is expected every {duration(self.mtbf)}")
         events.record(self._workdir, "checkpoint_interval", seconds=wanted, steps=steps, save_cost_s=cost,
                       save_duration_s=took, mtbf_s=self.mtbf)

@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from typing import Any
 
 from jaxtrain import storage
 from jaxtrain.checkpoint import verify
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
 from jaxtrain.observe import events
 
 THREADS = 8  # files under way at a time
@@ -163,6 +162,7 @@ class Mirror:
 
     def hide(self, above: int) -> list[int]:
         """Copies of later steps do not count any more -> which; they do again when the run copies them again."""
+        self._own()
         hidden = [step for step in self.steps() if step > above]
         for step in hidden:
             storage.remove(self._url(step, verify.MARK))
@@ -222,7 +222,7 @@ class Mirror:
         here = mine.read_text() if mine.exists() else ""
         if storage.exists(theirs):
             there = storage.read(theirs).decode()
-            if here and here != there:
+            if here != there and (here or verify.steps(self._directory)):  # a run with checkpoints is not a lost one
                 raise UserError("checkpoint.mirror", f"{self.place} holds copies of another run",
                                 "give this run a place of its own")
         else:
@@ -240,7 +240,7 @@ class Mirror:
     def _tell(self, kind: str, sentence: str | None, **fields: Any) -> None:
         events.record(self._directory.parent, kind, **fields)
         if sentence:
-            print(sentence, file=sys.stderr, flush=True)
+            say(sentence)
 
 
 def _fetch(url: str, path: Path, size: int, sha256: str) -> None:

@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -29,7 +28,7 @@ from jaxtrain.checkpoint import pieces
 from jaxtrain.checkpoint.partners import Partners
 from jaxtrain.checkpoint.pieces import Damaged
 from jaxtrain.checkpoint.trees import flatten
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
 from jaxtrain.exchange import count, exchange
 from jaxtrain.observe import events
 
@@ -159,7 +158,8 @@ class Snapshots:
         keep = sorted(older)[-2:]
         if self._last in older and count(f"{self._start}/{self._last}", 0) >= self._many:
             keep = [self._last]
-        self._remove(lambda taken: taken.step not in keep)
+        # A peer that is ahead of us has sent its pieces of this one already.
+        self._remove(lambda taken: taken.step not in keep and (taken.start, taken.step) != (self._start, step))
 
     def forget(self, above: int) -> None:
         """The run goes back to this step: what was taken after it will not be gone on from."""
@@ -277,7 +277,7 @@ class Snapshots:
     def _tell(self, kind: str, sentence: str, **fields: Any) -> None:
         events.record(self._workdir, kind, **fields)
         if sentence:
-            print(sentence, file=sys.stderr, flush=True)
+            say(sentence)
 
 
 def folder(workdir: str | Path, local_dir: str = "") -> Path:

@@ -12,10 +12,9 @@ import errno
 import functools
 import itertools
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from jaxtrain.checkpoint.mirror import FETCHING, Mirror
 from jaxtrain.checkpoint.quiet import innermost, no_echoes, orbax
 from jaxtrain.checkpoint.retention import best_of, dispensable
 from jaxtrain.checkpoint.trees import describe, flatten, zeros_like
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
 from jaxtrain.exchange import together
 from jaxtrain.observe.events import record
 
@@ -131,11 +130,12 @@ class Checkpoints:
         def fetch(_):
             try:
                 return mirror.fetch(step)
-            except UserError as error:
+            except (UserError, OSError) as error:
                 if step is None:  # there is nothing else
                     raise
-                self._tell("mirror_failed", f"checkpoint {step} cannot be fetched ({error.key}: {error.reason}); an "
-                           "older one is looked for", step=step, reason=error.reason)
+                reason = f"{error.key}: {error.reason}" if isinstance(error, UserError) else innermost(error)
+                self._tell("mirror_failed", f"checkpoint {step} cannot be fetched ({reason}); an older one is looked "
+                           "for", step=step, reason=reason)
                 return None
 
         return self._agree(None, fetch)
@@ -211,6 +211,7 @@ class Checkpoints:
         except (OSError, ValueError) as error:  # what a storage says; mistakes of ours are other kinds
             if jax.process_count() > 1:  # the others may be in the middle of it: all start again, rather than wait
                 raise OSError(f"checkpoint {step} could not be saved ({innermost(error)})") from error
+            self._drain()
             self._failed(step, error)
             return time.perf_counter() - began
         job = _Job(step, name)
@@ -320,6 +321,7 @@ class Checkpoints:
                     self._saver.wait_until_finished()
             except Exception as error:
                 failure = error
+                self._drain()
             finally:
                 self._commit(job, failure)
             failures = together(f"{job.name}/saved", failure and innermost(failure), list)
@@ -347,12 +349,21 @@ class Checkpoints:
             self._tell("checkpoint_aftermath", f"checkpoint {job.step} is good, but what follows failed "
                        f"({innermost(error)}); the next one tries again", step=job.step, reason=innermost(error))
 
+    def _drain(self) -> None:
+        """Orbax holds more than one error of a save that fails, and would raise the next one at the next save."""
+        for _ in range(9):
+            with contextlib.suppress(Exception):
+                self._saver.wait_until_finished()
+                return
+
     def _commit(self, job: "_Job", failure: Exception | None) -> None:
-        if failure:
-            self._failed(job.step, failure)
-        else:
-            self._failure = None
-        job.committed.set()
+        try:
+            if failure:
+                self._failed(job.step, failure)
+            else:
+                self._failure = None
+        finally:
+            job.committed.set()
 
     def _failed(self, step: int, error: Exception) -> None:
         reason = innermost(error)
@@ -407,17 +418,20 @@ class Checkpoints:
                 return f"{verify.MARK} {verify.reason(error)}"
             return "good"
 
-        found = self._agree(None, kind)
-        if found == "unverified":
-            try:
-                return self._read_back(step, f"checkpoint/{next(_calls)}", must_tell=False)
-            except OSError as error:  # in all processes; there may be older ones that can be read
-                return [f"it cannot be read back ({error})"]
-        if found != "good":
+        found, name = self._agree(None, kind), f"checkpoint/{next(_calls)}"
+        if found not in ("good", "unverified"):
             return [found]
         try:
-            mine = verify.compare_files(folder, verify.read_mark(self._directory, step), *verify.list_files(folder),
-                                        share=_share(), hashes=self._hashes)
+            if found == "unverified":
+                return self._read_back(step, name, must_tell=False)
+            listed = self._listed(folder, name, also=[verify.MARK])
+        except _Unseen as error:
+            raise UserError("--workdir", f"{error}", "mount it where all processes see the same files") from None
+        except OSError as error:  # in all processes; there may be older ones that can be read
+            return [f"it cannot be read back ({error})"]
+        try:
+            mine = verify.compare_files(folder, verify.read_mark(self._directory, step), *listed, share=_share(),
+                                        hashes=self._hashes)
         except (OSError, ValueError) as error:
             mine = [f"{verify.MARK} {verify.reason(error)}"]
         return self._agree(mine, lambda theirs: sorted({problem for problems in theirs for problem in problems}))
@@ -429,8 +443,8 @@ class Checkpoints:
         """
         folder = self._directory / str(step)
         mine: dict[str, Any] = {}
+        files, wrong = self._listed(folder, name)
         try:
-            files, wrong = verify.list_files(folder)
             i, n = _share()
             hashed = {}
             for file in files[i::n]:
@@ -459,6 +473,16 @@ class Checkpoints:
 
         return together(f"{name}/read", mine, decide)
 
+    def _listed(self, folder: Path, name: str, also: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+        """The files as process 0 sees them, once the others see them too; a network file system may take its time."""
+        first = jax.process_index() == 0
+        files, wrong = together(f"{name}/listed", verify.list_files(folder) if first else None, lambda all: all[0])
+        unseen = together(f"{name}/seen", None if first else verify.unseen(folder, [*files, *also]), lambda all: [
+            (process, file) for process, file in enumerate(all) if file][:1])
+        if unseen:
+            raise _Unseen(f"process {unseen[0][0]} does not see {folder / unseen[0][1]}, and process 0 does")
+        return files, wrong
+
     def _pass_over(self, step: int, problems: list[str], name: str | None = None) -> None:
         """Say what is wrong with a checkpoint and put it where nobody chooses it again."""
         folder = self._directory / str(step)
@@ -482,9 +506,14 @@ class Checkpoints:
 
     def _load(self, step: int, abstract_state: Any) -> Any:
         ocp, folder, wanted = orbax(), self._directory / str(step), flatten(abstract_state)
+        loaded, sums, empty, problem = {}, {}, {}, ""
         try:
             with no_echoes():
-                reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.StandardCheckpointHandler()))
+                # Without the barrier in which the others would wait for one that cannot read.
+                me = jax.process_index()
+                alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+                reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.StandardCheckpointHandler()),
+                                          multiprocessing_options=alone)
                 saved: Any = reader.metadata(folder).item_metadata
                 if saved is None or saved.state is None:
                     raise FileNotFoundError("it holds no state")
@@ -500,7 +529,9 @@ class Checkpoints:
         except Exception as error:
             if distributed.broken(error):
                 raise  # a process is gone: that says nothing about the checkpoint
-            raise Damaged(innermost(error)) from None
+            problem = innermost(error)
+        if problem := self._agree(problem, lambda all: next(filter(None, all), "")):
+            raise Damaged(problem)
         flat = {path: loaded[path] for path in wanted}
         now = self._agree(fingerprint.read(fingerprint.on_device(flat)), fingerprint.total)
         for path, found in now.items():
@@ -541,7 +572,11 @@ class Checkpoints:
             return
         record(self._directory.parent, kind, **fields)
         if sentence:
-            print(sentence, file=sys.stderr, flush=True)
+            say(sentence)
+
+
+class _Unseen(OSError):
+    """Processes do not see the same files."""
 
 
 class _Job:

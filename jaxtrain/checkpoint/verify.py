@@ -26,6 +26,7 @@ Share = tuple[int, int]  # (i, n): every n-th, from the i-th on
 MARK = "good.json"
 ALL: Share = (0, 1)
 _AGAIN_S = (0.2, 1.0, 4.0)  # storage that fails for a moment is asked again after so many seconds
+_SEEN_S = 60.0  # what one process has written the others see after so many seconds, wherever they are
 _READERS = 8  # files hashed at a time
 _PIECE_BYTES = 1 << 28  # of an array, read at a time
 
@@ -113,6 +114,19 @@ def list_files(folder: Path) -> tuple[list[str], Problems]:
     except OSError as error:
         problems.append(f"{_inside(folder, error)} {reason(error)}")
     return files, problems
+
+
+def unseen(folder: Path, files: list[str]) -> str | None:
+    """The first of these files that is not to be seen here, after a minute of looking; None: all are."""
+    end = time.monotonic() + _SEEN_S
+    for name in files:
+        while not os.path.lexists(folder / name):
+            if time.monotonic() > end:
+                return name
+            time.sleep(0.5)
+            with contextlib.suppress(OSError):
+                os.listdir((folder / name).parent)  # makes a client of NFS ask its server
+    return None
 
 
 def compare_files(folder: Path, record: Record, files: list[str], problems: Problems, *, share: Share = ALL,

@@ -19,9 +19,11 @@ def record(workdir: str | Path, kind: str, **fields: Any) -> None:
     """
     event = {"time": time.time(), "kind": kind, "process": _process(), "host": socket.gethostname(), **fields}
     with contextlib.suppress(OSError):
-        file = os.open(Path(workdir) / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        file = os.open(Path(workdir) / "events.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(file, json.dumps(event, default=str).encode() + b"\n")
+            size = os.fstat(file).st_size
+            torn = size and os.pread(file, 1, size - 1) != b"\n"  # the disk was full in the midst of a line
+            os.write(file, b"\n" * bool(torn) + json.dumps(event, default=str).encode() + b"\n")
         finally:
             os.close(file)
 

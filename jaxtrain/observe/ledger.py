@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import jax
 
+from jaxtrain.errors import say
 from jaxtrain.observe.goodput import Account, Incarnation, account, incarnations, table
 
 Item = TypeVar("Item")
@@ -228,7 +229,7 @@ class Ledger:
         self._own.ended = "finished" if kind is None else "stopped" if issubclass(kind, self._stopped) else "failed"
         self.write()
         if self._file is not None:
-            print(table(self.account()), file=sys.stderr, flush=True)
+            say(table(self.account()))
 
     def _keep_writing(self) -> None:
         while not self._end.wait(self._every):

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
 from jaxtrain.observe import events
 from jaxtrain.observe.flops import mfu
 
@@ -77,8 +76,10 @@ class MetricsWriter:
         self._constants = constants if callable(constants) else lambda step: constants
         self._ledger = ledger
         self._sinks: tuple[Sink, ...] = ()  # processes but the first hold their loop back in the same way, mutely
+        self._lines: _JsonLines | None = None
         if jax.process_index() == 0:
-            self._sinks = (_JsonLines(Path(directory) / "metrics.jsonl", start_step), *sinks)
+            self._lines = _JsonLines(Path(directory) / "metrics.jsonl", start_step)
+            self._sinks = (self._lines, *sinks)
         self._slots = threading.Semaphore(max_lag)  # one for each step that may be in flight
         self._queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self._error: Exception | None = None
@@ -101,11 +102,16 @@ class MetricsWriter:
         self._put("eval", step, fields)
 
     def flush(self) -> None:
-        """Return when everything pushed so far is written."""
+        """Return when everything pushed so far is written, or kept in memory for lack of room: then `behind`."""
         written = threading.Event()
         self._put("flush", written)
         written.wait()
         self._raise()
+
+    @property
+    def behind(self) -> bool:
+        """Whether lines wait for room on the disk. (In process 0, which writes them.)"""
+        return self._lines is not None and self._lines.waiting
 
     def close(self) -> None:
         """Write what is left and end the thread; an error of the thread is raised here at the latest."""
@@ -136,7 +142,7 @@ class MetricsWriter:
 
     def _work(self) -> None:
         """The thread. After an error it goes on taking items, so that nobody waits for it in vain."""
-        handlers = {"step": self._step, "eval": self._eval, "flush": threading.Event.set}
+        handlers = {"step": self._step, "eval": self._eval, "flush": self._flush}
         while item := self._queue.get():
             kind, *arguments = item
             try:
@@ -193,6 +199,13 @@ class MetricsWriter:
         self._completed = time.perf_counter()
         self._write(record)
 
+    def _flush(self, written: threading.Event) -> None:
+        try:
+            if self._lines and self._lines.waiting:
+                self._lines.write_waiting()
+        finally:
+            written.set()
+
     def _write(self, record: Record) -> None:
         for sink in self._sinks:
             sink.write(record)
@@ -218,8 +231,17 @@ class _JsonLines:
         self._file.truncate(end)
 
     def write(self, record: Record) -> None:
-        had_to_wait = bool(self._kept)
+        had_to_wait = self.waiting
         self._kept += json.dumps(record, allow_nan=False).encode() + b"\n"
+        self.write_waiting(had_to_wait)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether lines are kept."""
+        return bool(self._kept)
+
+    def write_waiting(self, had_to_wait: bool = True) -> None:
+        """Try it again."""
         try:
             self._write()
         except OSError as error:
@@ -239,7 +261,7 @@ class _JsonLines:
 
     def _tell(self, kind: str, sentence: str, **fields: Any) -> None:
         events.record(self._path.parent, kind, **fields)
-        print(sentence, file=sys.stderr, flush=True)
+        say(sentence)
 
     def close(self) -> None:
         try:

@@ -1,5 +1,6 @@
 """The run as one live line on a terminal, or as a few plain lines in a log."""
 
+import contextlib
 import sys
 import time
 from typing import TextIO
@@ -26,7 +27,8 @@ class Progress:
         if self._live is None:
             tenth = 10 * step // self._steps
             if "eval_loss" in record or tenth > self._tenth:
-                print(text, file=self._stream, flush=True)
+                with contextlib.suppress(OSError):  # a log on a full disk
+                    print(text, file=self._stream, flush=True)
                 self._tenth = max(tenth, self._tenth)
         elif "eval_loss" in record:
             self._live.console.print(text, highlight=False)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import Config
-from jaxtrain.errors import Parser, UserError, command
+from jaxtrain.errors import Parser, UserError, command, say
 from jaxtrain.mesh import AXES, axis_sizes
 
 Sizes = tuple[int, ...]  # of the axes, in order
@@ -85,7 +85,7 @@ def here(config: Config, workdir: Path) -> Config:
     if chosen != config and jax.process_index() == 0:
         change = (f"{words(_sizes(config))} was declared, and there are {devices} devices: the run goes on with "
                   f"{words(_sizes(chosen))} and train.accumulation={chosen.train.accumulation}")
-        print(f"elastic: {change}; batch, data and losses stay the same", file=sys.stderr, flush=True)
+        say(f"elastic: {change}; batch, data and losses stay the same")
         workdir.mkdir(parents=True, exist_ok=True)
         record(workdir, "elastic", devices=devices, processes=processes, mesh=words(_sizes(chosen)),
                declared=words(_sizes(config)), accumulation=chosen.train.accumulation)

@@ -8,7 +8,6 @@ go through the coordination service; process 0 compares them on a thread.
 import queue
 import socket
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.errors import say
 from jaxtrain.exchange import Board
 from jaxtrain.observe import events
 
@@ -160,7 +160,7 @@ class Stragglers:
                                 if abs(window.number - own.number) <= 1})  # who is silent is not slow but gone
             except Exception as error:
                 if not self._closing.is_set():
-                    print(f"stragglers: not looked for in this window ({type(error).__name__})", file=sys.stderr)
+                    say(f"stragglers: not looked for in this window ({type(error).__name__})")
 
     def _tell(self, windows: Mapping[int, Window]) -> None:
         slowness = compare(windows)
@@ -172,7 +172,7 @@ class Stragglers:
             events.record(self._workdir, "straggler" if is_slow else "straggler_recovered", slow_process=process,
                           slow_host=host, ratio=slow.ratio, why=slow.why)
             said = f"is {slow.ratio:.2f} times as slow as its peers: {slow.why}" if is_slow else "keeps up again"
-            print(f"process {process} on {host} {said}", file=sys.stderr, flush=True)
+            say(f"process {process} on {host} {said}")
 
 
 class _Probe:

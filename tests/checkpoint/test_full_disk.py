@@ -1,5 +1,6 @@
 """A save that fails costs that checkpoint only: the run goes on, what was good stays, and the next save tries again."""
 
+import contextlib
 import json
 import os
 import resource
@@ -63,6 +64,21 @@ def test_a_full_disk(small, unseen, capfd):
     err = capfd.readouterr().err
     assert "Traceback" not in err and err.count("the run goes on, and the next save tries again") == 2
     assert next(event["kind"] for event in events(small)) == "checkpoint"
+
+
+def test_a_disk_without_a_byte(small, unseen, capfd):
+    """Whatever Orbax could not write then, it does not hold against the next save."""
+    with Checkpoints(small / "c") as checkpoints:
+        checkpoints.save(1, state_of(1))
+        checkpoints.wait()
+        with contextlib.suppress(OSError), open(small / "ballast", "wb", buffering=0) as ballast:
+            while True:
+                ballast.write(bytes(4096))
+        fails(checkpoints, 2, "No space left")
+        (small / "ballast").unlink()
+        checkpoints.save(3, state_of(3))
+        checkpoints.wait()
+    assert verify.steps(small / "c") == [1, 3]
 
 
 def test_lines_of_metrics_wait_for_room(small, capfd):
