@@ -246,6 +246,16 @@ def test_a_clock_that_was_set_is_the_cause_where_no_other_is_known(tmp_path, jum
     assert supervise.End([child], None, None, "", jumped).why.startswith(why)
 
 
+def test_a_full_disk_is_waited_for(tmp_path, monkeypatch, capsys):
+    """Another start would fail for it, and some of those end the run for good."""
+    free = iter([0, 0, 1 << 30])
+    monkeypatch.setattr(supervise.shutil, "disk_usage", lambda path: SimpleNamespace(free=next(free)))
+    supervisor = supervise.Supervisor(*supervise.parse(["--", f"--workdir={tmp_path}", "--config=x"]))
+    with supervisor.listening():
+        assert supervisor._room()
+    assert capsys.readouterr().err == f"supervise: {tmp_path} has no room for a start; it waits until there is some\n"
+
+
 def test_nobody_is_left_behind(run, tmp_path):
     """Not even those that are stopped, when the supervisor is killed."""
     process = run({"0": ["await never"], "1": ["mute", "deaf", "await never"]})

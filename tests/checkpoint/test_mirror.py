@@ -131,6 +131,12 @@ def test_another_runs_place_is_refused(work, tmp_path, place):
     (tmp_path / "other" / "checkpoints" / "mirror-owner.json").write_text('{"run": "b"}')
     with pytest.raises(UserError, match=r"checkpoint\.mirror: .* holds copies of another run"):
         Mirror(tmp_path / "other" / "checkpoints", place).send(3)
+    with pytest.raises(UserError, match="holds copies of another run"):
+        Mirror(tmp_path / "other" / "checkpoints", place).hide(1)
+    (tmp_path / "other" / "checkpoints" / "mirror-owner.json").unlink()  # one that has never had a mirror
+    with pytest.raises(UserError, match="holds copies of another run"):
+        Mirror(tmp_path / "other" / "checkpoints", place).send(3)
+    assert Mirror(work / "checkpoints", place).steps() == [3]
 
 
 def test_the_config_comes_along(work, place):

@@ -90,6 +90,19 @@ def test_two_are_kept(workdir):
     assert [int(path.name[:9]) for path in files(workdir)] == [5, 6]
 
 
+def test_a_peer_that_is_ahead_keeps_what_it_sent(workdir):
+    """Its pieces of a step may be here before ours of the same one are."""
+    with contextlib.closing(opened(workdir)) as ours:
+        ours.take(4, state_of(4), {"step": 4})
+        ours.wait()
+        sent = ours._keep(0, snapshots.Taken(5, ours._start, 2).name(1))
+        sent.parent.mkdir(parents=True)
+        sent.write_bytes(b"pieces")
+        ours.take(5, state_of(5), {"step": 5})
+        ours.wait()
+        assert sent.exists()
+
+
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "empty"])
 def test_a_damaged_one_is_told_and_passed_over(workdir, damage, capsys):
     take(workdir, 3, 4)

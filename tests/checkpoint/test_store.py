@@ -242,6 +242,7 @@ from types import SimpleNamespace
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtrain.checkpoint import Checkpoints, verify
 from jaxtrain.checkpoint import late
+from jaxtrain.errors import UserError
 from jaxtrain.exchange import together
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", num_processes=2, process_id=int(sys.argv[3]))
 where = NamedSharding(jax.make_mesh((4,), ("data",)), P("data"))
@@ -272,6 +273,31 @@ together("damaged", None, list)
 fresh = Checkpoints(sys.argv[1])
 assert fresh.newest() == 2 and verify.good(sys.argv[1], 2)
 assert fresh.restore_newest(target)[0] == 2
+# What one process alone cannot load nobody goes on with, and nobody waits for it.
+store.save(4, state, {"n": 4})
+store.wait()
+if jax.process_index() == 1:
+    import orbax.checkpoint as ocp
+
+    def broken(self, folder, args, restore=ocp.StandardCheckpointHandler.restore):
+        if Path(folder).parent.name == "4":
+            raise ValueError("no such codec here")
+        return restore(self, folder, args=args)
+
+    ocp.StandardCheckpointHandler.restore = broken
+assert fresh.restore_newest(target)[0] == 2 and (Path(sys.argv[1]) / "4.damaged").exists()
+# Who does not see the files says so; nothing is taken for damaged.
+store.save(5, state, {"n": 5})
+store.wait()
+verify._SEEN_S, seen = 0.1, verify.unseen
+verify.unseen = lambda folder, files: seen(folder, [*files, "late"])
+try:
+    fresh.newest()
+    raise SystemExit("not noticed")
+except UserError as error:
+    assert f"process 1 does not see {sys.argv[1]}/5/late" in str(error)
+verify.unseen = seen
+assert fresh.newest() == 5
 try:
     together("refused", None, lambda _: 1 / 0)
 except (ZeroDivisionError, OSError) as error:

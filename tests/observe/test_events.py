@@ -25,7 +25,7 @@ def test_a_torn_line_is_left_out(tmp_path):
     assert events(tmp_path) == []
     record(tmp_path, "first")
     with open(tmp_path / "events.jsonl", "a") as file:
-        file.write('{"kind": "torn\n')
+        file.write('{"kind": "torn')  # the disk was full
     record(tmp_path, "second", where=Path("somewhere"))
     found = [(event["kind"], event.get("where")) for event in events(tmp_path)]
     assert found == [("first", None), ("second", "somewhere")]
