@@ -121,8 +121,8 @@ def test_the_numbers_of_one_process(flags, alone, tmp_path, mesh):
     assert_same_numbers(tmp_path, alone(mesh))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
-                         ids=lambda number: number.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_to_one_stops_both(flags, alone, tmp_path, number):
     """Two processes go on from what one process saved; one of them gets a signal; then one process finishes it."""
     workdir = tmp_path / "work"
