@@ -79,14 +79,19 @@ def test_readme_begins_with_the_two_commands_and_is_short():
     assert lines.index(first[1]) < 10
 
 
-def chains() -> list[list[str]]:
-    """Commands that run by themselves, and those that follow each other with what the ones before made in corpora/."""
-    commands = [command for command in shown() if "pytest" not in command and "tools/bench" not in command]
+def chains() -> list:
+    """Commands that run by themselves, and those that follow each other with what the ones before made in corpora/.
+
+    Those that README.md does not show are among the long tests.
+    """
+    commands = [command for command in shown() if not any(word in command for word in ("pytest", "bench", "chaos"))]
     groups = [list(group) for _, group in itertools.groupby(commands, key=lambda command: "corpora/" in command)]
-    return [chain for group in groups for chain in ([group] if "corpora/" in group[0] else [[one] for one in group])]
+    found = [chain for group in groups for chain in ([group] if "corpora/" in group[0] else [[one] for one in group])]
+    readme = (ROOT / "README.md").read_text()
+    return [pytest.param(chain, id=chain[0], marks=() if chain[0] in readme else pytest.mark.slow) for chain in found]
 
 
-@pytest.mark.parametrize("commands", chains(), ids=lambda commands: commands[0])
+@pytest.mark.parametrize("commands", chains())
 def test_shown_commands_run(commands, workdirs):
     for command in commands:
         run(*small(command, workdirs))
