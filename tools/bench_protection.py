@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 
 import jaxtrain as jt
 from jaxtrain.observe.events import events
@@ -30,20 +31,24 @@ def steps(workdir: Path) -> list[dict]:
     return [line for line in lines if "loss" in line and line["step"] > 5]
 
 
-def synchronous(config: jt.Config, folder: Path) -> float:
-    """Seconds of a save that waits until all is on disk; without reading back."""
+def synchronous(config: jt.Config, folder: Path) -> tuple[float, float]:
+    """Seconds of a save that waits until all is on disk, without reading back; and of a copy of the state in memory."""
     import orbax.checkpoint as ocp
 
     state = jax.block_until_ready(jt.build(config).init())
-    took = []
+    took, copied = [], []
     for n in range(4):
+        began = time.perf_counter()
+        copies = [np.array(leaf) for leaf in jax.tree.leaves(state)]
+        copied.append(time.perf_counter() - began)
+        del copies
         flat = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(state))}
         with ocp.StandardCheckpointer() as saver:
             began = time.perf_counter()
             saver.save(folder / str(n), flat)
             saver.wait_until_finished()
             took.append(time.perf_counter() - began)
-    return statistics.median(took[1:])
+    return statistics.median(took[1:]), statistics.median(copied[1:])
 
 
 def main() -> None:
@@ -51,8 +56,10 @@ def main() -> None:
     parser.add_argument("--config", default="configs/gpt.py")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the config")
     parser.add_argument("--every", type=int, default=20, help="steps between saves, in the runs that save")
     flags = parser.parse_args()
+    given = dict(word.split("=", 1) for word in flags.set)
     jt.enable_compilation_cache()
     folder = Path(tempfile.mkdtemp(prefix="protection-"))
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
@@ -64,7 +71,7 @@ def main() -> None:
         for arm in order:
             keys = {"train.steps": flags.steps, "train.eval_every": 0, "train.eval_batches": 1,
                     "train.sample_tokens": 0, "train.progress": False, "optimizer.schedule": "constant",
-                    "optimizer.warmup_steps": 0, **ARMS[arm]}
+                    "optimizer.warmup_steps": 0, **ARMS[arm], **given}
             if arm == "saving":
                 keys["checkpoint.every"] = flags.every
             workdir = folder / f"{turn}-{arm}"
@@ -84,11 +91,12 @@ def main() -> None:
             shutil.rmtree(workdir)
         for arm in ratios:
             ratios[arm].append(medians[arm] / medians["off"])
-    config = jt.load_config(flags.config)
-    wait = synchronous(config, folder)
+    config = jt.load_config(flags.config, given)
+    wait, copy = synchronous(config, folder)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jt.build(config).abstract))
     shutil.rmtree(folder)
-    print(f"{flags.config} on {jax.devices()[0].device_kind}, {flags.rounds} rounds of {flags.steps} steps")
+    print(f"{' '.join([flags.config, *flags.set])} on {jax.devices()[0].device_kind}, {flags.rounds} rounds of "
+          f"{flags.steps} steps")
     for arm, found in times.items():
         more = f", {statistics.median(ratios[arm]):.4f} of off" if arm in ratios else ""
         print(f"{arm:>7}: median step {1000 * statistics.median(found):.1f} ms{more}")
@@ -96,7 +104,7 @@ def main() -> None:
         print(f"steps while a save is written and read back: {statistics.median(beside):.3f} of a step without")
     held = statistics.median(blocked)
     print(f"a save of {size / 1e6:.0f} MB holds up the loop for {held:.4f} s, {held / wait:.1%} of the {wait:.3f} s of "
-          "one that waits for the disk")
+          f"one that waits for the disk; to copy the state takes {copy:.4f} s")
 
 
 if __name__ == "__main__":
