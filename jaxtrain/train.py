@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxtrain import checkpoint, distributed, errors, observe
 from jaxtrain.build import Run, build
+from jaxtrain.checkpoint import store
 from jaxtrain.checkpoint.interval import Saves
 from jaxtrain.config import Config
 from jaxtrain.data import prefetch, stages
@@ -203,6 +204,13 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
                 writer.write_eval(done, evaluation())
         if done == t.steps:
             with phase("checkpoint"):  # the last one is read back, however long it takes; else there is no time for it
+                for seconds in store.AGAIN_S:
+                    try:
+                        checkpoints.wait()
+                        break
+                    except store.NotSaved:  # the state is nowhere else
+                        time.sleep(seconds)
+                        checkpoints.save(done, state, meta)
                 checkpoints.wait()
                 # The first process copies it to the mirror; at their exit JAX gives the others five minutes only.
                 distributed.meet("end", r.start_limit)

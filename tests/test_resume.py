@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.build import Run, build
-from jaxtrain.checkpoint import Checkpoints, verify
+from jaxtrain.checkpoint import Checkpoints, store, verify
 from jaxtrain.config_file import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
@@ -127,6 +127,26 @@ def test_second_interrupt_ends_at_once(flags, tmp_path):
         _, err = started.communicate(timeout=20)
     assert started.returncode == 130 and err.endswith("stopped at once; what was saved before is kept\n")
     assert "Traceback" not in err and Checkpoints(tmp_path / "checkpoints").latest() is None
+
+
+@pytest.mark.parametrize("times, status", [(3, exits.DONE), (100, exits.RESTART)])
+def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, capsys, times, status):
+    """The last save is tried again; if it comes to nothing, the next start does the last steps again."""
+    looks, usage = iter(range(times)), shutil.disk_usage
+    last = tmp_path / "work" / "metrics.jsonl"
+
+    def full(path):
+        ended = last.exists() and f'{{"step": {STEPS}, ' in last.read_text()
+        return type(usage(path))(0, 0, 0) if ended and next(looks, None) is not None else usage(path)
+
+    monkeypatch.setattr(store, "AGAIN_S", (0.01,) * 5)
+    monkeypatch.setattr(store.shutil, "disk_usage", full)
+    assert main([*flags, f"--workdir={tmp_path}/work"]) == status
+    if status != exits.DONE:
+        assert "checkpoint: step 12 could not be saved in" in capsys.readouterr().err.splitlines()[-1]
+        monkeypatch.undo()
+        assert main([*flags, f"--workdir={tmp_path}/work"]) == 0
+    assert_same_run(flags, tmp_path / "work", straight)
 
 
 def test_on_another_mesh(flags, straight, halfway):

@@ -29,8 +29,11 @@ from jaxtrain.checkpoint.trees import describe, flatten, zeros_like
 from jaxtrain.errors import UserError, say
 from jaxtrain.exchange import together
 from jaxtrain.observe.events import record
+from jaxtrain.resilience import exits
 
+AGAIN_S = (1, 2, 4, 8, 16, 32, *[60] * 8)  # seconds until the last save of a run is tried again
 _PATIENCE_S = 20.0  # what `close` waits for a checkpoint that is being read back; the next start does it otherwise
+YOUNG = ("history/",)  # parts of the state that older checkpoints lack: they start from zeros
 _calls = itertools.count()  # numbers what processes agree on; all make the same calls
 _DAMAGED, _ABANDONED, _DELETED, _TEMPORARY = ".damaged", ".abandoned", ".deleted", ".orbax-checkpoint-tmp"
 
@@ -38,7 +41,13 @@ _DAMAGED, _ABANDONED, _DELETED, _TEMPORARY = ".damaged", ".abandoned", ".deleted
 class Damaged(Exception):
     """A checkpoint does not hold what was saved."""
 
-YOUNG = ("history/",)  # parts of the state that older checkpoints lack: they start from zeros
+
+class NotSaved(exits.Ended):
+    """The newest save is not on disk: what was done since the one before is done again by the next start."""
+
+    def __init__(self, step: int, directory: Path, reason: str):
+        super().__init__(exits.RESTART, f"checkpoint: step {step} could not be saved in {directory} ({reason}); make "
+                         "room or mend the storage, and run the same command again")
 
 
 class Checkpoints:
@@ -64,7 +73,7 @@ class Checkpoints:
         self._jobs: list[_Job] = []
         self._checked: int | None = None  # what `newest` has just found good
         self._passed_over: set[int] = set()  # in this process: a folder that may be read only stays where it is
-        self._failure: UserError | None = None  # why the newest save is not on disk
+        self._failure: NotSaved | None = None  # why the newest save is not on disk
         self._stopping = False
         self._retaining = threading.Lock()
 
@@ -264,7 +273,7 @@ class Checkpoints:
     def __exit__(self, kind, error, traceback) -> None:
         try:
             self.close()
-        except UserError:
+        except NotSaved:
             if error is None:  # else that is what is to be seen, or to go back for
                 raise
 
@@ -367,8 +376,7 @@ class Checkpoints:
 
     def _failed(self, step: int, error: Exception) -> None:
         reason = innermost(error)
-        self._failure = UserError("checkpoint", f"step {step} could not be saved in {self._directory} ({reason})",
-                                  "make room or mend the storage, and run the same command again")
+        self._failure = NotSaved(step, self._directory, reason)
         self._tell("checkpoint_failed", f"checkpoint {step} could not be saved ({reason}); the run goes on, and the "
                    "next save tries again", step=step, reason=reason)
         if jax.process_index() == 0:

@@ -43,7 +43,7 @@ def unseen(monkeypatch):
 
 def fails(checkpoints, step, reason):
     checkpoints.save(step, state_of(step))
-    with pytest.raises(UserError, match=f"^checkpoint: step {step} could not be saved in .*{reason}.*; make room"):
+    with pytest.raises(store.NotSaved, match=f"^checkpoint: step {step} could not be saved in .*{reason}.*; make room"):
         checkpoints.wait()
 
 
@@ -118,7 +118,7 @@ def test_what_will_not_fit_is_not_begun(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(store.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 19))
     fails(checkpoints, 1, r"524,288 bytes are free, of 1,048,580")
     assert list((tmp_path / "c").iterdir()) == []
-    with pytest.raises(UserError, match="step 1 could not be saved"):
+    with pytest.raises(store.NotSaved, match="step 1 could not be saved"):
         checkpoints.close()
 
 
