@@ -211,7 +211,8 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
                     except store.NotSaved:  # the state is nowhere else
                         time.sleep(seconds)
                         checkpoints.save(done, state, meta)
-                checkpoints.wait()
+                else:
+                    checkpoints.wait()
                 # The first process copies it to the mirror; at their exit JAX gives the others five minutes only.
                 distributed.meet("end", r.start_limit)
 

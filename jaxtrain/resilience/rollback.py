@@ -17,6 +17,7 @@ import jax
 
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.checkpoint.snapshots import turn_back
+from jaxtrain.checkpoint.store import NotSaved
 from jaxtrain.config import ResilienceConfig
 from jaxtrain.data.passed_over import FILE, PassedOver
 from jaxtrain.errors import UserError
@@ -86,7 +87,7 @@ class Guard:
         if self._passed.rollbacks >= limits.max_rollbacks:
             self._give_up(step, f"{what}; the run was rolled back {self._passed.rollbacks} times before, which is "
                           "resilience.max_rollbacks")
-        with self._phase("checkpoint"), contextlib.suppress(UserError):  # a save that failed was told, and is not there
+        with self._phase("checkpoint"), contextlib.suppress(NotSaved):  # it was told, and is not there
             self._checkpoints.wait()  # so that which ones there are does not depend on the time
         if jax.process_index() == 0:
             last = step - 1  # the index of the last offending step

@@ -53,9 +53,10 @@ class Run:
 
     def die(self, process):
         """As a kernel closes the connections of a process that was killed."""
-        for line in list(self.peers[process]._lines.values()):
-            with contextlib.suppress(OSError):  # the other end may be closed already
-                line.connection.shutdown(socket.SHUT_RDWR)
+        with self.peers[process]._lock:  # all at once: the dead tell nobody of what they see of it
+            for line in list(self.peers[process]._lines.values()):
+                with contextlib.suppress(OSError):  # the other end may be closed already
+                    line.connection.shutdown(socket.SHUT_RDWR)
         self.peers[process]._ended.set()
 
     def ended(self, processes):
