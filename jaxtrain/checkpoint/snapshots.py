@@ -315,4 +315,3 @@ def _rmdir(place: Path) -> None:
             path.rmdir()
         except OSError:  # others' are still in it
             continue
-

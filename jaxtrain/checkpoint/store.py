@@ -72,7 +72,7 @@ class Checkpoints:
             self.on_good.append(self._mirror.copy)
         self._jobs: list[_Job] = []
         self._checked: int | None = None  # what `newest` has just found good
-        self._passed_over: set[int] = set()  # in this process: a folder that may be read only stays where it is
+        self._passed_over: set[int] = set()  # what is damaged and could not be renamed
         self._failure: NotSaved | None = None  # why the newest save is not on disk
         self._stopping = False
         self._retaining = threading.Lock()
@@ -494,7 +494,6 @@ class Checkpoints:
     def _pass_over(self, step: int, problems: list[str], name: str | None = None) -> None:
         """Say what is wrong with a checkpoint and put it where nobody chooses it again."""
         folder = self._directory / str(step)
-        self._passed_over.add(step)
 
         def put_aside(_):
             try:
@@ -503,6 +502,8 @@ class Checkpoints:
                 return str(folder)
 
         aside = together(name or f"checkpoint/{next(_calls)}", None, put_aside)
+        if aside == str(folder):
+            self._passed_over.add(step)
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         self._tell("checkpoint_damaged", f"checkpoint {step} is damaged ({problems[0]}{more}); kept as {aside}",
                    step=step, problems=problems, kept_as=aside)

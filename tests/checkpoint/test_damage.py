@@ -250,6 +250,24 @@ def test_none_is_good(copy):
     assert Checkpoints(copy.parent / "nothing").restore_newest(ABSTRACT) is None
 
 
+def test_a_step_that_was_damaged_counts_again_once_it_is_saved_again(copy):
+    flip(data(copy))
+    with Checkpoints(copy, keep=9) as store:
+        assert store.newest() == 20
+        store.save(30, state_of(30), {"n": 30})
+        store.wait()
+        assert store.newest() == 30
+
+
+def test_one_that_cannot_be_renamed_is_passed_over_once(copy, monkeypatch):
+    """With sizes alone it looks good again and again."""
+    flip(data(copy))
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda self, to: rename(self, to) if self.name != "30" else os.rename("", ""))
+    step, _, _ = Checkpoints(copy, verify="sizes").restore_newest(ABSTRACT)
+    assert step == 20 and (copy / "30").is_dir()
+
+
 def test_another_model_is_not_damage(copy):
     other = {**ABSTRACT, "w": jax.ShapeDtypeStruct((8, 64), jnp.bfloat16, sharding=WHERE)}
     with pytest.raises(UserError, match=r"^w: is float32\[8, 64\] in the checkpoint"):

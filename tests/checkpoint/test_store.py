@@ -211,13 +211,17 @@ absl.logging.info("from somebody else")
 
 def test_killed_in_the_midst_of_a_save(tmp_path):
     code = """
-import os, signal, sys, jax, jax.numpy as jnp
-from jaxtrain.checkpoint import Checkpoints
+import os, signal, sys, time, jax, jax.numpy as jnp
+from types import SimpleNamespace
+from jaxtrain.checkpoint import Checkpoints, late
 store = Checkpoints(sys.argv[1])
 state = {"w": jnp.arange(1 << 24, dtype=jnp.float32), "step": jnp.int32(1)}
 store.save(1, state)
 store.wait()
+late.json = SimpleNamespace(dumps=lambda content: time.sleep(100))  # without it nothing is complete
 store.save(2, jax.tree.map(lambda x: x + 1, state))
+while not any("tmp" in name for name in os.listdir(sys.argv[1])):
+    time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     folder = tmp_path / "checkpoints"
