@@ -53,9 +53,12 @@ def together(name: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         service.key_value_set(f"jaxtrain/{name}/answer", json.dumps(answer))
 
 
-def exchange(value: Any) -> list[Any]:
-    """What each process gave, by process. All make this call, in the same order, on their main threads."""
-    return together(f"exchange/{next(_exchanges)}", value, list)
+def exchange(value: Any, decide: Callable[[list[Any]], Any] = list) -> Any:
+    """What each process gave, by process, or what process 0 decides on it.
+
+    All make this call, in the same order, on their main threads.
+    """
+    return together(f"exchange/{next(_exchanges)}", value, decide)
 
 
 def count(name: str, by: int) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxtrain import storage
 from jaxtrain.checkpoint import verify
-from jaxtrain.errors import UserError, say
+from jaxtrain.errors import UserError
 from jaxtrain.observe import events
 
 THREADS = 8  # files under way at a time
@@ -99,7 +99,7 @@ class Mirror:
         """What went wrong, if anything did."""
         try:
             if self.send(step):
-                self._tell("mirror_copied", None, step=step, place=self.place)
+                self._tell("mirror_copied", "", step=step, place=self.place)
             return ""
         except UserError as error:
             return f"{error.key}: {error.reason}"
@@ -237,10 +237,8 @@ class Mirror:
         folder = storage.join(self.place, str(step))
         return storage.join(folder, name) if name else folder
 
-    def _tell(self, kind: str, sentence: str | None, **fields: Any) -> None:
-        events.record(self._directory.parent, kind, **fields)
-        if sentence:
-            say(sentence)
+    def _tell(self, kind: str, sentence: str, **fields: Any) -> None:
+        events.tell(self._directory.parent, kind, sentence, **fields)
 
 
 def _fetch(url: str, path: Path, size: int, sha256: str) -> None:

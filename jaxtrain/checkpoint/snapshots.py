@@ -28,7 +28,7 @@ from jaxtrain.checkpoint import pieces
 from jaxtrain.checkpoint.partners import Partners
 from jaxtrain.checkpoint.pieces import Damaged
 from jaxtrain.checkpoint.trees import flatten
-from jaxtrain.errors import UserError, say
+from jaxtrain.errors import UserError
 from jaxtrain.exchange import count, exchange
 from jaxtrain.observe import events
 
@@ -275,9 +275,7 @@ class Snapshots:
         return here
 
     def _tell(self, kind: str, sentence: str, **fields: Any) -> None:
-        events.record(self._workdir, kind, **fields)
-        if sentence:
-            say(sentence)
+        events.tell(self._workdir, kind, sentence, **fields)
 
 
 def folder(workdir: str | Path, local_dir: str = "") -> Path:

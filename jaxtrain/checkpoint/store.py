@@ -14,32 +14,29 @@ import itertools
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxtrain import distributed
 from jaxtrain.checkpoint import fingerprint, verify
+from jaxtrain.checkpoint.barrier import Barrier
+from jaxtrain.checkpoint.checks import Checks
+from jaxtrain.checkpoint.load import Damaged, load, unreadable
 from jaxtrain.checkpoint.mirror import FETCHING, Mirror
 from jaxtrain.checkpoint.quiet import innermost, no_echoes, orbax
 from jaxtrain.checkpoint.retention import best_of, dispensable
-from jaxtrain.checkpoint.trees import describe, flatten, zeros_like
-from jaxtrain.errors import UserError, say
-from jaxtrain.exchange import together
-from jaxtrain.observe.events import record
+from jaxtrain.checkpoint.trees import describe, flatten
+from jaxtrain.errors import UserError
+from jaxtrain.exchange import exchange, together
+from jaxtrain.observe.events import tell
 from jaxtrain.resilience import exits
 
 AGAIN_S = (1, 2, 4, 8, 16, 32, *[60] * 8)  # seconds until the last save of a run is tried again
 _PATIENCE_S = 20.0  # what `close` waits for a checkpoint that is being read back; the next start does it otherwise
-YOUNG = ("history/",)  # parts of the state that older checkpoints lack: they start from zeros
-_calls = itertools.count()  # numbers what processes agree on; all make the same calls
+_names = map("checkpoint/{}".format, itertools.count())  # of what is exchanged; all make the same calls
 _DAMAGED, _ABANDONED, _DELETED, _TEMPORARY = ".damaged", ".abandoned", ".deleted", ".orbax-checkpoint-tmp"
-
-
-class Damaged(Exception):
-    """A checkpoint does not hold what was saved."""
 
 
 class NotSaved(exits.Ended):
@@ -65,7 +62,8 @@ class Checkpoints:
             mirror: a path or URL where each good one is copied to, and fetched from when it is lost here; "": none.
         """
         self._directory = Path(directory).absolute()
-        self._keep, self._keep_every, self._best, self._hashes = keep, keep_every, best, verify == "full"
+        self._keep, self._keep_every, self._best = keep, keep_every, best
+        self._checks = Checks(self._directory, hashes=verify == "full")
         self.on_good: list[Callable[[int, Path], None]] = []  # called in the background with each new good checkpoint
         self._mirror = Mirror(directory, mirror, self.keeping) if mirror else None
         if self._mirror and jax.process_index() == 0:
@@ -74,7 +72,6 @@ class Checkpoints:
         self._checked: int | None = None  # what `newest` has just found good
         self._passed_over: set[int] = set()  # what is damaged and could not be renamed
         self._failure: NotSaved | None = None  # why the newest save is not on disk
-        self._stopping = False
         self._retaining = threading.Lock()
 
     def latest(self) -> int | None:
@@ -109,10 +106,10 @@ class Checkpoints:
             UserError: there are checkpoints, but none is good. To begin again is for a person to decide.
         """
         self._checked = None
-        candidates = self._agree(verify.steps(self._directory), lambda found: found[0])
+        candidates = exchange(verify.steps(self._directory), lambda found: found[0])
         for step in reversed(candidates):
             if step not in self._passed_over and (below is None or step < below):
-                problems = self._check(step)
+                problems = self._checks.of(step, next(_names))
                 if not problems:
                     return self._found(step)
                 self._pass_over(step, problems)
@@ -120,7 +117,7 @@ class Checkpoints:
                     return self._found(step)
         if below is None and (fetched := self._fetched(None)):
             return self._found(fetched)
-        if below is None and (damaged := self._agree(self._set_aside(), lambda found: found[0])):
+        if below is None and (damaged := exchange(self._set_aside(), lambda found: found[0])):
             raise UserError("checkpoint", f"of the checkpoints in {self._directory} none is good ({', '.join(damaged)};"
                             " events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
         return None
@@ -147,7 +144,7 @@ class Checkpoints:
                            "for", step=step, reason=reason)
                 return None
 
-        return self._agree(None, fetch)
+        return exchange(None, fetch)
 
     def restore_newest(self, abstract_state: Any, below: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
         """-> (step, state, meta) of the newest good checkpoint that loads as it was saved; None: there is none.
@@ -167,12 +164,12 @@ class Checkpoints:
             if step is None:
                 return None
             try:
-                state, meta = self._load(step, abstract_state), self.meta(step)
+                state, meta = load(self._directory / str(step), abstract_state), self.meta(step)
             except Damaged as damage:
                 self._pass_over(step, [str(damage)])
                 continue
             if below is not None:
-                self._agree(None, lambda _: [_rename(self._directory / str(other), _ABANDONED)
+                exchange(None, lambda _: [_rename(self._directory / str(other), _ABANDONED)
                                              for other in verify.steps(self._directory) if other >= below])
             return step, state, meta
 
@@ -197,16 +194,17 @@ class Checkpoints:
             job.thread.join()
         self._jobs = self._jobs[-1:]
         ocp, flat, folder = orbax(), flatten(state), self._directory / str(step)
-        refused = self._agree(None, lambda _: self._preparation(folder, flat))
+        refused = exchange(None, lambda _: self._preparation(folder, flat))
         if refused:
             self._failed(step, OSError(errno.ENOSPC, refused))
+            self._make_room(step)
         if refused is not None:
             return time.perf_counter() - began
         from jaxtrain.checkpoint.late import LateJsonSave
 
         # Orbax would wait for it too; but what is started before it is there may get in the way of its collectives.
         jax.block_until_ready(flat)
-        parts, name = fingerprint.on_device(flat), f"checkpoint/{next(_calls)}"
+        parts, name = fingerprint.on_device(flat), next(_names)
         shapes = {path: describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
 
         def sums():
@@ -214,6 +212,7 @@ class Checkpoints:
             together(f"{name}/sums", fingerprint.read(parts), lambda shares: found.update(fingerprint.total(shares)))
             return {"step": step, "arrays": {path: [what, found.get(path)] for path, what in shapes.items()}}
 
+        self._barrier.begin(name)
         try:
             self._saver.save(folder, args=ocp.args.Composite(
                 state=ocp.args.StandardSave(flat), meta=ocp.args.JsonSave(meta or {}), fingerprint=LateJsonSave(sums)))
@@ -222,6 +221,7 @@ class Checkpoints:
                 raise OSError(f"checkpoint {step} could not be saved ({innermost(error)})") from error
             self._drain()
             self._failed(step, error)
+            self._make_room(step)
             return time.perf_counter() - began
         job = _Job(step, name)
         # Process 0 writes the sums with its commit; the others bring theirs.
@@ -240,16 +240,16 @@ class Checkpoints:
                 silence), or says that the files cannot be read or do not hold what was saved.
         """
         try:
-            return self._load(step, abstract_state)
+            return load(self._directory / str(step), abstract_state)
         except Damaged as damage:
-            raise self._unreadable(step, str(damage)) from None
+            raise unreadable(self._directory / str(step), str(damage)) from None
 
     def meta(self, step: int) -> dict[str, Any]:
         """What was saved beside the state at `step`."""
         try:
-            return verify.read_json(self._directory / str(step) / "meta" / "metadata")
+            return verify.saved_meta(self._directory / str(step))
         except (OSError, ValueError) as error:
-            raise self._unreadable(step, innermost(error)) from None
+            raise unreadable(self._directory / str(step), innermost(error)) from None
 
     def failed(self) -> bool:
         """Whether what was saved last did not come to be."""
@@ -286,7 +286,7 @@ class Checkpoints:
         for patience in (_PATIENCE_S, _PATIENCE_S):
             for job in self._jobs:
                 job.thread.join(patience)
-            self._stopping = True
+            self._checks.stopping = True
         if self._mirror:
             self._mirror.close()
         if "_saver" in self.__dict__:
@@ -300,8 +300,13 @@ class Checkpoints:
         from jaxtrain.checkpoint.late import LateJson
 
         ocp = orbax()
-        return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(
-            state=ocp.StandardCheckpointHandler(), meta=ocp.JsonCheckpointHandler(), fingerprint=LateJson()))
+        handler = ocp.CompositeCheckpointHandler(
+            state=ocp.StandardCheckpointHandler(), meta=ocp.JsonCheckpointHandler(), fingerprint=LateJson())
+        return ocp.AsyncCheckpointer(handler, async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier))
+
+    @functools.cached_property
+    def _barrier(self):
+        return Barrier()
 
     def _preparation(self, folder: Path, flat: dict[str, Any]) -> str | None:
         """Make the directory clean -> None; or why nothing is to be saved: "" if it is there already."""
@@ -330,6 +335,7 @@ class Checkpoints:
                     self._saver.wait_until_finished()
             except Exception as error:
                 failure = error
+                self._barrier.fail(innermost(error))
                 self._drain()
             finally:
                 self._commit(job, failure)
@@ -337,13 +343,14 @@ class Checkpoints:
             if any(failures):
                 if not failure:
                     self._failed(job.step, OSError(next(filter(None, failures))))
+                self._make_room(job.step)
                 return
             committed = time.perf_counter()
-            problems = self._read_back(job.step, job.name)
+            problems = self._checks.read_back(job.step, job.name)
             if problems:
                 self._pass_over(job.step, problems, f"{job.name}/damaged")
                 return
-            self._tell("checkpoint", None, step=job.step, blocked_s=job.blocked_s, written_s=committed - began,
+            self._tell("checkpoint", "", step=job.step, blocked_s=job.blocked_s, written_s=committed - began,
                        verified_s=time.perf_counter() - committed)
         except Exception as error:
             self._tell("checkpoint_unverified", f"checkpoint {job.step} could not be read back "
@@ -379,11 +386,14 @@ class Checkpoints:
         self._failure = NotSaved(step, self._directory, reason)
         self._tell("checkpoint_failed", f"checkpoint {step} could not be saved ({reason}); the run goes on, and the "
                    "next save tries again", step=step, reason=reason)
+
+    def _make_room(self, step: int) -> None:
+        """Delete what there is of a save that failed, when nobody writes it any more, and what may go besides."""
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
                 for entry in self._directory.glob(f"{step}{_TEMPORARY}*"):
                     shutil.rmtree(entry, ignore_errors=True)
-                self._retain()  # what may go makes room
+                self._retain()
 
     def keeping(self, good: list[int]) -> list[int]:
         """Which of these steps stay, wherever they are."""
@@ -411,85 +421,7 @@ class Checkpoints:
                 if good and int(entry.name.partition(".")[0]) < good[-1]:
                     shutil.rmtree(_rename(entry, _DELETED))
 
-    # ------------------------------------------------------------------------------------------------------ the checks
-
-    def _check(self, step: int) -> list[str]:
-        """What is wrong with a checkpoint on disk; reads back one that nobody has read back."""
-        folder = self._directory / str(step)
-
-        def kind(_):
-            try:
-                verify.read_mark(self._directory, step)
-            except FileNotFoundError:
-                return "unverified"
-            except (OSError, ValueError) as error:
-                return f"{verify.MARK} {verify.reason(error)}"
-            return "good"
-
-        found, name = self._agree(None, kind), f"checkpoint/{next(_calls)}"
-        if found not in ("good", "unverified"):
-            return [found]
-        try:
-            if found == "unverified":
-                return self._read_back(step, name, must_tell=False)
-            listed = self._listed(folder, name, also=[verify.MARK])
-        except _Unseen as error:
-            raise UserError("--workdir", f"{error}", "mount it where all processes see the same files") from None
-        except OSError as error:  # in all processes; there may be older ones that can be read
-            return [f"it cannot be read back ({error})"]
-        try:
-            mine = verify.compare_files(folder, verify.read_mark(self._directory, step), *listed, share=_share(),
-                                        hashes=self._hashes)
-        except (OSError, ValueError) as error:
-            mine = [f"{verify.MARK} {verify.reason(error)}"]
-        return self._agree(mine, lambda theirs: sorted({problem for problems in theirs for problem in problems}))
-
-    def _read_back(self, step: int, name: str, must_tell: bool = True) -> list[str]:
-        """Read a committed checkpoint, each process its share -> what is wrong; if nothing is, it is good from now on.
-
-        Raises OSError if it could not be found out or, unless it need not be told, not be written into it.
-        """
-        folder = self._directory / str(step)
-        mine: dict[str, Any] = {}
-        files, wrong = self._listed(folder, name)
-        try:
-            i, n = _share()
-            hashed = {}
-            for file in files[i::n]:
-                hashed[file] = verify.hash_file(folder / file)
-            words, problems = verify.read_back(folder, step, (i, n), lambda: not self._stopping)
-            mine = {"files": hashed, "words": words, "problems": [*wrong, *problems]}
-        except Exception as error:
-            mine = {"unfinished": innermost(error)}
-
-        def decide(shares):
-            for share in shares:
-                if "unfinished" in share:
-                    raise OSError(share["unfinished"])
-            problems = sorted({problem for share in shares for problem in share["problems"]})
-            if problems:
-                return problems
-            files = {name: found for share in shares for name, found in share["files"].items()}
-            saved = verify.saved_fingerprint(folder)
-            problems = [f"{name} is not seen by all" for name in verify.list_files(folder)[0] if name not in files]
-            problems += verify.compare_words(saved, [share["words"] for share in shares])
-            if not problems:
-                with contextlib.nullcontext() if must_tell else contextlib.suppress(OSError):  # the disk may be full
-                    verify.write_mark(self._directory, step, {"files": dict(sorted(files.items())),
-                                                              "fingerprint": saved, "meta": self.meta(step)})
-            return problems
-
-        return together(f"{name}/read", mine, decide)
-
-    def _listed(self, folder: Path, name: str, also: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-        """The files as process 0 sees them, once the others see them too; a network file system may take its time."""
-        first = jax.process_index() == 0
-        files, wrong = together(f"{name}/listed", verify.list_files(folder) if first else None, lambda all: all[0])
-        unseen = together(f"{name}/seen", None if first else verify.unseen(folder, [*files, *also]), lambda all: [
-            (process, file) for process, file in enumerate(all) if file][:1])
-        if unseen:
-            raise _Unseen(f"process {unseen[0][0]} does not see {folder / unseen[0][1]}, and process 0 does")
-        return files, wrong
+    # ------------------------------------------------------------------------------------------------ what is damaged
 
     def _pass_over(self, step: int, problems: list[str], name: str | None = None) -> None:
         """Say what is wrong with a checkpoint and put it where nobody chooses it again."""
@@ -501,7 +433,7 @@ class Checkpoints:
             except OSError:  # a folder that may be read only is looked at again next time
                 return str(folder)
 
-        aside = together(name or f"checkpoint/{next(_calls)}", None, put_aside)
+        aside = together(name or next(_names), None, put_aside)
         if aside == str(folder):
             self._passed_over.add(step)
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
@@ -511,63 +443,6 @@ class Checkpoints:
     def _set_aside(self) -> list[str]:
         return sorted(path.name for path in self._directory.glob(f"*{_DAMAGED}*"))
 
-    # -------------------------------------------------------------------------------------------------------- the load
-
-    def _load(self, step: int, abstract_state: Any) -> Any:
-        ocp, folder, wanted = orbax(), self._directory / str(step), flatten(abstract_state)
-        loaded, sums, empty, problem = {}, {}, {}, ""
-        try:
-            with no_echoes():
-                # Without the barrier in which the others would wait for one that cannot read.
-                me = jax.process_index()
-                alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-                reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.StandardCheckpointHandler()),
-                                          multiprocessing_options=alone)
-                saved: Any = reader.metadata(folder).item_metadata
-                if saved is None or saved.state is None:
-                    raise FileNotFoundError("it holds no state")
-                empty = {path: zeros_like(leaf) for path, leaf in wanted.items()
-                         if path.startswith(YOUNG) and path not in saved.state.tree}
-                there = {path: leaf for path, leaf in wanted.items() if path not in empty}
-                self._compare(step, saved.state.tree, there)
-                arrays = ocp.args.StandardRestore(there)
-                loaded = reader.restore(folder, args=ocp.args.Composite(state=arrays))["state"] | empty
-                sums = verify.saved_fingerprint(folder)
-        except UserError:
-            raise
-        except Exception as error:
-            if distributed.broken(error):
-                raise  # a process is gone: that says nothing about the checkpoint
-            problem = innermost(error)
-        if problem := self._agree(problem, lambda all: next(filter(None, all), "")):
-            raise Damaged(problem)
-        flat = {path: loaded[path] for path in wanted}
-        now = self._agree(fingerprint.read(fingerprint.on_device(flat)), fingerprint.total)
-        for path, found in now.items():
-            if path not in empty and sums.get(path, (None, None))[1] != found:
-                raise Damaged(f"array {path} has other content than when it was saved")
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), list(flat.values()))
-
-    def _compare(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-        where = f"{self._directory / str(step)}"
-        for path in [*wanted, *saved]:
-            ours, theirs = (describe(tree[path]) if path in tree else "missing" for tree in (wanted, saved))
-            if ours != theirs:
-                raise UserError(path, f"is {theirs} in the checkpoint {where} and {ours} in this run",
-                                "build the model and optimizer of that checkpoint, or give another --workdir")
-
-    def _unreadable(self, step: int, reason: str) -> UserError:
-        folder = self._directory / str(step)
-        if not folder.is_dir():
-            return UserError("checkpoint", f"there is no {folder}", "see which steps that directory has")
-        return UserError("checkpoint", f"{folder} cannot be read ({reason})",
-                         "move it away, and the run resumes from the checkpoint before it")
-
-    # ------------------------------------------------------------------------------------------------------------------
-
-    def _agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        return together(f"checkpoint/{next(_calls)}", mine, decide)
-
     def _wait_for_commits(self) -> None:
         for job in self._jobs:
             job.committed.wait()
@@ -576,16 +451,9 @@ class Checkpoints:
         if self._failure:
             raise self._failure
 
-    def _tell(self, kind: str, sentence: str | None, **fields: Any) -> None:
-        if jax.process_index() != 0:
-            return
-        record(self._directory.parent, kind, **fields)
-        if sentence:
-            say(sentence)
-
-
-class _Unseen(OSError):
-    """Processes do not see the same files."""
+    def _tell(self, kind: str, sentence: str, **fields: Any) -> None:
+        if jax.process_index() == 0:
+            tell(self._directory.parent, kind, sentence, **fields)
 
 
 class _Job:
@@ -595,10 +463,6 @@ class _Job:
         self.step, self.name, self.blocked_s = step, name, 0.0
         self.committed = threading.Event()
         self.thread = threading.Thread()
-
-
-def _share() -> verify.Share:
-    return jax.process_index(), jax.process_count()
 
 
 def _rename(folder: Path, ending: str) -> Path:

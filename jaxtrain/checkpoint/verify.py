@@ -167,6 +167,11 @@ def saved_fingerprint(folder: Path) -> dict[str, tuple[str, str]]:
     return read_json(folder / "fingerprint" / "metadata")["arrays"]
 
 
+def saved_meta(folder: Path) -> dict[str, Any]:
+    """What was saved beside the state."""
+    return read_json(folder / "meta" / "metadata")
+
+
 def read_json(path: Path) -> Any:
     """One of the JSON files of a checkpoint."""
     return json.loads(_patiently(path.read_bytes))

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.errors import say
+
 Event = dict[str, Any]
 
 
@@ -26,6 +28,13 @@ def record(workdir: str | Path, kind: str, **fields: Any) -> None:
             os.write(file, b"\n" * bool(torn) + json.dumps(event, default=str).encode() + b"\n")
         finally:
             os.close(file)
+
+
+def tell(workdir: str | Path, kind: str, sentence: str, **fields: Any) -> None:
+    """Append one event, and say it to whoever watches; without a sentence the event is enough."""
+    record(workdir, kind, **fields)
+    if sentence:
+        say(sentence)
 
 
 def events(workdir: str | Path) -> list[Event]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
-from jaxtrain.errors import UserError, say
+from jaxtrain.errors import UserError
 from jaxtrain.observe import events
 from jaxtrain.observe.flops import mfu
 
@@ -246,11 +246,11 @@ class _JsonLines:
             self._write()
         except OSError as error:
             if not had_to_wait:
-                self._tell("metrics_kept", f"{self._path} cannot be written ({error.strerror}); its lines are kept in "
-                           "memory until it can", reason=error.strerror)
+                events.tell(self._path.parent, "metrics_kept", f"{self._path} cannot be written ({error.strerror}); its "
+                            "lines are kept in memory until it can", reason=error.strerror)
         else:
             if had_to_wait:
-                self._tell("metrics_written", f"{self._path} is written again, and lacks nothing")
+                events.tell(self._path.parent, "metrics_written", f"{self._path} is written again, and lacks nothing")
 
     def _write(self) -> None:
         end = self._file.seek(0, os.SEEK_END)
@@ -258,10 +258,6 @@ class _JsonLines:
             self._file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._kept = b""
-
-    def _tell(self, kind: str, sentence: str, **fields: Any) -> None:
-        events.record(self._path.parent, kind, **fields)
-        say(sentence)
 
     def close(self) -> None:
         try:
