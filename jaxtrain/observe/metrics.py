@@ -246,8 +246,8 @@ class _JsonLines:
             self._write()
         except OSError as error:
             if not had_to_wait:
-                events.tell(self._path.parent, "metrics_kept", f"{self._path} cannot be written ({error.strerror}); its "
-                            "lines are kept in memory until it can", reason=error.strerror)
+                why = f"{self._path} cannot be written ({error.strerror}); its lines are kept in memory until it can"
+                events.tell(self._path.parent, "metrics_kept", why, reason=error.strerror)
         else:
             if had_to_wait:
                 events.tell(self._path.parent, "metrics_written", f"{self._path} is written again, and lacks nothing")
