@@ -7,6 +7,7 @@ the seconds for which a save holds up the loop against those of a save that wait
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 import sys
@@ -98,13 +99,20 @@ def main() -> None:
     print(f"{' '.join([flags.config, *flags.set])} on {jax.devices()[0].device_kind}, {flags.rounds} rounds of "
           f"{flags.steps} steps")
     for arm, found in times.items():
-        more = f", {statistics.median(ratios[arm]):.4f} of off" if arm in ratios else ""
+        more = f", {_mean(ratios[arm])} of off" if arm in ratios else ""
         print(f"{arm:>7}: median step {1000 * statistics.median(found):.1f} ms{more}")
     if beside:
         print(f"steps while a save is written and read back: {statistics.median(beside):.3f} of a step without")
     held = statistics.median(blocked)
     print(f"a save of {size / 1e6:.0f} MB holds up the loop for {held:.4f} s, {held / wait:.1%} of the {wait:.3f} s of "
           f"one that waits for the disk; to copy the state takes {copy:.4f} s")
+
+
+def _mean(ratios: list[float]) -> str:
+    """Of ratios of runs side by side: the geometric mean, and its standard error."""
+    logs = [math.log(ratio) for ratio in ratios]
+    error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+    return f"{math.exp(statistics.mean(logs)):.4f} +- {error:.4f}"
 
 
 if __name__ == "__main__":
