@@ -165,8 +165,10 @@ class Training:
     def clean(self) -> None:
         """What faults needed goes; the files stay."""
         if os.path.ismount(self.workdir):
-            shutil.copytree(self.workdir, self.workdir.with_name("kept"), symlinks=True, dirs_exist_ok=True)
-            subprocess.run(["umount", "-l", str(self.workdir)], check=True)
+            try:
+                shutil.copytree(self.workdir, self.workdir.with_name("kept"), symlinks=True, dirs_exist_ok=True)
+            finally:
+                subprocess.run(["umount", "-l", str(self.workdir)], check=True)
         if self.space:
             subprocess.run(["ip", "netns", "del", self.space], check=True)
 

@@ -1,55 +1,82 @@
 """Where the processes wait for each other while a save is written; nobody waits there for one whose write failed.
 
-Orbax's own barrier waits twenty minutes for a process that has failed alone, and the loop with it.
+In Orbax's own barrier the others wait twenty minutes for a process that has failed alone, and soon the loop with them.
+Here that process says so under the very keys that the others wait for.
 """
 
+import json
 from typing import Any
 
 import jax
 
-_LOOK_MS = 500  # how often who waits looks whether another one has failed
+_STAGES = 3  # the fingerprint's sums are there; all parts are written; the folder has its name
+
+
+class FailedElsewhere(OSError):
+    """Another process could not write its part."""
 
 
 class Barrier:
-    """Given to Orbax, which calls it on the thread that writes. One save at a time."""
+    """Given to Orbax, which calls it on the thread that writes, twice a save. One save at a time."""
 
     def __init__(self):
         self._service: Any = jax._src.distributed.global_state.client
         self._count, self._me = jax.process_count(), jax.process_index()
-        self._save = ""
+        self._saves: list[str] = []
+        self._stage = 0
 
     def begin(self, save: str) -> None:
-        """From here on it is about this save, by a name of its own. Nobody is waiting for the one before any more."""
-        if self._save and self._count > 1 and self._me == 0:
-            self._service.key_value_delete(f"jaxtrain/{self._save}/barrier/")  # else it would be kept for weeks
-        self._save = save
+        """From here on it is about this save. Of the one before the last nobody speaks any more: it is forgotten."""
+        self._saves.append(save)
+        self._stage = 0
+        if len(self._saves) > 2:
+            gone = self._saves.pop(0)
+            if self._count > 1 and self._me == 0:
+                self._service.key_value_delete(f"jaxtrain/{gone}/")  # a run of weeks saves often
 
-    def fail(self, reason: str) -> None:
+    def give(self, what: Any) -> None:
+        """To process 0, which gathers."""
+        self._set(0, f"{self._me}", what=what)
+
+    def gather(self, mine: Any, timeout_ms: int = 1_200_000) -> list[Any]:
+        """What each process gave, in process 0."""
+        return [mine, *(self._get(0, f"{i}", timeout_ms)["what"] for i in range(1, self._count))]
+
+    def fail(self, error: BaseException, reason: str) -> None:
         """This process will not come; the others need not wait."""
-        if self._count > 1:
-            failed = f"jaxtrain/{self._save}/barrier/failed/{self._me}"
-            self._service.key_value_set(failed, f"{reason} in process {self._me}")
+        if self._count == 1:
+            return
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, FailedElsewhere):
+            cause = cause.__cause__
+        if cause is None:
+            reason = f"{reason} in process {self._me}"
+        elif self._me != 0:  # they know, from where this one has it
+            return
+        for stage in range(_STAGES):
+            self._set(stage, f"{self._me}" if self._me else "all", why=reason)
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Return when all processes are here; raises OSError if one will not come."""
+        self._stage += 1
         if self._count == 1:
             return
-        at = f"jaxtrain/{self._save}/barrier/{key}"
-        self._service.key_value_set(f"{at}/{self._me}", "")
-        if self._me == 0:
-            for other in range(1, self._count):
-                self._wait(f"{at}/{other}", timeout_ms)
-            self._service.key_value_set(f"{at}/all", "")
-        else:
-            self._wait(f"{at}/all", timeout_ms)
+        if self._me != 0:
+            self._set(self._stage, f"{self._me}")
+            self._get(self._stage, "all", timeout_ms)
+            return
+        for other in range(1, self._count):
+            self._get(self._stage, f"{other}", timeout_ms)
+        self._set(self._stage, "all")
 
-    def _wait(self, key: str, timeout_ms: int) -> None:
-        for _ in range(max(1, timeout_ms // _LOOK_MS)):
-            try:
-                return self._service.blocking_key_value_get(key, _LOOK_MS)
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in f"{error}":
-                    raise
-            for _, why in self._service.key_value_dir_get(f"jaxtrain/{self._save}/barrier/failed"):
-                raise OSError(why)
-        raise OSError(f"not all processes had written their part after {timeout_ms // 1000} seconds")
+    def _set(self, stage: int, who: str, **content: Any) -> None:
+        self._service.key_value_set(self._key(stage, who), json.dumps(content), allow_overwrite=True)
+
+    def _get(self, stage: int, who: str, timeout_ms: int) -> dict[str, Any]:
+        found = json.loads(self._service.blocking_key_value_get(self._key(stage, who), timeout_ms))
+        if "why" in found:
+            raise FailedElsewhere(found["why"])
+        return found
+
+    def _key(self, stage: int, who: str) -> str:
+        return f"jaxtrain/{self._saves[-1]}/barrier/{stage}/{who}"

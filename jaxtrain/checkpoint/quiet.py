@@ -37,4 +37,5 @@ def innermost(error: BaseException) -> str:
     if code := re.search(r"os_error_code='(\d+)'", str(error)):  # TensorStore tells a long story around it
         return os.strerror(int(code[1]))
     said = isinstance(error, OSError) and error.errno is None  # by us, or by another process
-    return (f"{error}" if said else f"{type(error).__name__}: {error}").splitlines()[0][:200]
+    lines = f"{error}".strip().splitlines() or ["no reason given"]
+    return (lines[0] if said else f"{type(error).__name__}: {lines[0]}")[:200]

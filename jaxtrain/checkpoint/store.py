@@ -190,7 +190,7 @@ class Checkpoints:
         """
         began = time.perf_counter()
         self._wait_for_commits()
-        for job in self._jobs[:-1]:
+        for job in self._jobs if self._failure else self._jobs[:-1]:  # a save that failed still makes room
             job.thread.join()
         self._jobs = self._jobs[-1:]
         ocp, flat, folder = orbax(), flatten(state), self._directory / str(step)
@@ -198,6 +198,8 @@ class Checkpoints:
         if refused:
             self._failed(step, OSError(errno.ENOSPC, refused))
             self._make_room(step)
+        if refused == "" and self._failure and not self._checks.of(step, next(_names)):
+            self._failure = None  # it came to be after all
         if refused is not None:
             return time.perf_counter() - began
         from jaxtrain.checkpoint.late import LateJsonSave
@@ -208,9 +210,12 @@ class Checkpoints:
         shapes = {path: describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
 
         def sums():
-            found = {}  # in process 0: the others need no answer, and it would stay with the coordinator for ever
-            together(f"{name}/sums", fingerprint.read(parts), lambda shares: found.update(fingerprint.total(shares)))
+            found = fingerprint.total(self._barrier.gather(fingerprint.read(parts)))
             return {"step": step, "arrays": {path: [what, found.get(path)] for path, what in shapes.items()}}
+
+        def tell():  # process 0 writes the sums with its commit; the others bring theirs
+            if jax.process_index():
+                self._barrier.give(fingerprint.read(parts))
 
         self._barrier.begin(name)
         try:
@@ -224,8 +229,6 @@ class Checkpoints:
             self._make_room(step)
             return time.perf_counter() - began
         job = _Job(step, name)
-        # Process 0 writes the sums with its commit; the others bring theirs.
-        tell = sums if jax.process_index() else lambda: None
         job.thread = threading.Thread(target=self._finish, args=(job, tell), name="checkpoint", daemon=True)
         self._jobs.append(job)
         job.blocked_s = time.perf_counter() - began
@@ -335,7 +338,8 @@ class Checkpoints:
                     self._saver.wait_until_finished()
             except Exception as error:
                 failure = error
-                self._barrier.fail(innermost(error))
+                with contextlib.suppress(Exception):  # the coordinator is gone: so will be everybody, soon
+                    self._barrier.fail(error, innermost(error))
                 self._drain()
             finally:
                 self._commit(job, failure)
@@ -349,6 +353,8 @@ class Checkpoints:
             problems = self._checks.read_back(job.step, job.name)
             if problems:
                 self._pass_over(job.step, problems, f"{job.name}/damaged")
+                if job is self._jobs[-1]:
+                    self._failure = NotSaved(job.step, self._directory, problems[0])
                 return
             self._tell("checkpoint", "", step=job.step, blocked_s=job.blocked_s, written_s=committed - began,
                        verified_s=time.perf_counter() - committed)
@@ -366,7 +372,19 @@ class Checkpoints:
                        f"({innermost(error)}); the next one tries again", step=job.step, reason=innermost(error))
 
     def _drain(self) -> None:
-        """Orbax holds more than one error of a save that fails, and would raise the next one at the next save."""
+        """Behind a save that failed, until nobody of this process writes any more.
+
+        Orbax stops waiting at the first part that fails; and it holds more than one error, of which it would raise the
+        next one at the next save.
+        """
+        parts = list(getattr(self._saver._async_manager, "_commit_futures", None) or ())
+        while parts:
+            part = parts.pop()
+            if inner := getattr(part, "_futures", None):
+                parts += inner
+            else:
+                with contextlib.suppress(Exception):
+                    part.result()
         for _ in range(9):
             with contextlib.suppress(Exception):
                 self._saver.wait_until_finished()

@@ -3,9 +3,11 @@
 import json
 
 import jax.numpy as jnp
+import pytest
 
 from jaxtrain.checkpoint import Checkpoints, retention, verify
 from jaxtrain.checkpoint.retention import best_of, dispensable
+from jaxtrain.checkpoint.store import NotSaved
 from jaxtrain.observe.events import events
 
 
@@ -55,10 +57,13 @@ def test_one_that_fails_its_check_lets_nothing_go(tmp_path, monkeypatch, capfd):
     with monkeypatch.context() as patch:
         patch.setattr(verify, "compare_words", lambda saved, shares: ["array w has other content"])
         store.save(2, {"w": jnp.ones(3)}, {})
-        store.wait()
+        with pytest.raises(NotSaved, match="array w has other content"):  # or a run would end without its last state
+            store.wait()
+        assert store.failed()
         patch.setattr(verify, "compare_words", lambda saved, shares: 1 / 0)
         store.save(3, {"w": jnp.ones(3)}, {})
         store.wait()
+        assert not store.failed()
     assert verify.steps(tmp_path / "c") == [1, 3] and verify.good(tmp_path / "c", 1)
     assert [event["kind"] for event in events(tmp_path)] == ["checkpoint", "checkpoint_damaged",
                                                              "checkpoint_unverified"]
