@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import sys
 import warnings
 
@@ -69,4 +70,6 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # how it ended is said; a signal that comes now changes nothing
+    sys.exit(status)

@@ -24,7 +24,7 @@ from jaxtrain.observe.ledger import Ledger
 from jaxtrain.report import matmul_parameters
 from jaxtrain.resilience import exits
 from jaxtrain.resilience.accusations import Accusations
-from jaxtrain.resilience.interrupt import Interrupt
+from jaxtrain.resilience.interrupt import Interrupt, complete
 from jaxtrain.resilience.replays import Replays
 from jaxtrain.resilience.replicas import Replicas
 from jaxtrain.resilience.rollback import Guard, RolledBack, agree, settle
@@ -217,6 +217,8 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
                 distributed.meet("end", r.start_limit)
 
     # -------------------------------------------------------------------------------------------------- what came of it
+    if done == t.steps:
+        complete()
     snapshots.remove()  # the state is on disk: the memory is given back
     if done < t.steps:
         raise Interrupted(done, interrupt.signal)

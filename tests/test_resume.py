@@ -1,6 +1,7 @@
 """Nothing committed is lost: stopped, killed or failed, a run goes on as if it had not been."""
 
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -341,3 +342,18 @@ sys.exit(main())
         started.kill()
     assert started.returncode == exits.SAVED
     assert err == "stopped outside of the loop; run the same command again to resume\n"
+
+
+def test_sigterm_behind_the_last_step_changes_nothing(flags, tmp_path, monkeypatch):
+    """As from a supervisor that has just decided to start with more processes: there is nothing to start again."""
+    sample = importlib.import_module("jaxtrain.sample")
+    monkeypatch.setattr(sample, "sample", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM) or "")
+    assert main([*flags, "--config.train.sample_tokens=1", f"--workdir={tmp_path / 'work'}"]) == 0
+
+
+def test_sigterm_at_exit_changes_nothing():
+    code = ("import atexit, os, runpy, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGTERM); "
+            "runpy.run_module('jaxtrain.main', run_name='__main__')")
+    ended = subprocess.run([sys.executable, "-c", code, f"--config={ROOT}/configs/gpt.py:tiny", "--print_config"],
+                           env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr

@@ -12,6 +12,12 @@ import jax
 from jaxtrain.resilience import exits
 
 _calls = itertools.count(1)  # all processes make the same
+_complete = threading.Event()
+
+
+def complete() -> None:
+    """The last step is saved: from here on SIGTERM has nothing to stop, and does not make the run look unfinished."""
+    _complete.set()
 
 
 @contextlib.contextmanager
@@ -21,17 +27,21 @@ def before_the_loop() -> Iterator[None]:
     Among several processes JAX takes SIGTERM over as soon as they have met, and the loop answers it behind step one.
     """
     def stop(number, frame):
+        if _complete.is_set():
+            return
         os.write(2, b"stopped outside of the loop; run the same command again to resume\n")
         raise SystemExit(exits.SAVED)  # no Exception: nobody is to take it for a checkpoint that cannot be read
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _complete.clear()
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
 
 class Interrupt:
     """Within this context the first SIGINT or SIGTERM is only remembered; a second Ctrl-C ends at once.
