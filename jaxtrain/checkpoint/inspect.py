@@ -115,7 +115,7 @@ def verified(workdir: str | Path, steps: list[int]) -> Iterator[tuple[str, bool]
 def diff(workdir: str | Path, step: int, other: str | Path, other_step: int) -> Iterator[str]:
     """In what the second differs from the first, a line each; the arrays are read piece by piece."""
     one, two = (_known(_directory(place), at) for place, at in ((workdir, step), (other, other_step)))
-    metas = [_flat(verify.read_json(folder / "meta" / "metadata")) for folder in (one, two)]
+    metas = [_flat(verify.saved_meta(folder)) for folder in (one, two)]
     for key in sorted({*metas[0], *metas[1]}):
         values = [json.dumps(meta[key]) if key in meta else "missing" for meta in metas]
         if values[0] != values[1]:

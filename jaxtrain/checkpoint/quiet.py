@@ -37,5 +37,5 @@ def innermost(error: BaseException) -> str:
     if code := re.search(r"os_error_code='(\d+)'", str(error)):  # TensorStore tells a long story around it
         return os.strerror(int(code[1]))
     said = isinstance(error, OSError) and error.errno is None  # by us, or by another process
-    lines = f"{error}".strip().splitlines() or ["no reason given"]
-    return (lines[0] if said else f"{type(error).__name__}: {lines[0]}")[:200]
+    line = next(iter(f"{error}".strip().splitlines()), "")
+    return (line if said and line else f"{type(error).__name__}: {line or 'no reason given'}")[:200]

@@ -198,7 +198,7 @@ class Checkpoints:
         if refused:
             self._failed(step, OSError(errno.ENOSPC, refused))
             self._make_room(step)
-        if refused == "" and self._failure and not self._checks.of(step, next(_names)):
+        if refused == "" and exchange(self.failed(), any) and not self._checks.of(step, next(_names)):
             self._failure = None  # it came to be after all
         if refused is not None:
             return time.perf_counter() - began
@@ -213,7 +213,7 @@ class Checkpoints:
             found = fingerprint.total(self._barrier.gather(fingerprint.read(parts)))
             return {"step": step, "arrays": {path: [what, found.get(path)] for path, what in shapes.items()}}
 
-        def tell():  # process 0 writes the sums with its commit; the others bring theirs
+        def bring():  # process 0 writes the sums with its commit; the others bring theirs
             if jax.process_index():
                 self._barrier.give(fingerprint.read(parts))
 
@@ -229,7 +229,7 @@ class Checkpoints:
             self._make_room(step)
             return time.perf_counter() - began
         job = _Job(step, name)
-        job.thread = threading.Thread(target=self._finish, args=(job, tell), name="checkpoint", daemon=True)
+        job.thread = threading.Thread(target=self._finish, args=(job, bring), name="checkpoint", daemon=True)
         self._jobs.append(job)
         job.blocked_s = time.perf_counter() - began
         job.thread.start()
@@ -327,13 +327,13 @@ class Checkpoints:
         # Compression saves a little. Better not to begin what cannot end: one process that fails holds up the others.
         return f"{free:,} bytes are free, of {wanted:,}" if free < 0.8 * wanted else None
 
-    def _finish(self, job: "_Job", tell: Callable[[], Any]) -> None:
+    def _finish(self, job: "_Job", bring: Callable[[], Any]) -> None:
         """What remains of a save, on a thread of its own: nothing that goes wrong here ends the run."""
         began = time.perf_counter()
         try:
             failure = None
             try:
-                tell()
+                bring()
                 with no_echoes():
                     self._saver.wait_until_finished()
             except Exception as error:

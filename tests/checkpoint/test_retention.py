@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtrain.checkpoint import Checkpoints, retention, verify
+from jaxtrain.checkpoint.quiet import innermost
 from jaxtrain.checkpoint.retention import best_of, dispensable
 from jaxtrain.checkpoint.store import NotSaved
 from jaxtrain.observe.events import events
@@ -84,3 +85,19 @@ def test_new_good_ones_are_announced_before_old_ones_go(tmp_path):
     store.close()
     assert seen == [(1, [1], "1"), (2, [1, 2], "2")]
     assert retention.dispensable([1, 2], [], keep=1) == [1] and verify.steps(tmp_path / "c") == [2]
+
+
+def test_one_that_was_taken_for_failed_and_is_whole_counts(tmp_path):
+    """As when a network file system renames a folder and says that it did not."""
+    with Checkpoints(tmp_path / "c") as store:
+        store.save(1, {"w": jnp.ones(3)}, {})
+        store.wait()
+        store._failure = NotSaved(1, tmp_path / "c", "no answer")
+        store.save(1, {"w": jnp.ones(3)}, {})
+        assert not store.failed()
+
+
+@pytest.mark.parametrize("error, said", [(TimeoutError(), "TimeoutError: no reason given"), (OSError("full"), "full"),
+                                         (ValueError("one\ntwo"), "ValueError: one")])
+def test_every_error_has_words(error, said):
+    assert innermost(error) == said
