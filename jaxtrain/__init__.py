@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxtrain.loss import cross_entropy
     from jaxtrain.mesh import make_mesh
     from jaxtrain.models import make_model
+    from jaxtrain.plan import plan
     from jaxtrain.sample import sample
     from jaxtrain.sharding import Rules, constrain, rules
     from jaxtrain.standalone import TrainStep, make_train_step
@@ -32,15 +33,15 @@ if TYPE_CHECKING:
 _HOME = {
     "Run": "build", "build": "build", "enable_compilation_cache": "cache", "Config": "config",
     "load_config": "config_file", "make_config": "config_file", "UserError": "errors", "cross_entropy": "loss",
-    "make_mesh": "mesh", "make_model": "models", "sample": "sample", "Rules": "sharding", "constrain": "sharding",
-    "rules": "sharding", "TrainStep": "standalone", "make_train_step": "standalone", "TrainState": "state",
-    "train": "train",
+    "make_mesh": "mesh", "make_model": "models", "plan": "plan", "sample": "sample", "Rules": "sharding",
+    "constrain": "sharding", "rules": "sharding", "TrainStep": "standalone", "make_train_step": "standalone",
+    "TrainState": "state", "train": "train",
 }
 
 __all__ = [  # imported when first used, so that `import jaxtrain` is quick
     "Config", "Rules", "Run", "TrainState", "TrainStep", "UserError", "build", "constrain", "cross_entropy",
-    "enable_compilation_cache", "load_config", "make_config", "make_mesh", "make_model", "make_train_step", "rules",
-    "sample", "train",
+    "enable_compilation_cache", "load_config", "make_config", "make_mesh", "make_model", "make_train_step", "plan",
+    "rules", "sample", "train",
 ]
 
 

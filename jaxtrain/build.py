@@ -48,6 +48,7 @@ class Run:
     abstract: TrainState  # shapes, dtypes and shardings
     layout: Layout
     schedules: tuple[Schedule, Schedule] | None  # of the pipeline: for training, and for evaluation
+    platform: str = ""  # that an abstract mesh stands for; "": the one here
 
     # ------------------------------------------------------------------------------------------------ the three calls
     def init(self, seed: int | None = None) -> TrainState:
@@ -93,7 +94,8 @@ class Run:
             return self
         if shape not in self._other_shapes:
             data = replace(data, global_batch_size=rows, seq_len=seq_len, stages=[], packing="concat", buckets=[])
-            self._other_shapes[shape] = build(replace(self.config, data=data), mesh=self.mesh)
+            self._other_shapes[shape] = build(replace(self.config, data=data), mesh=self.mesh,
+                                              platform=self.platform)
         return self._other_shapes[shape]
 
     def check_shapes(self, start: int, stop: int) -> None:
@@ -113,16 +115,19 @@ class Run:
 
     def lower(self) -> jax.stages.Lowered:
         """The step, traced and lowered for this mesh: no device memory is used, and none need exist."""
+        here = isinstance(self.mesh, jax.sharding.Mesh)
+        return self.trace().lower(lowering_platforms=None if here else (self.platform or jax.default_backend(),))
+
+    def trace(self) -> jax.stages.Traced:
+        """The step as operations on arrays whose types say where they live."""
         step = make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
                          clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule,
                          differentiate=self._pipelined if self.schedules else None,
                          describe=partial(moe.metrics, experts_per_token=self.config.model.experts_per_token),
                          spike_z=self.config.resilience.spike_z, skip_spikes=self.config.resilience.spikes != "record")
         out = (self.layout.state, None)
-        with sharding.use(self.mesh, self.rules), self._matmul_precision():
-            traced = jax.jit(step, donate_argnums=0, out_shardings=out).trace(self.abstract, self.abstract_batch)
-            here = isinstance(self.mesh, jax.sharding.Mesh)
-            return traced.lower(lowering_platforms=None if here else (jax.default_backend(),))
+        with sharding.use(self.mesh, self.rules, self.platform), self._matmul_precision():
+            return jax.jit(step, donate_argnums=0, out_shardings=out).trace(self.abstract, self.abstract_batch)
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -297,10 +302,17 @@ class Run:
         return jax.default_matmul_precision("highest" if self.precision == "float32" else "default")
 
 
-def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -> Run:
-    """Resolve a config against devices (all of them; an integer for an abstract mesh) and check that it fits."""
-    m = config.mesh
+def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "") -> Run:
+    """Resolve a config against devices (all of them; an integer for an abstract mesh) and check that it fits.
+
+    `platform`: the kind of devices that an abstract mesh stands for: "cuda", "tpu" or "cpu".
+    """
     devices = jax.devices() if devices is None else devices
+    if config.mesh.auto and mesh is None:
+        from jaxtrain.plan import here
+
+        config = here.resolve(config, devices)
+    m = config.mesh
     mesh = mesh or make_mesh(*(getattr(m, axis) for axis in AXES), devices=devices)
     unknown = [name for name in m.overrides if name not in sharding.CONFIG_KEYS]
     if unknown:
@@ -311,12 +323,12 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
     stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
     microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
     refusals.check(config, mesh, rules, microbatches)
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else "abstract"
-    compute = precision.resolve(config.train.precision, platform)
-    choose_backend(config.train.attention, platform, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
+    kind = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else platform or "abstract"
+    compute = precision.resolve(config.train.precision, kind)
+    choose_backend(config.train.attention, kind, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
                    config.model.head_dim + config.model.rope_head_dim, sharding.shards(rules["seq"], mesh))
 
-    if config.train.expert_exchange == "ragged" and platform == "cpu" and mesh.shape["expert"] > 1:
+    if config.train.expert_exchange == "ragged" and kind == "cpu" and mesh.shape["expert"] > 1:
         raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")
     model = Skeleton.of(nnx.eval_shape(lambda: _model(config, mesh, jax.random.key(0))))
     axes = model.axes()
@@ -334,7 +346,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None) -
         _warn_of_waste(abstract.params, layout.state.params, schedules[0])
     _check_activations(config, rules, mesh)
     run = Run(config, mesh, rules, model, optimizer, schedule, compute, with_shardings(abstract, layout.state), layout,
-              schedules)
+              schedules, platform)
     for stage in data_stages.stages(config.data):  # refused now rather than when they begin
         try:
             run.of_shape((stage.batch, stage.seq_len))

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.errors import UserError, nearest
 
-_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")  # as in mesh.py, which imports JAX
+AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")  # as in mesh.py, which imports JAX
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ class ModelConfig:
 class MeshConfig:
     """How many devices each mesh axis spans (one may be -1: the rest), and the rules that map names onto them."""
 
+    auto: bool = False  # the planner chooses the sizes; written mesh=auto
     data: int = -1
     fsdp: int = 1
     stage: int = 1
@@ -132,10 +133,10 @@ class MeshConfig:
     overrides: dict[str, str] = field(default_factory=dict, hash=False)  # logical name -> "axis", "a+b" or "none"
 
     def __post_init__(self):
-        for axis in _AXES:
+        for axis in AXES:
             if (size := getattr(self, axis)) < 1 and size != -1:
                 raise UserError(f"mesh.{axis}", f"{size} is no axis size", "give a positive number or -1")
-        if [getattr(self, axis) for axis in _AXES].count(-1) > 1:
+        if [getattr(self, axis) for axis in AXES].count(-1) > 1:
             raise UserError("mesh", "more than one axis is -1", "give all axes but one a size")
         _one_of("mesh.context_strategy", self.context_strategy, ("auto", "ring", "gather", "ulysses"))
         for name, axes in self.overrides.items():
@@ -241,6 +242,7 @@ class TrainConfig:
     accumulation: int = 1  # micro-batches per step
     precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU
     attention: str = "auto"
+    check_memory: bool = True  # refuse, before anything is compiled, what the planner says cannot fit
     expert_exchange: str = "auto"  # how tokens reach their experts: "gather" all, or "ragged" all-to-all
     remat: str = "none"
     unroll: int = 1  # layers per scan iteration; 0: all of them. With remat always 1
@@ -320,7 +322,7 @@ class ResilienceConfig:
         _positive(self, "resilience", "hang_floor start_limit")
         for text in self.meshes:
             parts = [part.strip().partition("=") for part in text.split(",")] if isinstance(text, str) else []
-            if not parts or any(axis not in _AXES or not (size == "-1" or (size.isdecimal() and int(size)))
+            if not parts or any(axis not in AXES or not (size == "-1" or (size.isdecimal() and int(size)))
                                 for axis, _, size in parts):
                 raise UserError("resilience.meshes", f"{text!r} is no mesh", "write them as 'data=4,tensor=2'")
 

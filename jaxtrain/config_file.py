@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from jaxtrain.config import Config
+from jaxtrain.config import AXES, Config
 from jaxtrain.errors import UserError, nearest
 
 
@@ -49,12 +49,18 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
     sections = {section.name: {} for section in fields(Config)}
     for section, keys in values.items():
         _known(section, sections, section)
+        if (section, keys) == ("mesh", "auto"):
+            keys = {"auto": True}
         if not isinstance(keys, dict):
             raise UserError(section, f"{keys!r} is not a section", "give a mapping from keys to values")
         sections[section].update(keys)
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         _known(section, sections, key)
+        if (key, value) == ("mesh", "auto"):  # whatever sizes the file has
+            kept = {name: value for name, value in sections["mesh"].items() if name not in AXES}
+            sections["mesh"] = {**kept, "auto": True}
+            continue
         if not name:
             raise UserError(section, "it is a section, not a key", f"give {section}.KEY=VALUE")
         if section == "mesh" and name.startswith("overrides."):

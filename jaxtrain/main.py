@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import signal
 import sys
 import warnings
@@ -48,6 +49,8 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     # For whoever watches a run the line of code that warns is of no use.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    # Of a GPU's memory, before any backend starts: what the planner counts with. JAX alone would take 0.75.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     cache.enable_compilation_cache()
     distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
     resolved = config_file.load_config(flags.config, overrides)
@@ -61,6 +64,12 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         return exits.DONE
     from jaxtrain.train import train
 
+    if resolved.mesh.auto:
+        import jax
+
+        from jaxtrain.plan import here
+
+        resolved = here.resolve(resolved, jax.devices())
     if resolved.resilience.elastic:
         from jaxtrain.resilience import elastic
 

@@ -184,18 +184,29 @@ def spread(sharding: NamedSharding, shape: Sequence[int], axis: str = "data", fi
 # ---------------------------------------------------------------------------------------------------- inside models
 
 _ACTIVE: ContextVar[Rules | None] = ContextVar("rules", default=None)
+_PLATFORM: ContextVar[str] = ContextVar("platform", default="")
 
 
 @contextlib.contextmanager
-def use(mesh: AnyMesh, rules: Rules) -> Iterator[None]:
-    """Within this block models are traced for `mesh` under `rules`; outside any such block they run eagerly."""
+def use(mesh: AnyMesh, rules: Rules, platform: str = "") -> Iterator[None]:
+    """Within this block models are traced for `mesh` under `rules`; outside any such block they run eagerly.
+
+    `platform`: the kind of device that an abstract mesh stands for, where it is not the one here.
+    """
     token = _ACTIVE.set(rules)
+    kind = _PLATFORM.set(mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else platform)
     try:
         # set_mesh is for concrete meshes; tracing against an abstract one needs no devices.
         with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
             yield
     finally:
         _ACTIVE.reset(token)
+        _PLATFORM.reset(kind)
+
+
+def platform() -> str:
+    """The kind of device that the code being traced is for, such as "cpu"."""
+    return _PLATFORM.get() or jax.default_backend()
 
 
 def current() -> tuple[AbstractMesh, Rules] | None:

@@ -21,6 +21,7 @@ from jaxtrain.data.passed_over import remaining
 from jaxtrain.errors import UserError
 from jaxtrain.exchange import exchange
 from jaxtrain.observe.ledger import Ledger
+from jaxtrain.plan import here
 from jaxtrain.report import matmul_parameters
 from jaxtrain.resilience import exits
 from jaxtrain.resilience.accusations import Accusations
@@ -55,6 +56,8 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         Ledger(workdir, stopped=(Interrupted, KeyboardInterrupt, SystemExit)) as ledger,  # every second is in a book
     ):
         run = build(config)
+        if (predicted := here.check(run)) and jax.process_index() == 0:
+            errors.say(predicted)
         distributed.connect(config.resilience.start_limit)
         interrupt = Interrupt()
         while True:

@@ -15,8 +15,8 @@ import jaxtrain as jt
 from jaxtrain import optim, precision, sharding
 from jaxtrain.models import make_model, moe
 from jaxtrain.parallel.context import balanced_order
+from jaxtrain.plan import hlo
 from jaxtrain.state import Skeleton
-from tests import hlo
 from tests.numerics import plain_experts, reference
 
 ROWS, SEQ, DIM = 8, 16, 32

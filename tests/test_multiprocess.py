@@ -122,6 +122,14 @@ def test_the_numbers_of_one_process(flags, alone, tmp_path, mesh):
 
 
 @pytest.mark.slow
+def test_all_choose_the_same_mesh(flags, tmp_path):
+    with two_processes([*flags, "--config.mesh=auto"], tmp_path) as both:
+        first, second = ended(both, 400)
+    assert [process.returncode for process in both] == [0, 0], first + second
+    assert "mesh=auto: " in first and "mesh=auto" not in second
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_to_one_stops_both(flags, alone, tmp_path, number):
     """Two processes go on from what one process saved; one of them gets a signal; then one process finishes it."""

@@ -44,6 +44,8 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
     words = [sys.executable, *(word.replace("/path/to/text", str(ROOT / "jaxtrain")) for word in words[1:])]
     # What documentation writes to corpora/ lies beside the workdirs.
     words = [re.sub(r"(^|=)corpora/", rf"\1{workdirs}/", word) for word in words]
+    if words[1:3] == ["-m", "jaxtrain.plan"]:
+        words = [re.sub(r"^(--config=.*\.py)$", r"\1:tiny", word) for word in words]
     if words[1:3] in (["-m", "jaxtrain.main"], ["-m", "jaxtrain.supervise"]):
         where = [i for i, word in enumerate(words) if word.startswith("--config=")]
         for i in where:

@@ -145,8 +145,8 @@ def _fit(counts_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
             put(left, rows, items, full)
     groups = [group for stack in stacks for group in stack]
     items = np.array([item for _, items in groups for item in items], np.int64).reshape(-1, 3)
-    return (np.cumsum([0, *(rows for rows, _ in groups)]), np.cumsum([0, *(len(items) for _, items in groups)]),
-            *np.ascontiguousarray(items.T))
+    a, b, c = np.ascontiguousarray(items.T)
+    return np.cumsum([0, *(rows for rows, _ in groups)]), np.cumsum([0, *(len(items) for _, items in groups)]), a, b, c
 
 
 def cached_plan(tokens: Tokens, seq_len: int, folder: Path, identity: str) -> Plan:

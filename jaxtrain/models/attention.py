@@ -27,7 +27,7 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
     Where a mesh spreads the sequence over `context`, the tokens come in balanced order (parallel/context.py).
     """
     parts = parallel.size()
-    backend = choose_backend(backend, jax.default_backend(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], parts)
+    backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], parts)
     if parts > 1:
         return parallel.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT, window=window, strategy=context)
     if sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain import sharding
 from jaxtrain.models.functions import swiglu
 
 
@@ -38,7 +39,7 @@ def choose_exchange(asked: str, devices: int, choices: int) -> str:
     """What `train.expert_exchange` means here."""
     if devices == 1:
         return "one"
-    fewer = jax.default_backend() != "cpu" and choices < devices  # else all tokens move no further than their copies
+    fewer = sharding.platform() != "cpu" and choices < devices  # else all tokens move no further than their copies
     return ("ragged" if fewer else "gather") if asked == "auto" else asked
 
 

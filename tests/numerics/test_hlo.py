@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import hlo
+from jaxtrain.plan import hlo
 from tests.numerics import reference
 
 F32 = 4

@@ -20,7 +20,7 @@ import jaxtrain as jt
 from jaxtrain import sharding
 from jaxtrain.models.attention import attend
 from jaxtrain.parallel import context, tiles
-from tests import hlo
+from jaxtrain.plan import hlo
 from tests.numerics import reference
 
 STRATEGIES = ("ring", "gather", "ulysses")

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from tests import hlo
-from tests.device_groups import device_groups
+from jaxtrain.plan import hlo
+from jaxtrain.plan.device_groups import device_groups
 from tests.numerics import reference
 
 F32 = 4

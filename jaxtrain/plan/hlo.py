@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.device_groups import Groups, device_groups
+from jaxtrain.plan.device_groups import Groups, device_groups
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
 BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2,
          "s8": 1, "u8": 1, "pred": 1}
 
@@ -74,21 +74,37 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return found, entry
 
 
+def _trips(line: str, computations: dict[str, list[str]]) -> int:
+    """How often a loop runs: as the compiler notes it, or as its condition has it (TPU), counting up from 0."""
+    if known := _TRIPS.search(line):
+        return int(known[1])
+    named = re.search(r"condition=%?([\w.\-]+)", line)
+    condition = "\n".join(computations[named[1]]) if named else ""
+    bounds = re.findall(r"[su]32\[\]\S* constant\((\d+)\)", condition)
+    assert len(bounds) == 1 and "direction=LT" in condition, f"a loop of unknown length: {line}"
+    return int(bounds[0])
+
+
 def _walk(computations: dict[str, list[str]], name: str, times: int, devices: int,
           conditional: bool) -> Iterator[Collective]:
     for line in computations[name]:
-        result, operation = _INSTRUCTION.search(line).groups()
+        instruction = _INSTRUCTION.search(line)
+        assert instruction, line  # as all lines that were kept
+        result, operation = instruction.groups()
         kind = operation.removesuffix("-start")
         if kind in KINDS:
             arrays = tuple((dtype, tuple(int(n) for n in dims.split(",") if n))
                            for dtype, dims in _ARRAY.findall(result))
+            if operation != kind and (result.startswith("((") or kind != "all-reduce"):
+                # Where one begins it tells its operands too, and of some kinds a mark or two.
+                arrays = tuple(array for array in arrays if array != ("u32", ()))
+                arrays = arrays[len(arrays) // 2:]
             origin = re.search(r'op_name="([^"]*)"', line)
             yield Collective(kind, arrays, times, origin[1] if origin else "", device_groups(line, devices),
                              conditional)
         elif operation in ("while", "call", "conditional", "fusion", "async-start"):
-            trips = _TRIPS.search(line)
-            assert operation != "while" or trips, f"a loop of unknown length: {line}"
+            trips = _trips(line, computations) if operation == "while" else 1
             for one, several in _CALLED.findall(line):
                 for called in [one] if one else [name.strip().lstrip("%") for name in several.split(",")]:
-                    yield from _walk(computations, called, times * (int(trips[1]) if operation == "while" else 1),
+                    yield from _walk(computations, called, times * trips,
                                      devices, conditional or operation == "conditional")

@@ -21,7 +21,7 @@ def device_groups(instruction: str, devices: int) -> Groups:
     if match := _IOTA.search(instruction):  # [4,2]<=[2,4]T(1,0)
         return _rows(_iota(match[2], match[3]).reshape(_numbers(match[1])))
     if match := _MESH.search(instruction):  # mesh['data'=2,'stage'=4], device_ids=([4,2]T(1,0)) {'stage'}
-        axes = dict(re.fullmatch(r"'(\w+)'=(\d+)", part).groups() for part in match[1].split(","))
+        axes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
         over = re.findall(r"'(\w+)'", match[4])
         assert len(over) == match[4].count(",") + 1 and ":" not in match[4], f"part of an axis: {instruction}"
         shape = tuple(map(int, axes.values()))
@@ -37,8 +37,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray:
-    shape = _numbers(shape)
-    return np.arange(math.prod(shape)).reshape(shape).transpose(_numbers(order) if order else range(len(shape)))
+    sizes = _numbers(shape)
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(_numbers(order) if order else range(len(sizes)))
 
 
 def _rows(ids: np.ndarray) -> Groups:

@@ -1,0 +1,94 @@
+"""python -m jaxtrain.plan --config=FILE --target=h100x256: which mesh, will it fit, how fast, and what it costs."""
+
+import argparse
+import sys
+
+from jaxtrain.config_file import load_config
+from jaxtrain.errors import Parser, UserError, command, overrides_of
+from jaxtrain.plan import html, targets
+from jaxtrain.plan.estimate import Estimate, change, estimate
+from jaxtrain.plan.search import search
+from jaxtrain.plan.table import explained, table
+from jaxtrain.plan.time import said
+
+GB = 1e9
+
+
+@command()
+def main(argv: list[str] | None) -> None:
+    """Exit status 0; 2: the user's mistake, in one line."""
+    flags, words = parser().parse_known_args(argv)
+    config = load_config(flags.config, overrides_of(words, ("config", "target")))
+    asked = {"data.global_batch_size": flags.global_batch, "data.seq_len": flags.seq_len}
+    config = change(config, {key: value for key, value in asked.items() if value})
+    if flags.top < 1:
+        raise UserError("--top", f"{flags.top} layouts show nothing", "give 1 or more")
+    target, devices = place(flags)
+    if flags.html:
+        if flags.explain:
+            raise UserError("--html", "--explain looks at one layout only", "leave one of them out")
+        html.writable(flags.html)
+    if flags.explain:
+        if config.mesh.auto:
+            raise UserError("--explain", "mesh=auto is no layout yet", "leave --explain out")
+        chosen = [estimate(config, target, devices)]
+        print(explained(chosen[0]))
+    else:
+        found = search(config, target, devices, progress=_progress)
+        print(table(found, flags.top, flags.tokens))
+        if flags.html:
+            html.write(found, flags.html, flags.config, flags.top, flags.tokens)
+        chosen = [choice.estimate for choice in found.fitting]
+    for guess in chosen[:flags.verify]:
+        print(verified(guess))
+
+
+def place(flags: argparse.Namespace) -> tuple[targets.Target, int]:
+    """The target and how many devices of it: those that are here, if none is named."""
+    if flags.target:
+        return targets.parse(flags.target, flags.targets)
+    import jax
+
+    return targets.here(), jax.device_count()
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = Parser(prog="python -m jaxtrain.plan", description=__doc__)
+    made.add_argument("--config", required=True, help="FILE[:variant]; --config.SECTION.KEY=VALUE changes a key of it")
+    made.add_argument("--target", help=f"one of {', '.join(targets.TARGETS)}, times devices: h100x256; default: here")
+    made.add_argument("--targets", help="a JSON file with accelerators of one's own, or with what was measured")
+    made.add_argument("--global_batch", type=int, help="rows of a step; default: the config's")
+    made.add_argument("--seq_len", type=int, help="tokens of a row; default: the config's")
+    made.add_argument("--tokens", type=float, default=1e12, help="to train on: for days and cost")
+    made.add_argument("--top", type=int, default=10, help="how many layouts to show")
+    made.add_argument("--html", metavar="FILE", help="write the ranking as a page too, with memory and time drawn")
+    made.add_argument("--explain", action="store_true", help="only the layout that the config has")
+    made.add_argument("--verify", type=int, default=0, metavar="K", help="compile the best K for the real target")
+    return made
+
+
+def verified(guess: Estimate) -> str:
+    """What the compiler says beside what was predicted."""
+    from jaxtrain.plan.compiler import compile_step
+
+    real = compile_step(guess.config, guess.target, guess.devices)
+    mesh = " ".join(f"{axis}={size}" for axis, size in guess.mesh.items() if size > 1) or "one device"
+    lines = [f"compiled for {guess.devices} x {guess.target.name} in {real.seconds:.0f} s, {mesh} "
+             f"accumulation={guess.config.train.accumulation} remat={guess.config.train.remat}:",
+             f"  {'memory of a device':<40}{real.bytes / GB:10.3f} GB, predicted {guess.bytes / GB:.3f} "
+             f"({guess.bytes / real.bytes - 1:+.1%})"]
+    for key in sorted({*real.talked, *guess.talked}, key=lambda key: -real.talked[key]):
+        if max(real.talked[key], guess.talked[key]) > 1e-3 * max(1, real.talked.total()):
+            lines.append(f"  {said(*key):<40}{real.talked[key] / GB:10.3f} GB, predicted "
+                         f"{guess.talked[key] / GB:.3f}")
+    return "\n".join(lines)
+
+
+def _progress(done: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done} layouts looked at ", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

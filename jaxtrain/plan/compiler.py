@@ -1,0 +1,119 @@
+"""The real compiler, for devices that are not here: what it says of memory, and the collectives that it makes.
+
+TPUs: libtpu compiles for any topology on a CPU (`pip install 'jaxtrain[aot-tpu]'`), and raises where memory does not
+suffice. GPUs: the CUDA plugin does, given a description of the chip (`jaxtrain[aot-cuda]`); it never raises for memory.
+"""
+
+import math
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.build import build
+from jaxtrain.config import Config
+from jaxtrain.errors import UserError
+from jaxtrain.plan import hlo
+from jaxtrain.plan.targets import Target
+
+# What the compiler is told of a chip, in the text form of XLA's GpuTargetConfigProto.
+_GPU = """gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: {fpus}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared} shared_memory_per_core: {shared_core}
+  core_count: {cores} l2_cache_size: {l2} clock_rate_ghz: {clock}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: {bandwidth} device_memory_size: {memory}
+  cuda_compute_capability {{ major: {major} feature_extension: {extension} }}
+  device_vendor: "NVIDIA Corporation" name: "{name}"
+  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{name}"
+"""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a step on one device."""
+
+    bytes: int  # at the worst moment
+    allocated: int  # what is set aside: for TPUs more, since not every place is used again
+    talked: Counter  # (kind, axes) -> bytes of results
+    seconds: float  # that it took
+
+
+def compile_step(config: Config, target: Target, devices: int) -> Compiled:
+    """Lower and compile the step for so many devices of the target; raises a `UserError` that says what is missing."""
+    mesh_devices = _devices(target, devices)
+    began = time.perf_counter()
+    run = build(config, devices=mesh_devices)
+    try:
+        compiled = run.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in f"{error}":
+            raise
+        raise UserError("--verify", f"the compiler says that it does not fit ({f'{error}'.splitlines()[0][:200]})",
+                        "take the next layout") from None
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None, "the compiler tells nothing of its result"
+    talked: Counter = Counter()
+    sizes = dict(run.mesh.shape)
+    for found in hlo.collectives(text):
+        axes = tuple(axis for axis, size in sizes.items() if size > 1 and found.joins(axis, sizes))
+        talked[found.kind, axes] += found.bytes
+    allocated = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    # XLA for CPU tells no peak.
+    peak = memory.peak_memory_in_bytes if target.platform != "cpu" else allocated
+    return Compiled(peak, allocated, talked, time.perf_counter() - began)
+
+
+def _devices(target: Target, count: int) -> list[Any]:
+    from jax.experimental import topologies
+
+    if target.platform == "cpu":
+        if count > jax.device_count():
+            raise UserError("--verify", f"there are {jax.device_count()} CPU devices and {count} are wanted",
+                            f"set XLA_FLAGS=--xla_force_host_platform_device_count={count}")
+        return jax.devices()[:count]
+    try:
+        if target.platform == "tpu":
+            # Not to look for a machine with TPUs, nor for another process that has them.
+            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+            os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+            found = topologies.get_topology_desc(platform="tpu", topology_name=f"{target.name}:{_torus(target, count)}")
+        else:
+            node = target.links[0].devices
+            described = _GPU.format(**target.chip, bandwidth=int(target.bandwidth), memory=int(target.memory),
+                                    name=target.device_kind)
+            found = topologies.get_topology_desc(
+                platform="cuda", topology_name=target.name, target_config=described,
+                topology=f"1x{max(1, count // node)}x{min(count, node)}")
+    except (RuntimeError, ValueError, KeyError) as error:
+        extra = "aot-tpu" if target.platform == "tpu" else "aot-cuda"
+        raise UserError("--verify", f"the compiler for {target.name} is not here ({f'{error}'.splitlines()[0][:100]})",
+                        f"pip install 'jaxtrain[{extra}]'") from None
+    devices = list(np.ravel(found.devices))
+    if len(devices) != count:
+        raise UserError("--verify", f"{target.name} has no slice of {count} devices, the nearest has {len(devices)}",
+                        f"plan for {len(devices)}")
+    return devices
+
+
+def _torus(target: Target, count: int) -> str:
+    """The most even sides of a slice of so many chips."""
+    dimensions = 2 if target.name in ("v5e", "v6e") else 3
+    sides, rest = [], count
+    for left in range(dimensions, 0, -1):
+        root = round(rest ** (1 / left))
+        side = max((d for d in range(1, rest + 1) if rest % d == 0 and d <= max(1, root)), default=1)
+        sides.append(rest if left == 1 else side)
+        rest //= side
+    assert math.prod(sides) == count
+    return "x".join(map(str, sorted(sides)))

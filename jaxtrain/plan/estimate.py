@@ -1,0 +1,128 @@
+"""One layout of one config on a target: what it needs, what it takes, and whether it fits."""
+
+import dataclasses
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxtrain.build import Run, build
+from jaxtrain.config import AXES, Config
+from jaxtrain.mesh import axis_sizes
+from jaxtrain.observe.flops import flops_per_token
+from jaxtrain.plan import kernels, memory, program, time
+from jaxtrain.plan.targets import Target
+from jaxtrain.report import matmul_parameters, total
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step of `config` is predicted to be on so many devices of a target."""
+
+    config: Config
+    target: Target
+    devices: int
+    memory: Counter  # bytes of one device, by part
+    time: time.Time
+    talked: Counter  # (kind, axes) -> bytes of results on one device
+    useful: float  # of one device: what the model needs, attention counted as causal
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Devices along each axis."""
+        sizes = axis_sizes(tuple(getattr(self.config.mesh, axis) for axis in AXES), self.devices)
+        return dict(zip(AXES, sizes, strict=True))
+
+    @property
+    def bytes(self) -> int:
+        """Of one device's memory, at the worst moment."""
+        return self.memory.total()
+
+    @property
+    def fits(self) -> bool:
+        """Into what a program may use of it."""
+        return self.bytes <= self.target.room
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.time.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices together."""
+        return self.config.data.global_batch_size * self.config.data.seq_len / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak in bfloat16 that the model's own arithmetic reaches."""
+        return self.useful / self.seconds / self.target.peak["bfloat16"]
+
+    def days(self, tokens: float) -> float:
+        """Until so many tokens are seen, without interruptions."""
+        return tokens / self.tokens_per_second / 86_400
+
+    def cost(self, tokens: float) -> float:
+        """Dollars, at the target's price."""
+        return self.days(tokens) * 24 * self.devices * self.target.price
+
+
+def estimate(config: Config, target: Target, devices: int) -> Estimate:
+    """Trace the step for this many devices and add up. Raises a `UserError` for what `build` refuses."""
+    with kernels.stand_ins():
+        run = build(config, devices=devices, platform=target.platform)
+        traced = run.trace()
+    sizes = dict(run.mesh.shape)
+    block = program.read(traced.jaxpr, sizes, target.platform)
+    state = len(jax.tree.leaves(run.abstract))
+    worst = memory.peak(block, state)
+    parts = Counter({
+        "parameters": total(run.abstract.params), "optimizer": total(run.abstract.opt_state),
+        "batch": sum(value.bytes for value in block.inputs[state:])})
+    parts.update(_named(worst, run))
+    talked: Counter = Counter()
+    for op, times in block.all():
+        for found in op.collectives:
+            talked[found.kind, tuple(axis for axis in sizes if axis in found.axes)] += found.bytes * times
+    c = config
+    per_token = flops_per_token(c.model, matmul_parameters(run.abstract, run.layout, c.model), c.data.seq_len, True)
+    useful = per_token * c.data.global_batch_size * c.data.seq_len / devices
+    took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
+    return Estimate(config, target, devices, parts, took, talked, useful)
+
+
+def _named(worst: memory.Peak, run: Run) -> Counter:
+    """What is live at the worst moment, as a user would call it."""
+    shapes = {leaf.shape for leaf in jax.tree.leaves(run.abstract.params)}
+    layers = {shape[1:] for shape in shapes if len(shape) > 1}
+    named: Counter = Counter()
+    for value in worst.values:
+        made = value.op.name if value.op else ""
+        if value.shape in shapes:
+            named["weights in use" if made == "convert_element_type" else "gradients"] += value.bytes
+        elif value.shape in layers and made in ("reshard", "all_gather"):
+            named["gathered weights"] += value.bytes
+        elif made == "scan":
+            named["saved activations"] += value.bytes
+        else:
+            named["working memory"] += value.bytes
+    named["working memory"] += worst.bytes - named.total()
+    return named
+
+
+def change(config: Config, overrides: dict[str, Any]) -> Config:
+    """The config with some keys at other values."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in overrides.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return dataclasses.replace(config, **{
+        section: dataclasses.replace(getattr(config, section), **keys) for section, keys in sections.items()})
+
+
+def divisors(n: int) -> list[int]:
+    """All of them, in order."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})

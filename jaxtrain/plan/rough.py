@@ -1,0 +1,70 @@
+"""How long a step takes, roughly and without a trace: only to leave out the meshes that cannot be among the best."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from jaxtrain.build import build
+from jaxtrain.config import Config, MeshConfig, PipelineConfig
+from jaxtrain.observe.flops import flops_per_token
+from jaxtrain.plan import links
+from jaxtrain.plan.program import Collective
+from jaxtrain.plan.targets import Target
+from jaxtrain.report import matmul_parameters, total
+
+TWO_BYTES = 2  # of a weight or an activation on its way
+
+
+def rows(config: Config, mesh: dict[str, int]) -> int:
+    """Of the batch, on one device; none where there are more devices than rows."""
+    return config.data.global_batch_size // (mesh["mesh.data"] * mesh["mesh.fsdp"] * mesh["mesh.expert"])
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model, whatever the mesh."""
+
+    parameters: int  # bytes
+    optimizer: int
+    per_token: float  # FLOP, there and back
+
+    @classmethod
+    def of(cls, config: Config, platform: str) -> "Size":
+        """From its shapes."""
+        alone = dataclasses.replace(config, mesh=MeshConfig(data=1), pipeline=PipelineConfig(),
+                                    train=dataclasses.replace(config.train, accumulation=1))
+        run = build(alone, devices=1, platform=platform)
+        active = matmul_parameters(run.abstract, run.layout, config.model)
+        return cls(total(run.abstract.params), total(run.abstract.opt_state),
+                   flops_per_token(config.model, active, config.data.seq_len, True))
+
+    def state(self, mesh: dict[str, int], zero_stage: int) -> float:
+        """Bytes of a device at least: all axes but `data` split everything."""
+        split = math.prod(mesh.values()) / mesh["mesh.data"]
+        return (self.parameters / (mesh["mesh.data"] if zero_stage == 3 else 1)
+                + self.optimizer / (mesh["mesh.data"] if zero_stage else 1)) / split
+
+
+def seconds(config: Config, target: Target, mesh: dict[str, int], size: Size) -> float:
+    """Computation at a usual rate, weights and gradients on their way, activations between devices, the bubble."""
+    sizes = {key.removeprefix("mesh."): n for key, n in mesh.items()}
+    tokens, devices = config.data.global_batch_size * config.data.seq_len, math.prod(sizes.values())
+    rate = target.efficiency["matmul"] * target.peak["bfloat16"]
+    computing = 4 / 3 * size.per_token * tokens / devices / rate
+
+    def talk(kind: str, axes: tuple[str, ...], size: float) -> float:
+        return links.seconds(Collective(kind, axes, int(size)), target, sizes)
+
+    split = sizes["stage"] * sizes["tensor"] * sizes["expert"]
+    here = size.parameters / 4 / split * TWO_BYTES  # of a device's layers, whole
+    weights = 2 * talk("all-gather", ("fsdp",), here) + talk("reduce-scatter", ("fsdp",), here / sizes["fsdp"])
+    weights += talk("all-reduce", ("data",), here / sizes["fsdp"])
+    mine = tokens / (sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"])
+    layers = config.model.num_layers / sizes["stage"]
+    wide = mine * config.model.embed_dim * TWO_BYTES
+    activations = 6 * layers * talk("all-reduce", ("tensor",), wide)
+    activations += 4 * layers * talk("all-to-all", ("expert",), wide * config.model.experts_per_token)
+    share = config.model.num_kv_heads / config.model.num_heads
+    activations += 3 * layers * talk("all-gather", ("context",), 2 * wide * share)
+    bubble = (sizes["stage"] - 1) / max(1, rows(config, mesh))
+    return (computing + activations) * (1 + bubble) + max(0.0, weights - target.efficiency["overlap"] * computing)

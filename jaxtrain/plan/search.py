@@ -1,0 +1,242 @@
+"""Which layouts there are, which of them fit, and which is fastest: as few traces as can tell.
+
+Three rounds, each with fewer layouts and more work for each: all meshes by a rough sum, which needs no trace; the most
+promising of them with everything computed twice, the smallest that a mesh can be; and of the fastest that fit, what
+need not be computed twice, in how many micro-batches, and by which schedule.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxtrain.build import build
+from jaxtrain.config import Config
+from jaxtrain.errors import UserError
+from jaxtrain.plan import rough
+from jaxtrain.plan.estimate import Estimate, change, divisors, estimate
+from jaxtrain.plan.targets import Target
+
+REMATS = ("none", "attention_and_dots", "attention", "full")  # the more is kept, the less is computed twice
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout: the keys that make it, and what is predicted of it."""
+
+    overrides: dict[str, Any]
+    estimate: Estimate
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Of its keys those of the mesh."""
+        return {key: value for key, value in self.overrides.items() if key.startswith("mesh.")}
+
+    def __str__(self) -> str:
+        return shown(self.overrides)
+
+
+@dataclass
+class Found:
+    """What a search has seen."""
+
+    config: Config
+    target: Target
+    devices: int
+    fitting: list[Choice] = field(default_factory=list)  # fastest first
+    too_large: list[Choice] = field(default_factory=list)  # smallest first
+    refused: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # layouts that were not traced, and why
+
+    @property
+    def best(self) -> Choice | None:
+        """The fastest that fits."""
+        return self.fitting[0] if self.fitting else None
+
+    def pareto(self) -> list[Choice]:
+        """Those that no other beats in time and memory both; with as many devices, time is cost."""
+        kept: list[Choice] = []
+        for choice in self.fitting:  # each is slower than those before it, and stays if it is smaller
+            if not kept or choice.estimate.bytes < kept[-1].estimate.bytes:
+                kept.append(choice)
+        return kept
+
+    def why(self, choice: Choice) -> str:
+        """By how much one is too large, by what most, and what would help."""
+        guess = choice.estimate
+        part, size = guess.memory.most_common(1)[0]
+        text = f"{guess.bytes / GB:.1f} of {guess.target.room / GB:.1f} GB; {part} {size / GB:.1f} GB"
+        smaller = [other for other in (*self.fitting, *self.too_large)
+                   if other.mesh == choice.mesh and other.estimate.bytes < guess.bytes]
+        if smaller:
+            best = min(smaller, key=lambda other: other.estimate.bytes)
+            keys = " ".join(f"{key.partition('.')[2]}={value}" for key, value in best.overrides.items()
+                            if choice.overrides.get(key) != value)
+            text += f"; {keys} saves {(guess.bytes - best.estimate.bytes) / GB:.1f} GB"
+        return text
+
+    def __str__(self) -> str:
+        from jaxtrain.plan.table import table
+
+        return table(self)
+
+    def add(self, choice: Choice) -> None:
+        """Sort it in."""
+        (self.fitting if choice.estimate.fits else self.too_large).append(choice)
+
+    def sort(self) -> None:
+        """Into the order that is promised."""
+        self.fitting.sort(key=lambda choice: choice.estimate.seconds)
+        self.too_large.sort(key=lambda choice: choice.estimate.bytes)
+
+
+def shown(overrides: dict[str, Any]) -> str:
+    """Keys of a layout, without those that change nothing."""
+    return " ".join(f"{key.partition('.')[2]}={value}" for key, value in overrides.items()
+                    if value not in (0, 1) or key == "train.remat") or "one device"
+
+
+def search(config: Config, target: Target, devices: int, *, meshes_traced: int = 16, refined: int = 4,
+           progress: Callable[[int], None] = lambda done: None) -> Found:
+    """Estimate what is worth it, for about a minute of one core at most."""
+    found = Found(config, target, devices)
+    look = _Looker(found, progress)
+    promising = _promising(found, meshes_traced)
+    smallest = [choice for mesh in promising if (choice := look.smallest(mesh))]
+    fastest = sorted((c for c in smallest if c.estimate.fits), key=lambda choice: choice.estimate.seconds)
+    for choice in fastest[:refined]:
+        look.refine(choice)
+    found.sort()
+    return found
+
+
+def fastest_mesh(config: Config, target: Target, devices: int, meshes_traced: int = 12) -> Found:
+    """With everything but the mesh as the config says, if any mesh fits so; else the best of a whole search."""
+    found = Found(config, target, devices)
+    look = _Looker(found, lambda done: None)
+    zero = {"optimizer.zero_stage": config.optimizer.zero_stage}
+    for mesh in _promising(found, meshes_traced, config.train.accumulation, config.optimizer.zero_stage):
+        look.at({**mesh, **zero, "train.accumulation": config.train.accumulation, "train.remat": config.train.remat})
+    found.sort()
+    return found if found.best else search(config, target, devices)
+
+
+class _Looker:
+    def __init__(self, found: Found, progress: Callable[[int], None]):
+        self.found, self.progress = found, progress
+        self.done = 0
+
+    def at(self, overrides: dict[str, Any]) -> Choice | None:
+        """Estimate one layout; None where it cannot be."""
+        self.done += 1
+        self.progress(self.done)
+        try:
+            config = change(self.found.config, {**overrides, "mesh.auto": False})
+            choice = Choice(overrides, estimate(config, self.found.target, self.found.devices))
+        except UserError as error:
+            self.found.refused.append((overrides, f"{error}"))
+            return None
+        self.found.add(choice)
+        return choice
+
+    def smallest(self, mesh: dict[str, int]) -> Choice | None:
+        """Everything computed twice; the batch at once, or if that does not fit in as many parts as it has to be."""
+        keys = {**mesh, "optimizer.zero_stage": _zero(self.found.config, mesh), "train.remat": "full"}
+        once = self.at({**keys, "train.accumulation": 1})
+        if once is None or once.estimate.fits or mesh["mesh.stage"] > 1:
+            return once
+        # What the state leaves has to hold the rest, most of which is of the batch; once more where that is too little.
+        fixed = once.estimate.memory["parameters"] + once.estimate.memory["optimizer"]
+        left = self.found.target.room - fixed
+        wanted = (once.estimate.bytes - fixed) / left if left > 0 else float("inf")
+        parts = [n for n in divisors(rough.rows(self.found.config, mesh)) if n >= wanted][:2]
+        for accumulation in parts:
+            choice = self.at({**keys, "train.accumulation": accumulation})
+            if choice is None or choice.estimate.fits:
+                return choice
+        return None
+
+    def refine(self, start: Choice) -> None:
+        """What fits beside it: less computed twice, in as many parts of the batch or twice as many; other schedules."""
+        best, rows = start, rough.rows(self.found.config, start.mesh)
+        parts = [n for n in divisors(rows) if n >= start.overrides["train.accumulation"]][:2]
+        for accumulation in parts if start.mesh["mesh.stage"] == 1 else parts[:1]:
+            for remat in reversed(REMATS[:-1]):  # keeping more and more, until it does not fit
+                choice = self.at({**start.overrides, "train.accumulation": accumulation, "train.remat": remat})
+                if choice is None or not choice.estimate.fits:
+                    break
+                best = min(best, choice, key=lambda c: c.estimate.seconds)
+        if (stages := start.mesh["mesh.stage"]) > 1:
+            for schedule, chunks in (("interleaved", 2), ("zb_h1", 1)):
+                whole = self.found.config.model.num_layers % (stages * chunks) == 0
+                if schedule != self.found.config.pipeline.schedule and whole:
+                    self.at({**best.overrides, "pipeline.schedule": schedule, "pipeline.chunks": chunks})
+
+
+def _promising(found: Found, most: int, accumulation: int = 1, zero_stage: int | None = None) -> list[dict[str, int]]:
+    """The meshes that are worth a trace, the most promising first."""
+    room, size = found.target.room, rough.Size.of(found.config, found.target.platform)
+    scored = []
+    for mesh in meshes(found.config, found.target, found.devices):
+        zero = zero_stage if zero_stage is not None else _zero(found.config, mesh)
+        if (state := size.state(mesh, zero)) > room:
+            why = f"parameters and optimizer alone take at least {state / GB:.1f} of {room / GB:.1f} GB"
+            found.refused.append((mesh, why))
+        else:
+            scored.append((rough.seconds(found.config, found.target, mesh, size), len(scored), mesh, zero))
+    scored.sort()
+    taken = []
+    for _, _, mesh, zero in scored:
+        if len(taken) == most:
+            found.refused.append((mesh, "by a rough sum slower than those above"))
+            continue
+        config = change(found.config, {**mesh, "mesh.auto": False, "optimizer.zero_stage": zero,
+                                       "train.accumulation": accumulation})
+        try:
+            build(config, devices=found.devices, platform=found.target.platform)
+        except UserError as error:
+            found.refused.append((mesh, f"{error}"))
+        else:
+            taken.append(mesh)
+    return taken
+
+
+def _zero(config: Config, mesh: dict[str, int]) -> int:
+    """Copies of a model need no copies of the optimizer."""
+    return config.optimizer.zero_stage or int(mesh["mesh.data"] > 1)
+
+
+def meshes(config: Config, target: Target, devices: int) -> Iterator[dict[str, int]]:
+    """Sizes of the axes whose product is the number of devices, the plainest first."""
+    model, data = config.model, config.data
+    near = target.links[0].devices
+    for stage in divisors(devices):
+        if stage > model.num_layers:
+            break
+        for tensor in divisors(devices // stage):
+            if tensor > min(near, 16, model.num_kv_heads) or model.num_heads % tensor or model.mlp_dim % tensor:
+                continue
+            for context in divisors(devices // stage // tensor):
+                if context > 1 and (data.seq_len // context < 2048 or data.seq_len % (2 * context)):
+                    break
+                for expert in divisors(devices // stage // tensor // context):
+                    if expert > 1 and (not model.num_experts or model.num_experts % expert):
+                        continue
+                    rest = devices // stage // tensor // context // expert
+                    for fsdp in sorted({rest, min(rest, max(1, near // tensor)), 1}, reverse=True):
+                        if rest % fsdp == 0:
+                            yield {"mesh.data": rest // fsdp, "mesh.fsdp": fsdp, "mesh.stage": stage,
+                                   "mesh.context": context, "mesh.expert": expert, "mesh.tensor": tensor}
+
+
+def beside(config: Config, target: Target, devices: int) -> Choice | None:
+    """The layout nearest to a config that does not fit: on its own mesh if any does there, else the best of all."""
+    sizes = build(replace(config, train=replace(config.train, remat="full")), devices=devices,
+                  platform=target.platform).mesh.shape
+    found = Found(config, target, devices)
+    look = _Looker(found, lambda done: None)
+    start = look.smallest({f"mesh.{axis}": size for axis, size in sizes.items()})
+    if start and start.estimate.fits:
+        look.refine(start)
+        found.sort()
+        return found.best
+    return search(config, target, devices).best

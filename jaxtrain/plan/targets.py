@@ -1,0 +1,180 @@
+"""What accelerators can do: from data sheets, overridden by what was measured and by what users write down.
+
+Rates are of one JAX device (a TPU7x chip is two), in bytes and FLOP a second; bandwidths of links count one direction.
+"""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import UserError, nearest
+
+GB, GiB, T = 1e9, 2.0**30, 1e12
+# What programs reach of a data sheet: of the peak in matmuls and in attention kernels, of the bandwidth of memory and
+# of links; and "overlap": the share of the talk beside computation that costs nothing. Chosen by hand, rounded, on the
+# calibrated half of tools/bench_published.py, which has a100, h100, h200, v5p and v6e; for the others they are a guess.
+# The reasons beside them are what would explain the figures, not what was measured.
+GPU = {
+    "matmul": 0.68,  # H100, all eight of a machine at their power limit; published for large matmuls alone: 0.73
+    "attention": 0.45,  # published for cuDNN alone: 0.6 forward; backward, five of the seven products, is slower
+    "memory": 0.75,
+    "links": 0.80,  # NCCL's bus bandwidth in large collectives, within machines and across
+    "overlap": 0.25,  # NCCL's kernels take processors, memory bandwidth and power from the matmuls beside them
+}
+TPU = {
+    "matmul": 0.70,  # v6e, whose matrix units are 256 wide and whose memory is slow for its peak
+    "attention": 0.40,
+    "memory": 0.80,
+    "links": 0.90,
+    "overlap": 0.80,  # the links have engines of their own
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """How devices of one neighbourhood reach each other: all of a node, of a slice, or of everything."""
+
+    name: str
+    devices: int  # that it joins
+    bandwidth: float  # of one device into it
+    latency: float  # seconds of one step of a collective
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of accelerator and how many of them are joined how."""
+
+    name: str
+    platform: str  # "cuda", "tpu" or "cpu", as the compiler calls it
+    device_kind: str  # a pattern of what `jax.devices()[0].device_kind` is
+    peak: Mapping[str, float]  # dtype -> dense FLOP/s
+    memory: float  # of the device
+    usable: float  # share of it that a program may fill
+    bandwidth: float  # of the device's memory
+    links: tuple[Link, ...]  # nearest first
+    price: float  # dollars an hour for one device: a default to be put right
+    source: str  # where the figures stand
+    efficiency: Mapping[str, float] = field(default_factory=lambda: GPU)  # share of it that is reached: what -> 0..1
+    chip: Mapping[str, Any] = field(default_factory=dict)  # what a compiler for GPUs wants to know besides
+
+    @property
+    def room(self) -> float:
+        """Bytes that a program may use."""
+        return self.memory * self.usable
+
+
+def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: float, nvlink: float, node: int,
+         network: float, price: float, chip: dict[str, Any], source: str, **efficiency: float) -> Target:
+    float32 = 2 * chip["cores"] * chip["fpus"] * chip["clock"] * 1e9  # without tensor cores, which would round
+    peak = {"bfloat16": bf16 * T, "float16": bf16 * T, "float32": float32}
+    if fp8:
+        peak["float8"] = fp8 * T
+    links = (Link("NVLink", node, nvlink * GB, 4e-6), Link("network", 1 << 30, network * GB, 15e-6))
+    # JAX takes three quarters by default; jaxtrain.main asks for 0.92, since CUDA and NCCL need some.
+    return Target(name, "cuda", kind, peak, memory, 0.92, bandwidth * GB, links, price, source,
+                  {**GPU, **efficiency}, chip)
+
+
+def _tpu(name: str, kind: str, bf16: float, int8: float, memory: float, bandwidth: float, ici: float, ports: int,
+         pod: int, network: float, price: float, source: str, **efficiency: float) -> Target:
+    """`ici`: both directions of all ports together, as the documentation counts."""
+    peak = {"bfloat16": bf16 * T, "float32": bf16 * T / 6, "float8": int8 * T}  # float32 in six passes
+    # A ring over one axis of the torus uses two ports, each in both directions.
+    links = (Link("ICI", pod, ici * GB / ports, 1e-6), Link("network", 1 << 30, network * GB, 50e-6))
+    return Target(name, "tpu", kind, peak, memory * GiB, 0.97, bandwidth * GB, links, price, source,
+                  {**TPU, **efficiency})
+
+
+_NVIDIA = "NVIDIA data sheets (dense figures); memory, cores and clocks as XLA's target specifications have them"
+_GOOGLE = "docs.cloud.google.com/tpu/docs"
+_AMPERE = {"major": 8, "extension": "NONE", "cores": 108, "fpus": 64, "clock": 1.41, "l2": 41943040,
+           "shared": 166912, "shared_core": 167936}
+_HOPPER = {"major": 9, "extension": "ACCELERATED_FEATURES", "cores": 132, "fpus": 128, "clock": 1.98, "l2": 52428800,
+           "shared": 232448, "shared_core": 233472}
+_BLACKWELL = {**_HOPPER, "major": 10, "cores": 148, "clock": 1.965, "l2": 132644864}
+TARGETS: dict[str, Target] = {target.name: target for target in (
+    _gpu("a100", "NVIDIA A100-SXM4-80GB", 312, 0, 85100068864, 2039, 300, 8, 25, 2.0, _AMPERE, _NVIDIA,
+         matmul=0.80, attention=0.55),  # less short of power than H100: matmuls and attention come nearer to its peak
+    _gpu("h100", "NVIDIA H100 80GB HBM3", 989, 1979, 84942979072, 3352, 450, 8, 50, 3.0, _HOPPER, _NVIDIA),
+    _gpu("h200", "NVIDIA H200", 989, 1979, 151397597184, 4800, 450, 8, 50, 3.5, _HOPPER, _NVIDIA,
+         matmul=0.77),  # measured in large matmuls alone: 0.80
+    _gpu("b200", "NVIDIA B200", 2250, 4500, 191514411008, 7672, 900, 8, 50, 5.5, _BLACKWELL, _NVIDIA),
+    _gpu("gb200", "NVIDIA GB200", 2500, 5000, 197897748480, 7928, 900, 72, 50, 6.5,
+         {**_BLACKWELL, "cores": 152, "clock": 2.062, "l2": 135528448}, _NVIDIA),
+    _tpu("v5e", "TPU v5( lite|e)", 197, 393, 16, 819, 400, 4, 256, 25 / 8, 1.2, f"{_GOOGLE}/v5e"),
+    # Matrix units half as wide as v6e's, and twice the memory's bandwidth for a FLOP.
+    _tpu("v5p", "TPU v5p?", 459, 918, 95, 2765, 1200, 6, 8960, 50 / 8, 4.2, f"{_GOOGLE}/v5p", matmul=0.85),
+    _tpu("v6e", "TPU v6( lite|e)", 918, 1836, 32, 1638, 800, 4, 256, 100 / 8, 2.7, f"{_GOOGLE}/v6e"),
+    _tpu("tpu7x", "TPU7x", 2307 / 2, 4614 / 2, 96, 7380 / 2, 600, 6, 2 * 9216, 50 / 8, 6.0, f"{_GOOGLE}/tpu7x"),
+)}
+# One virtual device on one core: what a matmul in float32 and a copy in memory were seen to reach, roughly.
+TARGETS["cpu"] = Target("cpu", "cpu", "cpu", {"float32": 6e10, "bfloat16": 3e10}, 4 * GiB, 0.8, 1e10,
+                        (Link("memory", 1 << 30, 2e9, 1e-4),), 0.05, "a core of a usual server",
+                        {"matmul": 1.0, "attention": 1.0, "memory": 1.0, "links": 1.0, "overlap": 0.0})
+_CORES = {"v5p": 2}  # whose slices are named by cores: v5p-512 has 256 chips
+
+
+def parse(text: str, more: str | Path | None = None) -> tuple[Target, int]:
+    """("h100x256") -> the target and how many devices. `more`: a JSON file with targets of one's own, or measured."""
+    targets = {**TARGETS, **(read(more) if more else {})}
+    found = re.fullmatch(r"([a-z][a-z0-9_]*?)(?:(x|-)(\d+))?", text.strip().lower())
+    if not found or found[1] not in targets:
+        raise UserError("--target", f"{text!r} is not known", nearest(found[1] if found else text, targets))
+    count = int(found[3] or 1)
+    if found[2] == "-":
+        if count % (cores := _CORES.get(found[1], 1)):
+            raise UserError("--target", f"{text!r} counts cores, {cores} a device", f"write {found[1]}-{count + 1}")
+        count //= cores
+    if count < 1:
+        raise UserError("--target", f"{text!r} has no devices", f"write {found[1]}x8")
+    return targets[found[1]], count
+
+
+def here(devices: list[Any] | None = None) -> Target:
+    """What the devices are that are present; a `UserError` where they are none that is known."""
+    import jax
+
+    devices = jax.devices() if devices is None else devices
+    kind, platform = devices[0].device_kind, devices[0].platform
+    mine = [device for device in devices if device.process_index == jax.process_index()]
+    if platform == "cpu":  # virtual devices share cores and memory
+        base, share = TARGETS["cpu"], min(1.0, (os.cpu_count() or 1) / len(mine))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(mine)
+        return dataclasses.replace(base, memory=memory, bandwidth=base.bandwidth * share,
+                                   peak={dtype: rate * share for dtype, rate in base.peak.items()})
+    for target in TARGETS.values():
+        if re.fullmatch(target.device_kind, kind):
+            limit = (mine[0].memory_stats() or {}).get("bytes_limit")
+            return dataclasses.replace(target, memory=limit, usable=1.0) if limit else target
+    raise UserError("--target", f"nothing is known of {kind!r}", "name a target, such as one in a file for --targets")
+
+
+def read(path: str | Path) -> dict[str, Target]:
+    """name -> target of a JSON file: {"NAME": {"like": "h100", "price": 2.1, ...}}; what stands there overrides."""
+    try:
+        given = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError("--targets", f"{path} cannot be read ({error})", "give a JSON file of targets") from None
+    return {name: _made(name, keys) for name, keys in given.items()}
+
+
+def _made(name: str, keys: dict[str, Any]) -> Target:
+    like = keys.get("like", name)
+    if like not in TARGETS:
+        raise UserError("--targets", f"{name} is like {like!r}, which is not known", nearest(like, TARGETS))
+    base, known = TARGETS[like], {f.name for f in dataclasses.fields(Target)}
+    for key in keys:
+        if key not in known | {"like"}:
+            raise UserError("--targets", f"{name} has no {key!r}", nearest(key, known))
+    changes = {key: value for key, value in keys.items() if key != "like"}
+    if "links" in changes:
+        changes["links"] = tuple(Link(**link) for link in changes["links"])
+    for key in ("peak", "efficiency"):
+        if key in changes:
+            changes[key] = {**getattr(base, key), **changes[key]}
+    return dataclasses.replace(base, name=name, **changes)

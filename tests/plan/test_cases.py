@@ -1,0 +1,37 @@
+"""Predictions beside what compilers for GPUs and TPUs said of the same steps (tools/bench_plan.py keeps it)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools import bench_plan
+
+KEPT = {line["name"]: line for line in map(json.loads, bench_plan.KEPT.read_text().splitlines())}
+CASES = {case["name"]: case for case in bench_plan.CASES}
+SOON = ("8B h200 fsdp8 full", "8B h200 {'tensor': 8}", "8B h200 {'data': 4, 'stage': 2, 'microbatches': 4}",
+        "70B h200 256 {'fsdp': 256}", "8B v5p fsdp8 full")
+
+
+def test_all_cases_are_kept():
+    assert KEPT.keys() == CASES.keys()
+    assert len(CASES) >= 40
+
+
+@pytest.mark.parametrize("name", [name if name in SOON else pytest.param(name, marks=pytest.mark.slow)
+                                  for name in CASES])
+def test_memory_is_near_what_the_compiler_says(name):
+    guess = bench_plan.predicted(CASES[name])
+    assert guess.bytes == pytest.approx(KEPT[name]["bytes"], rel=0.15)
+
+
+@pytest.mark.parametrize("name", SOON)
+def test_collectives_are_those_of_the_compiler(name):
+    guess = bench_plan.predicted(CASES[name])
+    assert guess.talked.total() == pytest.approx(sum(size for _, _, size in KEPT[name]["talked"]), rel=0.02)
+
+
+def test_the_table_in_the_docs_is_of_these_cases():
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    for name in CASES:
+        assert f"| {name} |" in page

@@ -1,0 +1,137 @@
+"""A search finds what fits, says why the rest does not, and what it picks can be built."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.plan import here, search, targets
+from jaxtrain.plan.estimate import change, estimate
+from jaxtrain.plan.table import explained
+
+TINY = {"mesh.fsdp": 1, "train.accumulation": 1, "data.global_batch_size": 16}
+
+
+def tiny(**keys):
+    return jt.load_config("configs/llama3_8b.py:tiny", {**TINY, **{k.replace("__", "."): v for k, v in keys.items()}})
+
+
+@pytest.fixture(scope="module")
+def found():
+    config = tiny(data__global_batch_size=64)
+    most = estimate(change(config, {"mesh.data": 8}), targets.TARGETS["h100"], 8)
+    return search.search(config, _small(0.6 * most.bytes), 8, meshes_traced=6, refined=2)
+
+
+def _small(memory):
+    """H100s with so little memory that a tiny model has to be cut up."""
+    from dataclasses import replace
+
+    return replace(targets.TARGETS["h100"], memory=memory / 0.92)
+
+
+def test_all_that_is_offered_fits_and_the_fastest_is_first(found):
+    assert found.fitting
+    assert all(choice.estimate.bytes <= found.target.room for choice in found.fitting)
+    seconds = [choice.estimate.seconds for choice in found.fitting]
+    assert seconds == sorted(seconds)
+    assert found.pareto()[0] is found.fitting[0]
+
+
+def test_what_is_too_large_says_by_how_much_and_what_would_help(found):
+    assert found.too_large
+    for choice in found.too_large:
+        assert choice.estimate.bytes > found.target.room
+        assert f"{choice.estimate.bytes / 1e9:.1f} of" in found.why(choice)
+    helped = [found.why(choice) for choice in found.too_large if " saves " in found.why(choice)]
+    assert helped, [found.why(choice) for choice in found.too_large]
+
+
+def test_keeping_more_for_the_backward_pass_takes_more_memory_and_less_time():
+    keys = {"mesh.fsdp": 8, "mesh.data": 1, "data.global_batch_size": 8, "train.accumulation": 1}
+    none, full = (estimate(jt.load_config("configs/llama3_8b.py", {**keys, "train.remat": remat}),
+                           targets.TARGETS["h100"], 8) for remat in ("none", "full"))
+    assert none.bytes > full.bytes
+    assert none.seconds < full.seconds
+
+
+def test_the_state_is_counted_to_the_byte():
+    config = tiny(mesh__fsdp=4, mesh__data=2)
+    guess, run = estimate(config, targets.TARGETS["h100"], 8), jt.build(config, devices=8)
+    from jaxtrain.report import total
+
+    assert guess.memory["parameters"] == total(run.abstract.params)
+    assert guess.memory["optimizer"] == total(run.abstract.opt_state)
+    assert sum(guess.memory.values()) == guess.bytes
+
+
+def test_the_table_and_the_explanation_add_up(found):
+    text = str(found)
+    assert text.splitlines()[0].split() == ["layout", "GB", "step", "tokens/s", "MFU", "days", "cost"]
+    assert str(found.fitting[0]) in text and found.why(found.too_large[0]) in text
+    best = found.fitting[0].estimate
+    assert f"{best.bytes / 1e9:.2f} of {best.target.room / 1e9:.1f} GB" in explained(best)
+    assert sum(best.time.parts.values()) == pytest.approx(best.seconds)
+
+
+def test_mesh_auto_builds_what_fits_the_devices_that_are_here():
+    run = jt.build(jt.load_config("configs/gpt.py:tiny", {"mesh": "auto", "data.global_batch_size": 16}))
+    assert run.mesh.size == jax.device_count()
+    assert not run.config.mesh.auto
+    _, metrics = run.step(run.init(), run.batch(0))
+    assert float(metrics["loss"]) > 0
+
+
+def test_mesh_auto_in_a_config_takes_the_place_of_sizes():
+    config = jt.make_config({"mesh": {"tensor": 2, "rules": "fsdp"}}, {"mesh": "auto"})
+    assert config.mesh.auto and config.mesh.tensor == 1 and config.mesh.rules == "fsdp"
+    assert jt.make_config({"mesh": "auto"}).mesh.auto
+    with pytest.raises(jt.UserError, match="no devices to decide for"):
+        jt.build(config, devices=8)
+
+
+def test_what_cannot_fit_is_refused_with_what_does(monkeypatch):
+    run = jt.build(tiny(mesh__data=8, train__remat="none", data__global_batch_size=64))
+    need = estimate(run.config, targets.TARGETS["h100"], 8).bytes
+    monkeypatch.setattr(targets, "here", lambda devices=None: _small(0.6 * need))
+    with pytest.raises(jt.UserError, match=r"train\.check_memory: a step would take about") as refusal:
+        here.check(run)
+    fix = dict(word.split("=") for word in refusal.value.fix.removeprefix("use ").split())
+    changed = change(run.config, {key: type(_at(run.config, key))(value) for key, value in fix.items()})
+    assert estimate(changed, _small(0.6 * need), 8).fits
+    monkeypatch.setattr(targets, "here", lambda devices=None: _small(2 * need))
+    assert "predicted: " in here.check(run)
+
+
+def _at(config, key):
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def test_devices_that_nobody_knows_stop_no_run(monkeypatch):
+    def unknown(devices=None):
+        raise jt.UserError("--target", "nothing is known of 'GPU 9000'", "describe it in a file for --targets")
+
+    run = jt.build(tiny(mesh__data=8))
+    monkeypatch.setattr(targets, "here", unknown)
+    assert "nothing is known of 'GPU 9000'" in here.check(run)
+
+
+def test_a_check_can_be_turned_off(monkeypatch):
+    monkeypatch.setattr(targets, "here", lambda devices=None: _small(1e6))
+    assert "predicted: " in here.check(jt.build(tiny(mesh__data=8, train__check_memory=False)))
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--target=h1000x8"], "--target: 'h1000x8' is not known"),
+    (["--target=h100x8", "--config.mesh.tensr=2"], "there is no such key"),
+    (["--target=h100x8", "--top=0"], "--top: 0 layouts show nothing"),
+    (["--target=h100x8", "--explain", "--config.mesh=auto"], "mesh=auto is no layout yet"),
+])
+def test_mistakes_are_one_line(words, said):
+    done = subprocess.run([sys.executable, "-m", "jaxtrain.plan", "--config=configs/gpt.py:tiny", *words],
+                          capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said in done.stderr and len(done.stderr.splitlines()) == 1

@@ -1,0 +1,50 @@
+"""Names of targets, targets of one's own, and what is told of wrong ones."""
+
+import json
+
+import pytest
+
+from jaxtrain.errors import UserError
+from jaxtrain.plan import targets
+
+
+@pytest.mark.parametrize(("text", "name", "count"), [
+    ("h100x256", "h100", 256), ("b200", "b200", 1), ("v5p-512", "v5p", 256), ("v6e-256", "v6e", 256),
+    ("GB200x72", "gb200", 72), ("cpux8", "cpu", 8)])
+def test_names(text, name, count):
+    target, devices = targets.parse(text)
+    assert (target.name, devices) == (name, count)
+
+
+@pytest.mark.parametrize("text", ["h1000x8", "x8", "h100x0", "", "h100x8x8", "v5p-3"])
+def test_wrong_names(text):
+    with pytest.raises(UserError, match="--target"):
+        targets.parse(text)
+
+
+def test_a_target_of_ones_own(tmp_path):
+    file = tmp_path / "mine.json"
+    near = {"name": "NVLink", "devices": 4, "bandwidth": 3e11, "latency": 1e-6}
+    mine = {"like": "h100", "price": 1.5, "efficiency": {"matmul": 0.7}, "links": [near]}
+    file.write_text(json.dumps({"mine": mine}))
+    target, devices = targets.parse("minex16", file)
+    assert (target.price, target.efficiency["matmul"], target.links[0].devices, devices) == (1.5, 0.7, 4, 16)
+    assert target.peak == targets.TARGETS["h100"].peak
+
+
+@pytest.mark.parametrize(("keys", "said"), [({"like": "h1"}, "not known"), ({"like": "h100", "prize": 1}, "prize")])
+def test_a_wrong_target_of_ones_own(tmp_path, keys, said):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"mine": keys}))
+    with pytest.raises(UserError, match=said):
+        targets.parse("minex8", file)
+
+
+def test_a_file_that_is_none(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        targets.parse("h100x8", tmp_path / "missing.json")
+
+
+def test_every_target_has_its_source():
+    for target in targets.TARGETS.values():
+        assert target.source and target.peak["bfloat16"] and target.links and target.price > 0
