@@ -25,6 +25,7 @@ from jaxtrain.plan import here
 from jaxtrain.report import matmul_parameters
 from jaxtrain.resilience import exits
 from jaxtrain.resilience.accusations import Accusations
+from jaxtrain.resilience.alone import alone
 from jaxtrain.resilience.interrupt import Interrupt, complete
 from jaxtrain.resilience.replays import Replays
 from jaxtrain.resilience.replicas import Replicas
@@ -80,6 +81,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
     config, t, r, c = run.config, run.config.train, run.config.resilience, run.config.checkpoint
     watchdog.start()
     observe.make_workdir(workdir)
+    begun.enter_context(alone(workdir))
     checkpoints = begun.enter_context(checkpoint.Checkpoints(
         workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best, verify=c.verify, mirror=c.mirror))
     passed = settle(workdir, checkpoints)

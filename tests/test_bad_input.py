@@ -42,7 +42,7 @@ def refused(tmp_path, text, monkeypatch, capsys):
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and err.endswith("\n"), err
         left = {path.name for path in Path(workdir).glob("*")} if Path(workdir).is_dir() else set()
-        assert left <= {"config.json", "run.json", "heartbeats"}
+        assert left <= {"config.json", "run.json", "heartbeats", "lock"}
         return err.rstrip("\n")
 
     yield run

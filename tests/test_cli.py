@@ -105,7 +105,7 @@ def test_files(flags, ran):
     assert run["device_kind"] == "cpu" and run["process_count"] == 1 and run["packages"]["jax"] == jax.__version__
     assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["2", "4"]
     assert {path.name for path in workdir.iterdir()} == {
-        "checkpoints", "config.json", "events.jsonl", "heartbeats", "ledger", "metrics.jsonl", "run.json",
+        "checkpoints", "config.json", "events.jsonl", "heartbeats", "ledger", "lock", "metrics.jsonl", "run.json",
         "tensorboard"}
 
 

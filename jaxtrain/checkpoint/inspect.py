@@ -15,12 +15,13 @@ from jaxtrain.checkpoint import pieces, snapshots, verify
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.checkpoint.snapshots import Taken
 from jaxtrain.errors import UserError
+from jaxtrain.resilience.alone import locked
 
 _ASIDE = ".set_aside"
 _ENDINGS = {".damaged": "damaged: it was found out and is not used", ".abandoned": "the run went back to before it",
             _ASIDE: "set aside by restore-to", ".fetching": "not complete: being fetched from the mirror",
             ".orbax-checkpoint-tmp": "not complete: being written, or the run ended meanwhile"}
-_ALIVE_S = 60  # a heartbeat that is younger comes from a run that goes on
+_ALIVE_S = 60  # a heartbeat that is younger comes from a run that goes on, where a file system has no locks
 _HEAD = ("step", "state", "where", "size", "age", "loss", "mesh")
 
 
@@ -161,10 +162,15 @@ def restore_to(workdir: str | Path, step: int) -> str:
     """Put everything newer than a good checkpoint out of the way -> what was done, and how to undo it."""
     workdir, directory = Path(workdir), _directory(workdir)
     folder = _known(directory, step)
-    for path in (workdir / "heartbeats").glob("process-*"):
-        if (age := time.time() - path.stat().st_mtime) < _ALIVE_S:
-            raise UserError("WORKDIR", f"{workdir} is of a run that goes on: {path.name} was alive {_age(age)} ago",
-                            "stop it first, then run this again")
+    with locked(workdir, 0) as certain:
+        for path in () if certain else (workdir / "heartbeats").glob("process-*"):
+            if (age := time.time() - path.stat().st_mtime) < _ALIVE_S:
+                raise UserError("WORKDIR", f"{path.name} of this run was alive {_age(age)} ago",
+                                f"stop it, and run this again {_ALIVE_S} s later")
+        return _turn_back(workdir, directory, folder, step)
+
+
+def _turn_back(workdir: Path, directory: Path, folder: Path, step: int) -> str:
     if problems := verify.verify(directory, step):
         raise UserError("STEP", f"{folder} is damaged ({problems[0]})", "choose another one that `list` calls good")
     said, undo = [], []

@@ -1,7 +1,10 @@
 """python -m jaxtrain.checkpoint: what a person sees at night, and the way back."""
 
 import contextlib
+import errno
+import fcntl
 import json
+import os
 import re
 import shutil
 
@@ -12,6 +15,7 @@ import pytest
 from jaxtrain.checkpoint import Checkpoints, Snapshots, verify
 from jaxtrain.checkpoint.__main__ import main
 from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.resilience.alone import locked
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 ABSTRACT = {"w": jax.ShapeDtypeStruct((64, 8), np.float32, sharding=HERE),
@@ -149,7 +153,7 @@ def test_twice_deletes_nothing(work, capsys):
     (["diff", "WORK", "10", "x"], "does not say which two"),
     (["restore-to", "WORK", "15"], "has no checkpoint of step 15; it has 10, 20, 30"),
     (["restore-to", "WORK", "20"], "is damaged"),
-    (["restore-to", "WORK", "10"], "is of a run that goes on"),
+    (["restore-to", "WORK", "10"], r"another run works in .* \(process [0-9]+ on .*\); end that one"),
     (["restore", "WORK"], "invalid choice"),
     ([], "command line: "),
 ], ids=lambda words: "-".join(words) if isinstance(words, list) else "")
@@ -159,8 +163,19 @@ def test_mistakes(made, tmp_path, capsys, words, said):
         work = tmp_path / "work"
         shutil.copytree(made, work)
         damage(work, 20)
-        if words[2] == "10":
-            (work / "heartbeats").mkdir()
-            (work / "heartbeats" / "process-0").touch()
-    status, _, err = ran(capsys, *[str(work) if word == "WORK" else word for word in words])
+    with locked(work, 0) if words[2:] == ["10"] else contextlib.nullcontext():
+        status, _, err = ran(capsys, *[str(work) if word == "WORK" else word for word in words])
     assert status == 2 and err.count("\n") == 1 and re.search(said, err)
+
+
+def test_without_locks_a_heartbeat_tells(work, capsys, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    (work / "heartbeats").mkdir()
+    (work / "heartbeats" / "process-0").touch()
+    status, _, err = ran(capsys, "restore-to", work, 10)
+    assert status == 2 and "process-0 of this run was alive" in err and "60 s later" in err
+    os.utime(work / "heartbeats" / "process-0", (1e9, 1e9))
+    assert ran(capsys, "restore-to", work, 10)[0] == 0

@@ -1,0 +1,74 @@
+"""Two runs never write into one workdir."""
+
+import errno
+import fcntl
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jaxtrain.errors import UserError
+from jaxtrain.main import main
+from jaxtrain.resilience import alone
+from jaxtrain.resilience.alone import locked
+from tests.tiny import tiny_flags
+
+HOLD = """
+import sys
+from jaxtrain.resilience.alone import locked
+with locked(sys.argv[1], 0):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process that works in `tmp_path`."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               text=True)
+    with process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_the_other_is_named_and_nothing_stale_remains(other, tmp_path):
+    with pytest.raises(UserError, match=rf"another run works in {tmp_path} \(process {other.pid} on "), \
+            locked(tmp_path, 0):
+        pass
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    with locked(tmp_path, 0) as certain:
+        assert certain
+    with locked(tmp_path, 0) as certain:
+        assert certain
+
+
+def test_a_run_is_refused_where_another_one_works(other, tmp_path, tmp_path_factory, cache, capsys, monkeypatch):
+    monkeypatch.setattr(alone, "PATIENCE_S", 1.0)
+    flags = [*tiny_flags(tmp_path_factory, ["train.steps=1", "mesh.data=8", "checkpoint.every=0"]),
+             f"--workdir={tmp_path}"]
+    assert main(flags) == 2
+    err = capsys.readouterr().err
+    assert f"--workdir: another run works in {tmp_path} (process {other.pid} " in err and "waiting up to 1 s" in err
+    assert not (tmp_path / "metrics.jsonl").exists() and not (tmp_path / "config.json").exists()
+    # One that ends meanwhile is waited for.
+    monkeypatch.setattr(alone, "PATIENCE_S", 60.0)
+    threading.Timer(1.0, other.kill).start()
+    assert main(flags) == 0
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 1
+    with locked(tmp_path, 0):  # a run that is over holds nothing
+        pass
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, capsys, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path, 0) as certain:
+        assert not certain
+    assert "cannot be locked (No locks available)" in capsys.readouterr().err
