@@ -1,6 +1,7 @@
 """A config file and dotted overrides, read into a checked `Config`: every mistake in them is told in one sentence."""
 
 import ast
+import difflib
 import math
 import runpy
 import traceback
@@ -56,13 +57,18 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
         sections[section].update(keys)
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
-        _known(section, sections, key)
+        if section not in sections:
+            whole = [f"{known}.{name}" for known, cls in get_type_hints(Config).items() for name in get_type_hints(cls)]
+            close = difflib.get_close_matches(key, whole, n=1)
+            raise UserError(key, "there is no such key",
+                            f"did you mean {close[0]!r}?" if close else nearest(section, sections))
         if (key, value) == ("mesh", "auto"):  # whatever sizes the file has
             kept = {name: value for name, value in sections["mesh"].items() if name not in AXES}
             sections["mesh"] = {**kept, "auto": True}
             continue
         if not name:
-            raise UserError(section, "it is a section, not a key", f"give {section}.KEY=VALUE")
+            raise UserError(section, "it is a section, not a key",
+                            f"give {section}.KEY=VALUE{' or mesh=auto' * (section == 'mesh')}")
         if section == "mesh" and name.startswith("overrides."):
             before = sections[section].get("overrides", {})
             sections[section]["overrides"] = {**(before if isinstance(before, dict) else {}),

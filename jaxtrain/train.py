@@ -12,7 +12,6 @@ import numpy as np
 
 from jaxtrain import checkpoint, distributed, errors, observe
 from jaxtrain.build import Run, build
-from jaxtrain.checkpoint import store
 from jaxtrain.checkpoint.interval import Saves
 from jaxtrain.config import Config
 from jaxtrain.data import prefetch, stages
@@ -158,6 +157,14 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
             with phase("eval"):
                 return run.evaluate(state, t.eval_batches)
 
+    def pause(seconds):
+        with ledger.book("other"):
+            for rest in np.arange(seconds, 0, -1):
+                if interrupt.requested(done):
+                    return False
+                time.sleep(min(rest, 1))
+        return True
+
     saves = Saves(c, ledger, checkpoints.writing, checkpoints.failed, workdir=workdir, start=start)
     with (
         interrupt,
@@ -209,15 +216,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
                 writer.write_eval(done, evaluation())
         if done == t.steps:
             with phase("checkpoint"):  # the last one is read back, however long it takes; else there is no time for it
-                for seconds in store.AGAIN_S:
-                    try:
-                        checkpoints.wait()
-                        break
-                    except store.NotSaved:  # the state is nowhere else
-                        time.sleep(seconds)
-                        checkpoints.save(done, state, meta)
-                else:
-                    checkpoints.wait()
+                checkpoints.insist(done, state, meta, pause)
                 # The first process copies it to the mirror; at their exit JAX gives the others five minutes only.
                 distributed.meet("end", r.start_limit)
 

@@ -51,7 +51,12 @@ def refused(tmp_path, text, monkeypatch, capsys):
 
 MISTAKES = {
     "a typo in a key": ("model.num_layer=3", "model.num_layer: there is no such key; did you mean 'num_layers'?"),
-    "a typo in a section": ("modle.num_layers=3", "modle.num_layers: there is no such key; did you mean 'model'?"),
+    "a typo in a section": ("modle.num_layers=3", "modle.num_layers: there is no such key; did you mean "
+                            "'model.num_layers'?"),
+    "no section": ("steps=3", "steps: there is no such key; did you mean 'train.steps'?"),
+    "neither section nor key": ("xyz.q=3", "xyz.q: there is no such key; known: checkpoint, data, mesh, model, "
+                                "optimizer, pipeline, resilience, train"),
+    "a word for a mesh": ("mesh=foo", "mesh: it is a section, not a key; give mesh.KEY=VALUE or mesh=auto"),
     "a section for a key": ("model=3", "model: it is a section, not a key; give model.KEY=VALUE"),
     "text for a number": ("model.num_layers=many", "model.num_layers: 'many' is not a whole number; give a "
                         "whole number"),

@@ -23,7 +23,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
 from jaxtrain.resilience import exits
-from jaxtrain.resilience.interrupt import Interrupt
+from jaxtrain.resilience.interrupt import Interrupt, before_the_loop
 from tests.tiny import SLOW, tiny_flags, wait_for_lines
 
 ROOT = Path(__file__).parents[1]
@@ -148,6 +148,27 @@ def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, 
         monkeypatch.undo()
         assert main([*flags, f"--workdir={tmp_path}/work"]) == 0
     assert_same_run(flags, tmp_path / "work", straight)
+
+
+def test_sigterm_ends_the_wait_for_a_disk_that_is_full(flags, tmp_path, monkeypatch, capsys):
+    usage, last = shutil.disk_usage, tmp_path / "work" / "metrics.jsonl"
+
+    def full(path):
+        ended = last.exists() and f'{{"step": {STEPS}, ' in last.read_text()
+        return type(usage(path))(0, 0, 0) if ended else usage(path)
+
+    def waiting(seconds, sleep=time.sleep):
+        if seconds == 1 and threading.current_thread() is threading.main_thread():
+            os.kill(os.getpid(), signal.SIGTERM)
+        sleep(0.01)
+
+    monkeypatch.setattr(store, "AGAIN_S", (1000,) * 5)
+    monkeypatch.setattr(store.shutil, "disk_usage", full)
+    monkeypatch.setattr(time, "sleep", waiting)
+    assert main([*flags, f"--workdir={tmp_path}/work"]) == exits.RESTART
+    err = capsys.readouterr().err
+    assert err.count("the last step is in memory only; saving it again in 1000 s") == 1
+    assert err.count("checkpoint 12 could not be saved") == 2  # the second one after the signal
 
 
 def test_on_another_mesh(flags, straight, halfway):
@@ -301,6 +322,18 @@ def test_interrupt_leaves_handlers_as_they_were():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_an_early_signal_is_not_lost_with_what_it_raised(number, raised):
+    """Python drops what is raised in a callback of the garbage collector, as JAX has one."""
+    with before_the_loop():
+        with contextlib.suppress(raised):
+            os.kill(os.getpid(), number)
+        with pytest.raises(raised), Interrupt():
+            pytest.fail("the loop began")
+    with Interrupt():
+        pass
 
 
 def test_interrupt_on_another_thread():

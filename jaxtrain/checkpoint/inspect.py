@@ -37,21 +37,26 @@ def show(workdir: str | Path) -> str:
             copies = {step: mirror.good(step) for step in mirror.steps()}
         except UserError as error:
             notes.append(f"the mirror could not be asked: {error}")
-    rows = []
+    rows, good = [], []
     for step in sorted({*local, *copies}):
         record = verify.good(directory, step)
-        state = "good" if record else "only in the mirror" if step not in local else _unmarked(directory / str(step))
+        problems = _at_a_glance(directory / str(step), record) if record else []
+        state = (f"damaged: {problems[0]}" if problems else "good" if record else
+                 "only in the mirror" if step not in local else _unmarked(directory / str(step)))
+        good += [step] if record and not problems else []
         where = [name for name, there in (("local", step in local), ("mirror", step in copies)) if there]
         rows.append(_row(step, state, where, record or copies.get(step) or {}, directory / str(step)))
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         ending = next((ending for ending in _ENDINGS if ending in path.name), None)
         if ending and path.is_dir() and (step := path.name.partition(".")[0]).isdecimal():
             rows.append(_row(int(step), f"{_ENDINGS[ending]} ({path.name})", ["local"], {}, path))
-    rows += _snapshots(workdir, config.get("local_dir", ""))
+    kept = _snapshots(workdir, config.get("local_dir", ""))
+    rows += kept
     if not rows:
         return "\n".join([f"{workdir} has no checkpoints yet", *notes])
-    good = [step for step in local if verify.good(directory, step)]
-    last = f"the run goes on from step {good[-1]}, or from a newer snapshot" if good else (
+    newer = ", or from a newer snapshot" * bool(good and any(int(row[0]) > good[-1] for row in kept))
+    last = (f"the run goes on from step {good[-1]}{newer}; `good` says that it was read back whole when it was saved, "
+            "and `verify` reads it again") if good else (
         "no checkpoint here is good; those not verified yet are read back when the run starts" if local else
         "there is no checkpoint here")
     return "\n".join([_table([_HEAD, *rows]), *notes, last])
@@ -66,6 +71,13 @@ def _row(step: int, state: str, where: list[str], record: dict[str, Any], folder
     loss = meta.get("loss")
     return (str(step), state, ", ".join(where), _bytes(size), _age(time.time() - then) if then else "",
             f"{loss:.4f}" if isinstance(loss, float) else "", mesh or ("one device" if "mesh" in meta else ""))
+
+
+def _at_a_glance(folder: Path, record: dict[str, Any]) -> list[str]:
+    """What names and sizes of files tell; their content takes as long as reading it."""
+    if not any(folder.glob("*/*")):
+        return ["it has no files any more"]
+    return verify.compare_files(folder, record, *verify.list_files(folder), hashes=False)
 
 
 def _unmarked(folder: Path) -> str:

@@ -270,6 +270,27 @@ class Checkpoints:
             self._mirror.wait()
         self._raise()
 
+    def insist(self, step: int, state: Any, meta: dict[str, Any] | None, pause: Callable[[float], bool]) -> None:
+        """Wait for the last save of a run, and while it fails make it again: the state is nowhere else.
+
+        Args:
+            pause: waits so many seconds; False, in all processes alike, if there is time for one more try only.
+
+        Raises:
+            NotSaved: it came to nothing.
+        """
+        for seconds in AGAIN_S:
+            try:
+                return self.wait()
+            except NotSaved:
+                self._tell("checkpoint_again", f"the last step is in memory only; saving it again in {seconds} s",
+                           step=step)
+                more = pause(seconds)
+                self.save(step, state, meta)
+                if not more:
+                    break
+        self.wait()
+
     def __enter__(self) -> "Checkpoints":
         return self
 
@@ -402,8 +423,8 @@ class Checkpoints:
     def _failed(self, step: int, error: Exception) -> None:
         reason = innermost(error)
         self._failure = NotSaved(step, self._directory, reason)
-        self._tell("checkpoint_failed", f"checkpoint {step} could not be saved ({reason}); the run goes on, and the "
-                   "next save tries again", step=step, reason=reason)
+        self._tell("checkpoint_failed", f"checkpoint {step} could not be saved ({reason}); the next save tries "
+                   "again", step=step, reason=reason)
 
     def _make_room(self, step: int) -> None:
         """Delete what there is of a save that failed, when nobody writes it any more, and what may go besides."""

@@ -6,13 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-
-import jax
+from typing import NoReturn
 
 from jaxtrain.resilience import exits
 
 _calls = itertools.count(1)  # all processes make the same
 _complete = threading.Event()
+_early = 0  # the signal that came before the loop
 
 
 def complete() -> None:
@@ -22,25 +22,38 @@ def complete() -> None:
 
 @contextlib.contextmanager
 def before_the_loop() -> Iterator[None]:
-    """Within this context, and outside of an `Interrupt`, SIGTERM ends with the status for "start me again".
+    """Within this context, and outside of an `Interrupt`, Ctrl-C and SIGTERM end at once, each with its own status.
 
     Among several processes JAX takes SIGTERM over as soon as they have met, and the loop answers it behind step one.
     """
+    global _early
+
     def stop(number, frame):
-        if _complete.is_set():
+        global _early
+        if _complete.is_set() and number == signal.SIGTERM:
             return
-        os.write(2, b"stopped outside of the loop; run the same command again to resume\n")
-        raise SystemExit(exits.SAVED)  # no Exception: nobody is to take it for a checkpoint that cannot be read
+        _early = number
+        _end(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     _complete.clear()
-    before = signal.signal(signal.SIGTERM, stop)
+    _early = 0
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        _early = 0
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int) -> NoReturn:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    os.write(2, b"stopped outside of the loop; run the same command again to resume\n")
+    raise SystemExit(exits.SAVED)  # no Exception: nobody is to take it for a checkpoint that cannot be read
 
 
 class Interrupt:
@@ -54,12 +67,16 @@ class Interrupt:
 
     def __init__(self):
         self.signal, self._reached = 0, False
+        import jax  # takes a second, in which signals are to be answered already
+
         self._together = jax.process_count() > 1
 
     def __enter__(self) -> "Interrupt":
         handled = (signal.SIGINT,) if self._together else (signal.SIGINT, signal.SIGTERM)
         if threading.current_thread() is not threading.main_thread():
             handled = ()  # Python lets only the main thread handle signals
+        elif _early:  # what it raised was lost: nothing can be raised in a callback of gc, as JAX has one
+            _end(_early)
         self._before = {number: signal.signal(number, self._received) for number in handled}
         return self
 

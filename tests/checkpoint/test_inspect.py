@@ -89,7 +89,17 @@ def test_list(work, tmp_path, capsys):
     assert lines[4][:2] == ["25", "damaged: it was found out and is not used (25.damaged)"]
     assert lines[5][1].startswith("not complete: being written, or the run ended meanwhile")
     assert lines[6][:3] == ["33", "in memory", "snapshot"] and "0.5000" in lines[6]
-    assert out.endswith("the run goes on from step 20, or from a newer snapshot\n")
+    assert "\nthe run goes on from step 20, or from a newer snapshot; `good` says that" in out
+
+
+def test_list_sees_files_that_are_gone(work, capsys):
+    next((work / "checkpoints" / "30").rglob("state/d/*")).unlink()
+    for part in ("state", "meta", "fingerprint"):
+        shutil.rmtree(work / "checkpoints" / "20" / part)
+    lines = cells(ran(capsys, "list", work)[1])
+    assert re.fullmatch(r"damaged: state/d/\S+ is missing", lines[3][1])
+    assert lines[2][1] == "damaged: it has no files any more"
+    assert lines[4][0].startswith("the run goes on from step 10; `good` says that")
 
 
 def test_list_with_nothing_there(tmp_path, capsys):
