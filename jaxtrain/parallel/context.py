@@ -220,7 +220,7 @@ def _ring_backward(q, k, v, segments, dout, lse, delta, window):
         return _seen(me, source, T, work)
 
     dq, dkv = _rounds(visit, (dq, dkv), following)
-    return dq, *_next(dkv)  # home
+    return dq, *_next([g.astype(x.dtype) for g, x in zip(dkv, (k, v), strict=True)])  # home, as what they are wanted as
 
 
 # -------------------------------------------------------------------------------------------------------------- gather

@@ -75,7 +75,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
         run = build(config, devices=devices, platform=target.platform)
         traced = run.trace()
     sizes = dict(run.mesh.shape)
-    block = program.read(traced.jaxpr, sizes, target.platform)
+    block = program.read(traced.jaxpr, sizes, target.platform, target.rings)
     state = len(jax.tree.leaves(run.abstract))
     worst = memory.peak(block, state)
     parts = Counter({

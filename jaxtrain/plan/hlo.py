@@ -50,7 +50,13 @@ def collectives(text: str) -> list[Collective]:
     """Of a program's text (`compiled.as_text()`), loops multiplied by their trip counts."""
     computations, entry = _computations(text)
     devices = re.search(r"num_partitions=(\d+)", text)
-    return list(_walk(computations, entry, 1, int(devices[1]) if devices else 1, False))
+    found, fused = [], set()
+    for channel, collective in _walk(computations, entry, 1, int(devices[1]) if devices else 1, False):
+        # For TPUs what runs beside fusions stands in each of them: where it begins, where it goes on and where it ends.
+        if channel not in fused:
+            found.append(collective)
+        fused |= {channel} - {None}
+    return found
 
 
 def total(found: list[Collective], kind: str) -> int:
@@ -82,11 +88,28 @@ def _trips(line: str, computations: dict[str, list[str]]) -> int:
     condition = "\n".join(computations[named[1]]) if named else ""
     bounds = re.findall(r"[su]32\[\]\S* constant\((\d+)\)", condition)
     assert len(bounds) == 1 and "direction=LT" in condition, f"a loop of unknown length: {line}"
-    return int(bounds[0])
+    return -(-int(bounds[0]) // _step(line, condition, computations))
+
+
+def _step(line: str, condition: str, computations: dict[str, list[str]]) -> int:
+    """What the counter of a loop rises by: more than one where XLA unrolled it."""
+    at, body = re.search(r"get-tuple-element\(.*index=(\d+)", condition), re.search(r"body=%?([\w.\-]+)", line)
+    if not at or not body:
+        return 1
+    lines = computations[body[1]]
+    made = {match[1]: made for made in lines if (match := re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", made))}
+    root = next((made for made in lines if made.lstrip().startswith("ROOT")), "")
+    results = re.search(r" tuple\((.*?)\)", root)
+    counter = made.get(results[1].split(",")[int(at[1])].strip().lstrip("%"), "") if results else ""
+    added = re.search(r" add\((.*?)\)", counter)
+    steps = [re.search(r"constant\((\d+)\)", made.get(name.strip().lstrip("%"), ""))
+             for name in (added[1].split(",") if added else ())]
+    return next((int(step[1]) for step in steps if step), 1)
 
 
 def _walk(computations: dict[str, list[str]], name: str, times: int, devices: int,
-          conditional: bool) -> Iterator[Collective]:
+          conditional: bool, fusion: bool = False) -> Iterator[tuple[str | None, Collective]]:
+    """Each collective; of those in fusions with the channel by which devices know it."""
     for line in computations[name]:
         instruction = _INSTRUCTION.search(line)
         assert instruction, line  # as all lines that were kept
@@ -100,11 +123,12 @@ def _walk(computations: dict[str, list[str]], name: str, times: int, devices: in
                 arrays = tuple(array for array in arrays if array != ("u32", ()))
                 arrays = arrays[len(arrays) // 2:]
             origin = re.search(r'op_name="([^"]*)"', line)
-            yield Collective(kind, arrays, times, origin[1] if origin else "", device_groups(line, devices),
-                             conditional)
+            channel = re.search(r"channel_id=(\d+)", line) if fusion else None
+            yield channel and channel[1], Collective(kind, arrays, times, origin[1] if origin else "",
+                                                     device_groups(line, devices), conditional)
         elif operation in ("while", "call", "conditional", "fusion", "async-start"):
             trips = _trips(line, computations) if operation == "while" else 1
             for one, several in _CALLED.findall(line):
                 for called in [one] if one else [name.strip().lstrip("%") for name in several.split(",")]:
                     yield from _walk(computations, called, times * trips,
-                                     devices, conditional or operation == "conditional")
+                                     devices, conditional or operation == "conditional", operation == "fusion")

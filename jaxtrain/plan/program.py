@@ -30,6 +30,8 @@ OWN = {"all_gather": "all-gather", "all_gather_invariant": "all-gather", "reduce
 HEAVY = {"conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add", "sort", "top_k", "cumsum",
          "cumlogsumexp", "dynamic_update_slice", "random_bits", "approx_top_k"}
 KERNELS = ("pallas", "custom_call", "dot_product_attention", "cudnn")
+# What compilers do once for all who want the same: with these parameters alike.
+SHARED = {"convert_element_type": ("new_dtype",), "reshard": ("dst_sharding",), "ppermute": ("axis_name", "perm")}
 # Of one argument: a sum over devices may as well follow them.
 LINEAR = VIEWS | {"convert_element_type", "neg"}
 
@@ -88,18 +90,22 @@ class Block:
                 yield from body.all(times * op.times)
 
 
-def read(traced: ClosedJaxpr, sizes: Mapping[str, int], platform: str) -> Block:
-    """The program of one device of a mesh of these sizes, as the compiler for this platform makes it."""
-    return _Reader(sizes, platform).block(traced.jaxpr)
+def read(traced: ClosedJaxpr, sizes: Mapping[str, int], platform: str, rings: float = math.inf) -> Block:
+    """The program of one device of a mesh of these sizes, as the compiler for this platform makes it.
+
+    `rings`: for TPUs, from which length of the summed dimension on a product hands its sums around while it is computed.
+    """
+    return _Reader(sizes, platform, rings).block(traced.jaxpr)
 
 
 class _Reader:
-    def __init__(self, sizes: Mapping[str, int], platform: str):
-        self.sizes, self.platform = sizes, platform
+    def __init__(self, sizes: Mapping[str, int], platform: str, rings: float):
+        self.sizes, self.platform, self.rings = sizes, platform, rings
         self.ops: list[Op] = []
         self.whole: dict[tuple[int, Spec], Value] = {}
         self.before_turning: dict[int, Value] = {}
         self.sums: dict[tuple, Value] = {}
+        self.same: dict[tuple, list[Value]] = {}
 
     # ------------------------------------------------------------------------------------------------------ values
     def shards(self, axes: Axes) -> int:
@@ -155,20 +161,34 @@ class _Reader:
     def equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         name, params = eqn.primitive.name, eqn.params
         if name in CALLS:
-            inner = params[CALLS[name]]
-            return self.inline(getattr(inner, "jaxpr", inner), inputs)
+            inner, outer = params[CALLS[name]], self.same
+            if name in ("remat2", "checkpoint"):  # what is computed again is not what was computed before
+                self.same = {}
+            outputs = self.inline(getattr(inner, "jaxpr", inner), inputs)
+            self.same = outer
+            return outputs
         if name == "shard_map":
             return self.island(eqn, inputs)
-        if name == "reshard":
-            return [self.move(inputs[0], eqn.outvars[0].aval)]
         if name == "scan":
             return self.scan(eqn, inputs)
         if name == "while":
             return self.whilst(eqn, inputs)
         if name == "cond":
             return self.branches(eqn, inputs)
+        if name in SHARED:
+            key = (name, id(inputs[0]), str([params.get(word) for word in SHARED[name]]))
+            if key not in self.same:
+                self.same[key] = self.computed(eqn, inputs)
+            return self.same[key]
+        return self.computed(eqn, inputs)
+
+    def computed(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        """What is neither a call nor a loop."""
+        name = eqn.primitive.name
         if name in SUMS or name in OWN:
             return self.spoken(eqn, inputs)
+        if name == "reshard":
+            return [self.move(inputs[0], eqn.outvars[0].aval)]
         outputs = [self.of_aval(var.aval) for var in eqn.outvars]
         if name in LINEAR and inputs[0].pending and not outputs[0].pending and not _splits_more(inputs[0], outputs[0]):
             outputs[0].pending = inputs[0].pending
@@ -235,10 +255,13 @@ class _Reader:
         if not scattered:
             out.pending = (*out.pending, *inside)
             return self.emit("dot_general", "real", inputs, [out], flops=flops, beside=self.unturned(inputs))
+        out.pending = (*out.pending, *inside)
+        if self.platform == "tpu" and math.prod(inputs[0].shape[d] for d in left) >= self.rings:
+            around = Collective("collective-permute", scattered, (self.shards(scattered) + 1) * out.bytes)
+            return self.emit("dot_general", "real", inputs, [out], flops=flops, collectives=(around,))
         whole = self.value(out.shape, out.dtype, tuple(tuple(a for a in e if a not in scattered) for e in out.spec))
         self.emit("dot_general", "real", inputs, [whole], flops=flops, beside=self.unturned(inputs))
-        out.pending = (*out.pending, *inside)
-        if self.platform == "cpu":  # which has no such collective: all of the sum, then a part of it
+        if self.platform != "cuda":  # all of the sum, then a part of it
             summed = self.value(whole.shape, whole.dtype, whole.spec)
             self.emit("sum", "real", [whole], [summed], collectives=(Collective("all-reduce", scattered, whole.bytes),))
             return self.emit("slice", "fused", [summed], [out])
@@ -391,8 +414,10 @@ class _Reader:
         local = []
         for value, var in zip(inputs, body.invars, strict=True):
             value = self.summed(value)
-            inner = self.of_aval(var.aval)
-            local.append(self.emit("enter", "view", [value], [inner])[0])
+            key = ("enter", id(value), str(getattr(var.aval, "sharding", None)))
+            if key not in self.same:
+                self.same[key] = self.emit("enter", "view", [value], [self.of_aval(var.aval)])
+            local += self.same[key]
         for value, var in zip(self.inline(getattr(body, "jaxpr", body), local), eqn.outvars, strict=True):
             outer.append(self.emit("leave", "view", [value], [self.of_aval(var.aval)])[0])
             outer[-1].pending = value.pending

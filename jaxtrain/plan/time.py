@@ -60,13 +60,16 @@ def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, tim
             time.add(_ticks(op.bodies[0], target, sizes, schedule), times)
         elif op.bodies:
             time.add(_longest(op, target, sizes, schedule), times * op.times)
+        part, seconds = _own(op, reads, target)
         for collective in op.collectives:
             if id(op) in loose:
                 waiting[collective.kind, collective.axes].append(collective.bytes)
             else:
-                time.spend(times * links.seconds(collective, target, sizes), said(collective.kind, collective.axes))
+                talk = links.seconds(collective, target, sizes)
+                hidden = behind(talk, seconds, target) if op.flops else 0.0  # a product that passes its sums around
+                time.hidden += times * hidden
+                time.spend(times * (talk - hidden), said(collective.kind, collective.axes))
         time.flops += op.flops * times
-        part, seconds = _own(op, reads, target)
         if seconds:
             time.spend(times * seconds, part)
             computing += seconds
