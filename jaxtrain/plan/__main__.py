@@ -28,6 +28,10 @@ def main(argv: list[str] | None) -> None:
         if flags.explain:
             raise UserError("--html", "--explain looks at one layout only", "leave one of them out")
         html.writable(flags.html)
+    if flags.verify:
+        from jaxtrain.plan.compiler import devices_of
+
+        devices_of(target, devices)  # before anything is searched
     if flags.explain:
         if config.mesh.auto:
             raise UserError("--explain", "mesh=auto is no layout yet", "leave --explain out")

@@ -51,7 +51,7 @@ class Compiled:
 
 def compile_step(config: Config, target: Target, devices: int) -> Compiled:
     """Lower and compile the step for so many devices of the target; raises a `UserError` that says what is missing."""
-    mesh_devices = _devices(target, devices)
+    mesh_devices = devices_of(target, devices)
     began = time.perf_counter()
     run = build(config, devices=mesh_devices)
     try:
@@ -74,7 +74,8 @@ def compile_step(config: Config, target: Target, devices: int) -> Compiled:
     return Compiled(peak, allocated, talked, time.perf_counter() - began)
 
 
-def _devices(target: Target, count: int) -> list[Any]:
+def devices_of(target: Target, count: int) -> list[Any]:
+    """So many of them, of which none is here; raises a `UserError` if their compiler is not either."""
     from jax.experimental import topologies
 
     if target.platform == "cpu":
@@ -98,7 +99,7 @@ def _devices(target: Target, count: int) -> list[Any]:
     except (RuntimeError, ValueError, KeyError) as error:
         extra = "aot-tpu" if target.platform == "tpu" else "aot-cuda"
         raise UserError("--verify", f"the compiler for {target.name} is not here ({f'{error}'.splitlines()[0][:100]})",
-                        f"pip install 'jaxtrain[{extra}]'") from None
+                        f"pip install 'jaxtrain[{extra}]' and set JAX_PLATFORMS=cpu") from None
     devices = list(np.ravel(found.devices))
     if len(devices) != count:
         raise UserError("--verify", f"{target.name} has no slice of {count} devices, the nearest has {len(devices)}",

@@ -12,7 +12,7 @@ from jaxtrain.build import Run, build
 from jaxtrain.config import AXES, Config
 from jaxtrain.mesh import axis_sizes
 from jaxtrain.observe.flops import flops_per_token
-from jaxtrain.plan import kernels, memory, program, time
+from jaxtrain.plan import kernels, memory, reader, time
 from jaxtrain.plan.targets import Target
 from jaxtrain.report import matmul_parameters, total
 
@@ -75,7 +75,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
         run = build(config, devices=devices, platform=target.platform)
         traced = run.trace()
     sizes = dict(run.mesh.shape)
-    block = program.read(traced.jaxpr, sizes, target.platform, target.rings)
+    block = reader.read(traced.jaxpr, sizes, target.platform, target.rings)
     state = len(jax.tree.leaves(run.abstract))
     worst = memory.peak(block, state)
     parts = Counter({
@@ -120,6 +120,12 @@ def change(config: Config, overrides: dict[str, Any]) -> Config:
         sections.setdefault(section, {})[name] = value
     return dataclasses.replace(config, **{
         section: dataclasses.replace(getattr(config, section), **keys) for section, keys in sections.items()})
+
+
+def gigabytes(size: float) -> str:
+    """With as many digits as tell something, however small it is."""
+    amount = size / 1e9
+    return f"{amount:.1f}" if amount >= 9.95 else f"{amount:.2f}" if amount >= 0.995 else f"{amount:.2g}"
 
 
 def divisors(n: int) -> list[int]:

@@ -10,10 +10,9 @@ from jaxtrain.config import Config
 from jaxtrain.errors import UserError, say
 from jaxtrain.exchange import exchange
 from jaxtrain.plan import search, targets
-from jaxtrain.plan.estimate import Estimate, estimate
+from jaxtrain.plan.estimate import Estimate, estimate, gigabytes
 from jaxtrain.report import total
 
-GB = 1e9
 SURELY = 1.15  # over what there is: beyond the worst error of a prediction (docs/planner.md)
 
 
@@ -27,7 +26,7 @@ def resolve(config: Config, devices: Any) -> Config:
         raise UserError("mesh.auto", f"no mesh of {len(devices)} devices works: {found.refused[0][1]}",
                         "change what it names")
     if choice is None:
-        raise UserError("mesh.auto", f"nothing fits {len(devices)} devices of {target.room / GB:.1f} GB",
+        raise UserError("mesh.auto", f"nothing fits {len(devices)} devices of {gigabytes(target.room)} GB",
                         "use more devices, a smaller model or shorter rows")
     if jax.process_index() == 0:
         say(f"mesh=auto: {choice}, predicted {shown(choice.estimate)}")
@@ -55,8 +54,8 @@ def check(run: Run) -> str:
     part, size = guess.memory.most_common(1)[0]
     nearest = search.beside(run.config, target, devices)
     keys = " ".join(f"{key}={value}" for key, value in nearest.overrides.items()) if nearest else ""
-    raise UserError("train.check_memory", f"a step would take about {guess.bytes / GB:.1f} GB of a device's "
-                    f"{target.room / GB:.1f} GB, {size / GB:.1f} GB of it {part}",
+    raise UserError("train.check_memory", f"a step would take about {gigabytes(guess.bytes)} GB of a device's "
+                    f"{gigabytes(target.room)} GB, {gigabytes(size)} GB of it {part}",
                     f"use {keys}" if keys else "use more devices, a smaller model or shorter rows")
 
 
@@ -78,7 +77,7 @@ def _target(devices: list[Any]) -> targets.Target:
 
 def shown(guess: Estimate) -> str:
     """In one line."""
-    largest = ", ".join(f"{name} {size / GB:.1f}" for name, size in guess.memory.most_common(3))
-    return (f"{guess.bytes / GB:.1f} of {guess.target.room / GB:.1f} GB a device ({largest}), {guess.seconds:.3g} s a "
-            f"step, {guess.tokens_per_second:,.0f} tokens/s" +
+    largest = ", ".join(f"{name} {gigabytes(size)}" for name, size in guess.memory.most_common(3))
+    return (f"{gigabytes(guess.bytes)} of {gigabytes(guess.target.room)} GB a device ({largest}), "
+            f"{guess.seconds:.3g} s a step, {guess.tokens_per_second:,.0f} tokens/s" +
             (f", MFU {guess.mfu:.0%}" if guess.target.platform != "cpu" else ""))

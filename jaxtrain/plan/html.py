@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxtrain.errors import UserError
 from jaxtrain.plan import drawing, scaling
+from jaxtrain.plan.estimate import gigabytes
 from jaxtrain.plan.search import Found, shown
 
 GB, MS = 1e9, 1e-3
@@ -69,7 +70,7 @@ def _ranking(found: Found, tokens: float) -> str:
     rows = []
     for number, choice in enumerate(found.fitting, 1):
         e = choice.estimate
-        rows.append((f"{number}{'*' if id(choice) in pareto else ''}", f"{choice}", f"{e.bytes / GB:.1f}",
+        rows.append((f"{number}{'*' if id(choice) in pareto else ''}", f"{choice}", gigabytes(e.bytes),
                      f"{e.seconds:.3g}", f"{e.time.hidden / MS:,.1f}", f"{e.tokens_per_second:,.0f}", f"{e.mfu:.1%}",
                      f"{e.days(tokens):,.1f}", f"{e.cost(tokens):,.0f}"))
     head = ("", "layout", "memory, GB", "step, s", "hidden, ms", "tokens/s", "MFU", "days", "cost, $")
@@ -87,7 +88,7 @@ def _efficiency(found: Found) -> list[str]:
         for point in points:
             e = point.choice.estimate if point.choice else None
             numbers = (f"{e.mfu:.1%}", f"{e.tokens_per_second / e.devices:,.0f}", f"{e.seconds:.3g}",
-                       f"{e.bytes / GB:.1f}") if e else ("", "", "", "")
+                       gigabytes(e.bytes)) if e else ("", "", "", "")
             rows.append((name, f"{point.choice}" if point.choice else f"left out: {point.why}", f"{point.devices:,}",
                          f"{point.batch:,}", *numbers))
     return ["<h2>Other numbers of devices</h2>", _words(

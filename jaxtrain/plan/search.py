@@ -13,11 +13,10 @@ from jaxtrain.build import build
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 from jaxtrain.plan import rough
-from jaxtrain.plan.estimate import Estimate, change, divisors, estimate
+from jaxtrain.plan.estimate import Estimate, change, divisors, estimate, gigabytes
 from jaxtrain.plan.targets import Target
 
 REMATS = ("none", "attention_and_dots", "attention", "full")  # the more is kept, the less is computed twice
-GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,14 @@ class Found:
         """By how much one is too large, by what most, and what would help."""
         guess = choice.estimate
         part, size = guess.memory.most_common(1)[0]
-        text = f"{guess.bytes / GB:.1f} of {guess.target.room / GB:.1f} GB; {part} {size / GB:.1f} GB"
+        text = f"{gigabytes(guess.bytes)} of {gigabytes(guess.target.room)} GB; {part} {gigabytes(size)} GB"
         smaller = [other for other in (*self.fitting, *self.too_large)
                    if other.mesh == choice.mesh and other.estimate.bytes < guess.bytes]
         if smaller:
             best = min(smaller, key=lambda other: other.estimate.bytes)
             keys = " ".join(f"{key.partition('.')[2]}={value}" for key, value in best.overrides.items()
                             if choice.overrides.get(key) != value)
-            text += f"; {keys} saves {(guess.bytes - best.estimate.bytes) / GB:.1f} GB"
+            text += f"; {keys} saves {gigabytes(guess.bytes - best.estimate.bytes)} GB"
         return text
 
     def __str__(self) -> str:
@@ -179,7 +178,7 @@ def _promising(found: Found, most: int, accumulation: int = 1, zero_stage: int |
     for mesh in meshes(found.config, found.target, found.devices):
         zero = zero_stage if zero_stage is not None else _zero(found.config, mesh)
         if (state := size.state(mesh, zero)) > room:
-            why = f"parameters and optimizer alone take at least {state / GB:.1f} of {room / GB:.1f} GB"
+            why = f"parameters and optimizer alone take at least {gigabytes(state)} of {gigabytes(room)} GB"
             found.refused.append((mesh, why))
         else:
             scored.append((rough.seconds(found.config, found.target, mesh, size), len(scored), mesh, zero))

@@ -1,11 +1,10 @@
 """Plans as text: the ranking of layouts, and one layout explained part by part."""
 
 from jaxtrain.plan import links
-from jaxtrain.plan.estimate import Estimate
+from jaxtrain.plan.estimate import Estimate, gigabytes
 from jaxtrain.plan.search import Found, shown
 from jaxtrain.plan.time import said
 
-GB = 1e9
 WIDTHS = (3, 58, 7, 9, 12, 6, 8, 14)
 
 
@@ -18,8 +17,8 @@ def table(found: Found, top: int = 10, tokens: float = 1e12) -> str:
         pareto = {id(choice) for choice in found.pareto()}
         for number, choice in enumerate(found.fitting[:top], 1):
             e = choice.estimate
-            lines.append(_row(f"{number}{'*' if id(choice) in pareto else ''}", str(choice), f"{e.bytes / GB:.1f}",
-                              f"{e.seconds:.3g} s", f"{e.tokens_per_second:,.0f}", f"{e.mfu:.1%}",
+            lines.append(_row(f"{number}{'*' if id(choice) in pareto else ''}", str(choice), gigabytes(e.bytes),
+                              f"{e.seconds:.3g} s", f"{e.tokens_per_second:,.0f}", _mfu(e),
                               f"{e.days(tokens):,.1f}", f"${e.cost(tokens):,.0f}"))
         lines += ["", f"days and cost: of {tokens:.3g} tokens. *: no other is both faster and smaller. The first:", "",
                   explained(found.fitting[0].estimate)]
@@ -36,19 +35,25 @@ def explained(e: Estimate) -> str:
     """Where the memory and the time of one layout go, and what its devices say to each other over which links."""
     sizes = {axis: size for axis, size in e.mesh.items() if size > 1}
     verdict = "" if e.fits else ", which does not fit"
-    lines = [f"memory of a device: {e.bytes / GB:.2f} of {e.target.room / GB:.1f} GB{verdict}"]
-    lines += [f"  {name:<24}{size / GB:8.2f} GB" for name, size in e.memory.most_common() if size > 0.002 * e.bytes]
-    lines.append(f"time of a step: {e.seconds:.4g} s, {e.tokens_per_second:,.0f} tokens/s, MFU {e.mfu:.1%}")
+    lines = [f"memory of a device: {gigabytes(e.bytes)} of {gigabytes(e.target.room)} GB{verdict}"]
+    lines += [f"  {name:<24}{gigabytes(size):>8} GB" for name, size in e.memory.most_common() if size > 0.002 * e.bytes]
+    lines.append(f"time of a step: {e.seconds:.4g} s, {e.tokens_per_second:,.0f} tokens/s" +
+                 (f", MFU {_mfu(e)}" if _mfu(e) else ""))
     lines += [f"  {name:<40}{1e3 * seconds:10.2f} ms" for name, seconds in e.time.parts.most_common()
               if seconds > 0.002 * e.seconds]
     lines.append(f"  {'hidden behind computation':<40}{1e3 * e.time.hidden:10.2f} ms")
     if e.talked:
         mesh = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
         lines.append(f"collectives of a step, results on one device, mesh {mesh}:")
-        lines += [f"  {said(kind, axes):<40}{size / GB:10.3f} GB  "
+        lines += [f"  {said(kind, axes):<40}{gigabytes(size):>10} GB  "
                   f"{links.crossed(axes, e.target, e.mesh).name}"
                   for (kind, axes), size in e.talked.most_common() if size > 1e-3 * e.talked.total()]
     return "\n".join(lines)
+
+
+def _mfu(e: Estimate) -> str:
+    """Of an accelerator: nobody knows the peak of a CPU's core among others."""
+    return "" if e.target.platform == "cpu" else f"{e.mfu:.1%}"
 
 
 def _row(*cells: str) -> str:

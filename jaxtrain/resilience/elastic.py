@@ -35,6 +35,10 @@ def choose(config: Config, devices: int, full: int = 0) -> Config:
         UserError: no mesh fits.
     """
     declared = _sizes(config)
+    if config.mesh.auto:  # decided when the devices are there; that there is a mesh for them the plainest one shows
+        fixed = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, auto=False))
+        _accumulated(_with_mesh(fixed, (devices, 1, 1, 1, 1, 1)), devices, 1)
+        return config
     if -1 in declared:
         declared = axis_sizes(declared, full or devices)
     if math.prod(declared) == devices:
@@ -176,7 +180,8 @@ def main(argv: list[str] | None = None) -> None:
     config = load_config(trained.config, overrides)
     for count in range(flags.least, flags.full):
         try:
-            print(count, words(_sizes(choose(config, count * each, flags.full * each))))
+            chosen = choose(config, count * each, flags.full * each)
+            print(count, "auto" if chosen.mesh.auto else words(_sizes(chosen)))
         except UserError as refused:
             print(f"{count} processes would not do: {refused}", file=sys.stderr)
 

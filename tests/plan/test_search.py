@@ -8,7 +8,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.plan import here, search, targets
-from jaxtrain.plan.estimate import change, estimate
+from jaxtrain.plan.estimate import change, estimate, gigabytes
 from jaxtrain.plan.table import explained
 
 TINY = {"mesh.fsdp": 1, "train.accumulation": 1, "data.global_batch_size": 16}
@@ -44,7 +44,7 @@ def test_what_is_too_large_says_by_how_much_and_what_would_help(found):
     assert found.too_large
     for choice in found.too_large:
         assert choice.estimate.bytes > found.target.room
-        assert f"{choice.estimate.bytes / 1e9:.1f} of" in found.why(choice)
+        assert f"{gigabytes(choice.estimate.bytes)} of" in found.why(choice)
     helped = [found.why(choice) for choice in found.too_large if " saves " in found.why(choice)]
     assert helped, [found.why(choice) for choice in found.too_large]
 
@@ -72,7 +72,7 @@ def test_the_table_and_the_explanation_add_up(found):
     assert text.splitlines()[0].split() == ["layout", "GB", "step", "tokens/s", "MFU", "days", "cost"]
     assert str(found.fitting[0]) in text and found.why(found.too_large[0]) in text
     best = found.fitting[0].estimate
-    assert f"{best.bytes / 1e9:.2f} of {best.target.room / 1e9:.1f} GB" in explained(best)
+    assert f"{gigabytes(best.bytes)} of {gigabytes(best.target.room)} GB" in explained(best)
     assert sum(best.time.parts.values()) == pytest.approx(best.seconds)
 
 

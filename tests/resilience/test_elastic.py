@@ -62,6 +62,14 @@ def test_the_rest_of_a_full_run():
     assert elastic.choose(config("data=-1"), 4, full=4) == config("data=-1")
 
 
+def test_a_mesh_that_is_decided_later():
+    """Devices that no mesh can use are known all the same: 24 rows do not divide over 5."""
+    auto = make_config({}, {**TINY, "mesh": "auto"})
+    assert elastic.choose(auto, 4, full=6) is auto
+    with pytest.raises(UserError):
+        elastic.choose(auto, 5, full=6)
+
+
 def test_no_more_rows_than_declared(monkeypatch):
     """And no smaller accumulation would do: over many declared meshes and numbers of devices."""
     def divides(config, devices):
