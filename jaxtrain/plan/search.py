@@ -5,10 +5,12 @@ promising of them with everything computed twice, the smallest that a mesh can b
 need not be computed twice, in how many micro-batches, and by which schedule.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxtrain import precision
 from jaxtrain.build import build
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
@@ -45,6 +47,7 @@ class Found:
     fitting: list[Choice] = field(default_factory=list)  # fastest first
     too_large: list[Choice] = field(default_factory=list)  # smallest first
     refused: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # layouts that were not traced, and why
+    otherwise: Choice | None = None  # the best in another precision, which is for a person to choose: numbers change
 
     @property
     def best(self) -> Choice | None:
@@ -105,6 +108,11 @@ def search(config: Config, target: Target, devices: int, *, meshes_traced: int =
     for choice in fastest[:refined]:
         look.refine(choice)
     found.sort()
+    if best := found.best:
+        now = precision.resolve(config.train.precision, target.platform)
+        other = {**best.overrides, "train.precision": "bfloat16" if now == "float32" else "float32"}
+        with contextlib.suppress(UserError):
+            found.otherwise = Choice(other, estimate(change(config, {**other, "mesh.auto": False}), target, devices))
     return found
 
 

@@ -22,6 +22,10 @@ def table(found: Found, top: int = 10, tokens: float = 1e12) -> str:
                               f"{e.days(tokens):,.1f}", f"${e.cost(tokens):,.0f}"))
         lines += ["", f"days and cost: of {tokens:.3g} tokens. *: no other is both faster and smaller. The first:", "",
                   explained(found.fitting[0].estimate)]
+    if found.fitting and found.otherwise:
+        e = found.otherwise.estimate
+        lines += ["", f"With train.precision={e.config.train.precision} instead the first would take {e.seconds:.3g} s "
+                  f"and {gigabytes(e.bytes)} GB{'' if e.fits else ', which does not fit'}; other numbers, too."]
     if found.too_large:
         lines += ["", f"{len(found.too_large)} layouts are too large, such as"]
         lines += [f"  {choice}: {found.why(choice)}" for choice in found.too_large[:5]]

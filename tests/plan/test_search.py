@@ -71,6 +71,8 @@ def test_the_table_and_the_explanation_add_up(found):
     text = str(found)
     assert text.splitlines()[0].split() == ["layout", "GB", "step", "tokens/s", "MFU", "days", "cost"]
     assert str(found.fitting[0]) in text and found.why(found.too_large[0]) in text
+    assert "With train.precision=float32 instead the first would take" in text
+    assert found.otherwise.estimate.seconds > found.fitting[0].estimate.seconds
     best = found.fitting[0].estimate
     assert f"{gigabytes(best.bytes)} of {gigabytes(best.target.room)} GB" in explained(best)
     assert sum(best.time.parts.values()) == pytest.approx(best.seconds)
