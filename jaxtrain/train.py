@@ -59,13 +59,15 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         if (predicted := here.check(run)) and jax.process_index() == 0:
             errors.say(predicted)
         distributed.connect(config.resilience.start_limit)
+        observe.make_workdir(workdir)
         interrupt = Interrupt()
-        while True:
-            try:
-                with contextlib.ExitStack() as begun:  # what an attempt leaves open that does not come to its loop
-                    return attempt(run, Path(workdir), watchdog, ledger, interrupt, begun)
-            except RolledBack:  # to go back is to start again, but for what is compiled
-                continue
+        with alone(workdir):
+            while True:
+                try:
+                    with contextlib.ExitStack() as begun:  # what an attempt leaves open that does not come to its loop
+                        return attempt(run, Path(workdir), watchdog, ledger, interrupt, begun)
+                except RolledBack:  # to go back is to start again, but for what is compiled
+                    continue
 
 
 def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interrupt: Interrupt,
@@ -79,8 +81,6 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
     # -------------------------------------------------------------- refuse what cannot work, before paying for anything
     config, t, r, c = run.config, run.config.train, run.config.resilience, run.config.checkpoint
     watchdog.start()
-    observe.make_workdir(workdir)
-    begun.enter_context(alone(workdir))
     checkpoints = begun.enter_context(checkpoint.Checkpoints(
         workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best, verify=c.verify, mirror=c.mirror))
     passed = settle(workdir, checkpoints)
@@ -180,7 +180,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
         watchdog.training(),
     ):
-        done, guard = start, Guard(workdir, r, checkpoints, passed, say, phase)
+        done, meta, guard = start, {}, Guard(workdir, r, checkpoints, passed, say, phase)
         # A stop came between a save and its evaluation. (All must know the same; files may be late on other machines.)
         if start and due(start) and not exchange(evaluated(workdir, start))[0]:
             writer.write_eval(start, evaluation())

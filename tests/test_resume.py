@@ -1,6 +1,7 @@
 """Nothing committed is lost: stopped, killed or failed, a run goes on as if it had not been."""
 
 import contextlib
+import errno
 import importlib
 import json
 import os
@@ -147,6 +148,23 @@ def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, 
         assert "checkpoint: step 12 could not be saved in" in capsys.readouterr().err.splitlines()[-1]
         monkeypatch.undo()
         assert main([*flags, f"--workdir={tmp_path}/work"]) == 0
+    assert_same_run(flags, tmp_path / "work", straight)
+
+
+def test_a_storage_that_does_not_answer_at_the_end(flags, straight, tmp_path, monkeypatch, capsys):
+    looks, usage = iter((errno.ENOSPC, errno.EIO, errno.ESTALE)), shutil.disk_usage
+    last = tmp_path / "work" / "metrics.jsonl"
+
+    def broken(path):
+        ended = last.exists() and f'{{"step": {STEPS}, ' in last.read_text()
+        if ended and (number := next(looks, None)):
+            raise OSError(number, os.strerror(number))
+        return usage(path)
+
+    monkeypatch.setattr(store, "AGAIN_S", (0.01,) * 5)
+    monkeypatch.setattr(store.shutil, "disk_usage", broken)
+    assert main([*flags, f"--workdir={tmp_path}/work"]) == exits.DONE
+    assert capsys.readouterr().err.count("could not be saved (") == 3
     assert_same_run(flags, tmp_path / "work", straight)
 
 

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import math
+import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +18,13 @@ from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.checkpoint.snapshots import Taken
 from jaxtrain.errors import UserError
 from jaxtrain.resilience.alone import locked
+from jaxtrain.resilience.watchdog import heartbeats
 
 _ASIDE = ".set_aside"
 _ENDINGS = {".damaged": "damaged: it was found out and is not used", ".abandoned": "the run went back to before it",
             _ASIDE: "set aside by restore-to", ".fetching": "not complete: being fetched from the mirror",
             ".orbax-checkpoint-tmp": "not complete: being written, or the run ended meanwhile"}
-_ALIVE_S = 60  # a heartbeat that is younger comes from a run that goes on, where a file system has no locks
+_ALIVE_S = 60  # a heartbeat that is younger may come from a run that goes on
 _HEAD = ("step", "state", "where", "size", "age", "loss", "mesh")
 
 
@@ -37,13 +40,14 @@ def show(workdir: str | Path) -> str:
             copies = {step: mirror.good(step) for step in mirror.steps()}
         except UserError as error:
             notes.append(f"the mirror could not be asked: {error}")
-    rows, good = [], []
+    rows, good, unread = [], [], []
     for step in sorted({*local, *copies}):
         record = verify.good(directory, step)
         problems = _at_a_glance(directory / str(step), record) if record else []
         state = (f"damaged: {problems[0]}" if problems else "good" if record else
                  "only in the mirror" if step not in local else _unmarked(directory / str(step)))
-        good += [step] if record and not problems else []
+        good += [step] if record and (not problems or step in copies) else []
+        unread += [step] if state.startswith("not verified") else []
         where = [name for name, there in (("local", step in local), ("mirror", step in copies)) if there]
         rows.append(_row(step, state, where, record or copies.get(step) or {}, directory / str(step)))
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
@@ -55,8 +59,10 @@ def show(workdir: str | Path) -> str:
     if not rows:
         return "\n".join([f"{workdir} has no checkpoints yet", *notes])
     newer = ", or from a newer snapshot" * bool(good and any(int(row[0]) > good[-1] for row in kept))
-    last = (f"the run goes on from step {good[-1]}{newer}; `good` says that it was read back whole when it was saved, "
-            "and `verify` reads it again") if good else (
+    younger = [step for step in unread if good and step > good[-1]]
+    first = f"step {younger[-1]} if it reads back whole, else from " if younger else ""
+    last = (f"the run goes on from {first}step {good[-1]}{newer}; `good` says that it was read back whole when it was "
+            "saved, and `verify` reads it again") if good else (
         "no checkpoint here is good; those not verified yet are read back when the run starts" if local else
         "there is no checkpoint here")
     return "\n".join([_table([_HEAD, *rows]), *notes, last])
@@ -174,12 +180,28 @@ def restore_to(workdir: str | Path, step: int) -> str:
     """Put everything newer than a good checkpoint out of the way -> what was done, and how to undo it."""
     workdir, directory = Path(workdir), _directory(workdir)
     folder = _known(directory, step)
-    with locked(workdir, 0) as certain:
-        for path in () if certain else (workdir / "heartbeats").glob("process-*"):
-            if (age := time.time() - path.stat().st_mtime) < _ALIVE_S:
-                raise UserError("WORKDIR", f"{path.name} of this run was alive {_age(age)} ago",
-                                f"stop it, and run this again {_ALIVE_S} s later")
+    with locked(workdir, 0) as other:
+        if other:
+            raise UserError("WORKDIR", f"another run works in {workdir} ({other})", "stop it, then run this again")
+        for process, beat in heartbeats(workdir).items():  # some file systems lock within one machine, some not at all
+            age = time.time() - (workdir / "heartbeats" / f"process-{process}").stat().st_mtime
+            if age < _ALIVE_S and beat.get("phase") != "ended" and not _is_dead(beat):
+                raise UserError("WORKDIR", f"process {process} of this run ({beat.get('host')}) was alive {_age(age)} "
+                                "ago", f"stop it, and run this again {_ALIVE_S} s later")
         return _turn_back(workdir, directory, folder, step)
+
+
+def _is_dead(beat: dict[str, Any]) -> bool:
+    """Whether the process that wrote this heartbeat is known to be gone: of another machine nothing is known."""
+    if beat.get("host") != socket.gethostname():
+        return False
+    try:
+        os.kill(beat["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, KeyError):
+        return False
+    return False
 
 
 def _turn_back(workdir: Path, directory: Path, folder: Path, step: int) -> str:

@@ -34,6 +34,7 @@ from jaxtrain.observe.events import tell
 from jaxtrain.resilience import exits
 
 AGAIN_S = (1, 2, 4, 8, 16, 32, *[60] * 8)  # seconds until the last save of a run is tried again
+_MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)  # at a first save
 _PATIENCE_S = 20.0  # what `close` waits for a checkpoint that is being read back; the next start does it otherwise
 _names = map("checkpoint/{}".format, itertools.count())  # of what is exchanged; all make the same calls
 _DAMAGED, _ABANDONED, _DELETED, _TEMPORARY = ".damaged", ".abandoned", ".deleted", ".orbax-checkpoint-tmp"
@@ -196,7 +197,7 @@ class Checkpoints:
         ocp, flat, folder = orbax(), flatten(state), self._directory / str(step)
         refused = exchange(None, lambda _: self._preparation(folder, flat))
         if refused:
-            self._failed(step, OSError(errno.ENOSPC, refused))
+            self._failed(step, OSError(refused))
             self._make_room(step)
         if refused == "" and exchange(self.failed(), any) and not self._checks.of(step, next(_names)):
             self._failure = None  # it came to be after all
@@ -343,6 +344,8 @@ class Checkpoints:
                     shutil.rmtree(entry, ignore_errors=True)
             free, wanted = shutil.disk_usage(self._directory).free, sum(leaf.nbytes for leaf in flat.values())
         except OSError as error:
+            if self._jobs or self._failure or error.errno not in _MISTAKES:
+                return f"{error.strerror}"  # it could be written before, and may be again
             raise UserError("--workdir", f"{self._directory} cannot be written ({error.strerror})",
                             "give a folder that can be") from None
         # Compression saves a little. Better not to begin what cannot end: one process that fails holds up the others.

@@ -175,7 +175,7 @@ class _Reader(Placing):
                          collectives=(Collective("reduce-scatter", scattered, out.bytes),))
 
     def ragged(self, eqn: Any, inputs: list[Value], outputs: list[Value]) -> list[Value]:
-        """Each row times the matrix of its expert. But for TPUs XLA makes of it one product with every expert, masked."""
+        """Each row times its expert's matrix. But for TPUs XLA makes of it one product with every expert, masked."""
         work = 2.0 * inputs[0].bytes / np.dtype(inputs[0].dtype).itemsize * inputs[1].shape[-1]
         if self.platform == "tpu":
             return self.emit("ragged_dot", "real", inputs, outputs, flops=work)

@@ -5,6 +5,7 @@ Rates are of one JAX device (a TPU7x chip is two), in bytes and FLOP a second; b
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -61,19 +62,13 @@ class Target:
     source: str  # where the figures stand
     efficiency: Mapping[str, float] = field(default_factory=lambda: GPU)  # share of it that is reached: what -> 0..1
     chip: Mapping[str, Any] = field(default_factory=dict)  # what a compiler for GPUs wants to know besides
+    # From which length of the summed dimension on XLA for TPUs makes a ring of a product and its sum over devices.
+    rings: float = math.inf
 
     @property
     def room(self) -> float:
         """Bytes that a program may use."""
         return self.memory * self.usable
-
-    @property
-    def rings(self) -> float:
-        """From which length of the summed dimension on XLA for TPUs makes a ring of a product and its sum.
-
-        Found with libtpu 0.0.50.1 for v5e, v5p and v6e, rings of 8 (v6e: 4 to 16), whatever the other dimensions.
-        """
-        return 2.15 * self.peak["bfloat16"] / self.links[0].bandwidth
 
 
 def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: float, nvlink: float, node: int,
@@ -92,10 +87,11 @@ def _tpu(name: str, kind: str, bf16: float, int8: float, memory: float, bandwidt
          pod: int, network: float, price: float, source: str, **efficiency: float) -> Target:
     """`ici`: both directions of all ports together, as the documentation counts."""
     peak = {"bfloat16": bf16 * T, "float32": bf16 * T / 6, "float8": int8 * T}  # float32 in six passes
-    # A ring over one axis of the torus uses two ports, each in both directions.
+    # A ring over one axis of the torus uses two ports, each in both directions. The factor of `rings` was found with
+    # libtpu 0.0.50.1 for v5e, v5p and v6e, rings of 8 (v6e: 4 to 16), whatever the other dimensions.
     links = (Link("ICI", pod, ici * GB / ports, 1e-6), Link("network", 1 << 30, network * GB, 50e-6))
     return Target(name, "tpu", kind, peak, memory * GiB, 0.97, bandwidth * GB, links, price, source,
-                  {**TPU, **efficiency})
+                  {**TPU, **efficiency}, rings=2.15 * bf16 * T / links[0].bandwidth)
 
 
 _NVIDIA = "NVIDIA data sheets (dense figures); memory, cores and clocks as XLA's target specifications have them"

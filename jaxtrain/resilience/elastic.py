@@ -35,10 +35,8 @@ def choose(config: Config, devices: int, full: int = 0) -> Config:
         UserError: no mesh fits.
     """
     declared = _sizes(config)
-    if config.mesh.auto:  # decided when the devices are there; that there is a mesh for them the plainest one shows
-        fixed = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, auto=False))
-        _accumulated(_with_mesh(fixed, (devices, 1, 1, 1, 1, 1)), devices, 1)
-        return config
+    if config.mesh.auto:  # decided when the devices are there; now it is enough that there is a mesh for so many
+        return _possible(config, devices)
     if -1 in declared:
         declared = axis_sizes(declared, full or devices)
     if math.prod(declared) == devices:
@@ -94,6 +92,22 @@ def here(config: Config, workdir: Path) -> Config:
         record(workdir, "elastic", devices=devices, processes=processes, mesh=words(_sizes(chosen)),
                declared=words(_sizes(config)), accumulation=chosen.train.accumulation)
     return chosen
+
+
+def _possible(config: Config, devices: int) -> Config:
+    """The config itself, if any mesh of so many devices works with it."""
+    from jaxtrain.plan.search import meshes
+    from jaxtrain.plan.targets import TARGETS
+
+    fixed = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, auto=False))
+    refused: UserError | None = None
+    for sizes in meshes(config, TARGETS["cpu"], devices):
+        try:
+            _accumulated(_with_mesh(fixed, tuple(sizes[f"mesh.{axis}"] for axis in AXES)), devices, 1)
+            return config
+        except UserError as error:
+            refused = refused or error
+    raise refused or UserError("mesh", f"nothing works on {devices} devices", "use another number of them")
 
 
 def _preferences(config: Config, declared: Sizes, devices: int) -> Iterator[Sizes]:

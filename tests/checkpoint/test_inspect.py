@@ -1,12 +1,11 @@
 """python -m jaxtrain.checkpoint: what a person sees at night, and the way back."""
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import re
 import shutil
+import socket
 
 import jax
 import numpy as np
@@ -89,7 +88,7 @@ def test_list(work, tmp_path, capsys):
     assert lines[4][:2] == ["25", "damaged: it was found out and is not used (25.damaged)"]
     assert lines[5][1].startswith("not complete: being written, or the run ended meanwhile")
     assert lines[6][:3] == ["33", "in memory", "snapshot"] and "0.5000" in lines[6]
-    assert "\nthe run goes on from step 20, or from a newer snapshot; `good` says that" in out
+    assert "\nthe run goes on from step 30 if it reads back whole, else from step 20, or from a newer snapshot; " in out
 
 
 def test_list_sees_files_that_are_gone(work, capsys):
@@ -163,7 +162,7 @@ def test_twice_deletes_nothing(work, capsys):
     (["diff", "WORK", "10", "x"], "does not say which two"),
     (["restore-to", "WORK", "15"], "has no checkpoint of step 15; it has 10, 20, 30"),
     (["restore-to", "WORK", "20"], "is damaged"),
-    (["restore-to", "WORK", "10"], r"another run works in .* \(process [0-9]+ on .*\); end that one"),
+    (["restore-to", "WORK", "10"], r"another run works in .* \(process [0-9]+ on .*\); stop it"),
     (["restore", "WORK"], "invalid choice"),
     ([], "command line: "),
 ], ids=lambda words: "-".join(words) if isinstance(words, list) else "")
@@ -178,14 +177,29 @@ def test_mistakes(made, tmp_path, capsys, words, said):
     assert status == 2 and err.count("\n") == 1 and re.search(said, err)
 
 
-def test_without_locks_a_heartbeat_tells(work, capsys, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+@pytest.mark.parametrize("beat, refused", [
+    ({"phase": "train", "pid": 1, "host": "elsewhere"}, True),  # some file systems lock within one machine only
+    ({"phase": "train", "pid": os.getpid(), "host": socket.gethostname()}, True),
+    ({"phase": "train", "pid": 2**22 + 1, "host": socket.gethostname()}, False),  # there is no such process
+    ({"phase": "ended", "pid": 1, "host": "elsewhere"}, False),
+])
+def test_a_heartbeat_tells_of_a_run_that_locks_do_not_show(work, capsys, beat, refused):
     (work / "heartbeats").mkdir()
-    (work / "heartbeats" / "process-0").touch()
+    (work / "heartbeats" / "process-0").write_text(json.dumps(beat))
     status, _, err = ran(capsys, "restore-to", work, 10)
-    assert status == 2 and "process-0 of this run was alive" in err and "60 s later" in err
-    os.utime(work / "heartbeats" / "process-0", (1e9, 1e9))
-    assert ran(capsys, "restore-to", work, 10)[0] == 0
+    assert status == (2 if refused else 0)
+    if refused:
+        assert f"process 0 of this run ({beat['host']}) was alive" in err and "60 s later" in err
+        os.utime(work / "heartbeats" / "process-0", (1e9, 1e9))
+        assert ran(capsys, "restore-to", work, 10)[0] == 0
+
+
+def test_list_says_where_the_run_goes_on(work, tmp_path, capsys):
+    place = str(tmp_path / "second")
+    configured(work, mirror=place)
+    Mirror(work / "checkpoints", place).send(20)
+    next((work / "checkpoints" / "20").rglob("state/d/*")).unlink()
+    (work / "checkpoints" / "30" / "good.json").unlink()
+    assert "the run goes on from step 30 if it reads back whole, else from step 20;" in ran(capsys, "list", work)[1]
+    with contextlib.closing(Checkpoints(work / "checkpoints", mirror=place)) as checkpoints:
+        assert checkpoints.newest() == 30 and checkpoints.newest(below=30) == 20

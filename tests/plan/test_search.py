@@ -67,6 +67,11 @@ def test_the_state_is_counted_to_the_byte():
     assert sum(guess.memory.values()) == guess.bytes
 
 
+def test_sizes_in_words():
+    assert [gigabytes(size) for size in (371.62e9, 12.34e9, 1.234e9, 3.4e7, 0)] == [
+        "371.6", "12.3", "1.23", "0.034", "0"]
+
+
 def test_the_table_and_the_explanation_add_up(found):
     text = str(found)
     assert text.splitlines()[0].split() == ["layout", "GB", "step", "tokens/s", "MFU", "days", "cost"]

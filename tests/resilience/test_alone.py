@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -9,9 +10,8 @@ import threading
 
 import pytest
 
-from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.resilience import alone
+from jaxtrain.resilience import alone, exits
 from jaxtrain.resilience.alone import locked
 from tests.tiny import tiny_flags
 
@@ -36,22 +36,22 @@ def other(tmp_path):
 
 
 def test_the_other_is_named_and_nothing_stale_remains(other, tmp_path):
-    with pytest.raises(UserError, match=rf"another run works in {tmp_path} \(process {other.pid} on "), \
-            locked(tmp_path, 0):
-        pass
+    with locked(tmp_path, 0) as found:
+        assert found.startswith(f"process {other.pid} on ")
     other.send_signal(signal.SIGKILL)
     other.wait()
-    with locked(tmp_path, 0) as certain:
-        assert certain
-    with locked(tmp_path, 0) as certain:
-        assert certain
+    for _ in range(2):
+        with locked(tmp_path, 0) as found:
+            assert found == ""
+            with locked(tmp_path, 0) as found:  # in this process, too
+                assert found.startswith(f"process {os.getpid()} on ")
 
 
 def test_a_run_is_refused_where_another_one_works(other, tmp_path, tmp_path_factory, cache, capsys, monkeypatch):
     monkeypatch.setattr(alone, "PATIENCE_S", 1.0)
     flags = [*tiny_flags(tmp_path_factory, ["train.steps=1", "mesh.data=8", "checkpoint.every=0"]),
              f"--workdir={tmp_path}"]
-    assert main(flags) == 2
+    assert main(flags) == exits.RESTART
     err = capsys.readouterr().err
     assert f"--workdir: another run works in {tmp_path} (process {other.pid} " in err and "waiting up to 1 s" in err
     assert not (tmp_path / "metrics.jsonl").exists() and not (tmp_path / "config.json").exists()
@@ -60,8 +60,8 @@ def test_a_run_is_refused_where_another_one_works(other, tmp_path, tmp_path_fact
     threading.Timer(1.0, other.kill).start()
     assert main(flags) == 0
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 1
-    with locked(tmp_path, 0):  # a run that is over holds nothing
-        pass
+    with locked(tmp_path, 0) as found:  # a run that is over holds nothing
+        assert found == ""
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, capsys, monkeypatch):
@@ -69,6 +69,20 @@ def test_a_file_system_without_locks_is_said(tmp_path, capsys, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with locked(tmp_path, 0) as certain:
-        assert not certain
+    with pytest.raises(ValueError) as raised, locked(tmp_path, 0) as found:
+        assert found == ""
+        raise ValueError
+    assert raised.value.__context__ is None  # what fails later is not taken for its consequence
     assert "cannot be locked (No locks available)" in capsys.readouterr().err
+
+
+def test_a_full_disk_costs_the_name_only(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(exits.Ended), locked(tmp_path, 0) as found:
+        assert found == ""
+        with locked(tmp_path, 0) as found:
+            assert found == "a process that has just begun"
+        raise exits.Ended(76, "of the run itself")

@@ -63,11 +63,13 @@ def test_the_rest_of_a_full_run():
 
 
 def test_a_mesh_that_is_decided_later():
-    """Devices that no mesh can use are known all the same: 24 rows do not divide over 5."""
+    """Devices that no mesh can use are known all the same: 24 rows do not divide over 5, nor do 6 heads."""
     auto = make_config({}, {**TINY, "mesh": "auto"})
     assert elastic.choose(auto, 4, full=6) is auto
     with pytest.raises(UserError):
         elastic.choose(auto, 5, full=6)
+    few = make_config({}, {**TINY, "mesh": "auto", "data.global_batch_size": 4})
+    assert elastic.choose(few, 8, full=9) is few  # not over data alone
 
 
 def test_no_more_rows_than_declared(monkeypatch):
