@@ -136,6 +136,8 @@ class MeshConfig:
         for axis in AXES:
             if (size := getattr(self, axis)) < 1 and size != -1:
                 raise UserError(f"mesh.{axis}", f"{size} is no axis size", "give a positive number or -1")
+            if self.auto and size not in (1, -1):
+                raise UserError(f"mesh.{axis}", f"{size} stands beside mesh=auto", "leave one of them out")
         if [getattr(self, axis) for axis in AXES].count(-1) > 1:
             raise UserError("mesh", "more than one axis is -1", "give all axes but one a size")
         _one_of("mesh.context_strategy", self.context_strategy, ("auto", "ring", "gather", "ulysses"))

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import difflib
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
@@ -84,6 +85,9 @@ def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], 
             except KeyboardInterrupt:
                 say(stopped)
                 return 130
+            except BrokenPipeError:  # who reads has seen enough, as `head` has
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python would try again at exit
+                return 0
 
         return main
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import importlib
 import json
 import os
@@ -330,7 +331,15 @@ def test_an_error_in_the_metrics_thread(flags, tmp_path, monkeypatch):
         main([*flags, f"--workdir={tmp_path}"])
 
 
-def test_interrupt_leaves_handlers_as_they_were():
+@pytest.fixture
+def uncollected():
+    """What a handler raises would be lost in a callback of the garbage collector, as JAX has one."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_interrupt_leaves_handlers_as_they_were(uncollected):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with Interrupt() as interrupt:
         assert not interrupt.requested(1)
@@ -344,7 +353,6 @@ def test_interrupt_leaves_handlers_as_they_were():
 
 @pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_an_early_signal_is_not_lost_with_what_it_raised(number, raised):
-    """Python drops what is raised in a callback of the garbage collector, as JAX has one."""
     with before_the_loop():
         with contextlib.suppress(raised):
             os.kill(os.getpid(), number)
@@ -352,6 +360,17 @@ def test_an_early_signal_is_not_lost_with_what_it_raised(number, raised):
             pytest.fail("the loop began")
     with Interrupt():
         pass
+
+
+@pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_an_early_signal_is_not_lost_in_an_error_that_it_becomes(number, raised, uncollected):
+    with pytest.raises(raised), before_the_loop():
+        try:
+            os.kill(os.getpid(), number)
+        except BaseException as stopped:
+            raise ImportError("an error in initializing the extension") from stopped
+    with pytest.raises(ImportError), before_the_loop():
+        raise ImportError("of another cause")
 
 
 def test_interrupt_on_another_thread():

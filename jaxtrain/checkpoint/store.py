@@ -449,7 +449,7 @@ class Checkpoints:
         return None
 
     def _retain(self) -> None:
-        """Delete what may go. A folder is renamed first, so that half of one is never taken for a checkpoint."""
+        """Delete what may go. A folder is renamed first: half of one is never taken for a checkpoint."""
         with self._retaining:  # a save that fails makes room while the one before is being finished
             steps = verify.steps(self._directory)
             good = [step for step in steps if verify.good(self._directory, step)]
@@ -458,10 +458,10 @@ class Checkpoints:
             gone = dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=self._best_of(good))
             pinned = self._mirror.pinned if self._mirror else ()  # being copied: it goes the next time
             for step in filter(lambda step: step not in pinned, gone):
-                shutil.rmtree(_rename(self._directory / str(step), _DELETED))
+                _delete(self._directory / str(step))
             for entry in self._directory.glob(f"*{_ABANDONED}*"):
                 if good and int(entry.name.partition(".")[0]) < good[-1]:
-                    shutil.rmtree(_rename(entry, _DELETED))
+                    _delete(entry)
 
     # ------------------------------------------------------------------------------------------------ what is damaged
 
@@ -505,6 +505,11 @@ class _Job:
         self.step, self.name, self.blocked_s = step, name, 0.0
         self.committed = threading.Event()
         self.thread = threading.Thread()
+
+
+def _delete(folder: Path) -> None:
+    """What is left of it, the next save deletes; which may be doing so already."""
+    shutil.rmtree(_rename(folder, _DELETED), ignore_errors=True)
 
 
 def _rename(folder: Path, ending: str) -> Path:

@@ -1,13 +1,14 @@
 """python -m jaxtrain.plan --config=FILE --target=h100x256: which mesh, will it fit, how fast, and what it costs."""
 
 import argparse
+import math
 import sys
 
 from jaxtrain.config_file import load_config
 from jaxtrain.errors import Parser, UserError, command, overrides_of
 from jaxtrain.plan import html, targets
 from jaxtrain.plan.estimate import Estimate, change, estimate
-from jaxtrain.plan.search import search
+from jaxtrain.plan.search import fastest_mesh, search
 from jaxtrain.plan.table import explained, table
 from jaxtrain.plan.time import said
 
@@ -16,13 +17,14 @@ GB = 1e9
 
 @command()
 def main(argv: list[str] | None) -> None:
-    """Exit status 0; 2: the user's mistake, in one line."""
+    """Exit status 0; 1: nothing fits; 2: the user's mistake, in one line."""
     flags, words = parser().parse_known_args(argv)
-    config = load_config(flags.config, overrides_of(words, ("config", "target")))
+    config = load_config(flags.config, overrides_of(words, vars(flags)))
+    for name in ("global_batch", "seq_len", "top", "tokens"):
+        if (value := getattr(flags, name)) is not None and not 1 <= value < math.inf:
+            raise UserError(f"--{name}", f"{value} is too few", "give 1 or more")
     asked = {"data.global_batch_size": flags.global_batch, "data.seq_len": flags.seq_len}
     config = change(config, {key: value for key, value in asked.items() if value})
-    if flags.top < 1:
-        raise UserError("--top", f"{flags.top} layouts show nothing", "give 1 or more")
     target, devices = place(flags)
     if flags.html:
         if flags.explain:
@@ -38,13 +40,17 @@ def main(argv: list[str] | None) -> None:
         chosen = [estimate(config, target, devices)]
         print(explained(chosen[0]))
     else:
-        found = search(config, target, devices, progress=_progress)
+        # With mesh=auto what a run would choose: all but the mesh as the config says.
+        found = fastest_mesh(config, target, devices) if config.mesh.auto else search(config, target, devices,
+                                                                                      progress=_progress)
         print(table(found, flags.top, flags.tokens))
         if flags.html:
             html.write(found, flags.html, flags.config, flags.top, flags.tokens)
         chosen = [choice.estimate for choice in found.fitting]
     for guess in chosen[:flags.verify]:
         print(verified(guess))
+    if not chosen or not chosen[0].fits:
+        raise SystemExit(1)
 
 
 def place(flags: argparse.Namespace) -> tuple[targets.Target, int]:

@@ -6,6 +6,7 @@ need not be computed twice, in how many micro-batches, and by which schedule.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,6 +48,7 @@ class Found:
     fitting: list[Choice] = field(default_factory=list)  # fastest first
     too_large: list[Choice] = field(default_factory=list)  # smallest first
     refused: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # layouts that were not traced, and why
+    least: int = 0  # of such devices that can hold the parameters and the optimizer, where these cannot
     otherwise: Choice | None = None  # the best in another precision, which is for a person to choose: numbers change
 
     @property
@@ -94,7 +96,8 @@ class Found:
 def shown(overrides: dict[str, Any]) -> str:
     """Keys of a layout, without those that change nothing."""
     return " ".join(f"{key.partition('.')[2]}={value}" for key, value in overrides.items()
-                    if value not in (0, 1) or key == "train.remat") or "one device"
+                    if value not in (0, 1) or key == "train.remat" or (key, value) == ("optimizer.zero_stage", 1)
+                    ) or "one device"
 
 
 def search(config: Config, target: Target, devices: int, *, meshes_traced: int = 16, refined: int = 4,
@@ -155,9 +158,9 @@ class _Looker:
         fixed = once.estimate.memory["parameters"] + once.estimate.memory["optimizer"]
         left = self.found.target.room - fixed
         wanted = (once.estimate.bytes - fixed) / left if left > 0 else float("inf")
-        parts = [n for n in divisors(rough.rows(self.found.config, mesh)) if n >= wanted][:2]
-        for accumulation in parts:
-            choice = self.at({**keys, "train.accumulation": accumulation})
+        possible = divisors(rough.rows(self.found.config, mesh))
+        for accumulation in [n for n in possible if n >= wanted][:2] or possible[-1:]:
+            choice = self.at({**keys, "train.accumulation": accumulation}) if accumulation > 1 else None
             if choice is None or choice.estimate.fits:
                 return choice
         return None
@@ -172,6 +175,8 @@ class _Looker:
                 if choice is None or not choice.estimate.fits:
                     break
                 best = min(best, choice, key=lambda c: c.estimate.seconds)
+        if start.mesh["mesh.data"] > 1 and not self.found.config.optimizer.zero_stage:
+            self.at({**best.overrides, "optimizer.zero_stage": 0})
         if (stages := start.mesh["mesh.stage"]) > 1:
             for schedule, chunks in (("interleaved", 2), ("zb_h1", 1)):
                 whole = self.found.config.model.num_layers % (stages * chunks) == 0
@@ -188,9 +193,12 @@ def _promising(found: Found, most: int, accumulation: int = 1, zero_stage: int |
         if (state := size.state(mesh, zero)) > room:
             why = f"parameters and optimizer alone take at least {gigabytes(state)} of {gigabytes(room)} GB"
             found.refused.append((mesh, why))
+            needed = found.devices * state / room
+            found.least = min(found.least or 2**62, 2 ** math.ceil(math.log2(needed)))
         else:
             scored.append((rough.seconds(found.config, found.target, mesh, size), len(scored), mesh, zero))
     scored.sort()
+    found.least = 0 if scored else found.least
     taken = []
     for _, _, mesh, zero in scored:
         if len(taken) == most:

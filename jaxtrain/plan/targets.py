@@ -164,6 +164,9 @@ def read(path: str | Path) -> dict[str, Target]:
         given = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise UserError("--targets", f"{path} cannot be read ({error})", "give a JSON file of targets") from None
+    if not isinstance(given, dict) or not all(isinstance(keys, dict) for keys in given.values()):
+        raise UserError("--targets", f"{path} holds something else than targets by name",
+                        'write {"NAME": {"like": "h100", "price": 2.1}}')
     return {name: _made(name, keys) for name, keys in given.items()}
 
 
@@ -176,9 +179,28 @@ def _made(name: str, keys: dict[str, Any]) -> Target:
         if key not in known | {"like"}:
             raise UserError("--targets", f"{name} has no {key!r}", nearest(key, known))
     changes = {key: value for key, value in keys.items() if key != "like"}
+    for key, value in changes.items():
+        _checked(f"{name}.{key}", value, getattr(base, key))
     if "links" in changes:
-        changes["links"] = tuple(Link(**link) for link in changes["links"])
+        try:
+            changes["links"] = tuple(Link(**link) for link in changes["links"])
+        except TypeError as error:
+            raise UserError("--targets", f"{name}.links: {error}", "give name, devices, bandwidth, latency") from None
     for key in ("peak", "efficiency"):
         if key in changes:
             changes[key] = {**getattr(base, key), **changes[key]}
     return dataclasses.replace(base, name=name, **changes)
+
+
+def _checked(key: str, value: Any, usual: Any) -> None:
+    """Refuse what is no number where one is wanted, or one that cannot be."""
+    if isinstance(usual, Mapping) and isinstance(value, dict):
+        for inner, each in value.items():
+            if inner in usual or key.endswith((".peak", ".efficiency")):
+                _checked(f"{key}.{inner}", each, 1.0)
+    elif isinstance(usual, int | float) and not isinstance(usual, bool):
+        fine = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        if not fine or (".efficiency." in key and value > 2):  # measured ones may pass 1
+            raise UserError("--targets", f"{key} is {value!r}", "give a number, of an efficiency a share such as 0.7")
+    elif not isinstance(value, list if isinstance(usual, tuple) else type(usual)):
+        raise UserError("--targets", f"{key} is {value!r}", "write it as jaxtrain/plan/targets.py does")

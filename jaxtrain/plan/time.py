@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxtrain.config import AXES
 from jaxtrain.parallel.schedules.schedule import Schedule
 from jaxtrain.plan import links
 from jaxtrain.plan.memory import Reads
@@ -114,7 +115,7 @@ def _ticks(tick: Block, target: Target, sizes: Mapping[str, int], schedule: Sche
 
 def said(kind: str, axes: Axes) -> str:
     """What a collective is called."""
-    return f"{kind} over {'+'.join(axes)}"
+    return f"{kind} over {'+'.join(sorted(axes, key=AXES.index))}"
 
 
 def _joined(sizes: list[int]) -> list[int]:

@@ -43,17 +43,21 @@ def before_the_loop() -> Iterator[None]:
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except Exception as error:  # a module in C whose import was cut short makes an error of its own of it
+        if _early:
+            _end(_early, error)
+        raise
     finally:
         _early = 0
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _end(number: int) -> NoReturn:
+def _end(number: int, cause: Exception | None = None) -> NoReturn:
     if number == signal.SIGINT:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt from cause
     os.write(2, b"stopped outside of the loop; run the same command again to resume\n")
-    raise SystemExit(exits.SAVED)  # no Exception: nobody is to take it for a checkpoint that cannot be read
+    raise SystemExit(exits.SAVED) from cause  # no Exception: nobody is to take it for a damaged checkpoint
 
 
 class Interrupt:

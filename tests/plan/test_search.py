@@ -1,15 +1,16 @@
 """A search finds what fits, says why the rest does not, and what it picks can be built."""
 
-import subprocess
-import sys
+import re
 
 import jax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.config_file import load_config
 from jaxtrain.plan import here, search, targets
+from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.estimate import change, estimate, gigabytes
-from jaxtrain.plan.table import explained
+from jaxtrain.plan.table import explained, keys
 
 TINY = {"mesh.fsdp": 1, "train.accumulation": 1, "data.global_batch_size": 16}
 
@@ -134,11 +135,49 @@ def test_a_check_can_be_turned_off(monkeypatch):
 @pytest.mark.parametrize(("words", "said"), [
     (["--target=h1000x8"], "--target: 'h1000x8' is not known"),
     (["--target=h100x8", "--config.mesh.tensr=2"], "there is no such key"),
-    (["--target=h100x8", "--top=0"], "--top: 0 layouts show nothing"),
+    (["--target=h100x8", "--top=0"], "--top: 0 is too few"),
+    (["--target=h100x8", "--global_batch=0"], "--global_batch: 0 is too few"),
+    (["--target=h100x8", "--tokens=nan"], "--tokens: nan is too few"),
+    (["--target=h100x8", "--globl_batch=8"], "did you mean '--global_batch'?"),
+    (["--target=h100x8", "--config.mesh=auto", "--config.mesh.tensor=2"], "mesh.tensor: 2 stands beside mesh=auto"),
     (["--target=h100x8", "--explain", "--config.mesh=auto"], "mesh=auto is no layout yet"),
 ])
-def test_mistakes_are_one_line(words, said):
-    done = subprocess.run([sys.executable, "-m", "jaxtrain.plan", "--config=configs/gpt.py:tiny", *words],
-                          capture_output=True, text=True)
-    assert done.returncode == 2
-    assert said in done.stderr and len(done.stderr.splitlines()) == 1
+def test_mistakes_are_one_line(words, said, capsys):
+    assert main(["--config=configs/gpt.py:tiny", *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err and len(err.splitlines()) == 1
+
+
+def test_the_keys_of_a_layout_give_that_layout(found):
+    """Keys that are 1, as the stage of ZeRO or the number of micro-batches, may be others in the config."""
+    for choice in found.fitting[:6]:
+        words = dict(word.removeprefix("--config.").split("=") for word in keys(found, choice).split())
+        config = load_config("configs/llama3_8b.py:tiny", {**TINY, "data.global_batch_size": 64, **words})
+        again = estimate(config, found.target, found.devices)
+        assert again.bytes == choice.estimate.bytes and again.seconds == choice.estimate.seconds
+
+
+def test_every_stage_of_zero_is_looked_at():
+    config = tiny(data__global_batch_size=64)
+    large = search.search(config, targets.TARGETS["h100"], 8, meshes_traced=2, refined=2)
+    copies = [choice for choice in large.fitting if choice.mesh["mesh.data"] > 1]
+    assert {choice.overrides["optimizer.zero_stage"] for choice in copies} == {0, 1}
+
+
+def test_nothing_fits(tmp_path, capsys):
+    (tmp_path / "small.json").write_text('{"small": {"like": "h100", "memory": 100000}}')
+    with pytest.raises(SystemExit) as stop:
+        main(["--config=configs/gpt.py:tiny", "--target=smallx2", f"--targets={tmp_path}/small.json"])
+    assert stop.value.code == 1
+    least = re.match(r"nothing fits 2 x small: the parameters and the optimizer alone need (\d+)\n",
+                     capsys.readouterr().out)
+    state = 12 * 125_000 * 0.9  # of the smallest model, about
+    assert state / 100_000 < int(least[1]) <= 4 * state / 100_000
+
+
+def test_with_mesh_auto_a_plan_is_what_a_run_would_choose(capsys):
+    config = ["--config=configs/gpt.py:tiny", "--config.mesh=auto", "--config.data.global_batch_size=16"]
+    assert main([*config, "--target=cpux8"]) == 0
+    chosen = search.fastest_mesh(load_config("configs/gpt.py:tiny", {"mesh": "auto", "data.global_batch_size": 16}),
+                                 targets.TARGETS["cpu"], 8)
+    assert f"1*  {chosen.best} " in capsys.readouterr().out
