@@ -40,6 +40,9 @@ H200 = [
       for mesh in ({"tensor": 8}, {"data": 8}, {"data": 8, "zero": 1}, {"data": 2, "fsdp": 4},
                    {"fsdp": 4, "tensor": 2}, {"fsdp": 4, "context": 2}, {"data": 4, "stage": 2, "microbatches": 4},
                    {"fsdp": 8, "accumulation": 2})),
+    # Layers that do not divide over the stages.
+    case("8B 30 layers h200 {'fsdp': 2, 'stage': 4}", "llama3_8b", "h200", 8, 16, 4096, remat="full", layers=30, fsdp=2,
+         stage=4, microbatches=8),
     *(case(f"70B h200 {devices} {mesh}", "llama3_70b", "h200", devices, devices, 8192, remat=remat, **mesh)
       for devices in (64, 256, 512)
       for remat, mesh in (("full", {"fsdp": devices}), ("attention", {"fsdp": devices // 8, "tensor": 8}),

@@ -207,8 +207,13 @@ class _Reader(Placing):
         """Where types do not say how it lies: as the indices do."""
         if explicit(eqn.outvars[0].aval) and any(out.spec):
             return out
-        windows, indices = eqn.params["dimension_numbers"].offset_dims, iter(inputs[1].spec)
-        spec = tuple(() if d in windows else next(indices) for d in range(len(out.shape)))
+        numbers, indices = eqn.params["dimension_numbers"], iter(inputs[1].spec)
+        collapsed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+        # What is taken whole of a dimension stays split, where the compiler places arrays by itself.
+        stays = not explicit(eqn.outvars[0].aval)
+        windows = iter([inputs[0].spec[d] if stays and size == inputs[0].shape[d] else ()
+                        for d, size in enumerate(eqn.params["slice_sizes"]) if d not in collapsed])
+        spec = tuple(next(windows) if d in numbers.offset_dims else next(indices) for d in range(len(out.shape)))
         return self.value(out.shape, out.dtype, spec)
 
     def spoken(self, eqn: Any, inputs: list[Value]) -> list[Value]:

@@ -50,7 +50,7 @@ def seconds(config: Config, target: Target, mesh: dict[str, int], size: Size) ->
     sizes = {key.removeprefix("mesh."): n for key, n in mesh.items()}
     tokens, devices = config.data.global_batch_size * config.data.seq_len, math.prod(sizes.values())
     rate = target.efficiency["matmul"] * target.peak["bfloat16"]
-    computing = 4 / 3 * size.per_token * tokens / devices / rate
+    computing = 4 / 3 * (size.per_token + _masked(config, target, sizes["expert"])) * tokens / devices / rate
 
     def talk(kind: str, axes: tuple[str, ...], size: float) -> float:
         return links.seconds(Collective(kind, axes, int(size)), target, sizes)
@@ -68,3 +68,12 @@ def seconds(config: Config, target: Target, mesh: dict[str, int], size: Size) ->
     activations += 3 * layers * talk("all-gather", ("context",), 2 * wide * share)
     bubble = (sizes["stage"] - 1) / max(1, rows(config, mesh))
     return (computing + activations) * (1 + bubble) + max(0.0, weights - target.efficiency["overlap"] * computing)
+
+
+def _masked(config: Config, target: Target, devices: int) -> float:
+    """FLOP of a token with experts that are not its own: those of a device, where XLA computes them all (reader.py)."""
+    model = config.model
+    if target.platform == "tpu" or not model.num_experts or model.capacity_factor:
+        return 0.0
+    others = model.experts_per_token * (model.num_experts / devices - 1)
+    return 3 * 6 * model.embed_dim * model.expert_mlp_dim * others * (model.num_layers - model.dense_layers)

@@ -100,11 +100,17 @@ def shown(overrides: dict[str, Any]) -> str:
                     ) or "one device"
 
 
-def search(config: Config, target: Target, devices: int, *, meshes_traced: int = 16, refined: int = 4,
+def search(config: Config, target: Target, devices: int, *, meshes_traced: int = 0, refined: int = 0,
            progress: Callable[[int], None] = lambda done: None) -> Found:
-    """Estimate what is worth it, for about a minute of one core at most."""
+    """Estimate what is worth it, for about a minute of one core at most: by default 16 meshes and 4 of them closer.
+
+    Of models with experts it is half of that, for they take three times as long to trace. (By numbers, not by the
+    clock: all processes of a run that ask decide the same.)
+    """
     found = Found(config, target, devices)
     look = _Looker(found, progress)
+    share = 2 if config.model.num_experts else 1
+    meshes_traced, refined = meshes_traced or 16 // share, refined or 4 // share
     promising = _promising(found, meshes_traced)
     smallest = [choice for mesh in promising if (choice := look.smallest(mesh))]
     fastest = sorted((c for c in smallest if c.estimate.fits), key=lambda choice: choice.estimate.seconds)
