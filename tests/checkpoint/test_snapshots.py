@@ -254,6 +254,9 @@ def test_a_whole_snapshot_counts_where_no_checkpoint_is_good(flags, tmp_path):
     work = tmp_path / "work"
     with processes([*flags, "--config.checkpoint.every=5"], work, 1, 8) as started:
         wait_for_lines(work, 9, started[0])
+        while not (work / "checkpoints" / "5").exists():  # the save of step 10 waits for it, however slow the disk is
+            assert started[0].poll() is None
+            time.sleep(0.01)
         started[0].kill()
     for file in (work / "checkpoints").rglob("*"):
         if file.is_file() and "/5/" in str(file):
