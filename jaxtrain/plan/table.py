@@ -56,9 +56,9 @@ def explained(e: Estimate) -> str:
     lines += [f"  {name:<24}{gigabytes(size):>8} GB" for name, size in e.memory.most_common() if size > 0.002 * e.bytes]
     lines.append(f"time of a step: {e.seconds:.4g} s, {e.tokens_per_second:,.0f} tokens/s" +
                  (f", MFU {_mfu(e)}" if _mfu(e) else ""))
-    lines += [f"  {name:<40}{1e3 * seconds:10.2f} ms" for name, seconds in e.time.parts.most_common()
+    lines += [f"  {name:<40}{milliseconds(seconds):>10} ms" for name, seconds in e.time.parts.most_common()
               if seconds > 0.002 * e.seconds]
-    lines.append(f"  {'(beside computation, which costs nothing':<40}{1e3 * e.time.hidden:10.2f} ms)")
+    lines.append(f"  {'(beside computation, which costs nothing':<40}{milliseconds(e.time.hidden):>10} ms)")
     if e.talked:
         mesh = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
         lines.append(f"collectives of a step, results on one device, mesh {mesh}:")
@@ -70,6 +70,11 @@ def explained(e: Estimate) -> str:
 
 def _many(number: int, one: str, more: str) -> str:
     return f"{number} {one if number == 1 else more}"
+
+
+def milliseconds(seconds: float) -> str:
+    """With two digits or more, as parts of a tiny model's step are far below one."""
+    return f"{1e3 * seconds:.2f}" if seconds >= 1e-3 else f"{1e3 * seconds:.2g}"
 
 
 def _mfu(e: Estimate) -> str:

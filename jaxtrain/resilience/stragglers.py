@@ -163,6 +163,9 @@ class Stragglers:
                     say(f"stragglers: not looked for in this window ({type(error).__name__})")
 
     def _tell(self, windows: Mapping[int, Window]) -> None:
+        if len(windows) == 1 < jax.process_count():  # the others' notes are late: nobody to compare with
+            self.fields = {}
+            return
         slowness = compare(windows)
         slowest = max(slowness, key=lambda process: slowness[process].ratio)
         self.fields = {"slowest_process": slowest, "slowest_ratio": slowness[slowest].ratio,

@@ -10,7 +10,7 @@ from jaxtrain.config_file import load_config
 from jaxtrain.plan import here, search, targets
 from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.estimate import change, estimate, gigabytes
-from jaxtrain.plan.table import explained, keys
+from jaxtrain.plan.table import explained, keys, milliseconds
 
 TINY = {"mesh.fsdp": 1, "train.accumulation": 1, "data.global_batch_size": 16}
 
@@ -71,6 +71,7 @@ def test_the_state_is_counted_to_the_byte():
 def test_sizes_in_words():
     assert [gigabytes(size) for size in (371.62e9, 12.34e9, 1.234e9, 3.4e7, 0)] == [
         "371.6", "12.3", "1.23", "0.034", "0"]
+    assert [milliseconds(seconds) for seconds in (2.5, 0.00123, 4.56e-6, 0)] == ["2500.00", "1.23", "0.0046", "0"]
 
 
 def test_the_table_and_the_explanation_add_up(found):
