@@ -30,7 +30,7 @@ from jaxtrain.resilience.steps import Steps
 
 _TICK = 0.2  # seconds between two looks; a death is seen at once
 _OWN_END = 30.0  # seconds for the others to end by themselves behind one that ended on purpose
-_STACKS = 1.0  # seconds for the others to say where they stand behind one that died
+_STACKS = 2.0  # seconds for the others to say where they stand behind one that died
 _WORDS = 10.0  # seconds for the others to write that down behind one that gave up
 _JUMP = 5.0  # seconds by which a clock is set, and not put right bit by bit
 _FRESH = 300.0  # seconds in which that may end a process

@@ -79,7 +79,7 @@ def test_a_flipped_byte(calm, stormy):
 def test_storms():
     command = [sys.executable, ROOT / "tools/chaos.py", "--storms=3", "--seed=0", "--steps=60", "--every=10",
                "--only", "kill_one", "damage", "lose_one", "preempt"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900,
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2400,
                           env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0 and "3 of 3 storms right" in done.stdout, done.stdout + done.stderr
-    assert done.stdout.count("steps lost") > 3  # something was done to them
+    assert done.stdout.count(" steps lost") > 2  # something was done to them

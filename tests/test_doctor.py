@@ -475,7 +475,7 @@ def test_the_exit_status_tells_of_failures(monkeypatch, capsys):
 def test_the_whole_command(tmp_path):
     environ = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_no_such_flag=1"}
     command = [sys.executable, "-m", "jaxtrain.doctor", f"--workdir={tmp_path}", "--json"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     findings = [Finding(**json.loads(line)) for line in done.stdout.splitlines()]
     found(findings, "FAIL", "XLA_FLAGS", "--xla_no_such_flag")
     found(findings, "ok", "2 x cpu")

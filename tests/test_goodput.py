@@ -72,8 +72,11 @@ def test_the_ledger_of_a_run_that_is_killed_stopped_and_finished_adds_up(flags, 
     began = time.monotonic()
     with start(every) as killed:
         wait_for_step(tmp_path / "work", 17, killed)
+        while not (tmp_path / "work" / "checkpoints" / "10").exists():  # the save after step 20 waits for it
+            assert killed.poll() is None
+            time.sleep(0.01)
         killed.kill()
-    with start(every) as stopped:
+    with start(every, seconds=0.3) as stopped:
         wait_for_step(tmp_path / "work", 25, stopped)
         stopped.send_signal(signal.SIGTERM)
         stopped.communicate(timeout=120)

@@ -113,6 +113,9 @@ def test_killed_twice(flags, straight, tmp_path, capsys):
     for lines, newest in ((7, 3), (12, 6)):  # lines of 3 steps and an evaluation for each checkpoint
         with process(flags, tmp_path) as started:
             wait_for_lines(tmp_path, lines, started)
+            while not (tmp_path / "checkpoints" / str(newest)).exists():  # the next save waits for it
+                assert started.poll() is None
+                time.sleep(0.01)
             started.kill()
         assert newest <= Checkpoints(tmp_path / "checkpoints").latest() < STEPS
     capsys.readouterr()
@@ -122,12 +125,13 @@ def test_killed_twice(flags, straight, tmp_path, capsys):
 
 
 def test_second_interrupt_ends_at_once(flags, tmp_path):
-    with process(flags, tmp_path, seconds=2) as started:
+    with process(flags, tmp_path, seconds=10) as started:
         wait_for_lines(tmp_path, 1, started)
         started.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+        while "stopping after this step" not in (line := started.stderr.readline()):
+            assert line, "it ended without a word of the first one"
         started.send_signal(signal.SIGINT)
-        _, err = started.communicate(timeout=20)
+        _, err = started.communicate(timeout=60)
     assert started.returncode == 130 and err.endswith("stopped at once; what was saved before is kept\n")
     assert "Traceback" not in err and Checkpoints(tmp_path / "checkpoints").latest() is None
 

@@ -192,10 +192,21 @@ def send(number: signal.Signals, *pids: int) -> None:
             os.kill(pid, number)
 
 
+class TooLate(Exception):
+    """The run ended before the fault could be done to it."""
+
+
+def alive(run: Training) -> list[int]:
+    """The training processes, as soon as there are any."""
+    run.wait(lambda: bool(run.pids()), 60)
+    if not (pids := run.pids()):
+        raise TooLate
+    return pids
+
+
 def victim(run: Training, rng: random.Random) -> tuple[int, str]:
     """One of those that live, and its name."""
-    run.wait(lambda: bool(run.pids()), 60)
-    pids = run.pids()
+    pids = alive(run)
     number = rng.randrange(len(pids))
     return pids[number], f"process {number} of {len(pids)}"
 
@@ -209,7 +220,7 @@ def kill_one(run: Training, rng: random.Random) -> str:
 
 def kill_all(run: Training, rng: random.Random) -> str:
     """kill -9 of all processes at once, as when the power fails."""
-    pids = run.pids()
+    pids = alive(run)
     send(signal.SIGKILL, *pids)
     return f"{len(pids)} processes"
 
@@ -271,10 +282,10 @@ def preempt(run: Training, rng: random.Random) -> str:
 def damage(run: Training, rng: random.Random) -> str:
     """A byte of the newest checkpoint flips, or a file of it is cut or deleted; then kill -9."""
     run.wait(lambda: len([path for path in run.checkpoints() if (path / "good.json").exists()]) > 1, 60)
+    send(signal.SIGSTOP, *alive(run))  # nothing may be saved between the damage and the end
     newest = [path for path in run.checkpoints() if (path / "good.json").exists()][-1]
     files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
     file, how = rng.choice(files), rng.choice(("flipped", "cut", "deleted"))
-    send(signal.SIGSTOP, *run.pids())  # nothing may be saved between the damage and the end
     if how == "flipped":
         content = bytearray(file.read_bytes())
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
@@ -290,7 +301,7 @@ def damage(run: Training, rng: random.Random) -> str:
 def delete_newest(run: Training, rng: random.Random) -> str:
     """The newest checkpoint is deleted; then kill -9."""
     run.wait(lambda: len([path for path in run.checkpoints() if (path / "good.json").exists()]) > 1, 60)
-    send(signal.SIGSTOP, *run.pids())
+    send(signal.SIGSTOP, *alive(run))
     newest = run.checkpoints()[-1]
     shutil.rmtree(newest)
     send(signal.SIGKILL, *run.pids())
@@ -446,15 +457,18 @@ class Chaos:
                 to = last + rng.randint(1, max(1, (self.steps - last) // (len(kinds) - i + 1)))
                 if not run.wait(lambda to=to: run.step() >= to, self.limit) or run.step() >= self.steps - 1:
                     break
-                faults.append(inflict(run, kind, rng))
+                try:
+                    faults.append(inflict(run, kind, rng))
+                except TooLate:
+                    break
                 last = run.step()
             status = run.end(self.limit)
             wrong = [] if status == 0 else [f"exit status {status}"]
             wrong += differences(run, calm) if status == 0 else []
             ledger, goodput = booked(run)
-            lived = run.began + run.seconds - first_start(run)  # the supervisor's own start is not the run's
-            if abs(ledger - lived) > 3.0 and "clock_jump" not in kinds:
-                wrong.append(f"the ledger has {ledger:.1f} of {lived:.1f} s")
+            least, most = (moment - first_start(run) for moment in (last_written(run), run.began + run.seconds))
+            if not least - 3.0 < ledger < most + 3.0 and "clock_jump" not in kinds:
+                wrong.append(f"the ledger has {ledger:.1f} of {least:.1f} to {most:.1f} s")
             return Storm(seed, processes, faults, run.seconds, wrong, goodput)
         finally:
             run.clean()
@@ -494,10 +508,16 @@ def inspect(*words: object) -> subprocess.CompletedProcess:
 
 
 def first_start(run: Training) -> float:
-    """When the supervisor first started processes."""
+    """When the supervisor first started processes: its own start is not the run's."""
     from jaxtrain.observe.events import events
 
     return next((event["time"] for event in events(run.workdir) if event["kind"] == "attempt"), run.began)
+
+
+def last_written(run: Training) -> float:
+    """When training was certainly not over: how long processes take to end behind their ledger is not the run's."""
+    written = [run.workdir / "metrics.jsonl", *run.checkpoints()[-1].rglob("*")]
+    return max(path.stat().st_mtime for path in written)
 
 
 def booked(run: Training) -> tuple[float, float | None]:

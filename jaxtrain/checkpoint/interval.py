@@ -95,6 +95,7 @@ class Saves:
         before = self._ledger.seconds("checkpoint")
         with self._ledger.book("checkpoint"):
             yield
+        self._settle(written=True)  # if there was one on its way still, this one has waited for it
         self._ledger.pin()
         self._blocked = self._last_blocked = self._ledger.seconds("checkpoint") - before
         self._saving = self._saved_at = self._ledger.now()
@@ -112,9 +113,9 @@ class Saves:
         (self._calm if self._saving is None else self._slow).append(seconds)
         self._settle()
 
-    def _settle(self) -> None:
+    def _settle(self, written: bool = False) -> None:
         """If the save is on disk by now, what it cost is known."""
-        if self._saving is None or self._writing():
+        if self._saving is None or (self._writing() and not written):
             return
         if self._failed():  # it says nothing of what one costs that succeeds
             self._saving, self._slow = None, []

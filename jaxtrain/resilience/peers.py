@@ -41,6 +41,7 @@ class Peers:
         self._names = {i: f"process {i}" for i in range(processes)}
         self._lines: dict[int, _Line] = {}
         self._lock, self._ended, self._heard = threading.Lock(), threading.Event(), threading.Event()
+        self._follower = threading.Thread()  # once there is something to follow
         self.workdir: Path | None = None  # where events go, once there is one
         self.on_hang: Callable[[str], bool] | None = None
         if process == 0:
@@ -82,7 +83,9 @@ class Peers:
     def wait_for_news(self, seconds: float) -> None:
         """A connection broke: whoever broke it is known in a moment, and then this does not return."""
         if self._heard.wait(seconds):
-            time.sleep(seconds)  # the thread that heard ends the process
+            end = time.monotonic() + seconds
+            self._follower.join(3 * _PATIENCE)  # it ends the process, if nothing hangs on its way there,
+            time.sleep(max(0.0, end - time.monotonic()))  # or leaves that to who writes down a hang
 
     # -------------------------------------------------------------------------------------------------- its own life
     def _accept(self, listener: socket.socket, token: str, timeout: float) -> None:
@@ -154,8 +157,9 @@ class Peers:
             self._send(message, but=source)
         if self._ended.is_set() or self._heard.is_set():
             return
+        self._follower = threading.Thread(target=self._follow, args=(message,), name="peers-end", daemon=True)
+        self._follower.start()
         self._heard.set()
-        threading.Thread(target=self._follow, args=(message,), name="peers-end", daemon=True).start()
 
     def _follow(self, message: Message) -> None:
         """End this process because of another one."""

@@ -81,7 +81,7 @@ def test_a_save_that_fails_in_one_process_alone(tmp_path, what, who):
     processes = [subprocess.Popen([sys.executable, "-c", CODE, tmp_path, address, str(i), what, str(who)], env=env,
                                   stderr=subprocess.PIPE, text=True) for i in range(N)]
     try:
-        errors = [process.communicate(timeout=60)[1] for process in processes]
+        errors = [process.communicate(timeout=300)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -58,8 +58,8 @@ class Run:
             if self.saves.due(self.step):
                 saved[self.step] = self.time
                 with self.saves.taking(self.step):
-                    self.time += self.blocked
-                self.written = self.time + self.takes
+                    self.time = max(self.time, self.written) + self.blocked
+                    self.written = self.time + self.takes
         return saved
 
 
@@ -99,6 +99,15 @@ def test_saves_that_fail_are_not_cheap_ones(tmp_path):
     gaps = np.diff(list(run.until(1500)))
     run.fails, run.blocked, run.takes = True, 0.0, 0.0
     assert np.diff(list(run.until(2500))) == pytest.approx(gaps[-1], abs=2)
+
+
+def test_a_save_longer_than_the_first_interval_tells_its_price_to_the_next_one_which_waits_for_it(tmp_path):
+    run = Run(tmp_path, mtbf_hours=1000)
+    run.takes = 2.5 * FIRST
+    saved = list(run.until(5000))
+    first, second, third = saved[:3]
+    assert first == FIRST and second == pytest.approx(2 * FIRST, abs=2)
+    assert (third - second) * run.pace * run.slower > 0.8 * SPARE * run.takes
 
 
 def test_a_run_of_less_than_a_minute_is_saved_at_its_end_only(tmp_path):

@@ -242,7 +242,7 @@ def test_one_process_killed(flags, tmp_path):
     with processes(flags, work, 1, 8) as started:
         said = ended(started)
     assert "resumed from the snapshot of step " in said[0]
-    assert next(event["step"] for event in events(work) if event["kind"] == "snapshot_restored") in (6, 8, 10)
+    assert next(event["step"] for event in events(work) if event["kind"] == "snapshot_restored") in (4, 6, 8, 10)
     assert numbers(work) == numbers(calm)
     for ours, theirs in zip(final(flags, work), final(flags, calm), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -281,7 +281,7 @@ def test_one_of_three_lost_with_its_memory(flags, tmp_path, mesh):
     with processes(flags, work, 3, 2) as started:  # the same mesh: the same bits
         said = ended(started)
     restored = [event["step"] for event in events(work) if event["kind"] == "snapshot_restored"]
-    assert len(restored) == 3 and restored[0] in (4, 6, 8) and len({*restored}) == 1
+    assert len(restored) == 3 and restored[0] in (2, 4, 6, 8) and len({*restored}) == 1
     assert f"resumed from the snapshot of step {restored[0]}" in said[0]
     assert numbers(work) == numbers(calm)
     for ours, theirs in zip(final(flags, work), final(flags, calm), strict=True):

@@ -122,11 +122,12 @@ def test_a_failure_is_told_with_its_reason(status, expected, capfd):
     assert f"process 1 ({socket.gethostname()}) failed (OSError: the disk is on fire): process 2 ends" in said
 
 
-def test_the_same_failure_everywhere_is_told_by_each(capfd):
+def test_the_same_failure_everywhere_is_told_by_each(monkeypatch, capfd):
+    monkeypatch.setattr(peers, "_PATIENCE", 2.0)
     run = Run()
     for one in run.peers.values():
         one.fail(exits.MISTAKE, "the same mistake")
-    time.sleep(1)
+    time.sleep(3)
     assert run.ends == {} and capfd.readouterr().err == ""
 
 

@@ -107,7 +107,7 @@ from jaxtrain.resilience import stragglers
 
 def slowly(self, batches, step, placed=Run.placed):
     # In the second half all are as slow as process 1 is in the first.
-    time.sleep(0.15 if step >= {half} or jax.process_index() == 1 else 0)
+    time.sleep(0.3 if step >= {half} or jax.process_index() == 1 else 0)
     return placed(self, batches, step)
 
 Run.placed = slowly
@@ -125,7 +125,7 @@ def test_a_process_with_slow_data(tmp_path):
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
     words = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "mesh.data=3",
              "train.eval_batches=1", "data.global_batch_size=6", f"train.steps={STEPS}", "train.eval_every=0",
-             "checkpoint.every=0", f"data.source={text}", "resilience.probe_every=1", "resilience.straggler_factor=3"]
+             "checkpoint.every=0", f"data.source={text}", "resilience.probe_every=1", "resilience.straggler_factor=2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "",
                    "JAXTRAIN_CACHE": str(tmp_path / "cache")}
     started = [subprocess.Popen(
@@ -134,7 +134,7 @@ def test_a_process_with_slow_data(tmp_path):
          f"--process_id={i}", f"--workdir={tmp_path}/work"], env=environment, text=True, stderr=subprocess.PIPE)
         for i in range(3)]
     try:
-        outputs = [process.communicate(timeout=300)[1] for process in started]
+        outputs = [process.communicate(timeout=900)[1] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -147,5 +147,5 @@ def test_a_process_with_slow_data(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "work" / "metrics.jsonl").read_text().splitlines()]
     # Any process may stall for a window on a busy machine.
     slowest = [line["slowest_process"] for line in lines[:STEPS // 2] if line.get("slowest_ratio", 1) > 1.5]
-    assert statistics.mode(slowest) == 1
+    assert slowest and statistics.mode(slowest) == 1
     assert max(line.get("data_wait_max_s", 0) for line in lines) > 0.1

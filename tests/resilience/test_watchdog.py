@@ -23,7 +23,7 @@ from jaxtrain.config import ResilienceConfig
 from jaxtrain.resilience import watchdog
 
 watchdog.TICK, watchdog.GRACE = 0.05, {grace}
-config = ResilienceConfig(hang_factor=2, hang_floor=1.0, start_limit={start_limit})
+config = ResilienceConfig(hang_factor=2, hang_floor={floor}, start_limit={start_limit})
 
 def steps(dog):
     for step in range(1, 8):
@@ -42,8 +42,8 @@ print("went on")
 
 
 def run(workdir, body="with dog.training(): steps(dog); the_hang()", hang="time.sleep(100)", start_limit=100.0,
-        grace=60.0):
-    code = QUICK.format(body=body, hang=hang, start_limit=start_limit, grace=grace)
+        grace=60.0, floor=1.0):
+    code = QUICK.format(body=body, hang=hang, start_limit=start_limit, grace=grace, floor=floor)
     return subprocess.Popen([sys.executable, "-c", code, workdir],
                             env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, stderr=subprocess.PIPE,
                             stdout=subprocess.PIPE)
@@ -95,9 +95,9 @@ def test_an_error_whose_closing_hangs_is_not_lost(tmp_path):
 
 
 def test_a_process_that_was_stopped_did_not_hang(tmp_path):
-    process = run(tmp_path, hang="time.sleep(0.4); os.kill(os.getpid(), signal.SIGSTOP); time.sleep(0.3)")
+    process = run(tmp_path, floor=3.0, hang="time.sleep(0.4); os.kill(os.getpid(), signal.SIGSTOP); time.sleep(0.3)")
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    time.sleep(3)
+    time.sleep(4)
     process.send_signal(signal.SIGCONT)
     assert end(process)[:2] == (0, "went on\n")
 
