@@ -75,6 +75,13 @@ def test_a_flipped_byte(calm, stormy):
     assert any(found.startswith("the final checkpoint is damaged") for found in chaos.differences(stormy, calm))
 
 
+@pytest.mark.parametrize("missing, found", [(0, 0), (2 * chaos.ASTRAY, 1), (-2 * chaos.ASTRAY, 1)])
+def test_seconds_that_the_ledger_misses_or_has_too_many(stormy, missing, found):
+    stormy.seconds = chaos.booked(stormy)[0] + missing
+    stormy.began = chaos.last_written(stormy) - stormy.seconds
+    assert len(chaos.misbooked(stormy)) == found
+
+
 @pytest.mark.slow
 def test_storms():
     command = [sys.executable, ROOT / "tools/chaos.py", "--storms=3", "--seed=0", "--steps=60", "--every=10",

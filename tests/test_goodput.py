@@ -14,6 +14,7 @@ import pytest
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.observe.events import events
 from jaxtrain.observe.goodput import account, incarnations
+from tests.tiny import wait_for_checkpoint
 
 ROOT = Path(__file__).parents[1]
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
@@ -72,9 +73,7 @@ def test_the_ledger_of_a_run_that_is_killed_stopped_and_finished_adds_up(flags, 
     began = time.monotonic()
     with start(every) as killed:
         wait_for_step(tmp_path / "work", 17, killed)
-        while not (tmp_path / "work" / "checkpoints" / "10").exists():  # the save after step 20 waits for it
-            assert killed.poll() is None
-            time.sleep(0.01)
+        wait_for_checkpoint(tmp_path / "work", 10, killed)
         killed.kill()
     with start(every, seconds=0.3) as stopped:
         wait_for_step(tmp_path / "work", 25, stopped)

@@ -26,7 +26,7 @@ from jaxtrain.main import main
 from jaxtrain.observe.events import events
 from jaxtrain.resilience import exits
 from jaxtrain.resilience.interrupt import Interrupt, before_the_loop
-from tests.tiny import SLOW, tiny_flags, wait_for_lines
+from tests.tiny import SLOW, tiny_flags, wait_for_checkpoint, wait_for_lines
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
@@ -113,9 +113,7 @@ def test_killed_twice(flags, straight, tmp_path, capsys):
     for lines, newest in ((7, 3), (12, 6)):  # lines of 3 steps and an evaluation for each checkpoint
         with process(flags, tmp_path) as started:
             wait_for_lines(tmp_path, lines, started)
-            while not (tmp_path / "checkpoints" / str(newest)).exists():  # the next save waits for it
-                assert started.poll() is None
-                time.sleep(0.01)
+            wait_for_checkpoint(tmp_path, newest, started)
             started.kill()
         assert newest <= Checkpoints(tmp_path / "checkpoints").latest() < STEPS
     capsys.readouterr()

@@ -46,3 +46,10 @@ def wait_for_lines(workdir, count, started, seconds=600):
                 return
         time.sleep(0.02)
     pytest.fail(f"no {count} lines: {started.communicate()[1] if started.poll() is not None else 'too slow'}")
+
+
+def wait_for_checkpoint(workdir, step, started):
+    """Until it is on the disk, however slow that is; the next save of the run waits for it, too."""
+    while not (workdir / "checkpoints" / str(step)).exists():
+        assert started.poll() is None, started.communicate()[1]
+        time.sleep(0.01)

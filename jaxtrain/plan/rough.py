@@ -71,7 +71,12 @@ def seconds(config: Config, target: Target, mesh: dict[str, int], size: Size) ->
 
 
 def _masked(config: Config, target: Target, devices: int) -> float:
-    """FLOP of a token with experts that are not its own: those of a device, where XLA computes them all (reader.py)."""
+    """FLOP of a token with experts that are not its own, as far as they are its device's, where XLA computes them all.
+
+    A device computes them for the tokens of all that share experts with it, too (reader.py does count that). Left out
+    here, because this sum does not know either that weights are gathered again in each part of the batch: with the one
+    and without the other it would rank meshes that gather all experts first.
+    """
     model = config.model
     if target.platform == "tpu" or not model.num_experts or model.capacity_factor:
         return 0.0

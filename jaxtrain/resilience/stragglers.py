@@ -48,7 +48,7 @@ class Slow:
 
 
 def compare(windows: Mapping[int, Window]) -> dict[int, Slow]:
-    """Each process against the median of the others.
+    """Each process against the median of the others; left out where nothing is there to compare it with.
 
     Of waiting and being busy the ratio is that of the step time with it to the step time with only as much of it as the
     others have. Of devices it is that of the slowest one's seconds to the others' median.
@@ -56,7 +56,7 @@ def compare(windows: Mapping[int, Window]) -> dict[int, Slow]:
     found = {}
     for process, own in windows.items():
         others = [window for other, window in windows.items() if other != process]
-        causes = [Slow(1.0, "")]
+        causes = []
         for key, why in (("data_wait_s", "it waits for data"), ("busy_s", "its host is busy")):
             if others:
                 lost = getattr(own, key) - statistics.median(getattr(window, key) for window in others)
@@ -66,7 +66,8 @@ def compare(windows: Mapping[int, Window]) -> dict[int, Slow]:
             beside = [s for other, s in own.probe_s.items() if other != device]
             if peers := elsewhere or beside:
                 causes.append(Slow(_ratio(seconds, statistics.median(peers)), f"its device {device} computes slowly"))
-        found[process] = max(causes, key=lambda slow: slow.ratio)
+        if causes:
+            found[process] = max([Slow(1.0, ""), *causes], key=lambda slow: slow.ratio)
     return found
 
 
@@ -163,10 +164,9 @@ class Stragglers:
                     say(f"stragglers: not looked for in this window ({type(error).__name__})")
 
     def _tell(self, windows: Mapping[int, Window]) -> None:
-        if len(windows) == 1 < jax.process_count():  # the others' notes are late: nobody to compare with
+        if not (slowness := compare(windows)):
             self.fields = {}
             return
-        slowness = compare(windows)
         slowest = max(slowness, key=lambda process: slowness[process].ratio)
         self.fields = {"slowest_process": slowest, "slowest_ratio": slowness[slowest].ratio,
                        "data_wait_max_s": max(window.data_wait_s for window in windows.values())}

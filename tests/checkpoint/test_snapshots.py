@@ -22,7 +22,7 @@ from jaxtrain.config_file import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
-from tests.tiny import SLOW, free_address, tiny_flags, wait_for_lines
+from tests.tiny import SLOW, free_address, tiny_flags, wait_for_checkpoint, wait_for_lines
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
@@ -254,9 +254,7 @@ def test_a_whole_snapshot_counts_where_no_checkpoint_is_good(flags, tmp_path):
     work = tmp_path / "work"
     with processes([*flags, "--config.checkpoint.every=5"], work, 1, 8) as started:
         wait_for_lines(work, 9, started[0])
-        while not (work / "checkpoints" / "5").exists():  # the save of step 10 waits for it, however slow the disk is
-            assert started[0].poll() is None
-            time.sleep(0.01)
+        wait_for_checkpoint(work, 5, started[0])
         started[0].kill()
     for file in (work / "checkpoints").rglob("*"):
         if file.is_file() and "/5/" in str(file):

@@ -122,6 +122,13 @@ def test_a_failure_is_told_with_its_reason(status, expected, capfd):
     assert f"process 1 ({socket.gethostname()}) failed (OSError: the disk is on fire): process 2 ends" in said
 
 
+def test_who_lost_a_connection_waits_until_its_reason_is_named(capfd):
+    run = Run()
+    run.peers[1].fail(1, "OSError: the disk is on fire")
+    run.peers[0].wait_for_news(0.05)  # less than it takes the thread that heard
+    assert run.ends[0] == exits.RESTART and "failed (OSError: the disk is on fire)" in capfd.readouterr().err
+
+
 def test_the_same_failure_everywhere_is_told_by_each(monkeypatch, capfd):
     monkeypatch.setattr(peers, "_PATIENCE", 2.0)
     run = Run()

@@ -53,6 +53,7 @@ def test_other_kinds_of_devices_are_not_compared():
     found = compare({0: window(), 1: window(probe=(0.1, 0.1), kind="old")})
     assert found[1].ratio == 1.0
     assert compare({0: window(probe=(0.01, 0.01, 0.02))})[0].ratio == pytest.approx(2)  # one process: its own devices
+    assert compare({0: window(probe=(0.01,))}) == {}  # nobody to compare with
 
 
 def test_named_after_some_windows_running_and_once():
