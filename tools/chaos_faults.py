@@ -1,4 +1,4 @@
-"""What chaos.py does to a run: kills, stops, damage, a full disk, a bad network, a clock that jumps; and how it recovers."""
+"""What chaos.py does to a run: kills, stops, damage, a full disk, a bad network, clock jumps; and how it recovers."""
 
 import os
 import random

@@ -15,8 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DEVICES = {2: 2, 3: 1, 4: 1}  # of each of so many processes: all of them share two cores
-# With an epsilon of 1e-3 Adam does not make whole steps of differences where gradients are nothing but rounding, such as
-# those of the bias of keys.
+# With it Adam does not make whole steps of differences where gradients are nothing but rounding, such as those of the
+# bias of keys.
 EPSILON = 1e-3
 PEER_TIMEOUT = 20  # seconds of silence after which a stopped process is gone; 60 by default
 ROWS = 24  # of a batch: over 2, 3 and 4 devices they divide
