@@ -180,12 +180,17 @@ def fail(status: int, error: BaseException) -> int:
     os._exit(status)
 
 
+_STATUSES = ("unknown: ", "internal: ", "unavailable: ", "aborted: ", "deadline_exceeded: ")
+
+
 def broken(error: BaseException | None) -> bool:
     """Whether an error is the echo of another process' end."""
     while error is not None:
         text = f"{error}".lower()
-        if isinstance(error, (jax.errors.JaxRuntimeError, ConnectionError, TimeoutError)) and any(
-                word in text for word in _BROKEN):
+        # A step that runs at once, as on CPU, may raise XLA's errors as plain ValueErrors.
+        of_xla = isinstance(error, ValueError) and text.startswith(_STATUSES)
+        known = of_xla or isinstance(error, (jax.errors.JaxRuntimeError, ConnectionError, TimeoutError))
+        if known and any(word in text for word in _BROKEN):
             return True
         error = error.__cause__ or error.__context__
     return False
