@@ -120,11 +120,16 @@ class Run:
 
     def trace(self) -> jax.stages.Traced:
         """The step as operations on arrays whose types say where they live."""
+        def optimizer_of(axes):
+            c = self.config
+            return optim.make_optimizer(c.optimizer, self.schedule, axes, c.model.router_bias_rate)
+
         step = make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
                          clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule,
                          differentiate=self._pipelined if self.schedules else None,
                          describe=partial(moe.metrics, experts_per_token=self.config.model.experts_per_token),
-                         spike_z=self.config.resilience.spike_z, skip_spikes=self.config.resilience.spikes != "record")
+                         spike_z=self.config.resilience.spike_z, skip_spikes=self.config.resilience.spikes != "record",
+                         optimizer_of=optimizer_of)
         out = (self.layout.state, None)
         with sharding.use(self.mesh, self.rules, self.platform), self._matmul_precision():
             return jax.jit(step, donate_argnums=0, out_shardings=out).trace(self.abstract, self.abstract_batch)
@@ -341,7 +346,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         schedules = make_schedules(config.pipeline, stages, microbatches)
         if not Placement.of(stacks(model.params()), schedules[0].position).even:
             rules = sharding.Rules({**rules.table, "layers": ()})  # spread otherwise in make_layout
-    layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=stages > 1)
+    layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=stages > 1,
+                         offload=config.optimizer.offload)
     if schedules:
         _warn_of_waste(abstract.params, layout.state.params, schedules[0])
     _check_activations(config, rules, mesh)

@@ -221,6 +221,7 @@ class OptimizerConfig:
     b2: float = 0.95
     eps: float = 1e-8
     zero_stage: int = 0
+    offload: bool = False  # between steps its state lies in the hosts' memory: slower, and less of the devices'
 
     def __post_init__(self):
         _one_of("optimizer.name", self.name, ("adamw", "adafactor", "lion", "sgd", "muon"))

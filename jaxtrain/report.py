@@ -7,7 +7,7 @@ import jax
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.optim import is_matrix
-from jaxtrain.state import Layout, TrainState
+from jaxtrain.state import HOST, Layout, TrainState
 
 
 def report(abstract: TrainState, layout: Layout) -> str:
@@ -26,7 +26,8 @@ def report(abstract: TrainState, layout: Layout) -> str:
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract.params))
     lines += [f"mesh: {mesh}",
               f"parameters: {count:,} in {len(rows) - 1} arrays, {total(abstract.params):,} bytes per device",
-              f"optimizer state: {total(abstract.opt_state):,} bytes per device",
+              f"optimizer state: {total(abstract.opt_state):,} bytes per device" + (
+                  f", {hosts:,} of them in its host's memory" if (hosts := in_hosts(abstract.opt_state)) else ""),
               f"whole state: {total(abstract):,} bytes per device"]
     return "\n".join(lines)
 
@@ -39,6 +40,12 @@ def bytes_per_device(leaf: Any) -> int:
 def total(tree: Any) -> int:
     """Of all arrays in a tree, on one device."""
     return sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def in_hosts(tree: Any) -> int:
+    """Of those the ones that lie in the hosts' memory."""
+    return sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(tree)
+               if getattr(leaf.sharding, "memory_kind", None) == HOST)
 
 
 def _entry(entry: Any) -> str:

@@ -20,6 +20,8 @@ from jaxtrain.precision import LossScale
 from jaxtrain.resilience.anomalies import History
 from jaxtrain.sharding import AnyMesh, Names, Rules
 
+HOST = "pinned_host"  # the kind of the hosts' memory that devices copy from and to by themselves
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ class Layout:
         return NamedSharding(self.mesh, P(*spec, *(None,) * (ndim - 1)))
 
     @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's state lies in the hosts' memory between steps."""
+        return any(where.memory_kind == HOST for where in jax.tree.leaves(self.state.opt_state))
+
+    @property
     def batch_shards(self) -> int:
         """Into how many pieces a batch is cut."""
         return sharding.shards(self.rules.batch, self.mesh)
@@ -113,10 +120,11 @@ def initial_state(params: Any, optimizer: optax.GradientTransformation, loss_sca
 
 
 def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, zero_stage: int = 0, *,
-                pipeline: bool = False) -> Layout:
+                pipeline: bool = False, offload: bool = False) -> Layout:
     """Shardings for a state whose parameters have logical names `axes` (a matching tree of tuples or None).
 
     ZeRO over the data axis: stage 1 spreads the optimizer's state, 2 the gradients too, 3 the parameters as well.
+    `offload`: the optimizer's state lies in the hosts' memory.
     """
     replicated = NamedSharding(mesh, P())
     flat, treedef = jax.tree_util.tree_flatten_with_path(abstract.params)
@@ -130,7 +138,8 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
     def optimizer_leaf(path, leaf):
         # optax keeps per-parameter state in trees shaped like the parameters: the path ends with the parameter's.
         owner = next((by_path[path[i:]] for i in range(len(path) + 1) if path[i:] in by_path), None)
-        return replicated if owner is None else _like(leaf.shape, *owner, mesh)
+        where = replicated if owner is None else _like(leaf.shape, *owner, mesh)
+        return where.with_memory_kind(HOST) if offload and leaf.ndim else where
 
     # Layers are taken from their stack one by one, so parameters stay whole along it.
     split = [sharding.spread(s, leaf.shape, first=int("layers" in (name or ())))

@@ -9,6 +9,7 @@ import optax
 
 from jaxtrain import precision as precisions
 from jaxtrain import sharding
+from jaxtrain.offload import by_pieces
 from jaxtrain.optim import global_norm, is_router_bias
 from jaxtrain.state import Layout, TrainState
 
@@ -24,11 +25,14 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
               clip_norm: float = 0.0, precision: str = "float32", schedule: optax.Schedule | None = None,
               differentiate: Gradient | None = None,
               describe: Callable[[Any], dict[str, jax.Array]] = lambda sums: {}, spike_z: float = 0.0,
-              skip_spikes: bool = False) -> Step:
+              skip_spikes: bool = False, optimizer_of: Callable[[Any], optax.GradientTransformation] | None = None
+              ) -> Step:
     """The step to be jitted with its state donated.
 
     `differentiate` stands in for `jax.grad` of the loss; `describe` makes metrics of the loss's further sums. A state
     with a history is told of spikes, steps further than `spike_z` above it, and `skip_spikes` leaves these out.
+    `optimizer_of` makes the optimizer of parameters with given logical names: for a layout that keeps its state in the
+    hosts' memory.
     """
     explicit = sharding.is_explicit(layout.mesh)
 
@@ -62,16 +66,26 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
         (sums, grads), _ = jax.lax.scan(add, (none, zeros), micro_batches)
         return sums, jax.tree.map(lambda g: g / jnp.maximum(sums[1], 1e-8), grads)
 
-    def update(params, opt_state, grads, taken):
-        def apply():
-            # Under ZeRO each device updates the piece whose moments it holds; the result is then laid out as at rest.
-            updates, new_state = optimizer.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), new_state
-        return jax.lax.cond(taken, apply, lambda: (params, opt_state))
+    def updating(optimizer, shardings):
+        def update(params, opt_state, grads, taken):
+            def apply():
+                # Under ZeRO each device updates the piece whose moments it holds; then it is laid out as at rest.
+                updates, new_state = optimizer.update(grads, opt_state, params)
+                return optax.apply_updates(params, updates), new_state
+            if layout.offloads:  # XLA would make one branch of all of them, which wants the whole state
+                return jax.tree.map(lambda new, old: jnp.where(taken, new, old), apply(), (params, opt_state))
+            return jax.lax.cond(taken, apply, lambda: (params, opt_state))
 
-    if explicit:  # any optax transformation must work, so here the compiler finds the shardings of what lies between
-        specs = jax.tree.map(lambda s: s.spec, (layout.state.params, layout.state.opt_state))
-        update = cast(Any, jax.sharding.auto_axes(update, out_sharding=specs))
+        if not explicit:
+            return update
+        # Any optax transformation must work, so here the compiler finds the shardings of what lies between.
+        return cast(Any, jax.sharding.auto_axes(update, out_sharding=jax.tree.map(lambda s: s.spec, shardings)))
+
+    if layout.offloads:
+        assert optimizer_of, "whoever lays it out so has to say how to update a part"
+        update = by_pieces(layout, optimizer_of, updating)
+    else:
+        update = updating(optimizer, (layout.state.params, layout.state.opt_state))
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         scale = state.loss_scale.scale if state.loss_scale is not None else None

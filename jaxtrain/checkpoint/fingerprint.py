@@ -17,6 +17,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.offload import fetched
+
 Words = tuple[int, int]
 
 _PIECE = 1 << 20  # elements that the host widens at a time
@@ -64,7 +66,7 @@ def _parts(x: jax.Array) -> Parts:
 def _compiled(mesh: Any, spec: Any):
     # A program for each kind of array, of which a state has few: its moments are like its parameters.
     if mesh is None:
-        return jax.jit(lambda x: _of_block(x, x.shape, [0] * x.ndim))
+        return jax.jit(lambda x: _of_block(fetched(x), x.shape, [0] * x.ndim))
 
     def add_up(x):
         def of_part(block):
@@ -73,7 +75,8 @@ def _compiled(mesh: Any, spec: Any):
                      for entry, size in zip(entries, block.shape, strict=True)]
             return _of_block(block, x.shape, start).reshape((1,) * len(mesh.axis_names) + (2,))
 
-        return jax.shard_map(of_part, mesh=mesh, in_specs=spec, out_specs=P(*mesh.axis_names), check_vma=False)(x)
+        return jax.shard_map(of_part, mesh=mesh, in_specs=spec, out_specs=P(*mesh.axis_names),
+                             check_vma=False)(fetched(x))
 
     return jax.jit(add_up)
 

@@ -14,7 +14,7 @@ from jaxtrain.mesh import axis_sizes
 from jaxtrain.observe.flops import flops_per_token
 from jaxtrain.plan import kernels, memory, reader, time
 from jaxtrain.plan.targets import Target
-from jaxtrain.report import matmul_parameters, total
+from jaxtrain.report import in_hosts, matmul_parameters, total
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Estimate:
     memory: Counter  # bytes of one device, by part
     time: time.Time
     talked: Counter  # (kind, axes) -> bytes of results on one device
+    host: int  # bytes of the host's memory for each device
     useful: float  # of one device: what the model needs, attention counted as causal
 
     @property
@@ -79,7 +80,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     state = len(jax.tree.leaves(run.abstract))
     worst = memory.peak(block, state)
     parts = Counter({
-        "parameters": total(run.abstract.params), "optimizer": total(run.abstract.opt_state),
+        "parameters": total(run.abstract.params), "optimizer": total(run.abstract.opt_state) - in_hosts(run.abstract.opt_state),
         "batch": sum(value.bytes for value in block.inputs[state:])})
     parts.update(_named(worst, run))
     talked: Counter = Counter()
@@ -90,7 +91,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     per_token = flops_per_token(c.model, matmul_parameters(run.abstract, run.layout, c.model), c.data.seq_len, True)
     useful = per_token * c.data.global_batch_size * c.data.seq_len / devices
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
-    return Estimate(config, target, devices, parts, took, talked, useful)
+    return Estimate(config, target, devices, parts, took, talked, in_hosts(run.abstract), useful)
 
 
 def _named(worst: memory.Peak, run: Run) -> Counter:
@@ -100,7 +101,9 @@ def _named(worst: memory.Peak, run: Run) -> Counter:
     named: Counter = Counter()
     for value in worst.values:
         made = value.op.name if value.op else ""
-        if value.shape in shapes:
+        if made == "device_put":
+            named["optimizer's pieces"] += value.bytes
+        elif value.shape in shapes:
             named["weights in use" if made == "convert_element_type" else "gradients"] += value.bytes
         elif value.shape in layers and made in ("reshard", "all_gather"):
             named["gathered weights"] += value.bytes

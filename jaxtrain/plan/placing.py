@@ -42,8 +42,11 @@ class Placing:
         sharding = getattr(aval, "sharding", None)
         spec = spec_of(sharding.spec if sharding is not None else (), len(getattr(aval, "shape", ())))
         unreduced = tuple(getattr(sharding.spec, "unreduced", ()) or ()) if sharding is not None else ()
-        return self.value(getattr(aval, "shape", ()), getattr(aval, "dtype", np.dtype("float32")), spec,
-                          tuple(axis for axis in unreduced if self.sizes[axis] > 1))
+        value = self.value(getattr(aval, "shape", ()), getattr(aval, "dtype", np.dtype("float32")), spec,
+                           tuple(axis for axis in unreduced if self.sizes[axis] > 1))
+        if getattr(aval, "memory_space", None) == jax.memory.Space.Host:
+            value.host, value.bytes = value.bytes, 0
+        return value
 
     def emit(self, name: str, made: str, inputs: Sequence[Value], outputs: Sequence[Value], **more: Any) -> list[Value]:
         """Add an operation -> its results."""

@@ -26,6 +26,7 @@ class Value:
     dtype: np.dtype
     spec: Spec
     bytes: int
+    host: int = 0  # bytes of the part, where it lies in the host's memory and takes none of the device's
     op: "Op | None" = None  # where it comes from; None: from outside the block
     pending: Axes = ()  # devices along these hold parts whose sum it is
 

@@ -54,6 +54,8 @@ def explained(e: Estimate) -> str:
     verdict = "" if e.fits else ", which does not fit"
     lines = [f"memory of a device: {gigabytes(e.bytes)} of {gigabytes(e.target.room)} GB for programs{verdict}"]
     lines += [f"  {name:<24}{gigabytes(size):>8} GB" for name, size in e.memory.most_common() if size > 0.002 * e.bytes]
+    if e.host:
+        lines.append(f"  {'beside it, in the hosts':<24}{gigabytes(e.host):>8} GB")
     lines.append(f"time of a step: {e.seconds:.4g} s, {e.tokens_per_second:,.0f} tokens/s" +
                  (f", MFU {_mfu(e)}" if _mfu(e) else ""))
     lines += [f"  {name:<40}{milliseconds(seconds):>10} ms" for name, seconds in e.time.parts.most_common()

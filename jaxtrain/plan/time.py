@@ -135,6 +135,8 @@ def behind(talking: float, computing: float, target: Target) -> float:
 
 def _own(op: Op, reads: "Reads", target: Target) -> tuple[str, float]:
     """What an operation takes on its own device."""
+    if hosts := sum(value.host for value in (*op.inputs, *op.outputs)) if op.name == "device_put" else 0:
+        return "copies from and to hosts", hosts / target.host
     moved = reads.bytes(op)
     at_memory = moved / (target.bandwidth * target.efficiency["memory"])
     if not op.flops:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.offload import fetched
+
 Hashes = Callable[[Any], jax.Array]
 
 
@@ -26,7 +28,7 @@ def compile_hashes(tree: Any) -> Hashes:
         return jax.lax.all_gather(row, mesh.axis_names, tiled=True)
 
     every = jax.shard_map(own, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
-    return jax.jit(every).lower(tree).compile()
+    return jax.jit(lambda tree: every(jax.tree.map(fetched, tree))).lower(tree).compile()
 
 
 def devices_of(tree: Any) -> list[jax.Device]:

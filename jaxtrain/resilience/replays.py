@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.offload import fetched
 from jaxtrain.resilience.accusations import Accusations
 from jaxtrain.resilience.bits import Hashes, compile_hashes, devices_of, paths_of
 
@@ -53,4 +54,8 @@ class Replays:
 
 @jax.jit
 def _copy(tree: Any) -> Any:
-    return jax.tree.map(jnp.copy, tree)  # a jit that returned its arguments would return the same buffers
+    def copy(x):  # a jit that returned its arguments would return the same buffers
+        here = jnp.copy(fetched(x))
+        return here if jax.typeof(x).memory_space == jax.memory.Space.Device else jax.device_put(
+            here, jax.memory.Space.Host)
+    return jax.tree.map(copy, tree)

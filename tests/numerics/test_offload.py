@@ -1,0 +1,99 @@
+"""The optimizer's state in the hosts' memory: the same numbers, and the state is where it should be."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.build import build
+from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.config_file import load_config
+from jaxtrain.main import main
+from jaxtrain.state import HOST
+from tests.numerics import reference
+from tests.tiny import tiny_flags
+
+CASES = [
+    ("gpt2", (2, 2, 1), {"optimizer__zero_stage": 1, "train__accumulation": 2}),
+    ("llama", (2, 1, 2), {"optimizer__name": "muon", "optimizer__zero_stage": 3}),
+    ("gpt2", (1, 4, 1), {"optimizer__name": "adafactor"}),
+    ("qwen3", (2, 2, 2), {"optimizer__name": "lion", "optimizer__zero_stage": 2, "train__precision": "float16"}),
+    ("llama", (1, 2, 2), {"optimizer__name": "sgd", "train__precision": "bfloat16", "train__remat": "full"}),
+    ("llama", (2, 1, 1), {"mesh__stage": 2, "optimizer__zero_stage": 1}),
+    ("deepseek_v3", (1, 2, 1), {"mesh__expert": 2}),  # whose routers' biases have an optimizer of their own
+]
+
+
+def places(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
+
+
+@pytest.mark.parametrize(("family", "mesh", "keys"), [CASES[0], *(
+    pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str)
+def test_the_numbers_are_those_of_a_state_on_the_devices(family, mesh, keys):
+    told, states = [], []
+    for offload in (False, True):
+        run = reference.build(family, mesh, optimizer__offload=offload, **keys)
+        step, state, lines = reference.compiled(run), reference.start(run, family), []
+        for n in range(3):
+            state, metrics = step(state, run.place(reference.batch(n)))
+            lines.append({key: float(value) for key, value in metrics.items()})
+        assert places([state.params, state.step]) == {"device"}
+        arrays = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+        assert places(arrays) == {HOST if offload else "device"} or not arrays
+        told.append(lines)
+        states.append(jax.device_get(state))
+    tolerance = {"float16": 2e-3, "bfloat16": 2e-2}.get(keys.get("train__precision"), 1e-5)
+    for ours, theirs in zip(*told, strict=True):
+        for key, value in ours.items():
+            assert theirs[key] == pytest.approx(value, rel=tolerance, abs=tolerance), key
+    for (path, ours), theirs in zip(jax.tree.leaves_with_path(states[0]), jax.tree.leaves(states[1]), strict=True):
+        # Relative to the largest element. A key's bias has rounding noise for a gradient, and Adam enlarges it.
+        name, scale = jax.tree_util.keystr(path, simple=True, separator="/"), np.abs(ours).max()
+        noise = 1e-5 if name.endswith("k/bias") else 1e-9
+        np.testing.assert_allclose(theirs, ours, rtol=0, atol=20 * tolerance * scale + noise, err_msg=name)
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    run = reference.build("gpt2", (2, 2, 1), optimizer__offload=True)
+    step, state = reference.compiled(run), reference.start(run)
+    state, _ = step(state, run.place(reference.batch(0)))
+    before = jax.device_get((state.params, state.opt_state))
+    bad = reference.batch(1)
+    bad["weights"][0, 0] = np.nan
+    state, metrics = step(state, run.place(bad))
+    assert int(metrics["skipped"]) == 1 and places(jax.tree.leaves(state.opt_state)[1:]) == {HOST}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cache")
+def test_a_run_goes_on_with_its_state_elsewhere(tmp_path, tmp_path_factory):
+    """From hosts to devices and back, through checkpoints; replicas and replays are looked at on the way."""
+    flags = tiny_flags(tmp_path_factory, [
+        "model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
+        "mesh.data=2", "mesh.fsdp=4", "data.global_batch_size=8", "checkpoint.every=3", "checkpoint.keep=9",
+        "resilience.check_every=2", "resilience.replay_every=2", "train.steps=12"])
+    plain, mixed = tmp_path / "plain", tmp_path / "mixed"
+    assert main([*flags, f"--workdir={plain}"]) == 0
+    for last, offload in ((12, True), (9, False), (6, True), (3, False)):
+        if last < 12:  # what came behind it is taken away
+            for step in range(last + 1, 13):
+                folder = mixed / "checkpoints" / str(step)
+                if folder.exists():
+                    shutil.rmtree(folder)
+        assert main([*flags, f"--config.optimizer.offload={offload}", f"--workdir={mixed}"]) == 0
+        lines = [[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+                 for folder in (plain, mixed)]
+        assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]]
+        for ours, theirs in zip(*lines, strict=True):
+            for key in ("loss", "grad_norm", "eval_loss"):
+                assert (key in ours) == (key in theirs) and theirs.get(key) == pytest.approx(ours.get(key), rel=1e-4)
+        assert not [event for event in (mixed / "events.jsonl").read_text().splitlines() if '"damaged"' in event]
+    config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
+    both = [jax.device_get(Checkpoints(folder / "checkpoints").restore(12, build(config).abstract))
+            for folder in (plain, mixed)]
+    for ours, theirs in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(theirs, ours, rtol=0, atol=2e-4 * np.abs(ours).max() + 1e-9)
