@@ -1,7 +1,7 @@
 """The optimizer's state in the hosts' memory: in each step it comes to the devices and goes back, piece by piece.
 
-A piece is the state of one parameter (of a stack of layers, all of them). The next one is fetched when the one before
-is updated, so that the devices hold a piece or two of it and never the whole.
+A piece is the state of one layer, or of one parameter that is in no layer. Layers go through a loop: what a compiler is
+free to order it would fetch all at once, however it is asked not to.
 """
 
 from collections.abc import Callable
@@ -24,26 +24,47 @@ def by_pieces(layout: Layout, optimizer: Callable[[Any], optax.GradientTransform
         optimizer: the optimizer of parameters whose logical names are given. It may mix none with another.
         updating: the update of a part, of its optimizer and the shardings of its parameters and their state.
     """
+    where, homes = (_flat(tree) for tree in (layout.state.params, layout.state.opt_state))
+    names = dict(zip(where, jax.tree.structure(layout.state.params).flatten_up_to(layout.axes), strict=True))
+    layers = [path for path in where if (names[path] or ("",))[0] == "layers"]
+
     def update(params, opt_state, grads, taken):
-        flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-        others = [treedef.flatten_up_to(tree) for tree in (grads, layout.axes, layout.state.params)]
-        state_keys, state_treedef = _keys(opt_state)
-        before = dict(zip(state_keys, jax.tree.leaves(opt_state), strict=True))
-        homes = dict(zip(state_keys, jax.tree.leaves(layout.state.opt_state), strict=True))
-        new_params, after, here = [], {}, {}
-        for (path, param), grad, names, where in zip(flat, *others, strict=True):
-            part = optimizer(_alone(path, names))
-            shapes = jax.eval_shape(part.init, _alone(path, param))
-            keys, part_treedef = _keys(shapes)  # named as in the whole, of which it is a part
-            piece, here = jax.lax.optimization_barrier(([before[key] for key in keys], here))
-            after |= _back(here, homes)
-            piece = part_treedef.unflatten([fetched(x) for x in piece])
-            shardings = _alone(path, where), part_treedef.unflatten([homes[key] for key in keys])
-            new, piece = updating(part, shardings)(_alone(path, param), piece, _alone(path, grad), taken)
-            new_params += jax.tree.leaves(new)
-            here = dict(zip(keys, jax.tree.leaves(piece), strict=True))
-        after |= _back(here, homes)
-        return treedef.unflatten(new_params), state_treedef.unflatten([after[key] for key in state_keys])
+        flat, state, slopes = _flat(params), _flat(opt_state), _flat(grads)
+        after = dict(state)
+
+        def piece(paths, params, state, slopes):
+            """New parameters and state of these."""
+            part = optimizer(_nested({path: names[path] for path in paths}))
+            own = _nested({path: params[path] for path in paths})
+            keys, treedef = _keys(jax.eval_shape(part.init, own))  # named as in the whole, of which it is a part
+            here = treedef.unflatten([fetched(state[key]) for key in keys])
+            places = (_nested({path: where[path] for path in paths}), treedef.unflatten([homes[key] for key in keys]))
+            new, here = updating(part, places)(own, here, _nested({path: slopes[path] for path in paths}), taken)
+            back = [jax.device_put(x, jax.memory.Space.Host) if homes[key].memory_kind == HOST else x
+                    for key, x in zip(keys, jax.tree.leaves(here), strict=True)]
+            return _flat(new), dict(zip(keys, back, strict=True))
+
+        for path in flat.keys() - set(layers):
+            new, back = piece([path], flat, state, slopes)
+            flat |= new
+            after |= back
+        if layers:
+            count = flat[layers[0]].shape[0]
+            stacks = {key: x for key, x in state.items() if any(key.endswith(path) for path in layers)}
+
+            def one(i, carry):
+                params, stacks = carry
+                mine = [{key: jax.lax.dynamic_slice_in_dim(x, i, 1) for key, x in tree.items()}
+                        for tree in (params, stacks, {path: slopes[path] for path in layers})]
+                new, back = piece(layers, mine[0], state | mine[1], mine[2])
+                return ({path: jax.lax.dynamic_update_slice_in_dim(x, new[path], i, 0) for path, x in params.items()},
+                        {key: jax.lax.dynamic_update_slice_in_dim(x, back[key], i, 0) for key, x in stacks.items()})
+
+            new, back = jax.lax.fori_loop(0, count, one, ({path: flat[path] for path in layers}, stacks))
+            flat |= new
+            after |= back
+        return (jax.tree.unflatten(jax.tree.structure(params), flat.values()),
+                jax.tree.unflatten(jax.tree.structure(opt_state), after.values()))
 
     return update
 
@@ -53,9 +74,8 @@ def fetched(x: Any) -> Any:
     return jax.device_put(x, jax.memory.Space.Device) if jax.typeof(x).memory_space == jax.memory.Space.Host else x
 
 
-def _back(here: dict, homes: dict) -> dict:
-    return {key: jax.device_put(x, jax.memory.Space.Host) if homes[key].memory_kind == HOST else x
-            for key, x in here.items()}
+def _flat(tree: Any) -> dict[str, Any]:
+    return dict(zip(_keys(tree)[0], jax.tree.leaves(tree), strict=True))
 
 
 def _keys(tree: Any) -> tuple[list[str], Any]:
@@ -63,8 +83,13 @@ def _keys(tree: Any) -> tuple[list[str], Any]:
     return [jax.tree_util.keystr(path) for path, _ in flat], treedef
 
 
-def _alone(path: tuple, leaf: Any) -> Any:
-    """The nested dict that has only this leaf."""
-    for key in reversed(path):
-        leaf = {key.key: leaf}
-    return leaf
+def _nested(leaves: dict[str, Any]) -> Any:
+    """Nested dicts of leaves by their paths, as ['blocks']['norm']."""
+    tree: dict = {}
+    for path, leaf in leaves.items():
+        *parents, last = path[2:-2].split("']['")
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return tree
