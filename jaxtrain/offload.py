@@ -4,6 +4,7 @@ A piece is the state of one layer, or of one parameter that is in no layer. Laye
 free to order it would fetch all at once, however it is asked not to.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,11 @@ def by_pieces(layout: Layout, optimizer: Callable[[Any], optax.GradientTransform
     """
     where, homes = (_flat(tree) for tree in (layout.state.params, layout.state.opt_state))
     names = dict(zip(where, jax.tree.structure(layout.state.params).flatten_up_to(layout.axes), strict=True))
-    layers = [path for path in where if (names[path] or ("",))[0] == "layers"]
+    stacks = defaultdict(list)  # of layers, of which a model may have several
+    for path in where:
+        if (names[path] or ("",))[0] == "layers":
+            stacks[path.partition("]")[0]].append(path)
+    stacked = {path for paths in stacks.values() for path in paths}
 
     def update(params, opt_state, grads, taken):
         flat, state, slopes = _flat(params), _flat(opt_state), _flat(grads)
@@ -44,23 +49,22 @@ def by_pieces(layout: Layout, optimizer: Callable[[Any], optax.GradientTransform
                     for key, x in zip(keys, jax.tree.leaves(here), strict=True)]
             return _flat(new), dict(zip(keys, back, strict=True))
 
-        for path in flat.keys() - set(layers):
+        for path in [path for path in where if path not in stacked]:
             new, back = piece([path], flat, state, slopes)
             flat |= new
             after |= back
-        if layers:
-            count = flat[layers[0]].shape[0]
-            stacks = {key: x for key, x in state.items() if any(key.endswith(path) for path in layers)}
+        for paths in stacks.values():
+            theirs = [key for key in state if any(key.endswith(path) for path in paths)]
 
-            def one(i, carry):
-                params, stacks = carry
+            def one(i, carry, paths=paths):
                 mine = [{key: jax.lax.dynamic_slice_in_dim(x, i, 1) for key, x in tree.items()}
-                        for tree in (params, stacks, {path: slopes[path] for path in layers})]
-                new, back = piece(layers, mine[0], state | mine[1], mine[2])
-                return ({path: jax.lax.dynamic_update_slice_in_dim(x, new[path], i, 0) for path, x in params.items()},
-                        {key: jax.lax.dynamic_update_slice_in_dim(x, back[key], i, 0) for key, x in stacks.items()})
+                        for tree in (*carry, {path: slopes[path] for path in paths})]
+                new, back = piece(paths, mine[0], state | mine[1], mine[2])
+                return tuple({key: jax.lax.dynamic_update_slice_in_dim(x, layer[key], i, 0) for key, x in tree.items()}
+                             for tree, layer in zip(carry, (new, back), strict=True))
 
-            new, back = jax.lax.fori_loop(0, count, one, ({path: flat[path] for path in layers}, stacks))
+            new, back = jax.lax.fori_loop(0, flat[paths[0]].shape[0], one, (
+                {path: flat[path] for path in paths}, {key: state[key] for key in theirs}))
             flat |= new
             after |= back
         return (jax.tree.unflatten(jax.tree.structure(params), flat.values()),

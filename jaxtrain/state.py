@@ -132,7 +132,10 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
     base = [_parameter(path, leaf, name, rules, mesh) for (path, leaf), name in zip(flat, names, strict=True)]
     if pipeline:  # what is not a stage's own is not on every stage either, at rest
         base = [sharding.spread(s, leaf.shape, "stage") for s, (_, leaf) in zip(base, flat, strict=True)]
-    wide = [sharding.spread(s, leaf.shape) for s, (_, leaf) in zip(base, flat, strict=True)]
+    # Layers are taken from their stack one by one: of parameters always, of the optimizer's state if it is elsewhere.
+    split = [sharding.spread(s, leaf.shape, first=int("layers" in (name or ())))
+             for s, (_, leaf), name in zip(base, flat, names, strict=True)]
+    wide = split if offload else [sharding.spread(s, leaf.shape) for s, (_, leaf) in zip(base, flat, strict=True)]
     by_path = {path: (leaf.shape, wide[i] if zero_stage >= 1 else base[i]) for i, (path, leaf) in enumerate(flat)}
 
     def optimizer_leaf(path, leaf):
@@ -141,9 +144,6 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
         where = replicated if owner is None else _like(leaf.shape, *owner, mesh)
         return where.with_memory_kind(HOST) if offload and leaf.ndim else where
 
-    # Layers are taken from their stack one by one, so parameters stay whole along it.
-    split = [sharding.spread(s, leaf.shape, first=int("layers" in (name or ())))
-             for s, (_, leaf), name in zip(base, flat, names, strict=True)]
     params = treedef.unflatten(split if zero_stage >= 3 else base)
     state = TrainState(
         replicated, params, jax.tree_util.tree_map_with_path(optimizer_leaf, abstract.opt_state), replicated,

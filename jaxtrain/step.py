@@ -72,7 +72,7 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
                 # Under ZeRO each device updates the piece whose moments it holds; then it is laid out as at rest.
                 updates, new_state = optimizer.update(grads, opt_state, params)
                 return optax.apply_updates(params, updates), new_state
-            if layout.offloads:  # XLA would make one branch of all of them, which wants the whole state
+            if layout.offloads:  # of several branches XLA would make one, which wants all of the state at once
                 return jax.tree.map(lambda new, old: jnp.where(taken, new, old), apply(), (params, opt_state))
             return jax.lax.cond(taken, apply, lambda: (params, opt_state))
 

@@ -27,7 +27,8 @@ def case(name: str, config: str, target: str, devices: int, rows: int, seq_len: 
     """One line of the table; mesh axes and others by their last names."""
     names = {"remat": "train.remat", "accumulation": "train.accumulation", "zero": "optimizer.zero_stage",
              "schedule": "pipeline.schedule", "microbatches": "pipeline.microbatches",
-             "strategy": "mesh.context_strategy", "layers": "model.num_layers", "attention": "train.attention"}
+             "strategy": "mesh.context_strategy", "layers": "model.num_layers", "attention": "train.attention",
+             "offload": "optimizer.offload"}
     overrides = {**ONE, "data.global_batch_size": rows, "data.seq_len": seq_len,
                  **{names.get(key, f"mesh.{key}"): value for key, value in keys.items()}}
     return {"name": name, "config": config, "target": target, "devices": devices, "overrides": overrides}
@@ -40,6 +41,9 @@ H200 = [
       for mesh in ({"tensor": 8}, {"data": 8}, {"data": 8, "zero": 1}, {"data": 2, "fsdp": 4},
                    {"fsdp": 4, "tensor": 2}, {"fsdp": 4, "context": 2}, {"data": 4, "stage": 2, "microbatches": 4},
                    {"fsdp": 8, "accumulation": 2})),
+    case("8B h200 fsdp8 offload", "llama3_8b", "h200", 8, 8, 4096, fsdp=8, remat="full", offload=True),
+    case("70B h200 8 offload {'fsdp': 2, 'tensor': 4}", "llama3_70b", "h200", 8, 8, 4096, remat="full", fsdp=2,
+         tensor=4, offload=True),
     # Layers that do not divide over the stages.
     case("8B 30 layers h200 {'fsdp': 2, 'stage': 4}", "llama3_8b", "h200", 8, 16, 4096, remat="full", layers=30, fsdp=2,
          stage=4, microbatches=8),
@@ -63,6 +67,8 @@ TPU = [  # where attention keeps all scores of a layer: rows of 4,096
     *(case(f"mixtral v5p {mesh}", "mixtral_8x7b", "v5p", 32, 32, 4096, remat="full", **mesh)
       for mesh in ({"fsdp": 32}, {"fsdp": 4, "expert": 8})),
     case("qwen3 0.6B v5e fsdp4", "qwen3_0p6b", "v5e", 4, 8, 2048, fsdp=4, remat="full"),
+    *(case(f"8B v5e fsdp8 offload {remat}", "llama3_8b", "v5e", 8, 8, 2048, fsdp=8, remat=remat, offload=True)
+      for remat in ("full", "attention")),
 ]
 CASES = [*H200, *TPU]
 

@@ -19,6 +19,7 @@ from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 from jaxtrain.plan import hlo
 from jaxtrain.plan.targets import Target
+from jaxtrain.report import in_hosts
 
 # What the compiler is told of a chip, in the text form of XLA's GpuTargetConfigProto.
 _GPU = """gpu_device_info {{
@@ -69,8 +70,8 @@ def compile_step(config: Config, target: Target, devices: int) -> Compiled:
         axes = tuple(axis for axis, size in sizes.items() if size > 1 and found.joins(axis, sizes))
         talked[found.kind, axes] += found.bytes
     allocated = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    # XLA for CPU tells no peak.
-    peak = memory.peak_memory_in_bytes if target.platform != "cpu" else allocated
+    # XLA for CPU tells no peak. The others count what lies in the hosts' memory, too.
+    peak = memory.peak_memory_in_bytes - in_hosts(run.abstract) if target.platform != "cpu" else allocated
     return Compiled(peak, allocated, talked, time.perf_counter() - began)
 
 

@@ -80,7 +80,8 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     state = len(jax.tree.leaves(run.abstract))
     worst = memory.peak(block, state)
     parts = Counter({
-        "parameters": total(run.abstract.params), "optimizer": total(run.abstract.opt_state) - in_hosts(run.abstract.opt_state),
+        "parameters": total(run.abstract.params),
+        "optimizer": total(run.abstract.opt_state) - in_hosts(run.abstract.opt_state),
         "batch": sum(value.bytes for value in block.inputs[state:])})
     parts.update(_named(worst, run))
     talked: Counter = Counter()

@@ -79,6 +79,8 @@ class Reads:
 
     def bytes(self, op: Op) -> int:
         """Read and written, where its result is in memory; nothing else is an operation of its own."""
+        if op.name == "dynamic_update_slice":  # in its place
+            return 2 * op.inputs[1].bytes
         written = self.writes(op)
         return sum(value.bytes for value in (*self.of(op), *written)) if written else 0
 

@@ -38,11 +38,15 @@ class Size:
         return cls(total(run.abstract.params), total(run.abstract.opt_state),
                    flops_per_token(config.model, active, config.data.seq_len, True))
 
-    def state(self, mesh: dict[str, int], zero_stage: int) -> float:
+    def state(self, mesh: dict[str, int], zero_stage: int, offload: bool) -> float:
         """Bytes of a device at least: all axes but `data` split everything."""
         split = math.prod(mesh.values()) / mesh["mesh.data"]
-        return (self.parameters / (mesh["mesh.data"] if zero_stage == 3 else 1)
-                + self.optimizer / (mesh["mesh.data"] if zero_stage else 1)) / split
+        parameters = self.parameters / (mesh["mesh.data"] if zero_stage == 3 else 1)
+        return parameters / split if offload else parameters / split + self.moments(mesh, zero_stage)
+
+    def moments(self, mesh: dict[str, int], zero_stage: int) -> float:
+        """Bytes of the optimizer's state for a device."""
+        return self.optimizer / math.prod(mesh.values()) * (1 if zero_stage else mesh["mesh.data"])
 
 
 def seconds(config: Config, target: Target, mesh: dict[str, int], size: Size) -> float:

@@ -95,9 +95,10 @@ class Found:
 
 def shown(overrides: dict[str, Any]) -> str:
     """Keys of a layout, without those that change nothing."""
-    return " ".join(f"{key.partition('.')[2]}={value}" for key, value in overrides.items()
-                    if value not in (0, 1) or key == "train.remat" or (key, value) == ("optimizer.zero_stage", 1)
-                    ) or "one device"
+    always = ("train.remat", "optimizer.offload")
+    said = [f"{key.partition('.')[2]}={value}" for key, value in overrides.items()
+            if value not in (0, 1) or key in always or (key, value) == ("optimizer.zero_stage", 1)]
+    return " ".join(said) or "one device"
 
 
 def search(config: Config, target: Target, devices: int, *, meshes_traced: int = 0, refined: int = 0,
@@ -111,8 +112,8 @@ def search(config: Config, target: Target, devices: int, *, meshes_traced: int =
     look = _Looker(found, progress)
     share = 2 if config.model.num_experts else 1
     meshes_traced, refined = meshes_traced or 16 // share, refined or 4 // share
-    promising = _promising(found, meshes_traced)
-    smallest = [choice for mesh in promising if (choice := look.smallest(mesh))]
+    promising = _promising(found, meshes_traced, offload=None)
+    smallest = [choice for mesh, offload in promising if (choice := look.smallest(mesh, offload))]
     fastest = sorted((c for c in smallest if c.estimate.fits), key=lambda choice: choice.estimate.seconds)
     for choice in fastest[:refined]:
         look.refine(choice)
@@ -130,7 +131,8 @@ def fastest_mesh(config: Config, target: Target, devices: int, meshes_traced: in
     found = Found(config, target, devices)
     look = _Looker(found, lambda done: None)
     zero = {"optimizer.zero_stage": config.optimizer.zero_stage}
-    for mesh in _promising(found, meshes_traced, config.train.accumulation, config.optimizer.zero_stage):
+    for mesh, _ in _promising(found, meshes_traced, config.train.accumulation, config.optimizer.zero_stage,
+                              config.optimizer.offload):
         look.at({**mesh, **zero, "train.accumulation": config.train.accumulation, "train.remat": config.train.remat})
     found.sort()
     return found if found.best else search(config, target, devices)
@@ -154,9 +156,12 @@ class _Looker:
         self.found.add(choice)
         return choice
 
-    def smallest(self, mesh: dict[str, int]) -> Choice | None:
-        """Everything computed twice; the batch at once, or if that does not fit in as many parts as it has to be."""
+    def smallest(self, mesh: dict[str, int], offload: bool = False) -> Choice | None:
+        """Everything computed twice; the batch at once, or if that does not fit in as many parts as it has to be, or
+        with the optimizer's state in the hosts' memory.
+        """
         keys = {**mesh, "optimizer.zero_stage": _zero(self.found.config, mesh), "train.remat": "full"}
+        keys |= {"optimizer.offload": True} if offload else {}
         once = self.at({**keys, "train.accumulation": 1})
         if once is None or once.estimate.fits or mesh["mesh.stage"] > 1:
             return once
@@ -169,7 +174,7 @@ class _Looker:
             choice = self.at({**keys, "train.accumulation": accumulation}) if accumulation > 1 else None
             if choice is None or choice.estimate.fits:
                 return choice
-        return None
+        return self.smallest(mesh, True) if _can_offload(self.found.config, mesh) and not offload else None
 
     def refine(self, start: Choice) -> None:
         """What fits beside it: less computed twice, in as many parts of the batch or twice as many; other schedules."""
@@ -177,8 +182,12 @@ class _Looker:
         parts = [n for n in divisors(rows) if n >= start.overrides["train.accumulation"]][:2]
         for accumulation in parts if start.mesh["mesh.stage"] == 1 else parts[:1]:
             for remat in reversed(REMATS[:-1]):  # keeping more and more, until it does not fit
-                choice = self.at({**start.overrides, "train.accumulation": accumulation, "train.remat": remat})
+                keys = {**start.overrides, "train.accumulation": accumulation, "train.remat": remat}
+                choice = self.at(keys)
                 if choice is None or not choice.estimate.fits:
+                    if accumulation == parts[0] and _can_offload(self.found.config, start.mesh) and (
+                            "optimizer.offload" not in keys):
+                        self.at({**keys, "optimizer.offload": True})
                     break
                 best = min(best, choice, key=lambda c: c.estimate.seconds)
         if start.mesh["mesh.data"] > 1 and not self.found.config.optimizer.zero_stage:
@@ -190,40 +199,54 @@ class _Looker:
                     self.at({**best.overrides, "pipeline.schedule": schedule, "pipeline.chunks": chunks})
 
 
-def _promising(found: Found, most: int, accumulation: int = 1, zero_stage: int | None = None) -> list[dict[str, int]]:
-    """The meshes that are worth a trace, the most promising first."""
+def _promising(found: Found, most: int, accumulation: int = 1, zero_stage: int | None = None,
+               offload: bool | None = False) -> list[tuple[dict[str, int], bool]]:
+    """The meshes that are worth a trace, the most promising first; and whether the optimizer's state is offloaded.
+
+    By default (None) it is where it does not fit otherwise.
+    """
     room, size = found.target.room, rough.Size.of(found.config, found.target.platform)
     scored = []
     for mesh in meshes(found.config, found.target, found.devices):
         zero = zero_stage if zero_stage is not None else _zero(found.config, mesh)
-        if (state := size.state(mesh, zero)) > room:
+        wants = offload is None and size.state(mesh, zero, False) > room
+        away = offload or (wants and _can_offload(found.config, mesh))
+        if (state := size.state(mesh, zero, away or found.config.optimizer.offload)) > room:
             why = f"parameters and optimizer alone take at least {gigabytes(state)} of {gigabytes(room)} GB"
             found.refused.append((mesh, why))
             needed = found.devices * state / room
             found.least = min(found.least or 2**62, 2 ** math.ceil(math.log2(needed)))
         else:
-            scored.append((rough.seconds(found.config, found.target, mesh, size), len(scored), mesh, zero))
+            copied = 2 * size.moments(mesh, zero) / found.target.host if away else 0.0
+            seconds = rough.seconds(found.config, found.target, mesh, size) + copied
+            scored.append((seconds, len(scored), mesh, zero, away))
     scored.sort()
     found.least = 0 if scored else found.least
     taken = []
-    for _, _, mesh, zero in scored:
+    for _, _, mesh, zero, away in scored:
         if len(taken) == most:
             found.refused.append((mesh, "by a rough sum slower than those above"))
             continue
         config = change(found.config, {**mesh, "mesh.auto": False, "optimizer.zero_stage": zero,
-                                       "train.accumulation": accumulation})
+                                       "train.accumulation": accumulation,
+                                       "optimizer.offload": away or found.config.optimizer.offload})
         try:
             build(config, devices=found.devices, platform=found.target.platform)
         except UserError as error:
             found.refused.append((mesh, f"{error}"))
         else:
-            taken.append(mesh)
+            taken.append((mesh, away))
     return taken
 
 
 def _zero(config: Config, mesh: dict[str, int]) -> int:
     """Copies of a model need no copies of the optimizer."""
     return config.optimizer.zero_stage or int(mesh["mesh.data"] > 1)
+
+
+def _can_offload(config: Config, mesh: dict[str, int]) -> bool:
+    """Whether the optimizer's state may lie in the hosts' memory, and does not yet."""
+    return not config.optimizer.offload and mesh["mesh.stage"] == 1 and config.optimizer.name != "adafactor"
 
 
 def meshes(config: Config, target: Target, devices: int) -> Iterator[dict[str, int]]:

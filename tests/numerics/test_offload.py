@@ -18,10 +18,9 @@ from tests.tiny import tiny_flags
 CASES = [
     ("gpt2", (2, 2, 1), {"optimizer__zero_stage": 1, "train__accumulation": 2}),
     ("llama", (2, 1, 2), {"optimizer__name": "muon", "optimizer__zero_stage": 3}),
-    ("gpt2", (1, 4, 1), {"optimizer__name": "adafactor"}),
     ("qwen3", (2, 2, 2), {"optimizer__name": "lion", "optimizer__zero_stage": 2, "train__precision": "float16"}),
     ("llama", (1, 2, 2), {"optimizer__name": "sgd", "train__precision": "bfloat16", "train__remat": "full"}),
-    ("llama", (2, 1, 1), {"mesh__stage": 2, "optimizer__zero_stage": 1}),
+    ("qwen3_moe", (4, 1, 1), {"mesh__expert": 2, "optimizer__zero_stage": 2, "train__accumulation": 2}),
     ("deepseek_v3", (1, 2, 1), {"mesh__expert": 2}),  # whose routers' biases have an optimizer of their own
 ]
 
@@ -64,7 +63,8 @@ def test_a_step_that_is_not_finite_changes_nothing():
     bad = reference.batch(1)
     bad["weights"][0, 0] = np.nan
     state, metrics = step(state, run.place(bad))
-    assert int(metrics["skipped"]) == 1 and places(jax.tree.leaves(state.opt_state)[1:]) == {HOST}
+    assert int(metrics["skipped"]) == 1
+    assert places([leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]) == {HOST}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before)
 
 
@@ -89,8 +89,8 @@ def test_a_run_goes_on_with_its_state_elsewhere(tmp_path, tmp_path_factory):
                  for folder in (plain, mixed)]
         assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]]
         for ours, theirs in zip(*lines, strict=True):
-            for key in ("loss", "grad_norm", "eval_loss"):
-                assert (key in ours) == (key in theirs) and theirs.get(key) == pytest.approx(ours.get(key), rel=1e-4)
+            for key in ours.keys() & {"loss", "grad_norm", "eval_loss"}:
+                assert theirs[key] == pytest.approx(ours[key], rel=1e-4)
         assert not [event for event in (mixed / "events.jsonl").read_text().splitlines() if '"damaged"' in event]
     config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
     both = [jax.device_get(Checkpoints(folder / "checkpoints").restore(12, build(config).abstract))
