@@ -20,7 +20,7 @@ _FREE: dict[str, Set[str] | None] = {
     "mesh": None, "checkpoint": None, "resilience": None,  # all of their keys
     # The same text elsewhere is the same data: the manifest's hash tells. Rows that are not lost stay where they were.
     "data": {"cache_dir", "cache_bytes", "corrupt", "prefetch", "source"},
-    "optimizer": {"zero_stage"},
+    "optimizer": {"zero_stage", "offload"},
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
               "eval_batches", "sample_tokens", "progress", "tensorboard"},
 }
