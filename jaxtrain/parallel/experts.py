@@ -13,6 +13,7 @@ Shape suffixes: N tokens, D embedding, F expert width, K experts of a token, L e
 P devices that exchange.
 """
 
+import math
 from functools import partial
 
 import jax
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain import sharding
+from jaxtrain.config import ModelConfig
 from jaxtrain.models.functions import swiglu
 
 
@@ -41,6 +43,15 @@ def choose_exchange(asked: str, devices: int, choices: int) -> str:
         return "one"
     fewer = sharding.platform() != "cpu" and choices < devices  # else all tokens move no further than their copies
     return ("ragged" if fewer else "gather") if asked == "auto" else asked
+
+
+def filled(c: ModelConfig, devices: int) -> float:
+    """The share of a buffer's rows that hold tokens while load is even and experts are split over so many devices."""
+    if not c.num_experts:
+        return 1.0
+    capacity = c.capacity_factor * c.experts_per_token / devices if c.capacity_factor and devices > 1 else math.inf
+    most = min(c.experts_per_token, c.num_experts // devices, capacity)
+    return min(1.0, c.experts_per_token / (devices * most))
 
 
 def _mlp(gate_LDF, up_LDF, down_LFD, x_RD, weights_R, sizes_L):

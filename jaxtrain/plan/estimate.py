@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 
+from jaxtrain import sharding
 from jaxtrain.build import Run, build
 from jaxtrain.config import AXES, Config
 from jaxtrain.mesh import axis_sizes
 from jaxtrain.observe.flops import flops_per_token
+from jaxtrain.parallel import experts
 from jaxtrain.plan import kernels, memory, reader, time
 from jaxtrain.plan.targets import Target
 from jaxtrain.report import in_hosts, matmul_parameters, total
@@ -76,7 +78,8 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
         run = build(config, devices=devices, platform=target.platform)
         traced = run.trace()
     sizes = dict(run.mesh.shape)
-    block = reader.read(traced.jaxpr, sizes, target.platform, target.rings)
+    filled = experts.filled(config.model, sharding.shards(run.rules["experts"], run.mesh))
+    block = reader.read(traced.jaxpr, sizes, target.platform, target.rings, filled)
     state = len(jax.tree.leaves(run.abstract))
     worst = memory.peak(block, state)
     parts = Counter({

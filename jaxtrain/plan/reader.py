@@ -29,13 +29,14 @@ KERNELS = ("pallas", "custom_call", "dot_product_attention", "cudnn")
 SHARED = {"convert_element_type": ("new_dtype",), "reshard": ("dst_sharding",), "ppermute": ("axis_name", "perm")}
 
 
-def read(traced: ClosedJaxpr, sizes: Mapping[str, int], platform: str, rings: float = math.inf) -> Block:
+def read(traced: ClosedJaxpr, sizes: Mapping[str, int], platform: str, rings: float = math.inf,
+         filled: float = 1.0) -> Block:
     """The program of one device of a mesh of these sizes, as the compiler for this platform makes it.
 
     `rings`: for TPUs, from which length of the summed dimension on devices hand the sums of a product around while they
-    compute it.
+    compute it. `filled`: the share of the rows of experts that hold tokens, and that TPUs compute.
     """
-    return _Reader(sizes, platform, rings).block(traced.jaxpr)
+    return _Reader(sizes, platform, rings, filled).block(traced.jaxpr)
 
 
 class _Reader(Placing):
@@ -179,10 +180,13 @@ class _Reader(Placing):
                          collectives=(Collective("reduce-scatter", scattered, out.bytes),))
 
     def ragged(self, eqn: Any, inputs: list[Value], outputs: list[Value]) -> list[Value]:
-        """Each row times its expert's matrix. But for TPUs XLA makes of it one product with every expert, masked."""
-        work = 2.0 * inputs[0].bytes / np.dtype(inputs[0].dtype).itemsize * inputs[1].shape[-1]
+        """Each row times its expert's matrix. But for TPUs XLA makes of it one product with every expert, masked.
+
+        TPUs have a kernel whose loop is as long as rows hold tokens.
+        """
+        work = 2.0 * inputs[0].bytes / np.dtype(inputs[0].dtype).itemsize * outputs[0].shape[-1]  # there, and back
         if self.platform == "tpu":
-            return self.emit("ragged_dot", "real", inputs, outputs, flops=work)
+            return self.emit("ragged_dot", "real", inputs, outputs, flops=work * self.filled)
         experts = inputs[2].shape[0]
         masked = [self.masked(value, experts) if len(value.shape) == 2 else value for value in inputs[:2]]
         return self.emit("ragged_dot", "real", [*masked, inputs[2]], outputs, flops=work * experts)

@@ -5,9 +5,10 @@ import math
 from dataclasses import dataclass
 
 from jaxtrain.build import build
-from jaxtrain.config import Config, MeshConfig, PipelineConfig
+from jaxtrain.config import Config, MeshConfig, ModelConfig, PipelineConfig
 from jaxtrain.observe.flops import flops_per_token
 from jaxtrain.plan import links
+from jaxtrain.plan.estimate import divisors
 from jaxtrain.plan.program import Collective
 from jaxtrain.plan.targets import Target
 from jaxtrain.report import matmul_parameters, total
@@ -49,40 +50,50 @@ class Size:
         return self.optimizer / math.prod(mesh.values()) * (1 if zero_stage else mesh["mesh.data"])
 
 
-def seconds(config: Config, target: Target, mesh: dict[str, int], size: Size) -> float:
-    """Computation at a usual rate, weights and gradients on their way, activations between devices, the bubble."""
-    sizes = {key.removeprefix("mesh."): n for key, n in mesh.items()}
-    tokens, devices = config.data.global_batch_size * config.data.seq_len, math.prod(sizes.values())
-    rate = target.efficiency["matmul"] * target.peak["bfloat16"]
-    computing = 4 / 3 * (size.per_token + _masked(config, target, sizes["expert"])) * tokens / devices / rate
+def seconds(config: Config, target: Target, mesh: dict[str, int], size: Size, left: float) -> float:
+    """Computation at a usual rate, weights and gradients on their way, activations between devices, the bubble.
+
+    `left`: bytes of a device for activations. The batch goes through in as few parts as these allow, and for each of
+    them weights are gathered.
+    """
+    sizes, model = {key.removeprefix("mesh."): n for key, n in mesh.items()}, config.model
+    computing = work(config, target, mesh, size) / (target.efficiency["matmul"] * target.peak["bfloat16"])
 
     def talk(kind: str, axes: tuple[str, ...], size: float) -> float:
         return links.seconds(Collective(kind, axes, int(size)), target, sizes)
 
     split = sizes["stage"] * sizes["tensor"] * sizes["expert"]
     here = size.parameters / 4 / split * TWO_BYTES  # of a device's layers, whole
-    weights = 2 * talk("all-gather", ("fsdp",), here) + talk("reduce-scatter", ("fsdp",), here / sizes["fsdp"])
-    weights += talk("all-reduce", ("data",), here / sizes["fsdp"])
+    tokens = config.data.global_batch_size * config.data.seq_len
     mine = tokens / (sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"])
-    layers = config.model.num_layers / sizes["stage"]
-    wide = mine * config.model.embed_dim * TWO_BYTES
+    layers = model.num_layers / sizes["stage"]
+    wide = mine * model.embed_dim * TWO_BYTES
+    kept = layers * wide + 2 * _masked(model, target, sizes["expert"]) * mine * (
+        model.embed_dim + model.expert_mlp_dim) * TWO_BYTES
+    most = rows(config, mesh) if sizes["stage"] == 1 else 1
+    parts = next((n for n in divisors(most) if kept <= n * left), most)
+    weights = 2 * talk("all-gather", ("fsdp",), here) + talk("reduce-scatter", ("fsdp",), here / sizes["fsdp"])
+    weights = parts * weights + talk("all-reduce", ("data",), here / sizes["fsdp"])
     activations = 6 * layers * talk("all-reduce", ("tensor",), wide)
-    activations += 4 * layers * talk("all-to-all", ("expert",), wide * config.model.experts_per_token)
-    share = config.model.num_kv_heads / config.model.num_heads
+    activations += 4 * layers * talk("all-to-all", ("expert",), wide * model.experts_per_token)
+    share = model.num_kv_heads / model.num_heads
     activations += 3 * layers * talk("all-gather", ("context",), 2 * wide * share)
     bubble = (sizes["stage"] - 1) / max(1, rows(config, mesh))
     return (computing + activations) * (1 + bubble) + max(0.0, weights - target.efficiency["overlap"] * computing)
 
 
-def _masked(config: Config, target: Target, devices: int) -> float:
-    """FLOP of a token with experts that are not its own, as far as they are its device's, where XLA computes them all.
+def work(config: Config, target: Target, mesh: dict[str, int], size: Size) -> float:
+    """FLOP of a device in a step, with everything computed twice."""
+    model, tokens = config.model, config.data.global_batch_size * config.data.seq_len
+    others = 3 * 6 * model.embed_dim * model.expert_mlp_dim * _masked(model, target, mesh["mesh.expert"])
+    per_token = size.per_token + others * (model.num_layers - model.dense_layers)
+    return 4 / 3 * per_token * tokens / math.prod(mesh.values())
 
-    A device computes them for the tokens of all that share experts with it, too (reader.py does count that). Left out
-    here, because this sum does not know either that weights are gathered again in each part of the batch: with the one
-    and without the other it would rank meshes that gather all experts first.
+
+def _masked(model: ModelConfig, target: Target, devices: int) -> float:
+    """Experts that XLA computes for each token beside its own and masks: but for TPUs all of a device's, for all the
+    rows that it has room for (parallel/experts.py says how many).
     """
-    model = config.model
     if target.platform == "tpu" or not model.num_experts or model.capacity_factor:
         return 0.0
-    others = model.experts_per_token * (model.num_experts / devices - 1)
-    return 3 * 6 * model.embed_dim * model.expert_mlp_dim * others * (model.num_layers - model.dense_layers)
+    return min(model.experts_per_token, model.num_experts // devices) * model.num_experts - model.experts_per_token

@@ -1,0 +1,70 @@
+"""Experts' arithmetic: what devices compute of it, as their compilers make it, and what the rough sum says."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtrain.config_file import load_config
+from jaxtrain.mesh import AXES
+from jaxtrain.parallel import experts
+from jaxtrain.plan import reader, rough
+from jaxtrain.plan.estimate import estimate
+from jaxtrain.plan.targets import TARGETS
+
+ROWS, WIDTH, WIDER, COUNT = 512, 64, 160, 4
+ONE = 2 * ROWS * WIDTH * WIDER  # FLOP of a product in which each row goes through one expert
+
+
+@pytest.mark.parametrize(("platform", "filled", "times"), [("tpu", 1.0, 1), ("tpu", 0.25, 0.25), ("cuda", 0.25, COUNT)])
+def test_a_product_there_and_back_is_three(platform, filled, times):
+    """TPUs compute rows that hold tokens; GPUs all rows with all of a device's experts."""
+    def loss(x, weights, sizes):
+        return (jax.lax.ragged_dot(x, weights, sizes) ** 2).sum()
+
+    traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(
+        jnp.zeros((ROWS, WIDTH)), jnp.zeros((COUNT, WIDTH, WIDER)), jnp.zeros(COUNT, jnp.int32))
+    block = reader.read(traced, dict.fromkeys(AXES, 1), platform, filled=filled)
+    work = [op.flops for op, _ in block.all() if op.name == "ragged_dot"]
+    assert work == pytest.approx([times * ONE] * 3)
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 16}, {"fsdp": 8, "expert": 2}, {"fsdp": 2, "expert": 8},
+                                  {"tensor": 2, "expert": 8}], ids=str)
+@pytest.mark.parametrize("target", ["h200", "v5p"])
+def test_the_rough_sum_counts_what_is_traced(target, mesh):
+    sizes = {f"mesh.{axis}": mesh.get(axis, 1) for axis in AXES}
+    config = load_config("configs/mixtral_8x7b.py", {
+        **sizes, "data.global_batch_size": 64, "train.accumulation": 1, "train.remat": "full"})
+    said = rough.work(config, TARGETS[target], sizes, rough.Size.of(config, TARGETS[target].platform))
+    assert said == pytest.approx(estimate(config, TARGETS[target], math.prod(mesh.values())).time.flops, rel=0.1)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("factor", [0.0, 1.25])
+def test_rows_that_hold_tokens(devices, factor):
+    """Of the buffer that is made, where every expert is chosen as often as every other."""
+    choices, count, tokens = 2, 8, 64
+    model = load_config("configs/mixtral_8x7b.py", {"model.num_experts": count, "model.experts_per_token": choices,
+                                                    "model.capacity_factor": factor}).model
+    seen = []
+
+    def way(x, chosen, weights, mlp, held, rows, axis):
+        seen.append(rows)
+        return x
+
+    held = count // devices
+    limit = int(factor * tokens * choices / count) * held if factor else None
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_alone", "_gather", "_ragged"):
+            patch.setattr(experts, name, way)
+        mesh = jax.sharding.AbstractMesh((devices,), ("expert",))
+        inner = jax.shard_map(
+            lambda x, chosen, weights, kept, *w: experts.through_experts(
+                x, chosen, weights, kept, *w, axis=("expert",) if devices > 1 else (), limit=limit),
+            mesh=mesh, in_specs=jax.sharding.PartitionSpec(), out_specs=jax.sharding.PartitionSpec(), check_vma=False)
+        full = jnp.zeros((tokens, choices))
+        jax.eval_shape(inner, jnp.zeros((tokens, 4)), full.astype(int), full, full > 0,
+                       *[jnp.zeros((held, 4, 4))] * 3)
+    assert experts.filled(model, devices) == pytest.approx(min(1, tokens * choices / seen[0]))
