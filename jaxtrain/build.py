@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from jaxtrain import optim, precision, refusals, sharding
 from jaxtrain.config import Config
@@ -113,12 +114,15 @@ class Run:
     def _other_shapes(self) -> dict[tuple[int, ...], "Run"]:
         return {}
 
-    def lower(self) -> jax.stages.Lowered:
-        """The step, traced and lowered for this mesh: no device memory is used, and none need exist."""
-        here = isinstance(self.mesh, jax.sharding.Mesh)
-        return self.trace().lower(lowering_platforms=None if here else (self.platform or jax.default_backend(),))
+    def lower(self, on: jax.sharding.Mesh | None = None) -> jax.stages.Lowered:
+        """The step, traced and lowered for this mesh: no device memory is used, and none need exist.
 
-    def trace(self) -> jax.stages.Traced:
+        `on`: the devices to compile for, where the mesh of this run is abstract.
+        """
+        here = isinstance(self.mesh, jax.sharding.Mesh)
+        return self.trace(on).lower(lowering_platforms=None if here else (self.platform or jax.default_backend(),))
+
+    def trace(self, on: jax.sharding.Mesh | None = None) -> jax.stages.Traced:
         """The step as operations on arrays whose types say where they live."""
         def optimizer_of(axes):
             c = self.config
@@ -130,9 +134,11 @@ class Run:
                          describe=partial(moe.metrics, experts_per_token=self.config.model.experts_per_token),
                          spike_z=self.config.resilience.spike_z, skip_spikes=self.config.resilience.spikes != "record",
                          optimizer_of=optimizer_of)
-        out = (self.layout.state, None)
+        state = self.layout.state if on is None else jax.tree.map(
+            lambda s: NamedSharding(on, s.spec, memory_kind=s.memory_kind), self.layout.state)
         with sharding.use(self.mesh, self.rules, self.platform), self._matmul_precision():
-            return jax.jit(step, donate_argnums=0, out_shardings=out).trace(self.abstract, self.abstract_batch)
+            jitted = jax.jit(step, donate_argnums=0, out_shardings=(state, None))
+            return jitted.trace(self.abstract, self.abstract_batch)
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:

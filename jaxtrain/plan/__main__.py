@@ -5,12 +5,13 @@ import math
 import sys
 
 from jaxtrain.config_file import load_config
-from jaxtrain.errors import Parser, UserError, command, overrides_of
+from jaxtrain.errors import Parser, UserError, command, nearest, overrides_of
 from jaxtrain.plan import html, targets
 from jaxtrain.plan.estimate import Estimate, change, estimate
 from jaxtrain.plan.search import fastest_mesh, search
 from jaxtrain.plan.table import explained, table
 from jaxtrain.plan.time import said
+from jaxtrain.precision import DTYPES
 
 GB = 1e9
 
@@ -26,6 +27,12 @@ def main(argv: list[str] | None) -> None:
     asked = {"data.global_batch_size": flags.global_batch, "data.seq_len": flags.seq_len}
     config = change(config, {key: value for key, value in asked.items() if value})
     target, devices = place(flags)
+    precisions = [name for name in flags.precisions.split(",") if name]
+    if unknown := [name for name in precisions if name not in DTYPES]:
+        raise UserError("--precisions", f"{unknown[0]} is none", nearest(unknown[0], DTYPES))
+    if precisions and (flags.explain or config.mesh.auto):
+        raise UserError("--precisions", f"{'--explain' if flags.explain else 'mesh=auto'} keeps the config's precision",
+                        "leave one of them out, or set train.precision")
     if flags.html:
         if flags.explain:
             raise UserError("--html", "--explain looks at one layout only", "leave one of them out")
@@ -41,8 +48,8 @@ def main(argv: list[str] | None) -> None:
         print(explained(chosen[0]))
     else:
         # With mesh=auto what a run would choose: all but the mesh as the config says.
-        found = fastest_mesh(config, target, devices) if config.mesh.auto else search(config, target, devices,
-                                                                                      progress=_progress)
+        found = fastest_mesh(config, target, devices) if config.mesh.auto else search(
+            config, target, devices, precisions=precisions, progress=_progress)
         print(table(found, flags.top, flags.tokens))
         if flags.html:
             html.write(found, flags.html, flags.config, flags.top, flags.tokens)
@@ -71,6 +78,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--global_batch", type=int, help="rows of a step; default: the config's")
     made.add_argument("--seq_len", type=int, help="tokens of a row; default: the config's")
     made.add_argument("--tokens", type=float, default=1e12, help="to train on: for days and cost")
+    made.add_argument("--precisions", default="", metavar="NAME,...",
+                      help=f"rank these, too, beside the config's own: {', '.join(DTYPES)}")
     made.add_argument("--top", type=int, default=10, help="how many layouts to show")
     made.add_argument("--html", metavar="FILE", help="write the ranking as a page too, with memory and time drawn")
     made.add_argument("--explain", action="store_true", help="only the layout that the config has")
@@ -85,7 +94,8 @@ def verified(guess: Estimate) -> str:
     real = compile_step(guess.config, guess.target, guess.devices)
     mesh = " ".join(f"{axis}={size}" for axis, size in guess.mesh.items() if size > 1) or "one device"
     lines = [f"compiled for {guess.devices} x {guess.target.name} in {real.seconds:.0f} s, {mesh} "
-             f"accumulation={guess.config.train.accumulation} remat={guess.config.train.remat}:",
+             f"accumulation={guess.config.train.accumulation} remat={guess.config.train.remat}"
+             f"{' offload=True' if guess.host else ''}:",
              f"  {'memory of a device':<40}{real.bytes / GB:10.3f} GB, predicted {guess.bytes / GB:.3f} "
              f"({guess.bytes / real.bytes - 1:+.1%})"]
     for key in sorted({*real.talked, *guess.talked}, key=lambda key: -real.talked[key]):

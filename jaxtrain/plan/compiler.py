@@ -17,6 +17,7 @@ import numpy as np
 from jaxtrain.build import build
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
+from jaxtrain.mesh import AXES, make_mesh
 from jaxtrain.plan import hlo
 from jaxtrain.plan.targets import Target
 from jaxtrain.report import in_hosts
@@ -54,9 +55,11 @@ def compile_step(config: Config, target: Target, devices: int) -> Compiled:
     """Lower and compile the step for so many devices of the target; raises a `UserError` that says what is missing."""
     mesh_devices = devices_of(target, devices)
     began = time.perf_counter()
-    run = build(config, devices=mesh_devices)
+    mesh = make_mesh(*(getattr(config.mesh, axis) for axis in AXES), devices=mesh_devices)
+    # GPUs that are not here know no hosts' memory: where arrays lie would be lost in shardings on them.
+    run = build(config, mesh=mesh.abstract_mesh, platform=target.platform)
     try:
-        compiled = run.lower().compile()
+        compiled = run.lower(mesh).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in f"{error}":
             raise

@@ -7,7 +7,7 @@ need not be computed twice, in how many micro-batches, and by which schedule.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,7 +48,7 @@ class Found:
     fitting: list[Choice] = field(default_factory=list)  # fastest first
     too_large: list[Choice] = field(default_factory=list)  # smallest first
     refused: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # layouts that were not traced, and why
-    least: int = 0  # of such devices that can hold the parameters and the optimizer, where these cannot
+    least: tuple[int, str] | None = None  # how many such devices can hold what must be held, where these cannot
     otherwise: Choice | None = None  # the best in another precision, which is for a person to choose: numbers change
 
     @property
@@ -102,24 +102,28 @@ def shown(overrides: dict[str, Any]) -> str:
 
 
 def search(config: Config, target: Target, devices: int, *, meshes_traced: int = 0, refined: int = 0,
-           progress: Callable[[int], None] = lambda done: None) -> Found:
+           precisions: Sequence[str] = (), progress: Callable[[int], None] = lambda done: None) -> Found:
     """Estimate what is worth it, for about a minute of one core at most: by default 16 meshes and 4 of them closer.
 
-    Of models with experts it is half of that, for they take three times as long to trace. (By numbers, not by the
-    clock: all processes of a run that ask decide the same.)
+    Of models with experts 6 and 2, for they take three times as long to trace. (By numbers, not by the clock: all
+    processes of a run that ask decide the same.) `precisions`: on those looked at closer, others than the config's too.
     """
     found = Found(config, target, devices)
     look = _Looker(found, progress)
-    share = 2 if config.model.num_experts else 1
-    meshes_traced, refined = meshes_traced or 16 // share, refined or 4 // share
-    promising = _promising(found, meshes_traced, offload=None)
+    usual = (6, 2) if config.model.num_experts else (16, 4)
+    meshes_traced, refined = meshes_traced or usual[0], refined or usual[1]
+    promising = _promising(found, meshes_traced, may_offload=True)
     smallest = [choice for mesh, offload in promising if (choice := look.smallest(mesh, offload))]
     fastest = sorted((c for c in smallest if c.estimate.fits), key=lambda choice: choice.estimate.seconds)
+    now = precision.resolve(config.train.precision, target.platform)
     for choice in fastest[:refined]:
         look.refine(choice)
+        for other in dict.fromkeys(precisions):
+            same = look.at({**choice.overrides, "train.precision": other}) if other != now else None
+            if same and same.estimate.fits:
+                look.refine(same)
     found.sort()
-    if best := found.best:
-        now = precision.resolve(config.train.precision, target.platform)
+    if (best := found.best) and not precisions:
         other = {**best.overrides, "train.precision": "bfloat16" if now == "float32" else "float32"}
         with contextlib.suppress(UserError):
             found.otherwise = Choice(other, estimate(change(config, {**other, "mesh.auto": False}), target, devices))
@@ -131,8 +135,7 @@ def fastest_mesh(config: Config, target: Target, devices: int, meshes_traced: in
     found = Found(config, target, devices)
     look = _Looker(found, lambda done: None)
     zero = {"optimizer.zero_stage": config.optimizer.zero_stage}
-    for mesh, _ in _promising(found, meshes_traced, config.train.accumulation, config.optimizer.zero_stage,
-                              config.optimizer.offload):
+    for mesh, _ in _promising(found, meshes_traced, config.train.accumulation, config.optimizer.zero_stage):
         look.at({**mesh, **zero, "train.accumulation": config.train.accumulation, "train.remat": config.train.remat})
     found.sort()
     return found if found.best else search(config, target, devices)
@@ -200,28 +203,30 @@ class _Looker:
 
 
 def _promising(found: Found, most: int, accumulation: int = 1, zero_stage: int | None = None,
-               offload: bool | None = False) -> list[tuple[dict[str, int], bool]]:
-    """The meshes that are worth a trace, the most promising first; and whether the optimizer's state is offloaded.
+               may_offload: bool = False) -> list[tuple[dict[str, int], bool]]:
+    """The meshes that are worth a trace, the most promising first, and whether the optimizer's state is offloaded.
 
-    By default (None) it is where it does not fit otherwise.
+    It is if the config says so and, if it may be, where it does not fit otherwise.
     """
     room, size = found.target.room, rough.Size.of(found.config, found.target.platform)
     scored = []
     for mesh in meshes(found.config, found.target, found.devices):
         zero = zero_stage if zero_stage is not None else _zero(found.config, mesh)
-        wants = offload is None and size.state(mesh, zero, False) > room
-        away = offload or (wants and _can_offload(found.config, mesh))
-        if (state := size.state(mesh, zero, away or found.config.optimizer.offload)) > room:
-            why = f"parameters and optimizer alone take at least {gigabytes(state)} of {gigabytes(room)} GB"
+        away = found.config.optimizer.offload or (
+            may_offload and size.state(mesh, zero, False) > room and _can_offload(found.config, mesh))
+        if (state := size.state(mesh, zero, away)) > room:
+            alone = "parameters" if away else "parameters and optimizer"
+            why = f"{alone} alone take at least {gigabytes(state)} of {gigabytes(room)} GB"
             found.refused.append((mesh, why))
             needed = found.devices * state / room
-            found.least = min(found.least or 2**62, 2 ** math.ceil(math.log2(needed)))
+            count = 2 ** math.ceil(math.log2(needed))
+            found.least = min(found.least or (count, alone), (count, alone))
         else:
             copied = 2 * size.moments(mesh, zero) / found.target.host if away else 0.0
-            seconds = rough.seconds(found.config, found.target, mesh, size) + copied
+            seconds = rough.seconds(found.config, found.target, mesh, size, room - state) + copied
             scored.append((seconds, len(scored), mesh, zero, away))
     scored.sort()
-    found.least = 0 if scored else found.least
+    found.least = None if scored else found.least
     taken = []
     for _, _, mesh, zero, away in scored:
         if len(taken) == most:
@@ -229,7 +234,7 @@ def _promising(found: Found, most: int, accumulation: int = 1, zero_stage: int |
             continue
         config = change(found.config, {**mesh, "mesh.auto": False, "optimizer.zero_stage": zero,
                                        "train.accumulation": accumulation,
-                                       "optimizer.offload": away or found.config.optimizer.offload})
+                                       "optimizer.offload": away})
         try:
             build(config, devices=found.devices, platform=found.target.platform)
         except UserError as error:

@@ -13,7 +13,8 @@ def table(found: Found, top: int = 10, tokens: float = 1e12) -> str:
     if not found.fitting:
         lines = [f"nothing fits {found.devices} x {found.target.name}"]
         if found.least:
-            lines[0] += f": the parameters and the optimizer alone need {found.least}"
+            count, alone = found.least
+            lines[0] += f": {alone} alone need {count}"
     else:
         lines = [_row("", "layout", "GB", "step", "tokens/s", "MFU", "days", "cost")]
         pareto = {id(choice) for choice in found.pareto()}

@@ -61,11 +61,11 @@ class Target:
     links: tuple[Link, ...]  # nearest first
     price: float  # dollars an hour for one device: a default to be put right
     source: str  # where the figures stand
-    host: float = 16e9  # bandwidth between its memory and the host's; by default a guess: PCIe of the fourth generation
     efficiency: Mapping[str, float] = field(default_factory=lambda: GPU)  # share of it that is reached: what -> 0..1
     chip: Mapping[str, Any] = field(default_factory=dict)  # what a compiler for GPUs wants to know besides
     # From which length of the summed dimension on XLA for TPUs makes a ring of a product and its sum over devices.
     rings: float = math.inf
+    host: float = 16e9  # bandwidth between its memory and the host's; by default a guess: PCIe of the fourth generation
 
     @property
     def room(self) -> float:
@@ -82,8 +82,8 @@ def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: 
     links = (Link("NVLink", node, nvlink * GB, 4e-6), Link("network", 1 << 30, network * GB, 15e-6))
     # JAX takes three quarters by default; jaxtrain.main asks for 0.92, since CUDA and NCCL need some.
     host = PCIE[chip["major"]] if name != "gb200" else 225 * GB  # half of NVLink-C2C's 450 in each direction
-    return Target(name, "cuda", kind, peak, memory, 0.92, bandwidth * GB, links, price, source, host,
-                  {**GPU, **efficiency}, chip)
+    return Target(name, "cuda", kind, peak, memory, 0.92, bandwidth * GB, links, price, source,
+                  {**GPU, **efficiency}, chip, host=host)
 
 
 def _tpu(name: str, kind: str, bf16: float, int8: float, memory: float, bandwidth: float, ici: float, ports: int,
@@ -94,7 +94,7 @@ def _tpu(name: str, kind: str, bf16: float, int8: float, memory: float, bandwidt
     # libtpu 0.0.50.1 for v5e, v5p and v6e, rings of 8 (v6e: 4 to 16), whatever the other dimensions.
     links = (Link("ICI", pod, ici * GB / ports, 1e-6), Link("network", 1 << 30, network * GB, 50e-6))
     return Target(name, "tpu", kind, peak, memory * GiB, 0.97, bandwidth * GB, links, price, source,
-                  efficiency={**TPU, **efficiency}, rings=2.15 * bf16 * T / links[0].bandwidth)
+                  {**TPU, **efficiency}, rings=2.15 * bf16 * T / links[0].bandwidth)
 
 
 _NVIDIA = "NVIDIA data sheets (dense figures); memory, cores and clocks as XLA's target specifications have them"
@@ -121,8 +121,8 @@ TARGETS: dict[str, Target] = {target.name: target for target in (
 )}
 # One virtual device on one core: what a matmul in float32 and a copy in memory were seen to reach, roughly.
 TARGETS["cpu"] = Target("cpu", "cpu", "cpu", {"float32": 6e10, "bfloat16": 3e10}, 4 * GiB, 0.8, 1e10,
-                        (Link("memory", 1 << 30, 2e9, 1e-4),), 0.05, "a core of a usual server", 5e9,
-                        {"matmul": 1.0, "attention": 1.0, "memory": 1.0, "links": 1.0, "overlap": 0.0})
+                        (Link("memory", 1 << 30, 2e9, 1e-4),), 0.05, "a core of a usual server",
+                        {"matmul": 1.0, "attention": 1.0, "memory": 1.0, "links": 1.0, "overlap": 0.0}, host=5e9)
 _CORES = {"v5p": 2}  # whose slices are named by cores: v5p-512 has 256 chips
 
 

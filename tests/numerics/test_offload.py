@@ -29,6 +29,14 @@ def places(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
 
 
+def same(ours, theirs, tolerance):
+    """Relative to the largest element. A key's bias has rounding noise for a gradient, and Adam enlarges it."""
+    for (path, one), other in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        noise = 1e-5 if name.endswith("k/bias") else 1e-9
+        np.testing.assert_allclose(other, one, rtol=0, atol=tolerance * np.abs(one).max() + noise, err_msg=name)
+
+
 @pytest.mark.parametrize(("family", "mesh", "keys"), [CASES[0], *(
     pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str)
 def test_the_numbers_are_those_of_a_state_on_the_devices(family, mesh, keys):
@@ -48,11 +56,7 @@ def test_the_numbers_are_those_of_a_state_on_the_devices(family, mesh, keys):
     for ours, theirs in zip(*told, strict=True):
         for key, value in ours.items():
             assert theirs[key] == pytest.approx(value, rel=tolerance, abs=tolerance), key
-    for (path, ours), theirs in zip(jax.tree.leaves_with_path(states[0]), jax.tree.leaves(states[1]), strict=True):
-        # Relative to the largest element. A key's bias has rounding noise for a gradient, and Adam enlarges it.
-        name, scale = jax.tree_util.keystr(path, simple=True, separator="/"), np.abs(ours).max()
-        noise = 1e-5 if name.endswith("k/bias") else 1e-9
-        np.testing.assert_allclose(theirs, ours, rtol=0, atol=20 * tolerance * scale + noise, err_msg=name)
+    same(*states, 20 * tolerance)
 
 
 def test_a_step_that_is_not_finite_changes_nothing():
@@ -95,5 +99,4 @@ def test_a_run_goes_on_with_its_state_elsewhere(tmp_path, tmp_path_factory):
     config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
     both = [jax.device_get(Checkpoints(folder / "checkpoints").restore(12, build(config).abstract))
             for folder in (plain, mixed)]
-    for ours, theirs in zip(*map(jax.tree.leaves, both), strict=True):
-        np.testing.assert_allclose(theirs, ours, rtol=0, atol=2e-4 * np.abs(ours).max() + 1e-9)
+    same(*both, 2e-4)

@@ -13,6 +13,7 @@ SMALL = {"mesh.data": -1, "mesh.fsdp": 1, "data.global_batch_size": 32, "train.a
 LAYOUTS = [
     {}, {"mesh.fsdp": 8}, {"mesh.tensor": 4}, {"mesh.fsdp": 2, "mesh.tensor": 2, "train.remat": "full"},
     {"mesh.stage": 2, "mesh.fsdp": 2, "pipeline.microbatches": 4}, {"mesh.data": 8, "optimizer.zero_stage": 1},
+    {"mesh.fsdp": 8, "optimizer.offload": True},
 ]
 
 

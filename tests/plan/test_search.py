@@ -68,6 +68,31 @@ def test_the_state_is_counted_to_the_byte():
     assert sum(guess.memory.values()) == guess.bytes
 
 
+def test_an_offloaded_state_takes_the_hosts_memory_and_the_time_of_its_way():
+    from jaxtrain.report import total
+
+    config, target = tiny(mesh__fsdp=4, mesh__data=2), targets.TARGETS["h100"]
+    here, away = (estimate(change(config, {"optimizer.offload": offload}), target, 8) for offload in (False, True))
+    state = total(jt.build(config, devices=8).abstract.opt_state)
+    scalars = away.memory["optimizer"]
+    assert 0 < scalars <= 16 and away.host == state - scalars
+    assert away.bytes < here.bytes - 0.9 * away.host
+    assert here.host == 0 and "copies from and to hosts" not in here.time.parts
+    assert away.time.parts["copies from and to hosts"] == pytest.approx(2 * away.host / target.host)
+
+
+def test_the_state_goes_to_the_hosts_where_nothing_else_fits():
+    config = tiny(data__global_batch_size=64)
+    least = estimate(change(config, {"mesh.data": 1, "mesh.fsdp": 8, "train.remat": "full", "optimizer.offload": True,
+                                     "train.accumulation": 8}), targets.TARGETS["h100"], 8)
+    found = search.search(config, _small(1.05 * least.bytes), 8, meshes_traced=6, refined=2)
+    assert found.fitting and all(choice.overrides["optimizer.offload"] for choice in found.fitting)
+    assert "offload=True" in f"{found.best}" and "--config.optimizer.offload=True" in keys(found, found.best)
+    assert "in the hosts" in explained(found.best.estimate)
+    plenty = search.search(config, targets.TARGETS["h100"], 8, meshes_traced=6, refined=2)
+    assert not any(choice.overrides.get("optimizer.offload") for choice in plenty.fitting)
+
+
 def test_sizes_in_words():
     assert [gigabytes(size) for size in (371.62e9, 12.34e9, 1.234e9, 3.4e7, 0)] == [
         "371.6", "12.3", "1.23", "0.034", "0"]
@@ -142,6 +167,8 @@ def test_a_check_can_be_turned_off(monkeypatch):
     (["--target=h100x8", "--globl_batch=8"], "did you mean '--global_batch'?"),
     (["--target=h100x8", "--config.mesh=auto", "--config.mesh.tensor=2"], "mesh.tensor: 2 stands beside mesh=auto"),
     (["--target=h100x8", "--explain", "--config.mesh=auto"], "mesh=auto is no layout yet"),
+    (["--target=h100x8", "--precisions=float32,bflot16"], "--precisions: bflot16 is none; did you mean 'bfloat16'?"),
+    (["--target=h100x8", "--precisions=float32", "--explain"], "--explain keeps the config's precision"),
 ])
 def test_mistakes_are_one_line(words, said, capsys):
     assert main(["--config=configs/gpt.py:tiny", *words]) == 2
@@ -158,6 +185,21 @@ def test_the_keys_of_a_layout_give_that_layout(found):
         assert again.bytes == choice.estimate.bytes and again.seconds == choice.estimate.seconds
 
 
+def test_other_precisions_are_ranked_where_they_are_asked_for():
+    config, target = tiny(data__global_batch_size=64), targets.TARGETS["h100"]
+    usual = search.search(config, target, 8, meshes_traced=2, refined=1)
+    assert not any("train.precision" in choice.overrides for choice in usual.fitting) and usual.otherwise
+    ranked = search.search(config, target, 8, meshes_traced=2, refined=1, precisions=("float32", "bfloat16"))
+    found = {choice.overrides.get("train.precision") for choice in ranked.fitting}
+    assert found == {None, "float32"}, "bfloat16 is what the config means, and is ranked already"
+    assert [choice.estimate.seconds for choice in ranked.fitting] == sorted(
+        choice.estimate.seconds for choice in ranked.fitting)
+    same = [choice for choice in ranked.fitting if "train.precision" not in choice.overrides]
+    assert [choice.overrides for choice in same] == [choice.overrides for choice in usual.fitting]
+    slow = next(choice for choice in ranked.fitting if "train.precision" in choice.overrides)
+    assert "precision=float32" in f"{slow}" and "--config.train.precision=float32" in keys(ranked, slow)
+
+
 def test_every_stage_of_zero_is_looked_at():
     config = tiny(data__global_batch_size=64)
     large = search.search(config, targets.TARGETS["h100"], 8, meshes_traced=2, refined=2)
@@ -165,14 +207,16 @@ def test_every_stage_of_zero_is_looked_at():
     assert {choice.overrides["optimizer.zero_stage"] for choice in copies} == {0, 1}
 
 
-def test_nothing_fits(tmp_path, capsys):
+@pytest.mark.parametrize(("name", "alone", "bytes_each"), [
+    ("adamw", "parameters", 4), ("adafactor", "parameters and optimizer", 4)])
+def test_nothing_fits(name, alone, bytes_each, tmp_path, capsys):
     (tmp_path / "small.json").write_text('{"small": {"like": "h100", "memory": 100000}}')
     with pytest.raises(SystemExit) as stop:
-        main(["--config=configs/gpt.py:tiny", "--target=smallx2", f"--targets={tmp_path}/small.json"])
+        main(["--config=configs/gpt.py:tiny", f"--config.optimizer.name={name}", "--target=smallx2",
+              f"--targets={tmp_path}/small.json"])
     assert stop.value.code == 1
-    least = re.match(r"nothing fits 2 x small: the parameters and the optimizer alone need (\d+)\n",
-                     capsys.readouterr().out)
-    state = 12 * 125_000 * 0.9  # of the smallest model, about
+    least = re.match(rf"nothing fits 2 x small: {alone} alone need (\d+)\n", capsys.readouterr().out)
+    state = bytes_each * 125_000 * 0.9  # of the smallest model, about
     assert state / 100_000 < int(least[1]) <= 4 * state / 100_000
 
 
