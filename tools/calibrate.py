@@ -12,8 +12,8 @@ The target keeps its data sheet's peak in its first dtype, its bandwidth of memo
 the efficiencies are what was reached of them. Where a figure has no efficiency of its own (float32, the nearest link),
 it is written such that the planner's product of the two is what was measured. A CPU has no data sheet: there the best
 of what was seen is the peak. Not measured: links to other machines and to the hosts, and how much talk hides behind
-computation. The efficiency of attention counts only where attention is a kernel: elsewhere it is matmuls to the planner.
-All measurements, one a line, are written beside FILE, with the ending .rows.jsonl.
+computation. The efficiency of attention counts only where attention is a kernel: elsewhere it is matmuls to the
+planner. All measurements, one a line, are written beside FILE, with the ending .rows.jsonl.
 """
 
 import argparse

@@ -56,6 +56,7 @@ def compile_step(config: Config, target: Target, devices: int) -> Compiled:
     mesh_devices = devices_of(target, devices)
     began = time.perf_counter()
     mesh = make_mesh(*(getattr(config.mesh, axis) for axis in AXES), devices=mesh_devices)
+    assert isinstance(mesh, jax.sharding.Mesh)
     # GPUs that are not here know no hosts' memory: where arrays lie would be lost in shardings on them.
     run = build(config, mesh=mesh.abstract_mesh, platform=target.platform)
     try:
