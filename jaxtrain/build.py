@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jaxtrain import optim, precision, refusals, sharding
+from jaxtrain import optim, precision, refusals, rule_checks, sharding
 from jaxtrain.config import Config
 from jaxtrain.data import stages as data_stages
 from jaxtrain.errors import UserError, nearest
@@ -330,7 +330,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         raise UserError(f"mesh.overrides.{unknown[0]}", "no model speaks of this axis",
                         nearest(unknown[0], sharding.CONFIG_KEYS))
     rules = sharding.rules(m.rules, **m.overrides)
-    _check_rules_agree(config, rules)
+    rule_checks.agree(config, rules)
     stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
     microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
     refusals.check(config, mesh, rules, microbatches)
@@ -343,7 +343,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")
     model = Skeleton.of(nnx.eval_shape(lambda: _model(config, mesh, jax.random.key(0))))
     axes = model.axes()
-    _check_rules_used(config, axes)
+    rule_checks.are_used(config, axes)
     schedule = optim.make_schedule(config.optimizer, config.train.steps)
     optimizer = optim.make_optimizer(config.optimizer, schedule, axes, config.model.router_bias_rate)
     abstract = abstract_state(model.params(), optimizer, compute == "float16", history=True)
@@ -356,7 +356,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
                          offload=config.optimizer.offload)
     if schedules:
         _warn_of_waste(abstract.params, layout.state.params, schedules[0])
-    _check_activations(config, rules, mesh)
+    rule_checks.activations_divide(config, rules, mesh)
     run = Run(config, mesh, rules, model, optimizer, schedule, compute, with_shardings(abstract, layout.state), layout,
               schedules, platform)
     for stage in data_stages.stages(config.data):  # refused now rather than when they begin
@@ -397,55 +397,3 @@ def _model(config: Config, mesh: AnyMesh, key: jax.Array) -> nnx.Module:
     t = config.train
     compute = Compute(t.attention, t.expert_exchange, t.remat, t.unroll, config.mesh.context_strategy)
     return make_model(config.model, compute, rngs=nnx.Rngs(params=key))
-
-
-def _check_activations(config: Config, rules: Rules, mesh: AnyMesh) -> None:
-    """What the mesh cuts must divide: told by the config's key, before anything is traced."""
-    c = config.model
-    sizes = {"seq": config.data.seq_len, "block_seq": config.data.seq_len, "act_embed": c.embed_dim,
-             "act_mlp": c.mlp_dim, "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads,
-             "act_expert_mlp": c.expert_mlp_dim,
-             "act_head_dim": c.head_dim, "act_vocab": c.vocab_size}
-    for name, length in sizes.items():
-        spec = sharding.without_trivial_axes(rules.spec((name,)), mesh)
-        sharding.check_divides((name,), (length,), spec, mesh, "an activation")
-
-
-def _check_rules_agree(config: Config, rules: Rules) -> None:
-    """A matmul's weight and its result are split alike, and what no model splits yet is whole."""
-    def split(name):
-        return [axis for axis in rules[name] if axis not in rules.tokens]
-    for name, axes in rules.table.items():
-        if "stage" in axes and name != "layers":
-            raise UserError(f"mesh.overrides.{name}", "nothing but layers is split over stages", "use another axis")
-        if name.startswith("act_") and (twice := [axis for axis in axes if axis in rules.tokens]):
-            raise UserError(f"mesh.overrides.{name}", f"{twice[0]} splits tokens already", "use tensor or none")
-    if config.model.num_experts and not set(rules["experts"]) <= set(rules.batch):
-        raise UserError("mesh.overrides.batch", f"it leaves out {'+'.join(rules['experts'])}, and devices that hold "
-                        "different experts need examples of their own", "add it, or set mesh.overrides.experts=none")
-    for weight in ("vocab", "mlp", "heads", "kv_heads", "expert_mlp"):
-        if split(weight) != split(f"act_{weight}"):
-            raise UserError(f"mesh.overrides.{weight}", f"it maps onto {'+'.join(split(weight)) or 'none'} and "
-                            f"act_{weight} onto {'+'.join(split(f'act_{weight}')) or 'none'}", "map both alike")
-    for name, axis in (("seq", "context"), ("layers", "stage"), ("experts", "expert")):
-        if rules[name] not in ((), (axis,)):
-            raise UserError(f"mesh.overrides.{name}", f"it cannot be split over {'+'.join(rules[name])}",
-                            f"use none or {axis}")
-    for name in ("act_embed", "act_head_dim"):
-        if rules[name]:
-            raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(rules[name])}", "use none")
-    for name in ("embed", "norm", "head_dim", "positions", "expert_embed", "rank", "latent", "router",
-                 "router_bias", "ahead"):
-        if split(name):
-            raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(split(name))}, which splits "
-                            "no tokens", "use none or an axis of the batch or the sequence")
-
-
-def _check_rules_used(config: Config, axes: Any) -> None:
-    used = set(sharding.ACTIVATION_NAMES)
-    for names in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)):
-        used.update(names)
-    for name in config.mesh.overrides:
-        if name not in used:
-            raise UserError(f"mesh.overrides.{name}", f"model {config.model.name!r} has no such axis",
-                            "remove the rule")

@@ -3,8 +3,8 @@
     python -m tests.composition.fuzz --cases=100 --seed=7 --devices=16
 
 draws meshes of all six axes, rules, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions,
-packing, model families, tied and untied tables, scanned and unrolled layers; training, and of some evaluation. What
-`jt.build` refuses is counted apart; a refusal must be one that jaxtrain.refusals documents. A case fails where the
+offloading, packing, model families, tied and untied tables, scanned and unrolled layers; training, and of some
+evaluation. What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.refusals documents. A case fails where the
 loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it again.
 """
 
@@ -71,7 +71,8 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= {"model.embed_dim": 40, "model.head_dim": 8}
     if rng.random() < 0.3:
         keys |= rng.choice(OVERRIDES[:2] if family in EXPERTS else OVERRIDES)
-    return keys | {"evaluate": rng.random() < 0.3}
+    keys |= {"evaluate": rng.random() < 0.3}
+    return keys | {"optimizer.offload": rng.random() < 0.3}
 
 
 def config_of(keys: dict[str, Any]):

@@ -1,0 +1,63 @@
+"""Rules, mesh and model must agree: each mistake is told by the config's key, before anything is traced."""
+
+from typing import Any
+
+import jax
+
+from jaxtrain import sharding
+from jaxtrain.config import Config
+from jaxtrain.errors import UserError
+from jaxtrain.sharding import AnyMesh, Rules
+
+
+def activations_divide(config: Config, rules: Rules, mesh: AnyMesh) -> None:
+    """What the mesh cuts must divide: told by the config's key, before anything is traced."""
+    c = config.model
+    sizes = {"seq": config.data.seq_len, "block_seq": config.data.seq_len, "act_embed": c.embed_dim,
+             "act_mlp": c.mlp_dim, "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads,
+             "act_expert_mlp": c.expert_mlp_dim,
+             "act_head_dim": c.head_dim, "act_vocab": c.vocab_size}
+    for name, length in sizes.items():
+        spec = sharding.without_trivial_axes(rules.spec((name,)), mesh)
+        sharding.check_divides((name,), (length,), spec, mesh, "an activation")
+
+
+def agree(config: Config, rules: Rules) -> None:
+    """A matmul's weight and its result are split alike, and what no model splits yet is whole."""
+    def split(name):
+        return [axis for axis in rules[name] if axis not in rules.tokens]
+    for name, axes in rules.table.items():
+        if "stage" in axes and name != "layers":
+            raise UserError(f"mesh.overrides.{name}", "nothing but layers is split over stages", "use another axis")
+        if name.startswith("act_") and (twice := [axis for axis in axes if axis in rules.tokens]):
+            raise UserError(f"mesh.overrides.{name}", f"{twice[0]} splits tokens already", "use tensor or none")
+    if config.model.num_experts and not set(rules["experts"]) <= set(rules.batch):
+        raise UserError("mesh.overrides.batch", f"it leaves out {'+'.join(rules['experts'])}, and devices that hold "
+                        "different experts need examples of their own", "add it, or set mesh.overrides.experts=none")
+    for weight in ("vocab", "mlp", "heads", "kv_heads", "expert_mlp"):
+        if split(weight) != split(f"act_{weight}"):
+            raise UserError(f"mesh.overrides.{weight}", f"it maps onto {'+'.join(split(weight)) or 'none'} and "
+                            f"act_{weight} onto {'+'.join(split(f'act_{weight}')) or 'none'}", "map both alike")
+    for name, axis in (("seq", "context"), ("layers", "stage"), ("experts", "expert")):
+        if rules[name] not in ((), (axis,)):
+            raise UserError(f"mesh.overrides.{name}", f"it cannot be split over {'+'.join(rules[name])}",
+                            f"use none or {axis}")
+    for name in ("act_embed", "act_head_dim"):
+        if rules[name]:
+            raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(rules[name])}", "use none")
+    for name in ("embed", "norm", "head_dim", "positions", "expert_embed", "rank", "latent", "router",
+                 "router_bias", "ahead"):
+        if split(name):
+            raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(split(name))}, which splits "
+                            "no tokens", "use none or an axis of the batch or the sequence")
+
+
+def are_used(config: Config, axes: Any) -> None:
+    """A rule of one's own is for a dimension that the model has."""
+    used = set(sharding.ACTIVATION_NAMES)
+    for names in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)):
+        used.update(names)
+    for name in config.mesh.overrides:
+        if name not in used:
+            raise UserError(f"mesh.overrides.{name}", f"model {config.model.name!r} has no such axis",
+                            "remove the rule")
