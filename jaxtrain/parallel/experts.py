@@ -22,7 +22,6 @@ from jax import lax
 
 from jaxtrain import sharding
 from jaxtrain.config import ModelConfig
-from jaxtrain.models.functions import swiglu
 
 
 def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, kept_NK: jax.Array,
@@ -56,6 +55,8 @@ def filled(c: ModelConfig, devices: int) -> float:
 
 def _mlp(gate_LDF, up_LDF, down_LFD, x_RD, weights_R, sizes_L):
     """Each row through its expert, times its weight; rows are sorted by expert."""
+    from jaxtrain.models.functions import swiglu  # models import this file
+
     act_RF = swiglu(*(lax.ragged_dot(x_RD, w_LDF, sizes_L) for w_LDF in (gate_LDF, up_LDF)))
     # Weighed here, not behind `down`, whose result then need not be kept for the backward pass.
     return lax.ragged_dot((act_RF * weights_R[:, None]).astype(act_RF.dtype), down_LFD, sizes_L)

@@ -4,8 +4,9 @@
 
 draws meshes of all six axes, rules, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions,
 offloading, packing, model families, tied and untied tables, scanned and unrolled layers; training, and of some
-evaluation. What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.refusals documents. A case fails where the
-loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it again.
+evaluation. What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.refusals documents. A case
+fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it
+again.
 """
 
 import argparse
