@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import optax
 
-from jaxtrain.state import HOST, Layout
+from jaxtrain.hosts import HOST, fetched
+from jaxtrain.state import Layout
 
 # Parameters, their state, their gradients, whether to take the step -> new parameters and state.
 Update = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
@@ -71,11 +72,6 @@ def by_pieces(layout: Layout, optimizer: Callable[[Any], optax.GradientTransform
                 jax.tree.unflatten(jax.tree.structure(opt_state), after.values()))
 
     return update
-
-
-def fetched(x: Any) -> Any:
-    """In a compiled function: an array on the devices, wherever it was."""
-    return jax.device_put(x, jax.memory.Space.Device) if jax.typeof(x).memory_space == jax.memory.Space.Host else x
 
 
 def _flat(tree: Any) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 
 from jaxtrain.config import ModelConfig
+from jaxtrain.hosts import HOST
 from jaxtrain.optim import is_matrix
-from jaxtrain.state import HOST, Layout, TrainState
+from jaxtrain.state import Layout, TrainState
 
 
 def report(abstract: TrainState, layout: Layout) -> str:

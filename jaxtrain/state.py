@@ -16,11 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain import sharding
 from jaxtrain.errors import UserError
+from jaxtrain.hosts import HOST
 from jaxtrain.precision import LossScale
 from jaxtrain.resilience.anomalies import History
 from jaxtrain.sharding import AnyMesh, Names, Rules
-
-HOST = "pinned_host"  # the kind of the hosts' memory that devices copy from and to by themselves
 
 
 @jax.tree_util.register_dataclass

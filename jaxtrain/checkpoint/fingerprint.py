@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.offload import fetched
+from jaxtrain.hosts import fetched
 
 Words = tuple[int, int]
 

@@ -44,13 +44,15 @@ def choose_exchange(asked: str, devices: int, choices: int) -> str:
     return ("ragged" if fewer else "gather") if asked == "auto" else asked
 
 
-def filled(c: ModelConfig, devices: int) -> float:
-    """The share of a buffer's rows that hold tokens while load is even and experts are split over so many devices."""
-    if not c.num_experts:
-        return 1.0
+def buffered(c: ModelConfig, devices: int) -> float:
+    """Rows of a device's buffer for each of its tokens, where experts are split over so many devices."""
     capacity = c.capacity_factor * c.experts_per_token / devices if c.capacity_factor and devices > 1 else math.inf
-    most = min(c.experts_per_token, c.num_experts // devices, capacity)
-    return min(1.0, c.experts_per_token / (devices * most))
+    return devices * min(c.experts_per_token, c.num_experts // devices, capacity)
+
+
+def filled(c: ModelConfig, devices: int) -> float:
+    """The share of these rows that hold tokens while load is even."""
+    return min(1.0, c.experts_per_token / buffered(c, devices)) if c.num_experts else 1.0
 
 
 def _mlp(gate_LDF, up_LDF, down_LFD, x_RD, weights_R, sizes_L):

@@ -27,9 +27,9 @@ def main(argv: list[str] | None) -> None:
     asked = {"data.global_batch_size": flags.global_batch, "data.seq_len": flags.seq_len}
     config = change(config, {key: value for key, value in asked.items() if value})
     target, devices = place(flags)
-    precisions = [name for name in flags.precisions.split(",") if name]
+    precisions = [name.strip() for name in flags.precisions.split(",") if name.strip()]
     if unknown := [name for name in precisions if name not in DTYPES]:
-        raise UserError("--precisions", f"{unknown[0]} is none", nearest(unknown[0], DTYPES))
+        raise UserError("--precisions", f"{unknown[0]} is no precision", nearest(unknown[0], DTYPES))
     if precisions and (flags.explain or config.mesh.auto):
         raise UserError("--precisions", f"{'--explain' if flags.explain else 'mesh=auto'} keeps the config's precision",
                         "leave one of them out, or set train.precision")

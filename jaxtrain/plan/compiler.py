@@ -74,8 +74,9 @@ def compile_step(config: Config, target: Target, devices: int) -> Compiled:
         axes = tuple(axis for axis, size in sizes.items() if size > 1 and found.joins(axis, sizes))
         talked[found.kind, axes] += found.bytes
     allocated = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    # XLA for CPU tells no peak. The others count what lies in the hosts' memory, too.
-    peak = memory.peak_memory_in_bytes - in_hosts(run.abstract) if target.platform != "cpu" else allocated
+    # XLA for CPU tells no peak, and there the host's memory is the device's. The others count the hosts' in their peak.
+    hosts = in_hosts(run.abstract)
+    peak = memory.peak_memory_in_bytes - hosts if target.platform != "cpu" else allocated + hosts
     return Compiled(peak, allocated, talked, time.perf_counter() - began)
 
 

@@ -46,7 +46,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Into what a program may use of it."""
-        return self.bytes <= self.target.room
+        return self.bytes <= self.target.room and self.host <= self.target.host_room
 
     @property
     def seconds(self) -> float:
@@ -82,9 +82,10 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     block = reader.read(traced.jaxpr, sizes, target.platform, target.rings, filled)
     state = len(jax.tree.leaves(run.abstract))
     worst = memory.peak(block, state)
+    elsewhere = in_hosts(run.abstract) if target.platform != "cpu" else 0  # there it is the same memory
     parts = Counter({
         "parameters": total(run.abstract.params),
-        "optimizer": total(run.abstract.opt_state) - in_hosts(run.abstract.opt_state),
+        "optimizer": total(run.abstract.opt_state) - elsewhere,
         "batch": sum(value.bytes for value in block.inputs[state:])})
     parts.update(_named(worst, run))
     talked: Counter = Counter()
@@ -95,7 +96,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     per_token = flops_per_token(c.model, matmul_parameters(run.abstract, run.layout, c.model), c.data.seq_len, True)
     useful = per_token * c.data.global_batch_size * c.data.seq_len / devices
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
-    return Estimate(config, target, devices, parts, took, talked, in_hosts(run.abstract), useful)
+    return Estimate(config, target, devices, parts, took, talked, elsewhere, useful)
 
 
 def _named(worst: memory.Peak, run: Run) -> Counter:

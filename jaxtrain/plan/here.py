@@ -47,6 +47,10 @@ def check(run: Run) -> str:
         guess = estimate(run.config, target, devices)
     except Exception as error:
         return f"nothing is predicted of this run: {f'{error}'.splitlines()[0] if f'{error}' else type(error).__name__}"
+    host = guess.host * (2 if run.config.resilience.replay_every else 1)  # a step that is replayed starts from a copy
+    if run.config.train.check_memory and host > target.host_room:
+        raise UserError("optimizer.offload", f"it takes {gigabytes(host)} GB of the host's memory for each device, and "
+                        f"{gigabytes(target.host_room)} GB can be had", "use more hosts, or leave it on the devices")
     # Of experts on GPUs too few programs were compared to refuse anything.
     sure = run.config.train.check_memory and not (run.config.model.num_experts and target.platform == "cuda")
     if guess.bytes <= SURELY * target.room or not sure:
@@ -66,12 +70,12 @@ def _target(devices: list[Any]) -> targets.Target:
         mine = targets.here(devices)
     except UserError as error:
         unknown = error
-    facts = [mine.name, mine.memory, mine.bandwidth] if mine else ["", 0.0, 0.0]
-    name, memory, bandwidth = exchange(facts, decide=min)
+    facts = [mine.name, mine.memory, mine.bandwidth, mine.host_memory] if mine else ["", 0.0, 0.0, 0.0]
+    name, memory, bandwidth, host_memory = exchange(facts, decide=min)
     if unknown or mine is None or name != mine.name:
         raise unknown or UserError("mesh", "devices are of different kinds", "give all processes the same")
     share = bandwidth / mine.bandwidth
-    return dataclasses.replace(mine, memory=memory, bandwidth=bandwidth,
+    return dataclasses.replace(mine, memory=memory, bandwidth=bandwidth, host_memory=host_memory,
                                peak={dtype: rate * share for dtype, rate in mine.peak.items()})
 
 

@@ -44,7 +44,7 @@ class Placing:
         unreduced = tuple(getattr(sharding.spec, "unreduced", ()) or ()) if sharding is not None else ()
         value = self.value(getattr(aval, "shape", ()), getattr(aval, "dtype", np.dtype("float32")), spec,
                            tuple(axis for axis in unreduced if self.sizes[axis] > 1))
-        if getattr(aval, "memory_space", None) == jax.memory.Space.Host:
+        if getattr(aval, "memory_space", None) == jax.memory.Space.Host and self.platform != "cpu":
             value.host, value.bytes = value.bytes, 0
         return value
 

@@ -99,8 +99,6 @@ class _Reader(Placing):
         outputs = [self.of_aval(var.aval) for var in eqn.outvars]
         if name == "device_put":  # between the memories of devices and hosts
             return self.emit(name, "real", inputs, outputs)
-        if name == "optimization_barrier" and any(value.host for value in inputs):
-            return [self.emit(name, "view", [one], [same])[0] for one, same in zip(inputs, outputs, strict=True)]
         if name in LINEAR and inputs[0].pending and not outputs[0].pending and not splits_more(inputs[0], outputs[0]):
             outputs[0].pending = inputs[0].pending
             return self.emit(name, "view" if name in VIEWS else "fused", inputs, outputs)

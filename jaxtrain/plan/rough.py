@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxtrain.build import build
 from jaxtrain.config import Config, MeshConfig, ModelConfig, PipelineConfig
 from jaxtrain.observe.flops import flops_per_token
+from jaxtrain.parallel import experts
 from jaxtrain.plan import links
 from jaxtrain.plan.estimate import divisors
 from jaxtrain.plan.program import Collective
@@ -91,9 +92,7 @@ def work(config: Config, target: Target, mesh: dict[str, int], size: Size) -> fl
 
 
 def _masked(model: ModelConfig, target: Target, devices: int) -> float:
-    """Experts that XLA computes for each token beside its own and masks: but for TPUs all of a device's, for all the
-    rows that it has room for (parallel/experts.py says how many).
-    """
-    if target.platform == "tpu" or not model.num_experts or model.capacity_factor:
+    """Experts that XLA computes for a token beside its own and masks: but for TPUs all of a device's, for all rows."""
+    if target.platform == "tpu" or not model.num_experts:
         return 0.0
-    return min(model.experts_per_token, model.num_experts // devices) * model.num_experts - model.experts_per_token
+    return experts.buffered(model, devices) * model.num_experts / devices - model.experts_per_token

@@ -106,22 +106,20 @@ def search(config: Config, target: Target, devices: int, *, meshes_traced: int =
     """Estimate what is worth it, for about a minute of one core at most: by default 16 meshes and 4 of them closer.
 
     Of models with experts 6 and 2, for they take three times as long to trace. (By numbers, not by the clock: all
-    processes of a run that ask decide the same.) `precisions`: on those looked at closer, others than the config's too.
+    processes of a run that ask decide the same.) `precisions`: others than the config's, each as long again.
     """
     found = Found(config, target, devices)
     look = _Looker(found, progress)
     usual = (6, 2) if config.model.num_experts else (16, 4)
     meshes_traced, refined = meshes_traced or usual[0], refined or usual[1]
-    promising = _promising(found, meshes_traced, may_offload=True)
-    smallest = [choice for mesh, offload in promising if (choice := look.smallest(mesh, offload))]
-    fastest = sorted((c for c in smallest if c.estimate.fits), key=lambda choice: choice.estimate.seconds)
     now = precision.resolve(config.train.precision, target.platform)
-    for choice in fastest[:refined]:
-        look.refine(choice)
-        for other in dict.fromkeys(precisions):
-            same = look.at({**choice.overrides, "train.precision": other}) if other != now else None
-            if same and same.estimate.fits:
-                look.refine(same)
+    others = [{"train.precision": other} for other in dict.fromkeys(precisions) if other != now]
+    promising = _promising(look, meshes_traced, may_offload=True)
+    for more in (None, *others):
+        smallest = [choice for mesh, offload in promising if (choice := look.smallest(mesh, offload, more))]
+        fastest = sorted((c for c in smallest if c.estimate.fits), key=lambda choice: choice.estimate.seconds)
+        for choice in fastest[:refined]:
+            look.refine(choice)
     found.sort()
     if (best := found.best) and not precisions:
         other = {**best.overrides, "train.precision": "bfloat16" if now == "float32" else "float32"}
@@ -135,7 +133,7 @@ def fastest_mesh(config: Config, target: Target, devices: int, meshes_traced: in
     found = Found(config, target, devices)
     look = _Looker(found, lambda done: None)
     zero = {"optimizer.zero_stage": config.optimizer.zero_stage}
-    for mesh, _ in _promising(found, meshes_traced, config.train.accumulation, config.optimizer.zero_stage):
+    for mesh, _ in _promising(look, meshes_traced, config.train.accumulation, config.optimizer.zero_stage):
         look.at({**mesh, **zero, "train.accumulation": config.train.accumulation, "train.remat": config.train.remat})
     found.sort()
     return found if found.best else search(config, target, devices)
@@ -145,6 +143,11 @@ class _Looker:
     def __init__(self, found: Found, progress: Callable[[int], None]):
         self.found, self.progress = found, progress
         self.done = 0
+
+    def can_offload(self, mesh: dict[str, int]) -> bool:
+        """Whether the optimizer's state may lie in the hosts' memory, which is another, and does not yet."""
+        asked, elsewhere = self.found.config.optimizer, self.found.target.platform != "cpu"
+        return elsewhere and not asked.offload and mesh["mesh.stage"] == 1 and asked.name != "adafactor"
 
     def at(self, overrides: dict[str, Any]) -> Choice | None:
         """Estimate one layout; None where it cannot be."""
@@ -159,11 +162,12 @@ class _Looker:
         self.found.add(choice)
         return choice
 
-    def smallest(self, mesh: dict[str, int], offload: bool = False) -> Choice | None:
+    def smallest(self, mesh: dict[str, int], offload: bool = False,
+                 more: dict[str, Any] | None = None) -> Choice | None:
         """Everything computed twice; the batch at once, or if that does not fit in as many parts as it has to be, or
-        with the optimizer's state in the hosts' memory.
+        with the optimizer's state in the hosts' memory. `more`: keys besides.
         """
-        keys = {**mesh, "optimizer.zero_stage": _zero(self.found.config, mesh), "train.remat": "full"}
+        keys = {**mesh, "optimizer.zero_stage": _zero(self.found.config, mesh), "train.remat": "full", **(more or {})}
         keys |= {"optimizer.offload": True} if offload else {}
         once = self.at({**keys, "train.accumulation": 1})
         if once is None or once.estimate.fits or mesh["mesh.stage"] > 1:
@@ -175,22 +179,23 @@ class _Looker:
         possible = divisors(rough.rows(self.found.config, mesh))
         for accumulation in [n for n in possible if n >= wanted][:2] or possible[-1:]:
             choice = self.at({**keys, "train.accumulation": accumulation}) if accumulation > 1 else None
-            if choice is None or choice.estimate.fits:
+            if choice and choice.estimate.fits:
                 return choice
-        return self.smallest(mesh, True) if _can_offload(self.found.config, mesh) and not offload else None
+        return self.smallest(mesh, True, more) if self.can_offload(mesh) and not offload else None
 
     def refine(self, start: Choice) -> None:
         """What fits beside it: less computed twice, in as many parts of the batch or twice as many; other schedules."""
         best, rows = start, rough.rows(self.found.config, start.mesh)
         parts = [n for n in divisors(rows) if n >= start.overrides["train.accumulation"]][:2]
         for accumulation in parts if start.mesh["mesh.stage"] == 1 else parts[:1]:
+            keys = {**start.overrides, "train.accumulation": accumulation}
+            offloads = accumulation == parts[0] and self.can_offload(start.mesh)
             for remat in reversed(REMATS[:-1]):  # keeping more and more, until it does not fit
-                keys = {**start.overrides, "train.accumulation": accumulation, "train.remat": remat}
-                choice = self.at(keys)
+                choice = self.at({**keys, "train.remat": remat})
+                if choice and not choice.estimate.fits and offloads and not keys.get("optimizer.offload"):
+                    keys["optimizer.offload"] = True
+                    choice = self.at({**keys, "train.remat": remat})
                 if choice is None or not choice.estimate.fits:
-                    if accumulation == parts[0] and _can_offload(self.found.config, start.mesh) and (
-                            "optimizer.offload" not in keys):
-                        self.at({**keys, "optimizer.offload": True})
                     break
                 best = min(best, choice, key=lambda c: c.estimate.seconds)
         if start.mesh["mesh.data"] > 1 and not self.found.config.optimizer.zero_stage:
@@ -202,18 +207,19 @@ class _Looker:
                     self.at({**best.overrides, "pipeline.schedule": schedule, "pipeline.chunks": chunks})
 
 
-def _promising(found: Found, most: int, accumulation: int = 1, zero_stage: int | None = None,
+def _promising(look: _Looker, most: int, accumulation: int = 1, zero_stage: int | None = None,
                may_offload: bool = False) -> list[tuple[dict[str, int], bool]]:
     """The meshes that are worth a trace, the most promising first, and whether the optimizer's state is offloaded.
 
     It is if the config says so and, if it may be, where it does not fit otherwise.
     """
+    found = look.found
     room, size = found.target.room, rough.Size.of(found.config, found.target.platform)
     scored = []
     for mesh in meshes(found.config, found.target, found.devices):
         zero = zero_stage if zero_stage is not None else _zero(found.config, mesh)
         away = found.config.optimizer.offload or (
-            may_offload and size.state(mesh, zero, False) > room and _can_offload(found.config, mesh))
+            may_offload and size.state(mesh, zero, False) > room and look.can_offload(mesh))
         if (state := size.state(mesh, zero, away)) > room:
             alone = "parameters" if away else "parameters and optimizer"
             why = f"{alone} alone take at least {gigabytes(state)} of {gigabytes(room)} GB"
@@ -247,11 +253,6 @@ def _promising(found: Found, most: int, accumulation: int = 1, zero_stage: int |
 def _zero(config: Config, mesh: dict[str, int]) -> int:
     """Copies of a model need no copies of the optimizer."""
     return config.optimizer.zero_stage or int(mesh["mesh.data"] > 1)
-
-
-def _can_offload(config: Config, mesh: dict[str, int]) -> bool:
-    """Whether the optimizer's state may lie in the hosts' memory, and does not yet."""
-    return not config.optimizer.offload and mesh["mesh.stage"] == 1 and config.optimizer.name != "adafactor"
 
 
 def meshes(config: Config, target: Target, devices: int) -> Iterator[dict[str, int]]:

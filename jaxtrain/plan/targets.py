@@ -66,11 +66,17 @@ class Target:
     # From which length of the summed dimension on XLA for TPUs makes a ring of a product and its sum over devices.
     rings: float = math.inf
     host: float = 16e9  # bandwidth between its memory and the host's; by default a guess: PCIe of the fourth generation
+    host_memory: float = math.inf  # the host's, for each of its devices
 
     @property
     def room(self) -> float:
         """Bytes that a program may use."""
         return self.memory * self.usable
+
+    @property
+    def host_room(self) -> float:
+        """Bytes of the host's memory for a device: others want some of it, too."""
+        return 0.8 * self.host_memory
 
 
 def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: float, nvlink: float, node: int,
@@ -142,6 +148,11 @@ def parse(text: str, more: str | Path | None = None) -> tuple[Target, int]:
     return targets[found[1]], count
 
 
+def host_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def here(devices: list[Any] | None = None) -> Target:
     """What the devices are that are present; a `UserError` where they are none that is known."""
     import jax
@@ -149,13 +160,14 @@ def here(devices: list[Any] | None = None) -> Target:
     devices = jax.devices() if devices is None else devices
     kind, platform = devices[0].device_kind, devices[0].platform
     mine = [device for device in devices if device.process_index == jax.process_index()]
+    memory = host_memory() / len(mine)
     if platform == "cpu":  # virtual devices share cores and memory
         base, share = TARGETS["cpu"], min(1.0, (os.cpu_count() or 1) / len(mine))
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(mine)
         return dataclasses.replace(base, memory=memory, bandwidth=base.bandwidth * share,
                                    peak={dtype: rate * share for dtype, rate in base.peak.items()})
     for target in TARGETS.values():
         if re.fullmatch(target.device_kind, kind):
+            target = dataclasses.replace(target, host_memory=memory)
             limit = (mine[0].memory_stats() or {}).get("bytes_limit")
             return dataclasses.replace(target, memory=limit, usable=1.0) if limit else target
     raise UserError("--target", f"nothing is known of {kind!r}", "name a target, such as one in a file for --targets")

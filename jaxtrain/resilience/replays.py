@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.offload import fetched
+from jaxtrain.hosts import HOST
 from jaxtrain.resilience.accusations import Accusations
 from jaxtrain.resilience.bits import Hashes, compile_hashes, devices_of, paths_of
 
@@ -52,10 +52,17 @@ class Replays:
         return result
 
 
-@jax.jit
 def _copy(tree: Any) -> Any:
-    def copy(x):  # a jit that returned its arguments would return the same buffers
-        here = jnp.copy(fetched(x))
-        return here if jax.typeof(x).memory_space == jax.memory.Space.Device else jax.device_put(
-            here, jax.memory.Space.Host)
-    return jax.tree.map(copy, tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    here = iter(_on_devices([x for x in leaves if x.sharding.memory_kind != HOST]))
+    return treedef.unflatten([_in_hosts(x) if x.sharding.memory_kind == HOST else next(here) for x in leaves])
+
+
+@jax.jit
+def _on_devices(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.copy(x) for x in leaves]  # a jit that returned its arguments would return the same buffers
+
+
+def _in_hosts(x: jax.Array) -> jax.Array:
+    """No device has to hold it on the way."""
+    return jax.device_put(x, x.sharding, may_alias=False)

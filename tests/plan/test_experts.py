@@ -32,11 +32,12 @@ def test_a_product_there_and_back_is_three(platform, filled, times):
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 16}, {"fsdp": 8, "expert": 2}, {"fsdp": 2, "expert": 8},
                                   {"tensor": 2, "expert": 8}], ids=str)
-@pytest.mark.parametrize("target", ["h200", "v5p"])
-def test_the_rough_sum_counts_what_is_traced(target, mesh):
+@pytest.mark.parametrize(("target", "factor"), [("h200", 0.0), ("h200", 1.25), ("v5p", 0.0)])
+def test_the_rough_sum_counts_what_is_traced(target, factor, mesh):
     sizes = {f"mesh.{axis}": mesh.get(axis, 1) for axis in AXES}
     config = load_config("configs/mixtral_8x7b.py", {
-        **sizes, "data.global_batch_size": 64, "train.accumulation": 1, "train.remat": "full"})
+        **sizes, "data.global_batch_size": 64, "train.accumulation": 1, "train.remat": "full",
+        "model.capacity_factor": factor})
     said = rough.work(config, TARGETS[target], sizes, rough.Size.of(config, TARGETS[target].platform))
     assert said == pytest.approx(estimate(config, TARGETS[target], math.prod(mesh.values())).time.flops, rel=0.1)
 

@@ -1,5 +1,6 @@
 """A search finds what fits, says why the rest does not, and what it picks can be built."""
 
+import dataclasses
 import re
 
 import jax
@@ -28,9 +29,7 @@ def found():
 
 def _small(memory):
     """H100s with so little memory that a tiny model has to be cut up."""
-    from dataclasses import replace
-
-    return replace(targets.TARGETS["h100"], memory=memory / 0.92)
+    return dataclasses.replace(targets.TARGETS["h100"], memory=memory / 0.92)
 
 
 def test_all_that_is_offered_fits_and_the_fastest_is_first(found):
@@ -89,6 +88,13 @@ def test_the_state_goes_to_the_hosts_where_nothing_else_fits():
     assert found.fitting and all(choice.overrides["optimizer.offload"] for choice in found.fitting)
     assert "offload=True" in f"{found.best}" and "--config.optimizer.offload=True" in keys(found, found.best)
     assert "in the hosts" in explained(found.best.estimate)
+    # As many rows as devices: nothing is left to be accumulated.
+    few = tiny(data__global_batch_size=8)
+    least = estimate(change(few, {"mesh.fsdp": 8, "train.remat": "full"}), targets.TARGETS["h100"], 8)
+    found = search.search(few, _small(0.95 * least.bytes), 8, meshes_traced=2, refined=1)
+    assert found.fitting and all(choice.overrides["optimizer.offload"] for choice in found.fitting)
+    small = dataclasses.replace(_small(0.95 * least.bytes), host_memory=10.0)
+    assert not search.search(few, small, 8, meshes_traced=2, refined=1).fitting, "the hosts have no room either"
     plenty = search.search(config, targets.TARGETS["h100"], 8, meshes_traced=6, refined=2)
     assert not any(choice.overrides.get("optimizer.offload") for choice in plenty.fitting)
 
@@ -167,7 +173,7 @@ def test_a_check_can_be_turned_off(monkeypatch):
     (["--target=h100x8", "--globl_batch=8"], "did you mean '--global_batch'?"),
     (["--target=h100x8", "--config.mesh=auto", "--config.mesh.tensor=2"], "mesh.tensor: 2 stands beside mesh=auto"),
     (["--target=h100x8", "--explain", "--config.mesh=auto"], "mesh=auto is no layout yet"),
-    (["--target=h100x8", "--precisions=float32,bflot16"], "--precisions: bflot16 is none; did you mean 'bfloat16'?"),
+    (["--target=h100x8", "--precisions=float32,bflot16"], "bflot16 is no precision; did you mean 'bfloat16'?"),
     (["--target=h100x8", "--precisions=float32", "--explain"], "--explain keeps the config's precision"),
 ])
 def test_mistakes_are_one_line(words, said, capsys):
@@ -196,6 +202,10 @@ def test_other_precisions_are_ranked_where_they_are_asked_for():
         choice.estimate.seconds for choice in ranked.fitting)
     same = [choice for choice in ranked.fitting if "train.precision" not in choice.overrides]
     assert [choice.overrides for choice in same] == [choice.overrides for choice in usual.fitting]
+    single = change(config, {"train.precision": "float32"})
+    small = _small(0.8 * min(choice.estimate.bytes for choice in search.search(
+        single, target, 8, meshes_traced=2, refined=1).fitting))
+    assert search.search(single, small, 8, meshes_traced=2, refined=1, precisions=("bfloat16",)).fitting
     slow = next(choice for choice in ranked.fitting if "train.precision" in choice.overrides)
     assert "precision=float32" in f"{slow}" and "--config.train.precision=float32" in keys(ranked, slow)
 

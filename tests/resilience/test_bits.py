@@ -4,7 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxtrain.hosts import HOST
+from jaxtrain.resilience.bits import compile_hashes
 from jaxtrain.resilience.bits import hash_bits as hash_once
 
 
@@ -30,6 +34,31 @@ def test_two_signs_do_not_cancel():
         other[[0, place]] *= -1
         seen.add(int(hash_once(other)))
     assert len(seen) == 63 and int(hash_once(x)) not in seen
+
+
+def test_parts_give_parts_of_the_sum():
+    x = np.asarray(jax.random.normal(jax.random.key(0), (5, 3, 4)))
+    parts = [int(hash_once(x[at:stop], at)) for at, stop in ((0, 1), (1, 4), (4, 5))]
+    assert sum(parts) % 2**32 == int(hash_once(x))
+
+
+def test_arrays_in_the_hosts_memory_hash_alike():
+    """Of layers, of whatever is no layer, and spread over devices by either dimension."""
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    specs = {"a": P(None, "fsdp"), "b": P("fsdp", "tensor"), "c": P(), "d": P(None, "tensor", None), "e": P("tensor")}
+    shapes = {"a": (3, 8), "b": (8, 4), "c": (6,), "d": (5, 4, 3), "e": (2,)}
+    values = {key: np.asarray(jax.random.normal(jax.random.key(i), shapes[key])) for i, key in enumerate(shapes)}
+
+    def placed(*away):
+        return {key: jax.device_put(values[key], NamedSharding(mesh, spec, memory_kind=HOST if key in away else None))
+                for key, spec in specs.items()}
+
+    here = placed()
+    want = np.asarray(compile_hashes(here)(here))
+    assert want.shape == (8, 5) and len(np.unique(want[:, 1])) == 8
+    for away in ("a", "bd", "abcde"[:4], "ce"):
+        tree = placed(*away)
+        np.testing.assert_array_equal(compile_hashes(tree)(tree), want)
 
 
 def test_places_count():
