@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from jaxtrain.config_file import load_config
 from jaxtrain.main import main
+from jaxtrain.plan import targets
 from tests.tiny import tiny_flags
 
 ROOT = Path(__file__).parents[1]
@@ -64,6 +66,16 @@ def test_help(capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
     assert (stop.value.code, capsys.readouterr().out) == (0, HELP)
+
+
+def test_gpus_may_pin_what_the_host_has(capsys, monkeypatch):
+    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    monkeypatch.setenv(name, "1")
+    assert main([f"--config={TINY}", "--print_config"]) == 0
+    assert os.environ[name] == "1", "who sets it knows why"
+    monkeypatch.delenv(name)
+    assert main([f"--config={TINY}", "--print_config"]) == 0
+    assert int(os.environ[name]) == max(64, targets.host_memory() >> 30)
 
 
 def test_print_config(capsys):

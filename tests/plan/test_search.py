@@ -91,10 +91,10 @@ def test_the_state_goes_to_the_hosts_where_nothing_else_fits():
     # As many rows as devices: nothing is left to be accumulated.
     few = tiny(data__global_batch_size=8)
     least = estimate(change(few, {"mesh.fsdp": 8, "train.remat": "full"}), targets.TARGETS["h100"], 8)
-    found = search.search(few, _small(0.95 * least.bytes), 8, meshes_traced=2, refined=1)
+    found = search.search(few, _small(0.95 * least.bytes), 8, meshes_traced=6, refined=1)
     assert found.fitting and all(choice.overrides["optimizer.offload"] for choice in found.fitting)
     small = dataclasses.replace(_small(0.95 * least.bytes), host_memory=10.0)
-    assert not search.search(few, small, 8, meshes_traced=2, refined=1).fitting, "the hosts have no room either"
+    assert not search.search(few, small, 8, meshes_traced=6, refined=1).fitting, "the hosts have no room either"
     plenty = search.search(config, targets.TARGETS["h100"], 8, meshes_traced=6, refined=2)
     assert not any(choice.overrides.get("optimizer.offload") for choice in plenty.fitting)
 
@@ -143,6 +143,20 @@ def test_what_cannot_fit_is_refused_with_what_does(monkeypatch):
     assert estimate(changed, _small(0.6 * need), 8).fits
     monkeypatch.setattr(targets, "here", lambda devices=None: _small(2 * need))
     assert "predicted: " in here.check(run)
+
+
+def test_what_the_hosts_cannot_hold_is_refused(monkeypatch):
+    run = jt.build(tiny(mesh__data=8, data__global_batch_size=64, optimizer__offload=True))
+    state = estimate(run.config, targets.TARGETS["h100"], 8).host
+    for room, replays, fits in ((1.1, 0, True), (0.9, 0, False), (1.1, 10, False), (2.1, 10, True)):
+        monkeypatch.setattr(targets, "here", lambda devices=None, room=room: dataclasses.replace(
+            targets.TARGETS["h100"], host_memory=room * state / 0.8))
+        asked = dataclasses.replace(run, config=change(run.config, {"resilience.replay_every": replays}))
+        if fits:
+            assert "predicted: " in here.check(asked)
+        else:
+            with pytest.raises(jt.UserError, match=r"optimizer\.offload: it takes .* GB of the host's memory"):
+                here.check(asked)
 
 
 def _at(config, key):
