@@ -67,6 +67,8 @@ class Found:
     def why(self, choice: Choice) -> str:
         """By how much one is too large, by what most, and what would help."""
         guess = choice.estimate
+        if guess.bytes <= guess.target.room:
+            return f"{gigabytes(guess.host)} of {gigabytes(guess.target.host_room)} GB for each device in the hosts"
         part, size = guess.memory.most_common(1)[0]
         text = f"{gigabytes(guess.bytes)} of {gigabytes(guess.target.room)} GB; {part} {gigabytes(size)} GB"
         smaller = [other for other in (*self.fitting, *self.too_large)

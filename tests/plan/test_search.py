@@ -94,7 +94,9 @@ def test_the_state_goes_to_the_hosts_where_nothing_else_fits():
     found = search.search(few, _small(0.95 * least.bytes), 8, meshes_traced=6, refined=1)
     assert found.fitting and all(choice.overrides["optimizer.offload"] for choice in found.fitting)
     small = dataclasses.replace(_small(0.95 * least.bytes), host_memory=10.0)
-    assert not search.search(few, small, 8, meshes_traced=6, refined=1).fitting, "the hosts have no room either"
+    found = search.search(few, small, 8, meshes_traced=6, refined=1)
+    assert not found.fitting, "the hosts have no room either"
+    assert any("in the hosts" in found.why(choice) for choice in found.too_large)
     plenty = search.search(config, targets.TARGETS["h100"], 8, meshes_traced=6, refined=2)
     assert not any(choice.overrides.get("optimizer.offload") for choice in plenty.fitting)
 
