@@ -90,7 +90,13 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         scale = state.loss_scale.scale if state.loss_scale is not None else None
         compute = gradient if accumulation == 1 else accumulate
-        (total, weight, *sums), grads = compute(state.params, batch, scale)
+        return advance(state, *compute(state.params, batch, scale), scale)
+
+    @jax.named_scope("optimizer")  # where jaxtrain.bench looks for its time
+    def advance(state: TrainState, sums: tuple[Any, ...], grads: Any,
+                scale: jax.Array | None) -> tuple[TrainState, dict[str, jax.Array]]:
+        """From gradients to the next state: norm, clipping, the judgement of anomalies, the update."""
+        total, weight, *further = sums
         if scale is not None:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
         leaves, treedef = jax.tree.flatten(grads)
@@ -109,8 +115,8 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
         params, opt_state = update(state.params, state.opt_state, grads, taken)
         skipped = state.skipped + ~taken
         metrics = {"loss": mean, "grad_norm": norm, "skipped": skipped, **judged}
-        for further in sums:
-            metrics |= describe(further)
+        for each in further:
+            metrics |= describe(each)
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
         loss_scale = state.loss_scale and state.loss_scale.update(finite)

@@ -1,6 +1,7 @@
 """Which code this is: versions of packages, and the commit of a checkout."""
 
 import importlib.metadata
+import os
 import subprocess
 from pathlib import Path
 
@@ -14,10 +15,13 @@ def version_of(package: str) -> str | None:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that jaxtrain runs from, "-dirty" appended if it was edited; None when installed."""
+    """The commit of the checkout that jaxtrain runs from, "-dirty" appended if it was edited.
+
+    Where there is no checkout, in a container for example, $JAXTRAIN_COMMIT says it; else it is None.
+    """
     root = Path(__file__).parents[1]
     if not (root / ".git").exists():  # site-packages may lie inside somebody else's repository
-        return None
+        return os.environ.get("JAXTRAIN_COMMIT") or None
     command = ["git", "--no-optional-locks", "describe", "--always", "--match=", "--abbrev=40", "--dirty"]
     try:
         return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

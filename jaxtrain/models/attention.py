@@ -20,6 +20,7 @@ HEADS = ("batch", "seq", "act_heads", "act_head_dim")
 KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
 
 
+@jax.named_scope("attention")  # by these names jaxtrain.bench tells where the time of a step goes
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
            window: int = 0, backend: str = "auto", context: str = "auto") -> jax.Array:
     """Causal attention of queries over keys of the same segment and, with `window`, of the last `window` tokens.

@@ -60,7 +60,13 @@ def _softmax_forward(scores):
     return p, p
 
 
-softmax.defvjp(_softmax_forward, lambda p, dp: (p * (dp - (p * dp).sum(-1, keepdims=True)),))
+def _softmax_backward(p, dp):
+    # A gradient written by hand does not inherit the scope that its forward pass was called in.
+    with jax.named_scope("attention" if p.ndim == 4 else "router"):
+        return (p * (dp - (p * dp).sum(-1, keepdims=True)),)
+
+
+softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 @jax.custom_vjp

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.build import build
+from jaxtrain.build import Run, build
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 from jaxtrain.mesh import AXES, make_mesh
@@ -66,18 +66,25 @@ def compile_step(config: Config, target: Target, devices: int) -> Compiled:
             raise
         raise UserError("--verify", f"the compiler says that it does not fit ({f'{error}'.splitlines()[0][:200]})",
                         "take the next layout") from None
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory is not None and text is not None, "the compiler tells nothing of its result"
+    text = compiled.as_text()
+    assert text is not None, "the compiler tells nothing of its result"
     talked: Counter = Counter()
     sizes = dict(run.mesh.shape)
     for found in hlo.collectives(text):
         axes = tuple(axis for axis, size in sizes.items() if size > 1 and found.joins(axis, sizes))
         talked[found.kind, axes] += found.bytes
+    peak, allocated = memory_of(compiled, run)
+    return Compiled(peak, allocated, talked, time.perf_counter() - began)
+
+
+def memory_of(compiled: jax.stages.Compiled, run: Run) -> tuple[int, int]:
+    """The bytes of a device that a compiled step of this run needs at its worst moment, and those it sets aside."""
+    memory = compiled.memory_analysis()
+    assert memory is not None, "the compiler tells nothing of memory"
     allocated = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     # XLA for CPU tells no peak, and there the host's memory is the device's. The others count the hosts' in their peak.
-    hosts = in_hosts(run.abstract)
-    peak = memory.peak_memory_in_bytes - hosts if target.platform != "cpu" else allocated + hosts
-    return Compiled(peak, allocated, talked, time.perf_counter() - began)
+    hosts, kind = in_hosts(run.abstract), run.platform or jax.default_backend()
+    return (allocated + hosts if kind == "cpu" else memory.peak_memory_in_bytes - hosts), allocated
 
 
 def devices_of(target: Target, count: int) -> list[Any]:

@@ -153,19 +153,26 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def here(devices: list[Any] | None = None) -> Target:
-    """What the devices are that are present; a `UserError` where they are none that is known."""
+def here(devices: list[Any] | None = None, more: str | Path | None = None) -> Target:
+    """What the devices are that are present; a `UserError` where they are none that is known.
+
+    `more`: a JSON file with what was measured of them (tools/calibrate.py).
+    """
     import jax
+
+    measured = read(more) if more else {}
 
     devices = jax.devices() if devices is None else devices
     kind, platform = devices[0].device_kind, devices[0].platform
     mine = [device for device in devices if device.process_index == jax.process_index()]
     memory = host_memory() / len(mine)
     if platform == "cpu":  # virtual devices share cores and memory
+        if "cpu" in measured:  # measured while all devices were at work
+            return dataclasses.replace(measured["cpu"], memory=memory)
         base, share = TARGETS["cpu"], min(1.0, (os.cpu_count() or 1) / len(mine))
         return dataclasses.replace(base, memory=memory, bandwidth=base.bandwidth * share,
                                    peak={dtype: rate * share for dtype, rate in base.peak.items()})
-    for target in TARGETS.values():
+    for target in {**TARGETS, **measured}.values():
         if re.fullmatch(target.device_kind, kind):
             target = dataclasses.replace(target, host_memory=memory)
             limit = (mine[0].memory_stats() or {}).get("bytes_limit")

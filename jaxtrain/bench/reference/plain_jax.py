@@ -2,9 +2,10 @@
 
 No framework, no mesh, no options: the fastest formulation known on CPU (activations as matrices, gradients of softmax,
 GELU and LayerNorm by hand, one product for queries, keys and values, layers stacked and unrolled, AdamW by hand). It is
-what `tools/bench.py` measures jaxtrain against. Run as a program it times nothing, but ends after its first step:
+what `jaxtrain.bench --compare=plain` measures jaxtrain beside. Run as a program it times nothing, but ends after its
+first step:
 
-    python tools/reference/plain_jax.py 4 128 4 256 8     (layers, width, heads, context, sequences)
+    python jaxtrain/bench/reference/plain_jax.py 4 128 4 256 8     (layers, width, heads, context, sequences)
 """
 
 import math

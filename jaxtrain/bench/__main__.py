@@ -1,0 +1,176 @@
+"""python -m jaxtrain.bench --config=FILE: how fast a config trains on the devices that are here, and where time goes.
+
+    python -m jaxtrain.bench --config=configs/gpt.py --steps=20 --profile
+    python -m jaxtrain.bench --config=configs/gpt.py --steps=40 --compare=step,plain
+    python -m jaxtrain.bench --config=configs/gpt.py:tiny --steps=10 --sweep train.remat=none,full train.unroll=1,0
+    python -m jaxtrain.bench --render FILE.jsonl --into=docs/benchmarks.md
+
+Trains on packed batches of the config's own data, through the loader, and writes no checkpoints. Exit status 0; 1: it
+ran out of memory; 2: the user's mistake, in one line.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from typing import Any
+
+from jaxtrain.errors import Parser, UserError, command, overrides_of, say
+
+
+@command()
+def main(argv: list[str] | None) -> None:
+    """Measure, sweep or render, as the flags say."""
+    argv = sys.argv[1:] if argv is None else argv
+    flags, words = parser().parse_known_args(argv)
+    overrides = overrides_of(words, vars(flags))
+    if flags.render:
+        from jaxtrain.bench import tables
+
+        if flags.into:
+            tables.fill(flags.into, flags.render)
+        else:
+            print(tables.render(flags.render), end="")
+        return
+    if not flags.config:
+        raise UserError("--config", "it is missing", "give a config file, such as --config=configs/gpt.py")
+    for name in ("steps", "warmup"):
+        if getattr(flags, name) < 1:
+            raise UserError(f"--{name}", f"{getattr(flags, name)} is too few", "give 1 or more")
+    prepare_environment()
+    if flags.sweep:
+        from jaxtrain.bench import sweep
+
+        every = _others(argv, flags.sweep)
+        print(sweep.ranked(sweep.sweep(every, flags.sweep, flags.json, flags.timeout)), end="")
+        return
+    record = measured(flags, overrides, argv)
+    if flags.json:
+        from jaxtrain.bench import records
+
+        records.append(flags.json, record)
+    if "failed" in record:
+        say(record["failed"])
+        raise SystemExit(1)
+    print(shown(record), end="")
+
+
+def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[str]) -> dict[str, Any]:
+    """The record of one measurement."""
+    import jax
+
+    from jaxtrain import cache
+    from jaxtrain.bench import contenders, records
+    from jaxtrain.bench.compare import compare
+    from jaxtrain.bench.measurement import measure
+    from jaxtrain.build import build
+    from jaxtrain.config_file import load_config
+    from jaxtrain.plan import here
+
+    names = contenders.named(flags.compare)
+    if names and flags.profile:
+        raise UserError("--profile", "a comparison is not traced", "leave one of them out")
+    if names and flags.targets:
+        raise UserError("--targets", "a comparison predicts nothing", "leave one of them out")
+    cache.enable_compilation_cache()
+    config = load_config(flags.config, overrides)
+    if config.mesh.auto:
+        config = here.resolve(config, jax.devices())
+    run = build(config)
+    if flags.targets is None and (predicted := here.check(run)):
+        say(predicted)
+    record = {"what": "compare" if names else "run", "label": flags.label,
+              "name": flags.name or " ".join([flags.config, *(f"{key}={value}" for key, value in overrides.items())]),
+              **records.about(records.command_line("-m jaxtrain.bench", argv)), **described(run),
+              "steps": flags.steps, "warmup": flags.warmup}
+    try:
+        if names:
+            return record | compare(run, names, flags.steps, flags.warmup)
+        return record | measure(run, flags.steps, flags.warmup, traced=flags.profile, file=flags.targets)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return record | {"failed": f"out of memory: {f'{error}'.splitlines()[0][:200]}"}
+
+
+def described(run: Any) -> dict[str, Any]:
+    """What was measured."""
+    c = run.config
+    return {"config_hash": c.hash(), "model": c.model.name, "parameters": _count(run), "precision": run.precision,
+            "mesh": {axis: size for axis, size in run.mesh.shape.items() if size > 1},
+            "rows": c.data.global_batch_size, "seq_len": c.data.seq_len, "accumulation": c.train.accumulation,
+            "remat": c.train.remat, "unroll": c.train.unroll, "offload": c.optimizer.offload,
+            "optimizer": c.optimizer.name}
+
+
+def shown(record: dict[str, Any]) -> str:
+    """A record as a person reads it."""
+    from jaxtrain.bench import tables
+
+    parts = [tables.TABLES[record["what"]]([record])]
+    if record["what"] == "run":
+        loss = record["loss"]
+        parts += [tables.memory([record]), f"loss {loss['first']:.4f} at the first step, {loss['last']:.4f} at the "
+                                           "last\n"]
+    if "profile" in record:
+        parts += [tables.profiles([record]), tables.kernels(record["profile"])]
+    return "\n".join([*parts, tables.sources([record])])
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether it says that a device's memory does not suffice, in the words of JAX or of PyTorch."""
+    text = f"{type(error).__name__} {error}"
+    return any(words in text for words in ("RESOURCE_EXHAUSTED", "OutOfMemoryError", "Out of memory"))
+
+
+def prepare_environment() -> None:
+    """What `jaxtrain.main` sets before a backend starts, so that as much memory is there as in training."""
+    from jaxtrain.plan.targets import host_memory
+
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", f"{max(64, host_memory() >> 30)}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = Parser(prog="python -m jaxtrain.bench", description=__doc__,
+                  formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--config", help="FILE[:variant]; --config.SECTION.KEY=VALUE changes a key of it")
+    made.add_argument("--steps", type=int, default=50, help="to measure; default 50")
+    made.add_argument("--warmup", type=int, default=5, help="steps before those; default 5")
+    made.add_argument("--profile", action="store_true", help="trace a few more steps: time by kind and by kernel")
+    made.add_argument("--compare", default="", metavar="NAME,...",
+                      help="take turns with other programs of the same model: step, plain, torch, torch.compile, "
+                           "torch.causal (jaxtrain/bench/contenders.py tells what they are)")
+    made.add_argument("--sweep", nargs="+", default=[], metavar="KEY=V1,V2",
+                      help="measure every combination of these keys' values, one process each, and rank them")
+    made.add_argument("--timeout", type=float, default=1800, help="seconds after which one of a sweep is ended")
+    made.add_argument("--targets", metavar="FILE", help="what tools/calibrate.py measured, for the predictions")
+    made.add_argument("--json", metavar="FILE", help="append the measurement to this file, one line of JSON each")
+    made.add_argument("--name", help="what the measurement is called in tables; default: the config and its changes")
+    made.add_argument("--label", help="which table it belongs to")
+    made.add_argument("--render", nargs="+", metavar="FILE", help="print the tables of measurements in such files")
+    made.add_argument("--into", metavar="DOCUMENT", help="with --render: write the tables into their places in it")
+    return made
+
+
+def _others(argv: list[str], swept: list[str]) -> list[str]:
+    """The flags without those of a sweep, for each process of it."""
+    own, skip = [], False
+    for word in argv:
+        if word.startswith("-"):
+            skip = word.partition("=")[0] in ("--sweep", "--json", "--timeout")
+        if not (skip or word in swept):
+            own.append(word)
+    return own
+
+
+def _count(run: Any) -> int:
+    import jax
+
+    return sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

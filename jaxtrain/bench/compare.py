@@ -1,0 +1,71 @@
+"""A run beside other programs, in alternating blocks of steps: whatever disturbs one disturbs all."""
+
+import statistics
+import time
+from typing import Any
+
+from jaxtrain.bench.contenders import apart, contenders
+from jaxtrain.bench.measurement import Steps, summary, training
+from jaxtrain.build import Run
+
+BLOCKS = 20
+PAUSE = 0.1  # seconds between blocks: the threads of the one before no longer spin
+HELD = 32  # batches that the others keep on the device and go through again and again
+
+Block = tuple[float, float]  # milliseconds a step of wall time, and of CPU time of all threads
+
+
+def compare(run: Run, names: list[str], steps: int, warmup: int) -> dict[str, Any]:
+    """Milliseconds a step of jaxtrain and of each other, their ratios, and how far apart their losses are."""
+    size = max(1, steps // BLOCKS)
+    blocks = -(-steps // size)
+    with training(run, warmup + blocks * size) as (loop, ready):
+        others = contenders(names, run, loop.state.params)
+        held = {name: [other.place(run.train_batches[n]) for n in range(min(HELD, warmup + blocks * size))]
+                for name, other in others.items()}
+        times: dict[str, list[Block]] = {name: [] for name in ("jaxtrain", *names)}
+        curves: dict[str, list[float]] = {name: [] for name in times}
+        took = []
+        for block in range(-1, blocks):  # the first one is the warm-up
+            first, count = (0, warmup) if block < 0 else (warmup + block * size, size)
+            time.sleep(PAUSE)
+            start = _now()
+            took.append(loop.steps(count))
+            spent = {"jaxtrain": _since(start, count)}
+            curves["jaxtrain"] += took[-1].losses
+            for name, other in others.items():
+                batches = [held[name][n % len(held[name])] for n in range(first, first + count)]
+                time.sleep(PAUSE)
+                start = _now()
+                curves[name] += other.steps(batches)
+                spent[name] = _since(start, count)
+            if block >= 0:
+                for name, one in spent.items():
+                    times[name].append(one)
+        same = min(warmup + blocks * size, HELD)  # behind these the others see batches again
+        far = apart({name: curve[:same] for name, curve in curves.items()})
+        measured = took[1:]
+        together = Steps([second for one in measured for second in one.seconds],
+                         [second for one in measured for second in one.waited], [],
+                         sum(one.tokens for one in measured))
+        return {**ready, **summary(run, together, loop.done), "blocks": blocks, "contenders": {
+            name: _row(times["jaxtrain"], theirs, far.get(name)) for name, theirs in times.items()}}
+
+
+def _row(ours: list[Block], theirs: list[Block], far: float | None) -> dict[str, float | None]:
+    """Medians of a contender, and jaxtrain's time over its."""
+    row: dict[str, float | None] = {"loss_apart": far}
+    for index, clock in enumerate(("wall", "cpu")):
+        mine, its = (statistics.median(block[index] for block in blocks) for blocks in (ours, theirs))
+        row |= {f"{clock}_ms": its, f"{clock}_ratio": mine / its}
+        row[f"{clock}_paired"] = statistics.median(a[index] / b[index] for a, b in zip(ours, theirs, strict=True))
+    return row
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _since(start: tuple[float, float], steps: int) -> Block:
+    wall, cpu = (1e3 * (b - a) / steps for a, b in zip(start, _now(), strict=True))
+    return wall, cpu

@@ -1,0 +1,45 @@
+"""Which part of a training step an operation belongs to: by the scope it was traced in, then by what it does."""
+
+import re
+from collections.abc import Mapping
+
+from jaxtrain.plan.instructions import CONTAINERS, Instruction, Program
+from jaxtrain.plan.time import said
+
+ATTENTION, HEAD, OPTIMIZER, MATMUL = "attention", "loss head", "optimizer", "matmul"
+ELEMENTWISE, CONTROL, COPIES, OTHER = "elementwise", "control flow", "copies", "other programs"
+KINDS = (MATMUL, ATTENTION, HEAD, OPTIMIZER, ELEMENTWISE, CONTROL, COPIES, OTHER)  # and collectives, by mesh axis
+
+_SCOPES = {"optimizer": OPTIMIZER, "loss_head": HEAD, "attention": ATTENTION}  # of jax.named_scope
+_SCOPE = re.compile(rf"(?<![\w.])({'|'.join(_SCOPES)})(?![\w.])")
+# Kernels of libraries, where a trace does not say which instruction called them.
+_KERNELS = ((r"nccl", "collectives"), (r"fmha|flash|sdpa|attention", ATTENTION),
+            (r"gemm|cutlass|nvjet|xmma|cublas|wgmma|dot_", MATMUL), (r"memcpy|memset", COPIES))
+
+
+def kind_of(instruction: Instruction, program: Program, mesh: Mapping[str, int]) -> str:
+    """The kind of an instruction; of a collective also the mesh axes that it talks along."""
+    inner = [other for name in instruction.called for other in program.inside(name)]
+    for found in (instruction, *(inner if instruction.opcode not in CONTAINERS else ())):
+        if found.collective:
+            return said(found.collective, program.axes(found, mesh)).removesuffix(" over ")
+    if instruction.opcode in CONTAINERS:
+        return CONTROL
+    if scope := _SCOPE.search(instruction.path):
+        return _SCOPES[scope[1]]
+    if "fmha" in instruction.target:
+        return ATTENTION
+    if instruction.flops:
+        return MATMUL
+    # Memory space 5 is the host's.
+    return COPIES if "S(5)" in instruction.text.partition(" = ")[2].partition("(")[0] else ELEMENTWISE
+
+
+def kind_of_kernel(name: str) -> str:
+    """The kind of a kernel that belongs to no known instruction, by what libraries call theirs."""
+    return next((kind for pattern, kind in _KERNELS if re.search(pattern, name, re.IGNORECASE)), OTHER)
+
+
+def hides(kind: str) -> int:
+    """The rank of a kind where several operations run at once: the time is that of the lowest."""
+    return 2 if kind == CONTROL else 0 if kind in KINDS and kind != COPIES else 1

@@ -1,0 +1,198 @@
+"""How fast a config trains on the devices that are here: the measured steps, and what was predicted of them."""
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain import observe
+from jaxtrain.bench.profile import profile
+from jaxtrain.build import Run
+from jaxtrain.data import prefetch
+from jaxtrain.errors import UserError, say
+from jaxtrain.plan import targets
+from jaxtrain.plan.compiler import memory_of
+from jaxtrain.plan.estimate import Estimate, estimate
+from jaxtrain.state import TrainState
+from jaxtrain.train import constants
+
+TRACED = 3  # steps of a profile
+
+
+@dataclass
+class Steps:
+    """What some steps in a row took, by the host's clock."""
+
+    seconds: list[float]  # from the completion of the step before; of the first one, from the start
+    waited: list[float]  # of each step, for its batch
+    losses: list[float]
+    tokens: int
+
+
+class Training:
+    """The loop of `jaxtrain.train` without checkpoints, evaluation and protection: what makes a step, and its metrics.
+
+    Batches come from the loader's thread, metrics are read one step late by the writer's. `tools/bench_protection.py`
+    measures what the rest costs.
+    """
+
+    def __init__(self, run: Run, state: TrainState, batches: Iterator[tuple[int, Any, float]], folder: Path, last: int):
+        self.run, self.state, self.done = run, state, 0
+        self.compiled: jax.stages.Compiled | None = None  # takes the place of the run's own step
+        self._batches, self._ends = batches, list[float]()
+        self._losses = list[float]()
+        self._writer = observe.MetricsWriter(
+            folder, start_step=0, last_step=last, constants=constants(run, run.train_batches),
+            completed=lambda _: self._ends.append(_now()), sinks=[_Losses(self._losses)])
+
+    def steps(self, count: int) -> Steps:
+        """Train so many steps; returns when the devices are done with them."""
+        self._ends.clear()
+        self._losses.clear()
+        waits, tokens, start = [], 0, _now()
+        for _ in range(count):
+            step, batch, waited = next(self._batches)
+            step_of = self.compiled or self.run.of_shape(batch["tokens"].shape).compiled_step
+            self.state, metrics = step_of(self.state, batch)
+            self._writer.push(step + 1, metrics)
+            waits.append(waited)
+            tokens += batch["tokens"].size
+        self._writer.flush()
+        self.done += count
+        return Steps(list(np.diff([start, *self._ends])), waits, list(self._losses), tokens)
+
+    def close(self) -> None:
+        """Write the last lines."""
+        self._writer.close()
+
+
+@dataclass
+class _Losses:
+    """Collects the losses of the lines that are written to metrics.jsonl."""
+
+    seen: list[float]
+
+    def write(self, record: observe.metrics.Record) -> None:
+        loss = record["loss"]
+        self.seen.append(np.nan if loss is None else float(loss))
+
+    def close(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def training(run: Run, steps: int) -> Iterator[tuple[Training, dict[str, Any]]]:
+    """A run that is ready to take so many steps, and what it took to get it ready."""
+    batches = run.train_batches
+    if batches.num_batches is not None and batches.num_batches < steps:
+        raise UserError("--steps", f"the data has an end after {batches.num_batches} batches and {steps} are wanted",
+                        "give fewer --steps, or more epochs in data.mixture")
+    run.check_shapes(0, steps)
+    began = _now()
+    with _cache_hits() as hits:
+        for shape in batches.shapes_of(0, steps):
+            run.of_shape(shape).compiled_step  # noqa: B018 (compiles)
+    compiled = {"compile_s": _now() - began, "compile_cached": bool(hits)}
+    with (
+        tempfile.TemporaryDirectory(prefix="jaxtrain-bench-") as folder,
+        prefetch(batches, 0, steps, lambda step, batches: run.placed(batches, step), run.config.data.prefetch) as each,
+        contextlib.closing(Training(run, run.init(), each, Path(folder), steps)) as loop,
+    ):
+        yield loop, compiled
+
+
+def measure(run: Run, steps: int, warmup: int, *, traced: bool = False, file: str | None = None) -> dict[str, Any]:
+    """Train `warmup` steps and then `steps` that are measured, and with `traced` a few more under the profiler.
+
+    `file`: figures of accelerators for the predictions, as `jaxtrain.plan --targets` takes it.
+    """
+    guess, target = predicted(run, file)
+    sheet = target if file or (target and target.platform != "cpu") else None  # CPUs have none that tells a peak
+    with training(run, warmup + steps + (1 + TRACED) * traced) as (loop, ready):
+        first = loop.steps(warmup).losses if warmup else []
+        took = loop.steps(steps)
+        peak = _peak_bytes()
+        measured = {**ready, **summary(run, took, loop.done), "memory": {
+            "peak": peak, "compiler": memory_of(run.compiled_step, run)[0], "planner": guess and guess.bytes},
+            "predicted_ms": guess and 1e3 * guess.seconds,
+            "loss": {"first": (first + took.losses)[0], "last": took.losses[-1]}}
+        if traced:
+            loop.compiled = traceable(run)
+            loop.steps(1)
+            measured["profile"] = profile(loop.compiled, lambda: sum(loop.steps(TRACED).seconds), TRACED,
+                                          dict(run.mesh.shape), sheet)
+        return measured
+
+
+def traceable(run: Run) -> jax.stages.Compiled:
+    """The step, compiled so that a trace can tell its operations apart.
+
+    On GPUs XLA launches many kernels as one graph, of which a trace knows nothing but the graph.
+    """
+    if jax.default_backend() != "gpu":
+        return run.compiled_step
+    try:
+        return run.lower().compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
+    except jax.errors.JaxRuntimeError as error:
+        say(f"the step is traced with its graphs of kernels: {f'{error}'.splitlines()[0]}")
+        return run.compiled_step
+
+
+def summary(run: Run, took: Steps, done: int) -> dict[str, Any]:
+    """Step times, throughput and utilisation of measured steps."""
+    each = np.array(took.seconds)
+    total = float(each.sum())
+    speed = took.tokens / total
+    about = constants(run, run.train_batches)(done - 1)
+    shares = {"mfu": about.flops_per_token, "mfu_full": about.flops_per_token_full}
+    return {
+        "step_ms": {"median": 1e3 * float(np.median(each)), "p10": 1e3 * float(np.quantile(each, 0.1)),
+                    "p90": 1e3 * float(np.quantile(each, 0.9))},
+        "tokens_per_step": took.tokens // len(each), "tokens_per_s": speed,
+        **{name: observe.mfu(speed, flops, about.peak) if about.peak else None for name, flops in shares.items()},
+        "flops_per_token": about.flops_per_token, "data_wait_ms": 1e3 * float(np.mean(took.waited)),
+        "data_wait_share": sum(took.waited) / total}
+
+
+def predicted(run: Run, file: str | None) -> tuple[Estimate | None, targets.Target | None]:
+    """What the planner says of a step here; nothing of devices that it does not know."""
+    devices = list(run.mesh.devices.flat)
+    try:
+        target = targets.here(devices, file)
+    except UserError:
+        if file:
+            raise
+        return None, None
+    return estimate(run.config, target, run.mesh.size), target
+
+
+def _peak_bytes() -> int | None:
+    """The most memory of a device that this process has used so far; None where the device does not tell (CPU)."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    return max((each.get("peak_bytes_in_use", 0) for each in stats), default=0) or None
+
+
+@contextlib.contextmanager
+def _cache_hits() -> Iterator[list[str]]:
+    """A list that fills with the programs that come out of the compilation cache in this context."""
+    hits: list[str] = []
+
+    def heard(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(heard)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(heard)
+
+
+def _now() -> float:
+    return time.perf_counter()

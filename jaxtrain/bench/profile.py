@@ -1,0 +1,109 @@
+"""Where the time of a training step goes: a trace of a few steps, by kind of operation and by kernel."""
+
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxtrain.bench import kinds, trace
+from jaxtrain.plan.instructions import CONTAINERS, Instruction, Program, program
+from jaxtrain.plan.targets import Target
+
+TOP = 20  # kernels that are listed
+
+
+def profile(compiled: jax.stages.Compiled, take: Callable[[], float], steps: int, mesh: Mapping[str, int],
+            target: Target | None) -> dict[str, Any]:
+    """Trace `take()`, which runs so many steps and returns the seconds they took by the host's clock."""
+    with tempfile.TemporaryDirectory(prefix="jaxtrain-trace-") as folder:
+        trace.begin(folder)
+        try:
+            seconds = take()
+        finally:
+            jax.profiler.stop_trace()
+        found = trace.events(folder)
+    text = compiled.as_text()
+    assert text is not None, "the compiler does not tell the text of its program"
+    return {"wall_ms": 1e3 * seconds / steps, **account(found, program(text), steps, mesh, target)}
+
+
+def account(found: list[trace.Event], code: Program, steps: int, mesh: Mapping[str, int],
+            target: Target | None) -> dict[str, Any]:
+    """The milliseconds of a step by kind, which add up to the step, and its kernels, those that take longest first."""
+    named = _instructions(found, code)
+    of = {one: kinds.kind_of(instruction, code, mesh) if instruction else kinds.kind_of_kernel(one[1])
+          for one, instruction in named.items()}
+    own, hidden, idle = trace.divide(found, lambda event: kinds.hides(of[event.what]))
+    scale = 1e-6 / steps
+    by_kind: dict[str, float] = defaultdict(float)
+    by_kernel: dict[tuple[str, str, str], list[tuple[trace.Event, float]]] = defaultdict(list)
+    for event, nanoseconds in own.items():
+        kind, instruction = of[event.what], named[event.what]
+        by_kind[kind] += nanoseconds
+        same = (kind, _shape_of_path(instruction), instruction.result) if instruction else (kind, event.kernel, "")
+        by_kernel[same].append((event, nanoseconds))
+    by_kind[trace.GAP] = idle
+    total = sum(by_kind.values())
+    kernels = [_kernel(same, runs, steps, total, named, target) for same, runs in by_kernel.items()]
+    behind: dict[str, float] = defaultdict(float)
+    for event, nanoseconds in hidden.items():
+        behind[of[event.what]] += nanoseconds
+    return {
+        "steps": steps, "step_ms": total * scale,
+        "kinds_ms": {kind: value * scale for kind, value in _largest(by_kind)},
+        "hidden_ms": {kind: value * scale for kind, value in _largest(behind) if kind not in kinds.KINDS},
+        "kernels": sorted(kernels, key=lambda kernel: -kernel["ms"])[:TOP]}
+
+
+def _largest(amounts: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(amounts.items(), key=lambda item: -item[1])
+
+
+def _instructions(found: list[trace.Event], code: Program) -> dict[tuple[str, str], Instruction | None]:
+    """What of the program each kernel of each operation is; None for what is none of its instructions.
+
+    Of kernels that XLA for GPUs launches as one graph, a trace knows the graph only. Those that XLA made itself are
+    known by name: that of "loop_add_fusion.3", or of what it calls, is loop_add_fusion_3.
+    """
+    kernels = {re.sub(r"\W", "_", name): instruction for instruction in code.instructions.values()
+               if instruction.opcode not in CONTAINERS for name in (*instruction.called, instruction.name)}
+
+    def known(operation: str, kernel: str) -> Instruction | None:
+        instruction = code.instructions.get(operation)
+        if instruction is None or (instruction.opcode in CONTAINERS and kernel != operation):
+            return kernels.get(re.sub(r"\W", "_", kernel))
+        return instruction
+
+    return {what: known(*what) for what in {event.what for event in found}}
+
+
+def _shape_of_path(instruction: Instruction) -> str:
+    """The scope of an instruction without the numbers that tell layers apart."""
+    return re.sub(r"\d+", "", instruction.path) or instruction.opcode
+
+
+def _kernel(same: tuple[str, str, str], runs: list[tuple[trace.Event, float]], steps: int, total: float,
+            named: Mapping[tuple[str, str], Instruction | None], target: Target | None) -> dict[str, Any]:
+    """One row of the list of kernels: all runs of the same shape from the same place in the model."""
+    kind, path, result = same
+    busiest, _ = max(runs, key=lambda run: run[1])
+    own, seconds = (sum(values) for values in zip(*((ns, event.end - event.start) for event, ns in runs), strict=True))
+    kernel = {"name": busiest.operation if named[busiest.what] else busiest.kernel, "kind": kind, "path": path,
+              "result": result, "runs": len(runs) / steps, "ms": own * 1e-6 / steps, "share": own / total}
+    instructions = [instruction for event, _ in runs if (instruction := named[event.what])]
+    if len(instructions) == len(runs) and seconds and not instructions[0].collective:
+        flops, moved = (sum(getattr(one, what) for one in instructions) for what in ("flops", "bytes"))
+        kernel |= {"flops_per_s": flops / seconds * 1e9, "bytes_per_s": moved / seconds * 1e9}
+        if target is not None:
+            kernel["roofline"] = _least_seconds(instructions[0], flops, moved, target) / seconds * 1e9
+    return kernel
+
+
+def _least_seconds(instruction: Instruction, flops: float, moved: float, target: Target) -> float:
+    """The time that the data sheet allows: of computing, or of moving, whichever is longer."""
+    names = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+    dtype = "float8" if instruction.dtype.startswith("f8") else names.get(instruction.dtype, "float32")
+    return max(flops / target.peak.get(dtype, target.peak["float32"]), moved / target.bandwidth)

@@ -1,0 +1,207 @@
+"""Markdown tables of recorded measurements, and their places in a document."""
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.bench.records import Record, read
+from jaxtrain.errors import UserError
+
+GB = 1e9
+# In a document, what is between these two lines is rendered: a kind of measurement and a label.
+_PLACE = re.compile(r"(<!-- rendered: (\w+) (\S+) -->\n)(?:.*?)(<!-- end -->)", re.DOTALL)
+
+
+def render(files: Iterable[str | Path]) -> str:
+    """All tables that the lines of these files make, by label and kind, in the order of the lines."""
+    groups = grouped(line for file in files for line in read(file))
+    return "\n".join(f"### {label}: {what}\n\n{table(what, lines)}" for (what, label), lines in groups.items())
+
+
+def fill(document: str | Path, files: Iterable[str | Path]) -> None:
+    """Write the tables into their places in a document; every place must find its lines."""
+    groups = grouped(line for file in files for line in read(file))
+    text = Path(document).read_text()
+    Path(document).write_text(filled(text, groups, str(document)))
+
+
+def filled(text: str, groups: dict[tuple[str, str], list[Record]], name: str = "the document") -> str:
+    """A document's text with its tables rendered again."""
+    def rendered(place: re.Match) -> str:
+        if (place[2], place[3]) not in groups:
+            raise UserError("--into", f"{name} wants a table {place[2]} {place[3]}, of which no line was given",
+                            "render the file with those lines too")
+        return f"{place[1]}{table(place[2], groups[place[2], place[3]])}{place[4]}"
+
+    return _PLACE.sub(rendered, text)
+
+
+def grouped(lines: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Lines by what was measured and label; of several measurements of the same thing the newest."""
+    newest: dict[tuple[str, ...], Record] = {}
+    for line in lines:
+        if line["what"] not in TABLES:
+            continue
+        label = line.get("label") or line.get("block") or "measured"
+        keys = [line["what"], label, *(str(line.get(key)) for key in ("name", "device", "devices", "environment"))]
+        newest.pop(tuple(keys), None)
+        newest[tuple(keys)] = line
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for (what, label, *_), line in newest.items():
+        groups.setdefault((what, label), []).append(line)
+        if what == "run":
+            groups.setdefault(("memory", label), []).append(line)
+        if "profile" in line:
+            groups.setdefault(("profile", label), []).append(line)
+    return groups
+
+
+def table(what: str, lines: list[Record]) -> str:
+    """One table, and below it where its figures come from."""
+    return TABLES[what](lines) + "\n" + sources(lines)
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    head = list(head)
+    return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *map(list, rows)])
+
+
+def sources(lines: list[Record]) -> str:
+    """Machine, versions, commit and command of each line; the same ones only once."""
+    said: dict[str, list[str]] = {}
+    for line in lines:
+        versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
+        settings = "".join(f", {name}={value}" for name, value in line["environment"].items())
+        where = (f"{line['devices']} x {line['device']}" if line["device"] != "cpu" else
+                 f"{line['cores']} cores of {line['processor']}, {line['devices']} CPU device"
+                 + "s" * (line["devices"] > 1))
+        machine = f"{where}; {versions}; commit {short(line['commit'])}{settings}"
+        said.setdefault(machine, [])
+        if (command := f"`{line['command']}` (load {line['load']})") not in said[machine]:
+            said[machine].append(command)
+    return "".join(f"{machine}: {', '.join(commands)}.\n" for machine, commands in said.items())
+
+
+def short(commit: str | None) -> str:
+    """A commit as people write it."""
+    return "unknown" if not commit else commit[:7] + ("-dirty" if commit.endswith("-dirty") else "")
+
+
+def number(value: Any, form: str = ",.1f", scale: float = 1.0, unit: str = "") -> str:
+    """A figure, or a dash for what was not measured."""
+    return "–" if value is None else f"{value * scale:{form}}{unit}"
+
+
+# ----------------------------------------------------------------------------------------------------------- the tables
+def runs(lines: list[Record]) -> str:
+    """Throughput and step time."""
+    def row(line: Record) -> list[str]:
+        if failure := line.get("failed"):
+            return [line["name"], shape(line), failure, *[""] * 5]
+        ms = line["step_ms"]
+        return [line["name"], shape(line), f"{ms['median']:,.1f} ({ms['p10']:,.1f} to {ms['p90']:,.1f})",
+                f"{line['tokens_per_s']:,.0f}",
+                f"{number(line['mfu'], '.1f', 100, ' %')} / {number(line['mfu_full'], '.1f', 100, ' %')}",
+                number(line["predicted_ms"]), number(line["data_wait_share"], ".2f", 100, " %"),
+                f"{line['compile_s']:.1f} s" + (" (cached)" if line["compile_cached"] else "")]
+
+    return markdown(["config", "rows x tokens", "step, ms: median (p10 to p90)", "tokens/s", "MFU causal / full",
+                     "predicted, ms", "waiting for data", "compiled in"], map(row, lines))
+
+
+def memory(lines: list[Record]) -> str:
+    """Memory of a device, and time, predicted and measured."""
+    def row(line: Record) -> list[str]:
+        if failure := line.get("failed"):
+            return [line["name"], failure, *[""] * 6]
+        m, ms = line["memory"], line["step_ms"]["median"]
+        known = m["peak"] or m["compiler"]
+        return [line["name"], *(number(m[what], ".2f", 1 / GB) for what in ("peak", "compiler", "planner")),
+                number(m["planner"] and m["planner"] / known - 1, "+.1%"), f"{ms:,.1f}", number(line["predicted_ms"]),
+                number(line["predicted_ms"] and line["predicted_ms"] / ms - 1, "+.1%")]
+
+    return markdown(["config", "peak, GB", "by the compiler", "by the planner", "error", "step, ms", "predicted",
+                     "error"], map(row, lines))
+
+
+def comparisons(lines: list[Record]) -> str:
+    """Each contender of each comparison."""
+    rows = []
+    for line in lines:
+        if failure := line.get("failed"):
+            rows.append([line["name"], failure, *[""] * 5])
+            continue
+        for name, one in line["contenders"].items():
+            ours = name == "jaxtrain"
+            far = one["loss_apart"]
+            rows.append([line["name"] if ours else "", name, f"{one['wall_ms']:,.2f}", f"{one['cpu_ms']:,.2f}",
+                         "" if ours else f"{one['wall_ratio']:.3f}", "" if ours else f"{one['wall_paired']:.3f}",
+                         "" if far is None else f"{far:.1e}"])
+    return markdown(["config", "program", "ms a step", "CPU ms", "jaxtrain / it: medians", "paired blocks",
+                     "losses apart"], rows)
+
+
+def profiles(lines: list[Record]) -> str:
+    """Where the time of a step goes, a column a measurement."""
+    kinds = dict.fromkeys(kind for line in lines for kind in line["profile"]["kinds_ms"])
+    hidden = dict.fromkeys(kind for line in lines for kind in line["profile"]["hidden_ms"])
+    rows = [[kind, *(_share(line["profile"], line["profile"]["kinds_ms"].get(kind, 0.0)) for line in lines)]
+            for kind in kinds]
+    rows += [[f"hidden: {kind}", *(number(line["profile"]["hidden_ms"].get(kind), ",.2f") for line in lines)]
+             for kind in hidden]
+    total = ["sum", *(f"{sum(line['profile']['kinds_ms'].values()):,.2f}" for line in lines)]
+    clock = ["by the clock", *(f"{line['profile']['wall_ms']:,.2f}" for line in lines)]
+    return markdown(["ms a step", *(line["name"] for line in lines)], [*rows, total, clock])
+
+
+def _share(profile: dict[str, Any], milliseconds: float) -> str:
+    return f"{milliseconds:,.2f} ({milliseconds / profile['step_ms']:.0%})" if milliseconds else ""
+
+
+def kernels(profile: dict[str, Any]) -> str:
+    """The kernels that take longest."""
+    rows = [[kernel["name"], kernel["kind"], kernel["result"][:40], f"{kernel['runs']:g}", f"{kernel['ms']:.3f}",
+             f"{kernel['share']:.1%}", number(kernel.get("flops_per_s"), ",.2f", 1e-12),
+             number(kernel.get("bytes_per_s"), ",.0f", 1e-9), number(kernel.get("roofline"), ".0%")]
+            for kernel in profile["kernels"]]
+    return markdown(["kernel", "kind", "result", "runs a step", "ms", "share", "TFLOP/s", "GB/s", "of the roofline"],
+                    rows)
+
+
+def blocks(lines: list[Record]) -> str:
+    """What a session on an accelerator came to."""
+    return markdown(["block", "result", "seconds"], [[line["name"], line["status"], f"{line['seconds']:.0f}"]
+                                                      for line in lines])
+
+
+def figures(lines: list[Record]) -> str:
+    """Named figures, each line a row."""
+    head = list(dict.fromkeys(key for line in lines for key in line["figures"]))
+    return markdown(["", *head], [[line["name"], *(_figure(line["figures"].get(key)) for key in head)]
+                                  for line in lines])
+
+
+def _figure(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def outcome(record: Record) -> str:
+    """A measurement in a few words."""
+    if failure := record.get("failed"):
+        return failure
+    return f"{record['step_ms']['median']:,.1f} ms a step" + (
+        f", {record['mfu']:.1%} causal MFU" if record["mfu"] is not None else "")
+
+
+def shape(line: Record) -> str:
+    """Rows and tokens of a step."""
+    micro = f", {line['accumulation']} parts" if line["accumulation"] > 1 else ""
+    return f"{line['rows']} x {line['seq_len']:,}{micro}"
+
+
+TABLES: dict[str, Callable[[list[Record]], str]] = {
+    "run": runs, "memory": memory, "compare": comparisons, "profile": profiles, "block": blocks, "figures": figures}

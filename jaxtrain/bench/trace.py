@@ -1,0 +1,126 @@
+"""What ran when: the operations in a trace of JAX's profiler, and which of them each moment of its time goes to."""
+
+import glob
+import heapq
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+GAP = "gaps"  # no operation runs: the device waits for the host, or for the start of the next kernel
+# Lines of a GPU's plane that repeat what its streams have, added by tools that have opened the trace.
+_DERIVED = ("XLA Ops", "XLA Modules", "XLA TraceMe", "Framework Ops", "Framework Name Scope", "Steps", "Source code",
+            "TensorFlow Ops", "TensorFlow Name Scope")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One execution of an operation on one device, in nanoseconds since the trace began."""
+
+    operation: str  # the name of an HLO instruction, or of a kernel where the trace has none
+    kernel: str  # what ran
+    start: float
+    end: float
+
+    @property
+    def what(self) -> tuple[str, str]:
+        """What ran, whenever."""
+        return self.operation, self.kernel
+
+
+def begin(folder: str | Path) -> None:
+    """Start a trace that records what devices do, and of the host as little as can be."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    # On CPU the host is the device: its operations are recorded at level 2.
+    options.host_tracer_level = 2 if jax.default_backend() == "cpu" else 1
+    jax.profiler.start_trace(str(folder), profiler_options=options)
+
+
+def events(folder: str | Path) -> list[Event]:
+    """The operations of the newest trace in a folder, of this process's first device; on CPU of all devices together.
+
+    Virtual CPU devices share the same cores, so that only all of them together account for the time.
+    """
+    files = sorted(glob.glob(str(Path(folder) / "**" / "*.xplane.pb"), recursive=True), key=os.path.getmtime)
+    if not files:
+        raise FileNotFoundError(f"the profiler wrote no trace into {folder}")
+    return list(events_of(jax.profiler.ProfileData.from_file(files[-1])))
+
+
+def events_of(data: Any) -> Iterator[Event]:
+    """The operations of a trace (`jax.profiler.ProfileData`)."""
+    planes = {plane.name: plane for plane in data.planes}
+    for platform in ("GPU", "TPU"):
+        if devices := sorted(name for name in planes if re.fullmatch(rf"/device:{platform}:\d+.*", name)):
+            first = min(devices, key=lambda name: int(re.search(r":(\d+)", name)[1]))  # pyrefly: ignore
+            yield from _of_accelerator(planes[first])
+            return
+    for plane in planes.values():
+        for line in plane.lines:
+            for event in line.events:
+                if event.duration_ns > 0 and (name := dict(event.stats).get("hlo_op")):
+                    yield Event(str(name), event.name, event.start_ns, event.start_ns + event.duration_ns)
+
+
+def _of_accelerator(plane: Any) -> Iterator[Event]:
+    lines = list(plane.lines)
+    # A GPU has a line for each of its streams; of a TPU's lines one has the operations.
+    chosen = [line for line in lines if line.name.startswith("Stream")] or [
+        line for line in lines if line.name == "XLA Ops"] or [
+        line for line in lines if line.name not in _DERIVED]
+    for line in chosen:
+        for event in line.events:
+            if event.duration_ns > 0:
+                name = str(dict(event.stats).get("hlo_op") or event.name).lstrip("%").partition(" = ")[0]
+                yield Event(name, event.name, event.start_ns, event.start_ns + event.duration_ns)
+
+
+def divide(found: list[Event], rank: Callable[[Event], int]) -> tuple[dict[Event, float], dict[Event, float], float]:
+    """Give every moment between the first start and the last end to what ran then.
+
+    Where several run at once, those of the lowest `rank` count, in equal parts: work on a chip hides what is sent
+    beside it. Returns the nanoseconds of each event, those that it ran hidden behind others, and the nanoseconds in
+    which nothing ran.
+    """
+    own: dict[Event, float] = defaultdict(float)
+    hidden: dict[Event, float] = defaultdict(float)
+    idle, now = 0.0, min((event.start for event in found), default=0.0)
+    running: list[tuple[float, int]] = []  # (end, index), the earliest end first
+    events = sorted(found, key=lambda event: event.start)
+    ranks = [rank(event) for event in events]
+    active: dict[int, set[int]] = defaultdict(set)  # by rank, those that run now
+
+    def pass_until(end: float) -> None:
+        nonlocal now, idle
+        if (span := end - now) <= 0:
+            return
+        levels = sorted(level for level, those in active.items() if those)
+        if not levels:
+            idle += span
+        else:
+            for index in (first := active[levels[0]]):
+                own[events[index]] += span / len(first)
+            for level in levels[1:]:
+                for index in active[level]:
+                    hidden[events[index]] += span / len(active[level])
+        now = end
+
+    for index, event in enumerate(events):
+        while running and running[0][0] <= event.start:
+            end, done = heapq.heappop(running)
+            pass_until(end)
+            active[ranks[done]].remove(done)
+        pass_until(event.start)
+        heapq.heappush(running, (event.end, index))
+        active[ranks[index]].add(index)
+    while running:
+        end, done = heapq.heappop(running)
+        pass_until(end)
+        active[ranks[done]].remove(done)
+    return own, hidden, idle

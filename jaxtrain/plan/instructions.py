@@ -1,0 +1,237 @@
+"""The instructions of a compiled program, each with the FLOP it computes and the bytes it reads and writes.
+
+Read from the text of optimised HLO (`compiled.as_text()`). What one execution costs is counted; how often an
+instruction runs is for the caller to know, from a trace for example.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from jaxtrain.plan import hlo
+
+CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")  # whose time is that of what they run
+_NOTHING = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "iota",
+            "partition-id", "replica-id", "add-dependency")
+_SLICES = ("dynamic-slice", "slice", "gather")
+_VIEWS = ("bitcast", "reshape")
+
+_HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_NAMED = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_OPERATION = re.compile(r"\s*([a-z][a-z0-9\-]*)\(")
+_ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+Array = tuple[str, tuple[int, ...]]
+
+
+@dataclass
+class Instruction:
+    """One instruction of the program, with what one execution of it costs on one device."""
+
+    name: str
+    opcode: str  # as HLO has it: "fusion", "dot", "all-reduce-start"
+    text: str  # the whole line
+    arrays: list[Array]  # dtype and dimensions of each result
+    operands: list[str]
+    called: list[str]  # computations
+    is_root: bool
+    computation: str
+    flops: float = 0.0
+    bytes: float = 0.0
+    dtype: str = ""  # that its products are computed from; "" without any
+
+    @property
+    def path(self) -> str:
+        """Where in the model it comes from: the scopes that JAX noted, such as "jit(step)/jvp()/attention/mul"."""
+        found = re.search(r'op_name="([^"]*)"', self.text)
+        return found[1] if found else ""
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.text)
+        return found[1] if found else ""
+
+    @property
+    def collective(self) -> str:
+        """The kind of collective that it is; "" for any other instruction."""
+        kind = self.opcode.removesuffix("-start").removesuffix("-done")
+        return kind if kind in hlo.KINDS else ""
+
+    @property
+    def result(self) -> str:
+        """Its results' types, such as "bf16[8,128]"."""
+        return ", ".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in self.arrays)
+
+
+@dataclass
+class Program:
+    """All instructions of a compiled program by name, and the computations that they stand in."""
+
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+    computations: dict[str, list[Instruction]] = field(default_factory=dict)
+    devices: int = 1
+
+    def inside(self, name: str) -> Iterator[Instruction]:
+        """The instructions of a computation and of all that it calls."""
+        for instruction in self.computations.get(name, ()):
+            yield instruction
+            for called in instruction.called:
+                yield from self.inside(called)
+
+    def axes(self, instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
+        """The axes of a mesh of these sizes along which a collective joins devices."""
+        try:
+            groups = hlo.device_groups(instruction.text, self.devices)
+        except AssertionError:  # the end of one that runs beside others does not repeat its devices
+            begun = self.instructions.get(instruction.operands[0]) if instruction.operands else None
+            return self.axes(begun, mesh) if begun is not None else ()
+        found = hlo.Collective(instruction.collective, (), 1, "", groups, False)
+        return tuple(axis for axis, size in mesh.items() if size > 1 and found.joins(axis, mesh))
+
+
+def program(text: str) -> Program:
+    """Parse a program's text and count the cost of its instructions."""
+    devices = re.search(r"num_partitions=(\d+)", text)
+    made, computation = Program(devices=int(devices[1]) if devices else 1), ""
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+        if not line.startswith(" "):
+            if header := _HEADER.match(line):
+                computation = header[1]
+                made.computations[computation] = []
+        elif computation and (instruction := _parsed(line, computation)):
+            made.instructions[instruction.name] = instruction
+            made.computations[computation].append(instruction)
+    for instruction in made.instructions.values():
+        _count(instruction, made)
+    return made
+
+
+def size(array: Array) -> float:
+    """Bytes of an array."""
+    dtype, dims = array
+    bits = re.search(r"\d+", dtype)
+    width = hlo.BYTES.get(dtype) or (1 if dtype.startswith("f8") else int(bits[0]) / 8 if bits else 1)
+    return width * math.prod(dims)
+
+
+def _parsed(line: str, computation: str) -> Instruction | None:
+    named = _NAMED.match(line)
+    if not named:
+        return None
+    rest = line[named.end():]
+    end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
+    operation = _OPERATION.match(rest, end)
+    if not operation:
+        return None
+    begin = operation.end() - 1
+    close = begin + _closing(rest[begin:])
+    called = _CALLED.findall(rest, close)
+    for branches in _BRANCHES.findall(rest, close):
+        called += [name.strip().lstrip("%") for name in branches.split(",")]
+    operands = [] if operation[1] in ("constant", "parameter") else re.findall(r"%([\w.\-]+)", rest[begin:close])
+    return Instruction(named[2], operation[1], line, _arrays(rest[:end]), operands, called, bool(named[1]), computation)
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis that `text` begins with is closed."""
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return place
+    return len(text)
+
+
+def _arrays(text: str) -> list[Array]:
+    return [(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(text)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- costs
+def _count(instruction: Instruction, made: Program) -> None:
+    if instruction.opcode in (*_NOTHING, *CONTAINERS) or instruction.opcode.endswith("-done"):
+        return
+    products = [instruction, *(inner for name in instruction.called for inner in made.inside(name))]
+    for product in products:
+        if flops := _flops(product, made):
+            instruction.flops += flops
+            instruction.dtype = instruction.dtype or _operand(product, 0, made)[0]
+    if instruction.opcode in ("fusion", "fusion-start"):
+        body = made.computations.get(instruction.called[0], [])
+        instruction.bytes = _read_by_fusion(body, made) + _written_by_fusion(body, made)
+    elif instruction.opcode == "dynamic-update-slice":  # in place
+        instruction.bytes = 2 * size(_operand(instruction, 1, made))
+    elif instruction.opcode in _SLICES:
+        instruction.bytes = 2 * sum(map(size, instruction.arrays))
+    else:
+        read = sum(size(array) for name in instruction.operands if (operand := made.instructions.get(name))
+                   for array in operand.arrays)
+        instruction.bytes = read + sum(map(size, instruction.arrays))
+
+
+def _operand(instruction: Instruction, index: int, made: Program) -> Array:
+    """Dtype and dimensions of an operand."""
+    operand = made.instructions.get(instruction.operands[index]) if len(instruction.operands) > index else None
+    return operand.arrays[0] if operand is not None and operand.arrays else ("", ())
+
+
+def _flops(instruction: Instruction, made: Program) -> float:
+    """Of one product of matrices, or of attention in one kernel."""
+    target = instruction.target
+    if instruction.opcode == "dot":
+        summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.text)
+    elif "matmul" in target or "gemm" in target:  # cuBLAS, oneDNN
+        summed = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.text)
+    elif "fmha" in target:
+        (_, (B, T, H, K)), (_, keys) = (_operand(instruction, index, made) for index in (0, 1))
+        # Forward two products, backward five; causal, so about half of the pairs.
+        return (5 if "Backward" in target else 2) * 2.0 * B * H * T * keys[1] * K / 2
+    else:
+        return 0.0
+    left = _operand(instruction, 0, made)[1]
+    if not summed or not instruction.arrays:
+        return 0.0
+    depth = math.prod(left[int(index.strip('"'))] for index in summed[1].split(",") if index)
+    return 2.0 * math.prod(instruction.arrays[0][1]) * depth
+
+
+def _read_by_fusion(body: list[Instruction], made: Program) -> float:
+    """Bytes that a fusion reads of its operands: of one that it only takes slices of, the slices."""
+    users: dict[str, list[Instruction]] = {}
+    for instruction in body:
+        for name in instruction.operands:
+            users.setdefault(name, []).append(instruction)
+
+    def read(instruction: Instruction, whole: float) -> float:
+        total = 0.0
+        for user in users.get(instruction.name, ()):
+            if user.opcode in _VIEWS:
+                total += read(user, whole)
+            elif user.opcode in _SLICES and user.operands[0] == instruction.name:
+                total += sum(map(size, user.arrays))
+            elif user.opcode != "dynamic-update-slice" or user.operands[0] != instruction.name:
+                return whole
+        return min(total, whole)
+
+    return sum(read(instruction, sum(map(size, instruction.arrays)))
+               for instruction in body if instruction.opcode == "parameter")
+
+
+def _written_by_fusion(body: list[Instruction], made: Program) -> float:
+    """Bytes of a fusion's results: of one that is updated in place, the part that changes."""
+    def written(instruction: Instruction | None) -> float:
+        while instruction is not None and instruction.opcode in _VIEWS:
+            instruction = made.instructions.get(instruction.operands[0])
+        if instruction is None:
+            return 0.0
+        if instruction.opcode == "dynamic-update-slice":
+            return size(_operand(instruction, 1, made))
+        return sum(map(size, instruction.arrays))
+
+    root = next((instruction for instruction in body if instruction.is_root), None)
+    if root is not None and root.opcode == "tuple":
+        return sum(written(made.instructions.get(name)) for name in root.operands)
+    return written(root)

@@ -1,0 +1,129 @@
+"""A measured run: what its record says, a mesh's collectives in its profile, and what goes wrong."""
+
+import json
+import math
+
+import jax
+import pytest
+
+from jaxtrain.bench import __main__ as bench
+from jaxtrain.bench import measurement, sweep
+from jaxtrain.build import build
+from jaxtrain.config_file import load_config
+from jaxtrain.plan.estimate import estimate
+from jaxtrain.plan.targets import here
+from tests.tiny import tiny_flags
+
+MESH = ["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory, cache):
+    return tiny_flags(tmp_path_factory, MESH)
+
+
+@pytest.fixture(scope="module")
+def record(flags, tmp_path_factory):
+    file = tmp_path_factory.mktemp("json") / "measured.jsonl"
+    assert bench.main([*flags, "--steps=4", "--warmup=2", "--profile", "--label=mine", f"--json={file}"]) == 0
+    line, = file.read_text().splitlines()
+    return json.loads(line)
+
+
+def test_the_record_says_what_was_measured_and_on_what(record, flags):
+    assert record["what"] == "run" and record["label"] == "mine" and record["steps"] == 4
+    assert record["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2} and record["device"] == "cpu"
+    assert record["commit"] and record["versions"]["jax"] == jax.__version__
+    assert record["command"].startswith("python -m jaxtrain.bench --config=") and "--json" not in record["command"]
+    config = load_config(flags[0].removeprefix("--config="), {**dict(w.split("=") for w in MESH), "data.source": "x"})
+    assert record["config_hash"] != config.hash(), "the source is part of it"
+
+
+def test_the_figures_agree_with_each_other_and_with_the_planner(record, flags):
+    keys = dict(word.removeprefix("--config.").split("=", 1) for word in flags[1:])
+    config = load_config(flags[0].removeprefix("--config="), keys)
+    tokens = config.data.global_batch_size * config.data.seq_len
+    ms = record["step_ms"]
+    assert 0 < ms["p10"] <= ms["median"] <= ms["p90"] and record["tokens_per_step"] == tokens
+    assert 0 < record["tokens_per_s"] <= 1.01e3 * tokens / ms["p10"]
+    assert 0 <= record["data_wait_share"] < 1 and record["compile_s"] > 0
+    assert record["mfu"] is None and record["memory"]["peak"] is None, "a CPU tells neither"
+    guess = estimate(config, here(), 8)
+    assert record["memory"]["planner"] == guess.bytes and record["predicted_ms"] == pytest.approx(1e3 * guess.seconds)
+    assert record["memory"]["compiler"] > 0.3 * guess.bytes
+    assert record["loss"]["last"] < record["loss"]["first"] < 2 * math.log(320)
+
+
+def test_the_kinds_add_up_to_the_step_and_name_the_axes(record):
+    profile = record["profile"]
+    kinds = profile["kinds_ms"]
+    assert sum(kinds.values()) == pytest.approx(profile["step_ms"])
+    assert {"matmul", "attention", "loss head", "optimizer", "elementwise"} <= set(kinds)
+    assert any(kind.startswith("all-gather over") and "fsdp" in kind for kind in kinds)
+    assert any(kind.endswith("over tensor") for kind in kinds)
+    assert all(0 < kernel["share"] <= 1 and kernel["ms"] > 0 for kernel in profile["kernels"])
+    assert any(kernel.get("flops_per_s", 0) > 0 for kernel in profile["kernels"])
+    assert len(profile["kernels"]) <= 20 and profile["kernels"][0]["ms"] == max(k["ms"] for k in profile["kernels"])
+
+
+def test_losses_are_those_of_training(flags, record):
+    """The measured run is the run: the same batches, the same losses."""
+    keys = dict(word.removeprefix("--config.").split("=", 1) for word in flags[1:])
+    run = build(load_config(flags[0].removeprefix("--config="), keys))
+    state, metrics = run.step(run.init(), run.batch(0))
+    assert record["loss"]["first"] == pytest.approx(float(metrics["loss"]), rel=1e-6)
+    for step in range(1, 6):
+        state, metrics = run.step(state, run.batch(step))
+    assert record["loss"]["last"] == pytest.approx(float(metrics["loss"]), rel=1e-6)
+
+
+def test_out_of_memory_is_said_and_recorded(flags, tmp_path, monkeypatch, capsys):
+    def exhausted(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+
+    monkeypatch.setattr(measurement, "measure", exhausted)
+    file = tmp_path / "measured.jsonl"
+    with pytest.raises(SystemExit) as status:
+        bench.main([*flags, f"--json={file}"])
+    assert status.value.code == 1
+    line = json.loads(file.read_text())
+    assert line["failed"] == "out of memory: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."
+    assert line["failed"] in capsys.readouterr().err and "tokens_per_s" not in line
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ([], "--config: it is missing"), (["--config=configs/gpt.py", "--steps=0"], "--steps: 0 is too few"),
+    (["--config=configs/gpt.py:tiny", "--compare=torhc"], "did you mean 'torch'"),
+    (["--config=configs/gpt.py:tiny", "--compare=plain", "--profile"], "--profile: "),
+    (["--config=configs/gpt.py:tiny", "--sweep", "train.remat"], "--sweep: 'train.remat' gives no values"),
+    (["--config=configs/gpt.py:tiny", "--stesp=4"], "did you mean '--steps'"),
+    (["--render", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+    (["--config=configs/gpt.py:tiny", "--targets=nowhere.json"], "--targets: nowhere.json cannot be read")])
+def test_mistakes_take_one_line(words, said, capsys):
+    assert bench.main(words) == 2
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert said in errors[-1]
+
+
+def test_combinations():
+    assert list(sweep.combinations(["train.remat=none,full", "train.unroll=1,0"])) == [
+        {"train.remat": "none", "train.unroll": "1"}, {"train.remat": "none", "train.unroll": "0"},
+        {"train.remat": "full", "train.unroll": "1"}, {"train.remat": "full", "train.unroll": "0"}]
+
+
+@pytest.mark.slow
+def test_a_sweep_ranks_what_fits_and_goes_on_behind_what_does_not(flags, tmp_path, capsys):
+    file = tmp_path / "swept.jsonl"
+    assert bench.main([*flags, "--steps=2", "--warmup=1", f"--json={file}", "--sweep", "train.remat=full,no,none"]) == 0
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["name"] for line in lines] == [f"train.remat={value}" for value in ("full", "no", "none")]
+    assert "train.remat: 'no' is not supported" in lines[1]["failed"]
+    rows = [row.split("|")[1].strip() for row in capsys.readouterr().out.splitlines() if row.startswith("| train.")]
+    speeds = {line["name"]: line.get("tokens_per_s", 0) for line in lines}
+    assert rows == sorted(speeds, key=lambda name: -speeds[name]) and rows[-1] == "train.remat=no"
+
+
+@pytest.mark.slow
+def test_one_that_hangs_is_ended(flags):
+    record = sweep.measured([*flags, "--steps=100000"], seconds=8)
+    assert record["failed"] == "took longer than 8 s" and record["what"] == "run"

@@ -1,0 +1,110 @@
+"""The half hour on a lent card, rehearsed; a block that hangs or crashes costs only itself."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxtrain.bench import records
+from tools import accelerator, accelerator_blocks, accelerator_truth
+
+ROOT = Path(__file__).parents[1]
+# The same program with blocks that misbehave; each is run by this script again, as a child.
+BAD = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from tools import accelerator
+from tools.accelerator_blocks import BLOCKS, Block
+
+def hang(session):
+    session.figures("before it hung", answer=1)
+    time.sleep(1000)
+
+def crash(session):
+    raise RuntimeError("on purpose")
+
+def fine(session):
+    session.figures("fine", answer=42)
+
+BLOCKS.clear()
+BLOCKS.update({{f.__name__: Block(f.__name__, f, 20) for f in (hang, crash, fine)}})
+sys.exit(accelerator.main(None))
+"""
+
+
+def run(script, *words, env=None):
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}  # one device, as there
+    return subprocess.run([sys.executable, script, *words], cwd=ROOT, capture_output=True, text=True, timeout=900,
+                          env={**environment, "JAX_PLATFORMS": "cpu", **(env or {})})
+
+
+def statuses(results):
+    return {line["name"]: line["status"] for line in records.read(results) if line["what"] == "block"}
+
+
+@pytest.mark.slow
+def test_a_block_that_hangs_or_crashes_costs_only_itself(tmp_path):
+    script, results = tmp_path / "bad.py", tmp_path / "results.jsonl"
+    script.write_text(BAD)
+    done = run(script, f"--results={results}")
+    assert done.returncode == 1
+    told = statuses(results)
+    assert told["hang"] == "took longer than 20 s" and told["fine"] == "done"
+    assert told["crash"] == "status 1: RuntimeError: on purpose" and "on purpose" in done.stderr
+    answers = {line["name"]: line["figures"]["answer"] for line in records.read(results) if line["what"] == "figures"}
+    assert answers == {"before it hung": 1, "fine": 42}
+    assert "| fine | done |" in done.stdout
+
+    # A clean checkout at this commit: what is done is not done again, and what failed is tried again.
+    lines = [{**line, "commit": "c" * 40} for line in records.read(results)]
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    here = {**lines[0], "commit": "c" * 40}
+    assert accelerator.done(results, "fine", here) and not accelerator.done(results, "crash", here)
+    assert not accelerator.done(results, "fine", {**here, "commit": "d" * 40})
+    assert not accelerator.done(results, "fine", {**here, "commit": "c" * 40 + "-dirty"})
+    assert not accelerator.done(results, "fine", {**here, "device": "NVIDIA H200"})
+
+
+@pytest.mark.slow
+def test_rehearsal(tmp_path):
+    results = tmp_path / "results.jsonl"
+    done = run(ROOT / "tools/accelerator.py", "--rehearse", f"--results={results}")
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert statuses(results) == {name: "done" for name in accelerator_blocks.BLOCKS}
+    lines = records.read(results)
+    assert {line["label"] for line in lines if line["what"] == "figures"} == {"alive", "truth", "parts", "calibrate"}
+    runs = [line for line in lines if line["what"] in ("run", "compare")]
+    assert {line["label"] for line in runs} == {"speed", "where", "parts", "memory", "flags"}
+    assert all("failed" not in line for line in runs)
+    assert sum("profile" in line for line in runs) == 1
+
+
+def test_blocks_are_chosen_in_their_order_and_misspelt_ones_refused(capsys):
+    assert [block.name for block in accelerator.chosen("truth, alive")] == ["alive", "truth"]
+    assert [block.name for block in accelerator.chosen("")][:4] == ["alive", "truth", "speed", "where"]
+    assert accelerator.main(["--blocks=truht"]) == 2
+    assert "did you mean 'truth'?" in capsys.readouterr().err
+
+
+def test_the_figures_of_a_cpu_are_those_that_are_kept_and_a_wrong_one_is_seen():
+    wanted = accelerator_truth.wanted()
+    assert set(wanted) == set(accelerator_truth.FAMILIES)
+    got = accelerator_truth.computed("llama_window")
+    errors = accelerator_truth.errors(got, wanted["llama_window"])
+    assert max(errors["loss"], errors["grad_norm"], errors["gradient"]) < 1e-5
+    assert wanted["llama_window"]["losses"][-1] < 0.9 * wanted["llama_window"]["losses"][0], "it learns"
+    name = "blocks/layer/attention/q/kernel"
+    got["gradients"][name]["elements"] = list(-np.array(got["gradients"][name]["elements"]))
+    errors = accelerator_truth.errors(got, wanted["llama_window"])
+    assert errors["of"] == name and errors["gradient"] > 1
+    got["losses"][5] *= 1.001
+    assert accelerator_truth.errors(got, wanted["llama_window"])["loss"] == pytest.approx(1e-3, rel=0.1)
+
+
+def test_settings_become_variables():
+    assert accelerator_blocks.with_settings(["--xla_a=1", "JAX_B=O1", "--xla_c="]) == {
+        "JAX_B": "O1", "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_a=1 --xla_c=".strip()}

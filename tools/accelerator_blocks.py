@@ -1,0 +1,311 @@
+"""The blocks of tools/accelerator.py, the most important first. A new one is a function and a line of `BLOCKS`.
+
+A block runs in a process of its own. It measures by `session.bench`, which starts `python -m jaxtrain.bench`, or by
+itself and `session.figures`; never both, since a process that has touched a GPU keeps most of its memory.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.bench import records, sweep, tables
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = {"124M": "configs/gpt.py:124m", "1B": "configs/llama3_1b.py", "8B": "configs/llama3_8b.py"}
+TOY = {name: config.replace(":124m", "").replace(".py", ".py:tiny") for name, config in CONFIGS.items()}
+ONE = {"mesh.data": 1, "mesh.fsdp": 1, "train.accumulation": 1, "optimizer.warmup_steps": 0}
+SIZES = ("model.num_layers", "data.global_batch_size", "data.seq_len", "train.accumulation")  # not of toys
+GOALS = {"124M": 0.43, "1B": 0.52, "8B": 0.60}  # causal MFU on an H100 or H200
+
+
+@dataclass
+class Session:
+    """What a block measures with: results go to one file as they come."""
+
+    results: Path
+    block: str
+    rehearse: bool
+    rehearsed: set[Any] = field(default_factory=set)
+
+    def bench(self, name: str, size: str, keys: dict[str, Any], *flags: str, steps: int = 20, seconds: float = 300,
+              environment: dict[str, str] | None = None) -> records.Record:
+        """Measure one of the three sizes by `python -m jaxtrain.bench`; what fails is recorded with the reason.
+
+        A rehearsal reads the real config with these keys, so that no typo waits for the card, and measures a toy.
+        """
+        name = f"{size} {name}".strip()
+        every, config = {**ONE, **keys}, CONFIGS[size]
+        if self.rehearse:
+            from jaxtrain.config_file import load_config
+
+            load_config(ROOT / config, every)
+            every = {key: value for key, value in every.items() if key not in SIZES}
+            config, steps = TOY[size], 2
+            kind = flags, bool(environment)
+            if kind in self.rehearsed:  # one of a kind is enough to see that it runs
+                return {"name": name, "failed": "rehearsed only"}
+            self.rehearsed.add(kind)
+        argv = [f"--config={config}", *(f"--config.{key}={value}" for key, value in every.items()), *flags,
+                f"--steps={steps}", f"--warmup={1 if self.rehearse else 3}", f"--name={name}", f"--label={self.block}"]
+        record = {**sweep.measured(argv, seconds, environment), "name": name, "label": self.block}
+        records.append(self.results, record)
+        print(f"  {self.block}: {name}: {tables.outcome(record)}", file=sys.stderr, flush=True)
+        if self.rehearse and "failed" in record:
+            raise SystemExit(f"{name}: {record['failed']}")
+        return record
+
+    def figures(self, name: str, **figures: Any) -> None:
+        """Record figures that this process measured itself."""
+        records.append(self.results, {**records.about("python tools/accelerator.py"), "what": "figures",
+                                      "label": self.block, "name": name, "figures": figures})
+        print(f"  {self.block}: {name}: {figures}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A function that measures, and the seconds after which it is ended."""
+
+    name: str
+    run: Callable[[Session], None]
+    seconds: float
+
+
+# --------------------------------------------------------------------------------------------------------------- blocks
+def alive(session: Session) -> None:
+    """The doctor finds nothing wrong; a run's loss falls, and it is saved and resumed."""
+    doctor = subprocess.run([sys.executable, "-m", "jaxtrain.doctor", "--json"], capture_output=True, text=True)
+    findings = [json.loads(line) for line in doctor.stdout.splitlines() if line.startswith("{")]
+    for finding in findings:
+        if finding["level"] in ("warn", "FAIL"):
+            print(f"  doctor: {finding['level']} {finding['check']}: {finding['what']}", file=sys.stderr)
+    config = "configs/gpt.py:tiny" if session.rehearse else "configs/gpt.py"
+    steps = 20 if session.rehearse else 100
+    with tempfile.TemporaryDirectory(prefix="alive-") as workdir:
+        def train(last: int) -> str:
+            done = subprocess.run(
+                [sys.executable, "-m", "jaxtrain.main", f"--config={config}", f"--workdir={workdir}",
+                 f"--config.train.steps={last}", "--config.optimizer.schedule=constant", "--config.train.eval_every=0",
+                 "--config.train.eval_batches=1", "--config.train.sample_tokens=0", "--config.checkpoint.every=0",
+                 "--config.optimizer.warmup_steps=5"], capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"training ended with status {done.returncode}: {sweep.last_line(done.stderr)}")
+            return done.stderr
+
+        train(steps)
+        resumed = train(steps + 5)
+        lines = [json.loads(line) for line in Path(workdir, "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    session.figures("configs/gpt.py", first_loss=losses[0], last_loss=losses[-1], steps=len(losses),
+                    doctor_failures=sum(finding["level"] == "FAIL" for finding in findings))
+    check(losses[-1] < 0.8 * losses[0], f"the loss did not fall: {losses[0]} to {losses[-1]}")
+    check(f"resumed from step {steps}" in resumed and len(losses) == steps + 5, "it did not resume where it was saved")
+
+
+def truth(session: Session) -> None:
+    """Losses and gradients of tiny families against those that a CPU computed in float32."""
+    import jax
+
+    from tools import accelerator_truth as figures
+
+    wanted, wrong = figures.wanted(), []
+    for family, precision, attention, loss, gradient in figures.cases(jax.default_backend(), few=session.rehearse):
+        name = f"{family} {precision} {attention}"
+        try:
+            found = figures.errors(figures.computed(family, precision, attention), wanted[family])
+        except Exception as error:
+            session.figures(name, failed=f"{type(error).__name__}: {error}"[:200])
+            wrong.append(name)
+            continue
+        right = found["loss"] < loss and found["grad_norm"] < loss and found["gradient"] < gradient
+        session.figures(name, **found, right=right)
+        wrong += [name] * (not right)
+    check(not wrong, f"wrong: {', '.join(wrong)}")
+
+
+def speed(session: Session) -> None:
+    """Three sizes at the planner's best, and two of them beside PyTorch, in batches with which both fit."""
+    for size in CONFIGS:
+        keys = best(session, size)
+        record = session.bench(said(keys), size, keys, steps={"124M": 50, "1B": 20, "8B": 8}[size])
+        if (reached := record.get("mfu")) is not None:
+            print(f"  {size}: {reached:.1%} causal MFU, goal {GOALS[size]:.0%}", file=sys.stderr)
+    for size, rows, length in (("124M", 32, 1024), ("1B", 2, 4096)):
+        keys = {"data.global_batch_size": rows, "data.seq_len": length, "train.remat": "none", "train.unroll": 0,
+                "optimizer.schedule": "cosine"}
+        others = "torch.compile,torch.causal" if not session.rehearse else "torch" if has_torch() else "step"
+        session.bench(f"beside PyTorch {said(keys)}", size, keys, f"--compare={others}", steps=40)
+
+
+def where(session: Session) -> None:
+    """A profile of each of the three."""
+    for size in CONFIGS:
+        keys = best(session, size)
+        session.bench(said(keys), size, keys, "--profile", steps=5)
+
+
+def parts(session: Session) -> None:
+    """Attention, the loss head and the optimizer alone; scanned or unrolled layers, what is kept, offloading."""
+    alone = subprocess.run([sys.executable, "-m", "tools.accelerator_parts", f"--results={session.results}",
+                            *["--rehearse"] * session.rehearse], cwd=ROOT, check=False)
+    for keys in ({"train.remat": "none", "train.unroll": 0}, {"train.remat": "none", "train.unroll": 1},
+                 *({"train.remat": policy} for policy in ("full", "dots", "attention", "attention_and_dots")),
+                 {"train.remat": "full", "optimizer.offload": True}):
+        session.bench(said(keys), "1B", {"data.global_batch_size": 4, "data.seq_len": 4096, **keys}, steps=10)
+    check(alone.returncode == 0, f"tools/accelerator_parts.py ended with status {alone.returncode}")
+
+
+def memory(session: Session) -> None:
+    """Predicted and measured memory and time of ten configs, layers left out so that they compile quickly."""
+    def case(size: str, rows: int, remat: str, **more: Any) -> tuple[str, dict[str, Any]]:
+        length = 1024 if size == "124M" else 4096
+        return size, {"data.global_batch_size": rows, "data.seq_len": length, "train.remat": remat,
+                      **{key.replace("__", "."): value for key, value in more.items()}}
+
+    for size, keys in (case("124M", 64, "none"), case("124M", 64, "full"), case("1B", 4, "none"),
+                       case("1B", 16, "full"), case("1B", 8, "attention"),
+                       case("1B", 16, "full", train__accumulation=4), case("1B", 4, "full", optimizer__offload=True),
+                       case("8B", 4, "none", model__num_layers=4), case("8B", 4, "full", model__num_layers=8),
+                       case("8B", 4, "full", model__num_layers=8, optimizer__name="adafactor")):
+        session.bench(said(keys), size, keys, steps=5, seconds=120)
+
+
+def calibrate(session: Session) -> None:
+    """What this card reaches, for the planner; and how XLA describes it, for compilers without a device."""
+    file = session.results.with_suffix(".targets.json")
+    done = subprocess.run([sys.executable, "tools/calibrate.py", f"--targets={file}",
+                           *(["--quick"] if session.rehearse else ["--seconds=140"])], cwd=ROOT)
+    check(done.returncode == 0, f"tools/calibrate.py ended with status {done.returncode}")
+    session.figures("efficiency", **next(iter(json.loads(file.read_text()).values()))["efficiency"])
+    described = target_config()
+    if described:
+        session.results.with_suffix(".target_config.txt").write_text(described)
+
+
+def flags(session: Session) -> None:
+    """Flags of XLA for GPUs that published recipes use, one at a time; then all that gained more than 1 %."""
+    keys = best(session, "1B")
+    usual = session.bench("as it is", "1B", keys, steps=10)
+    gained = []
+    if session.rehearse:  # does XLA know all of them?
+        session.bench("all flags", "1B", keys, environment=with_settings(list(FLAGS)))
+    for setting in FLAGS:
+        record = session.bench(setting, "1B", keys, steps=10, environment=with_settings([setting]))
+        if record.get("tokens_per_s", 0) > 1.01 * usual.get("tokens_per_s", float("inf")):
+            gained.append(setting)
+    if len(gained) > 1:
+        session.bench(" ".join(gained), "1B", keys, steps=10, environment=with_settings(gained))
+
+
+FLAGS = ("--xla_disable_hlo_passes=rematerialization", "--xla_gpu_enable_triton_gemm=false",
+         "--xla_gpu_enable_dus_accumulator_zero_init_elimination=true", "JAX_OPTIMIZATION_LEVEL=O1",
+         "--xla_gpu_cudnn_gemm_fusion_level=2", "--xla_gpu_exhaustive_tiling_search=true",
+         "--xla_gpu_enable_command_buffer=", "JAX_COMPILER_ENABLE_REMAT_PASS=false",
+         "--xla_gpu_memory_limit_slop_factor=115")
+BLOCKS = {block.name: block for block in (
+    Block("alive", alive, 90), Block("truth", truth, 240), Block("speed", speed, 540), Block("where", where, 240),
+    Block("parts", parts, 300), Block("memory", memory, 300), Block("calibrate", calibrate, 200),
+    Block("flags", flags, 600))}
+
+
+# -------------------------------------------------------------------------------------------------------- what they use
+def best(session: Session, size: str) -> dict[str, Any]:
+    """The keys that the planner predicts to be fastest on this card, asked once and kept beside the results."""
+    kept = session.results.with_suffix(f".{size}.json")
+    if not kept.exists():
+        asked = subprocess.run([sys.executable, "-c", _PLAN, size, device_name(session)], cwd=ROOT,
+                               env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+        check(asked.returncode == 0, f"the planner failed: {sweep.last_line(asked.stderr)}")
+        kept.write_text(asked.stdout.splitlines()[-1])
+    return json.loads(kept.read_text())
+
+
+_PLAN = "import json, sys; from tools.accelerator_blocks import plan; print(json.dumps(plan(*sys.argv[1:])))"
+
+
+def plan(size: str, target: str) -> dict[str, Any]:
+    """In a process that uses no device: the fastest of several batches and, where Adam does not fit, optimizers."""
+    import jaxtrain as jt
+    from jaxtrain.plan import search, targets
+
+    length = {} if size == "124M" else {"data.seq_len": 4096}
+    found = []
+    for optimizer in ({}, {"optimizer.name": "adafactor"}):
+        for rows in (32, 64) if size == "124M" else (4, 8, 16):
+            keys = {"data.global_batch_size": rows, **length, **optimizer}
+            config = jt.load_config(CONFIGS[size], {**ONE, **keys})
+            found += [(choice.estimate.tokens_per_second, {**keys, **choice.overrides})
+                      for choice in search.search(config, targets.TARGETS[target], 1).fitting
+                      if not choice.overrides.get("optimizer.offload")]  # slow while it is fetched every step
+        if found:
+            break
+    check(bool(found), f"nothing of {CONFIGS[size]} fits {target}")
+    keys = max(found, key=lambda one: one[0])[1]
+    return {key: value for key, value in keys.items() if not key.startswith(("mesh.", "pipeline."))}
+
+
+def device_name(session: Session) -> str:
+    """Which of the planner's targets this card is, asked in another process. A rehearsal plans for an H100."""
+    if session.rehearse:
+        return "h100"
+    code = "from jaxtrain.plan import targets; print(targets.here().name)"
+    asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    check(asked.returncode == 0, f"the planner does not know this device: {sweep.last_line(asked.stderr)}")
+    return asked.stdout.split()[-1]
+
+
+def with_settings(settings: list[str]) -> dict[str, str]:
+    """Environment variables for flags of XLA, and for NAME=VALUE."""
+    xla = " ".join(setting for setting in settings if setting.startswith("--"))
+    others = dict(setting.split("=", 1) for setting in settings if not setting.startswith("--"))
+    return {**others, **({"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {xla}".strip()} if xla else {})}
+
+
+def target_config() -> str:
+    """How XLA describes this GPU, as text for `jaxtrain.plan.compiler`; nothing for other devices."""
+    with tempfile.TemporaryDirectory(prefix="described-") as folder:
+        code = "import jax; print(jax.jit(lambda x: x * 2)(1.0))"
+        subprocess.run([sys.executable, "-c", code], env=os.environ | with_settings([f"--xla_dump_to={folder}"]),
+                       capture_output=True)
+        files = sorted(Path(folder).glob("*gpu_target_config.pbtxt"))
+        return files[0].read_text() if files else ""
+
+
+def said(keys: dict[str, Any]) -> str:
+    """Keys as a name has them."""
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in keys.items())
+
+
+def has_torch() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("torch") is not None
+
+
+def check(right: bool, why: str) -> None:
+    """Fail the block in one line."""
+    if not right:
+        raise SystemExit(why)
+
+
+def timed(call: Callable[[], Any], repeats: int = 10) -> Iterator[float]:
+    """Seconds of each call, behind one that compiles and one that warms up."""
+    import jax
+
+    for turn in range(repeats + 2):
+        began = time.perf_counter()
+        jax.block_until_ready(call())
+        if turn > 1:
+            yield time.perf_counter() - began
+
+
+def median_seconds(call: Callable[[], Any], repeats: int = 10) -> float:
+    """Of several calls."""
+    return statistics.median(timed(call, repeats))

@@ -1,0 +1,115 @@
+"""Parts of a step alone on this device: attention with packed documents, the loss head, the optimizer.
+
+    python -m tools.accelerator_parts --results=FILE [--rehearse]
+"""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxtrain.config import OptimizerConfig
+from jaxtrain.loss import cross_entropy
+from jaxtrain.models.attention import attend
+from jaxtrain.optim import make_optimizer, make_schedule
+from jaxtrain.plan import kernels
+from tools.accelerator_blocks import Session, median_seconds
+
+
+def attention(session: Session) -> None:
+    """Forward, and forward with backward, in causal TFLOP/s: rows of documents of about a quarter of their length."""
+    heads, groups, width = (4, 2, 16) if session.rehearse else (32, 8, 128)
+    gpu = jax.default_backend() in ("gpu", "cuda")
+    for length in (64,) if session.rehearse else (1024, 4096, 16384, 65536):
+        rows = 1 if session.rehearse else max(1, 65536 // length)
+        draw = np.random.default_rng(0)
+        starts = draw.random((rows, length)) < 4 / length
+        segments = jnp.asarray(1 + np.cumsum(starts, 1), jnp.int32)
+        q, k, v = (jnp.asarray(draw.standard_normal((rows, length, n, width)), jnp.bfloat16)
+                   for n in (heads, groups, groups))
+        work = kernels.flops(kernels.FORWARD, [x.shape for x in (q, k, v)])
+        back = kernels.flops(kernels.BACKWARD, [x.shape for x in (q, k, v)])
+        for backend in ("cudnn", "xla") if gpu else ("xla",):
+            for documents in (True, False) if backend == "cudnn" else (True,):
+                def forward(q, k, v, backend=backend, seen=segments if documents else None):
+                    return attend(q, k, v, segments_BT=seen, backend=backend)
+
+                def both(q, k, v, forward=forward):
+                    out, pull = jax.vjp(forward, q, k, v)
+                    return pull(out)
+
+                name = f"{backend} {rows} x {length}{'' if documents else ', no documents'}"
+                try:
+                    once, twice = (median_seconds(partial(jax.jit(f), q, k, v), 5) for f in (forward, both))
+                except Exception as error:
+                    session.figures(name, failed=f"{type(error).__name__}: {error}"[:150])
+                    continue
+                session.figures(name, forward_ms=1e3 * once, forward_tflops=work / once / 1e12, both_ms=1e3 * twice,
+                                both_tflops=(work + back) / twice / 1e12)
+
+
+def loss_head(session: Session) -> None:
+    """The head with its gradients, beside its three matmuls alone. Goal: 90 % of their speed."""
+    N, D, V = (256, 64, 320) if session.rehearse else (16384, 4096, 128256)
+    draw = np.random.default_rng(0)
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    x = jnp.asarray(draw.standard_normal((1, N, D)), dtype)
+    head = jnp.asarray(0.02 * draw.standard_normal((D, V)), dtype)
+    targets, weights = jnp.asarray(draw.integers(V, size=(1, N)), jnp.int32), jnp.ones((1, N), jnp.float32)
+    step = jax.jit(jax.grad(lambda x, head: cross_entropy(x, head, targets, weights), argnums=(0, 1)))
+
+    @jax.jit
+    def products(x, head):
+        logits = x[0] @ head
+        return logits @ head.T, x[0].T @ logits
+
+    ours = median_seconds(lambda: step(x, head))
+    plain = median_seconds(lambda: products(x, head))
+    session.figures(f"loss head {N} x {D} x {V}", ms=1e3 * ours, tflops=6 * N * D * V / ours / 1e12,
+                    matmuls_ms=1e3 * plain, of_their_speed=plain / ours)
+
+
+def optimizer(session: Session) -> None:
+    """An update of AdamW with float32 moments, in bytes a second: it reads 16 a parameter and writes 12."""
+    rows, layers = (64, 2) if session.rehearse else (4096, 16)
+    config = OptimizerConfig()
+    params = {f"w{n}": jnp.ones((rows, 4 * rows), jnp.float32) for n in range(layers)}
+    axes: Any = {name: ("embed", "mlp") for name in params}
+    made = make_optimizer(config, make_schedule(config, 100), axes, 0.0)
+
+    def update(params, state, grads):
+        updates, state = made.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(update, donate_argnums=(0, 1))
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 1e-3), params)
+    held = [params, jax.jit(made.init)(params)]
+
+    def once():
+        held[:] = step(*held, grads)
+        return held
+
+    seconds = median_seconds(once)
+    count = layers * 4 * rows * rows
+    session.figures(f"AdamW, {count:,} parameters", ms=1e3 * seconds, gb_per_s=28 * count / seconds / 1e9)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--rehearse", action="store_true")
+    flags = parser.parse_args()
+    session = Session(flags.results, "parts", flags.rehearse)
+    for part in (attention, loss_head, optimizer):
+        part(session)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
