@@ -23,15 +23,15 @@ SETUP = re.compile(r"^python3 -m venv \.venv && \.venv/bin/pip install -q -e \S+
 
 def shown() -> list[str]:
     """Every command, once, in the order of the documentation."""
-    found = []
+    found: dict[str, str] = {}  # whichever Python runs it
     for path in DOCS + CODE:
         text = path.read_text()
         for command in [*SETUP.findall(text), *COMMAND.findall(text)]:
             command = command.split("  ")[0]  # what stands apart explains
             is_template = TEMPLATE.search(re.sub(r"^([A-Z_]+=\S+ )*", "", command))
-            if not is_template and command.strip() not in found:
-                found.append(command.strip())
-    return found
+            if not is_template:
+                found.setdefault(re.sub(r"\S*python3?", "python", command.strip(), count=1), command.strip())
+    return list(found.values())
 
 
 def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
@@ -46,6 +46,8 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
     words = [re.sub(r"(^|=)corpora/", rf"\1{workdirs}/", word) for word in words]
     if words[1:3] == ["-m", "jaxtrain.plan"]:
         words = [re.sub(r"^(--config=.*\.py)$", r"\1:tiny", word) for word in words]
+    if words[1:3] == ["-m", "jaxtrain.bench"]:
+        words += ["--steps=2", "--warmup=1"]
     if words[1:3] in (["-m", "jaxtrain.main"], ["-m", "jaxtrain.supervise"]):
         where = [i for i, word in enumerate(words) if word.startswith("--config=")]
         for i in where:
@@ -86,7 +88,8 @@ def chains() -> list:
 
     Those that README.md does not show are among the long tests.
     """
-    commands = [command for command in shown() if not any(word in command for word in ("pytest", "bench", "chaos"))]
+    slow = ("pytest", "tools/bench", "tools/chaos", "tools/accelerator")  # which have tests of their own
+    commands = [command for command in shown() if not any(word in command for word in slow)]
     groups = [list(group) for _, group in itertools.groupby(commands, key=lambda command: "corpora/" in command)]
     found = [chain for group in groups for chain in ([group] if "corpora/" in group[0] else [[one] for one in group])]
     readme = (ROOT / "README.md").read_text()

@@ -1,6 +1,6 @@
 """How fast a config trains on the devices that are here, where the time of a step goes, and what it needs.
 
-    python -m jaxtrain.bench --config=configs/gpt.py --profile
+    python -m jaxtrain.bench --config=configs/gpt.py --steps=20 --profile
 
 `measurement` trains and times, `profile` reads a trace, `compare` takes turns with other programs, `sweep` measures
 combinations of keys, `records` keeps measurements as lines of JSON, and `tables` renders those as Markdown.

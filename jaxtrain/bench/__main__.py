@@ -1,9 +1,9 @@
 """python -m jaxtrain.bench --config=FILE: how fast a config trains on the devices that are here, and where time goes.
 
     python -m jaxtrain.bench --config=configs/gpt.py --steps=20 --profile
-    python -m jaxtrain.bench --config=configs/gpt.py --steps=40 --compare=step,plain
+    python -m jaxtrain.bench --config=configs/gpt.py --steps=20 --compare=step,plain
     python -m jaxtrain.bench --config=configs/gpt.py:tiny --steps=10 --sweep train.remat=none,full train.unroll=1,0
-    python -m jaxtrain.bench --render FILE.jsonl --into=docs/benchmarks.md
+    python -m jaxtrain.bench --render docs/measurements/cpu.jsonl
 
 Trains on packed batches of the config's own data, through the loader, and writes no checkpoints. Exit status 0; 1: it
 ran out of memory; 2: the user's mistake, in one line.
@@ -37,7 +37,7 @@ def main(argv: list[str] | None) -> None:
     for name in ("steps", "warmup"):
         if getattr(flags, name) < 1:
             raise UserError(f"--{name}", f"{getattr(flags, name)} is too few", "give 1 or more")
-    prepare_environment()
+    prepare_environment(shared="torch" in flags.compare)
     if flags.sweep:
         from jaxtrain.bench import sweep
 
@@ -123,12 +123,17 @@ def out_of_memory(error: BaseException) -> bool:
     return any(words in text for words in ("RESOURCE_EXHAUSTED", "OutOfMemoryError", "Out of memory"))
 
 
-def prepare_environment() -> None:
-    """What `jaxtrain.main` sets before a backend starts, so that as much memory is there as in training."""
+def prepare_environment(shared: bool) -> None:
+    """What `jaxtrain.main` sets before a backend starts, so that as much memory is there as in training.
+
+    `shared`: PyTorch is to use the same device, so that JAX must not take all of its memory at once.
+    """
     from jaxtrain.plan.targets import host_memory
 
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    if shared:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", f"{max(64, host_memory() >> 30)}")
 
 

@@ -1,5 +1,6 @@
 """Markdown tables of recorded measurements, and their places in a document."""
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,8 +23,13 @@ def render(files: Iterable[str | Path]) -> str:
 def fill(document: str | Path, files: Iterable[str | Path]) -> None:
     """Write the tables into their places in a document; every place must find its lines."""
     groups = grouped(line for file in files for line in read(file))
-    text = Path(document).read_text()
-    Path(document).write_text(filled(text, groups, str(document)))
+    try:
+        text = filled(Path(document).read_text(), groups, str(document))
+        written = Path(f"{document}.tmp")
+        written.write_text(text)
+        os.replace(written, document)  # a reader never finds half of it
+    except OSError as error:
+        raise UserError("--into", f"{document} cannot be written ({error.strerror})", "name a document") from None
 
 
 def filled(text: str, groups: dict[tuple[str, str], list[Record]], name: str = "the document") -> str:
