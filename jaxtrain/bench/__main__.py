@@ -41,25 +41,35 @@ def main(argv: list[str] | None) -> None:
     if flags.sweep:
         from jaxtrain.bench import sweep
 
+        if flags.num_processes:
+            raise UserError("--sweep", "it starts processes of its own", "leave --num_processes out")
         every = _others(argv, flags.sweep)
         print(sweep.ranked(sweep.sweep(every, flags.sweep, flags.json, flags.timeout)), end="")
         return
-    record = measured(flags, overrides, argv)
-    if flags.json:
-        from jaxtrain.bench import records
+    from jaxtrain import distributed
+    from jaxtrain.bench import records
 
-        records.append(flags.json, record)
+    try:
+        record = measured(flags, overrides, argv)
+    except Exception as error:  # behind this the other processes, if there are any, would wait for this one
+        distributed.fail(2 if isinstance(error, UserError) else 1, error)
+        raise
+    if distributed.process() == 0:
+        if flags.json:
+            records.append(flags.json, record)
+        if "failed" not in record:
+            print(shown(record), end="")
+    distributed.leave(0)
     if "failed" in record:
         say(record["failed"])
         raise SystemExit(1)
-    print(shown(record), end="")
 
 
 def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[str]) -> dict[str, Any]:
     """The record of one measurement."""
     import jax
 
-    from jaxtrain import cache
+    from jaxtrain import cache, distributed
     from jaxtrain.bench import contenders, records
     from jaxtrain.bench.compare import compare
     from jaxtrain.bench.measurement import measure
@@ -73,11 +83,16 @@ def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[st
     if names and flags.targets:
         raise UserError("--targets", "a comparison predicts nothing", "leave one of them out")
     cache.enable_compilation_cache()
+    distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
+    if names and distributed.processes() > 1:
+        raise UserError("--compare", "several processes take no turns", "compare in one process")
     config = load_config(flags.config, overrides)
+    distributed.agree(config)
     if config.mesh.auto:
         config = here.resolve(config, jax.devices())
     run = build(config)
-    if flags.targets is None and (predicted := here.check(run)):
+    distributed.connect(config.resilience.start_limit)
+    if flags.targets is None and (predicted := here.check(run)) and jax.process_index() == 0:
         say(predicted)
     record = {"what": "compare" if names else "run", "label": flags.label,
               "name": flags.name or " ".join([flags.config, *(f"{key}={value}" for key, value in overrides.items())]),
@@ -88,7 +103,7 @@ def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[st
             return record | compare(run, names, flags.steps, flags.warmup)
         return record | measure(run, flags.steps, flags.warmup, traced=flags.profile, file=flags.targets)
     except Exception as error:
-        if not out_of_memory(error):
+        if not out_of_memory(error) or jax.process_count() > 1:
             raise
         return record | {"failed": f"out of memory: {f'{error}'.splitlines()[0][:200]}"}
 
@@ -151,6 +166,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sweep", nargs="+", default=[], metavar="KEY=V1,V2",
                       help="measure every combination of these keys' values, one process each, and rank them")
     made.add_argument("--timeout", type=float, default=1800, help="seconds after which one of a sweep is ended")
+    made.add_argument("--coordinator", help="host:port of process 0, where several processes measure as one run")
+    made.add_argument("--num_processes", type=int)
+    made.add_argument("--process_id", type=int)
     made.add_argument("--targets", metavar="FILE", help="what tools/calibrate.py measured, for the predictions")
     made.add_argument("--json", metavar="FILE", help="append the measurement to this file, one line of JSON each")
     made.add_argument("--name", help="what the measurement is called in tables; default: the config and its changes")

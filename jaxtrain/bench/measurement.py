@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain import observe
+from jaxtrain import distributed, observe
 from jaxtrain.bench.profile import profile
 from jaxtrain.build import Run
 from jaxtrain.data import prefetch
@@ -31,7 +31,7 @@ class Steps:
 
     seconds: list[float]  # from the completion of the step before; of the first one, from the start
     waited: list[float]  # of each step, for its batch
-    losses: list[float]
+    losses: list[float]  # in process 0, which writes them
     tokens: int
 
 
@@ -102,7 +102,8 @@ def training(run: Run, steps: int) -> Iterator[tuple[Training, dict[str, Any]]]:
     with (
         tempfile.TemporaryDirectory(prefix="jaxtrain-bench-") as folder,
         prefetch(batches, 0, steps, lambda step, batches: run.placed(batches, step), run.config.data.prefetch) as each,
-        contextlib.closing(Training(run, run.init(), each, Path(folder), steps)) as loop,
+        contextlib.closing(Training(run, run.init(), distributed.met(
+            each, "first step", run.config.resilience.start_limit), Path(folder), steps)) as loop,
     ):
         yield loop, compiled
 
@@ -121,7 +122,7 @@ def measure(run: Run, steps: int, warmup: int, *, traced: bool = False, file: st
         measured = {**ready, **summary(run, took, loop.done), "memory": {
             "peak": peak, "compiler": memory_of(run.compiled_step, run)[0], "planner": guess and guess.bytes},
             "predicted_ms": guess and 1e3 * guess.seconds,
-            "loss": {"first": (first + took.losses)[0], "last": took.losses[-1]}}
+            "loss": {"first": (first + took.losses)[0], "last": took.losses[-1]} if took.losses else None}
         if traced:
             loop.compiled = traceable(run)
             loop.steps(1)

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -12,7 +15,7 @@ from jaxtrain.build import build
 from jaxtrain.config_file import load_config
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import here
-from tests.tiny import tiny_flags
+from tests.tiny import free_address, tiny_flags
 
 MESH = ["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
 
@@ -121,6 +124,27 @@ def test_a_sweep_ranks_what_fits_and_goes_on_behind_what_does_not(flags, tmp_pat
     rows = [row.split("|")[1].strip() for row in capsys.readouterr().out.splitlines() if row.startswith("| train.")]
     speeds = {line["name"]: line.get("tokens_per_s", 0) for line in lines}
     assert rows == sorted(speeds, key=lambda name: -speeds[name]) and rows[-1] == "train.remat=no"
+
+
+@pytest.mark.slow
+def test_two_processes_measure_as_one_run(flags, record, tmp_path):
+    coordinator, file = free_address(), tmp_path / "measured.jsonl"
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    processes = [subprocess.Popen(
+        [sys.executable, "-m", "jaxtrain.bench", *flags, "--steps=4", "--warmup=2", f"--json={file}",
+         f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={number}"],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for number in range(2)]
+    try:
+        told = [process.communicate(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], told
+    assert "tokens/s" in told[0][0] and "tokens/s" not in told[1][0], "one of them prints"
+    line, = [json.loads(line) for line in file.read_text().splitlines()]
+    assert line["mesh"] == record["mesh"] and line["tokens_per_step"] == record["tokens_per_step"]
+    for when in ("first", "last"):
+        assert line["loss"][when] == pytest.approx(record["loss"][when], rel=1e-5)
 
 
 @pytest.mark.slow
