@@ -34,7 +34,8 @@ class Attention(nn.Module):
         if isinstance(mask, torch.Tensor) or mask is None:
             h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         else:
-            h = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+            # Compiled for CPU, PyTorch 2.13 computes it wrongly from rotated queries that are still views.
+            h = flex_attention(q.contiguous(), k.contiguous(), v.contiguous(), block_mask=mask, enable_gqa=grouped)
         return self.out(h.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -93,6 +94,8 @@ class Twin(nn.Module):
         else:
             angle = positions[:, None, :, None] * self.frequency
             angles = angle.cos(), angle.sin()
+        if torch.is_autocast_enabled(x.device.type):  # else what passes between layers would stay float32
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:
             if self.remat:
                 x = torch.utils.checkpoint.checkpoint(block, x, mask, angles, use_reentrant=False)
