@@ -1,13 +1,13 @@
-"""What wants measuring on a card that is lent for half an hour: blocks, the most important first.
+"""Measure everything that matters on an accelerator that is at hand for half an hour, the most important first.
 
     python tools/accelerator.py --results=results/h100.jsonl [--blocks=alive,truth] [--minutes=28]
     python tools/accelerator.py --rehearse
 
 Each block is a process of its own with a time limit, so that one which hangs or crashes costs only itself. Results are
 appended to one file as they come; what has a result there at this commit on this device is skipped, so that several
-half hours add up. `--rehearse` runs every block with toy sizes on whatever device is there. A machine without a
-package index first needs tools/accelerator_wheels.sh. JAXTRAIN_COMMIT says which commit it is where there is no
-checkout. Exit status 0: all blocks that were asked for have a result; 1: not all.
+half hours add up. `--rehearse` runs every block with toy sizes on any device. For a machine without a package index see
+tools/accelerator_wheels.sh. JAXTRAIN_COMMIT says which commit it is where there is no checkout. Exit status 0: all
+blocks that were asked for have a result; 1: not all.
 """
 
 import argparse
@@ -25,31 +25,26 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from jaxtrain.bench import records, tables  # noqa: E402
-from jaxtrain.bench.sweep import last_line  # noqa: E402
 from jaxtrain.errors import Parser, UserError, command, nearest, say  # noqa: E402
 from tools.accelerator_blocks import BLOCKS, Block, Session  # noqa: E402
 
 LEAST = 15  # seconds: with less left, no block is begun
-REHEARSAL = 100.0  # seconds of a block at most
-_ABOUT = """
-import json
-from jaxtrain.bench.records import about
-print(json.dumps(about("python tools/accelerator.py")))
-"""
+REHEARSAL = 400.0  # seconds of a block at most: a slow machine is no typo
 
 
 @command()
 def main(argv: list[str] | None) -> None:
-    """Run the blocks, each in a process of its own; print a table of what came of them."""
+    """Run the blocks, each in a process of its own, and print tables of the results."""
     flags = parser().parse_args(argv)
     blocks = chosen(flags.child or flags.blocks)
-    results = Path(flags.results or Path(tempfile.mkdtemp(prefix="accelerator-")) / "results.jsonl")
+    results = Path(flags.results or Path(tempfile.mkdtemp(prefix="accelerator-")) / "results.jsonl").resolve()
     if flags.child:
-        blocks[0].run(Session(results, blocks[0].name, flags.rehearse))
+        work(blocks[0], Session(results, blocks[0].name, flags.rehearse, json.loads(flags.about)), flags.reason)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a block that runs is ended first
     results.parent.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * flags.minutes
-    here = about()
+    here = records.about_elsewhere("python tools/accelerator.py")
     say(f"{here['devices']} x {here['device']}, commit {tables.short(here['commit'])}, results in {results}")
     missing = 0
     for block in blocks:
@@ -61,15 +56,13 @@ def main(argv: list[str] | None) -> None:
             say(f"{block.name}: left out, the time is up")
             missing += 1
             continue
-        seconds = min(left, REHEARSAL if flags.rehearse else block.seconds)
         began = time.monotonic()
-        status = run(block, results, flags.rehearse, seconds)
+        status = run(block, results, flags.rehearse, min(left, REHEARSAL if flags.rehearse else block.seconds), here)
         took = time.monotonic() - began
         records.append(results, {**here, "what": "block", "label": "session", "name": block.name, "status": status,
                                  "seconds": took})
         say(f"{block.name}: {status} after {took:.0f} s")
         missing += status != "done"
-    # Only what this device and commit gave.
     mine = [line for line in records.read(results) if same(line, here)] if results.exists() else []
     for (what, label), lines in tables.grouped(mine).items():
         print(f"\n### {label}: {what}\n\n{tables.TABLES[what](lines)}", end="")
@@ -77,46 +70,42 @@ def main(argv: list[str] | None) -> None:
         raise SystemExit(1)
 
 
-def run(block: Block, results: Path, rehearse: bool, seconds: float) -> str:
-    """Run a block in a process of its own, by this same program; returns "done", or what became of it."""
-    command = [sys.executable, str(Path(sys.argv[0]).resolve()), f"--child={block.name}", f"--results={results}",
-               *["--rehearse"] * rehearse]
-    with tempfile.TemporaryFile("w+") as errors:
-        # A session of its own: at the limit all that the block has started is ended with it.
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=errors, start_new_session=True)
+def run(block: Block, results: Path, rehearse: bool, seconds: float, here: records.Record) -> str:
+    """Run a block in a process of its own, by this same program; returns "done", or why it is not."""
+    with tempfile.TemporaryDirectory(prefix="accelerator-") as folder:
+        reason = Path(folder) / "reason"
+        command = [sys.executable, str(Path(sys.argv[0]).resolve()), f"--child={block.name}", f"--results={results}",
+                   f"--reason={reason}", f"--about={json.dumps(here)}", *["--rehearse"] * rehearse]
+        # A group of its own: at the limit all that the block has started is ended with it.
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), process_group=0)
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            status = None
+            return f"took longer than {seconds:.0f} s"
         finally:
-            end_group(process)
-        errors.seek(0)
-        text = errors.read()
-    print(text[-3000:], end="", file=sys.stderr, flush=True)
-    if status == 0:
-        return "done"
-    return f"took longer than {seconds:.0f} s" if status is None else f"status {status}: {last_line(text)}"
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if status == 0:
+            return "done"
+        return reason.read_text() if reason.exists() else f"ended with status {status}"
 
 
-def end_group(process: subprocess.Popen) -> None:
-    """End a process that leads a session of its own, and all that are left of that session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def about() -> records.Record:
-    """Device, versions and commit, asked in another process: the one that asks a device keeps its memory."""
-    asked = subprocess.run([sys.executable, "-c", _ABOUT], cwd=ROOT, env=environment(), capture_output=True, text=True,
-                           timeout=180)
-    if asked.returncode:
-        raise UserError("device", f"JAX cannot use it: {last_line(asked.stderr)}", "see python -m jaxtrain.doctor")
-    return json.loads(asked.stdout.splitlines()[-1])
+def work(block: Block, session: Session, reason: str) -> None:
+    """Run a block in this process, and write into the file `reason` why it failed, if it did."""
+    try:
+        block.run(session)
+        if session.failures:
+            raise SystemExit(f"{len(session.failures)} measurements failed: {'; '.join(session.failures)}")
+    except BaseException as error:
+        kind = "" if isinstance(error, SystemExit | UserError) else f"{type(error).__name__}: "
+        Path(reason).write_text(f"{kind}{error}"[:500])
+        raise
 
 
 def environment() -> dict[str, str]:
     """For processes that are started: where jaxtrain lies, also where it is not installed."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(":")}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def same(line: records.Record, here: records.Record) -> bool:
@@ -149,7 +138,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--minutes", type=float, default=28, help="in all; default 28")
     made.add_argument("--rehearse", action="store_true", help="toy sizes: every block in less than three minutes")
     made.add_argument("--again", action="store_true", help="measure again what has a result at this commit")
-    made.add_argument("--child", default="", help=argparse.SUPPRESS)
+    for own in ("--child", "--reason", "--about"):  # for the process of a block
+        made.add_argument(own, default="", help=argparse.SUPPRESS)
     return made
 
 

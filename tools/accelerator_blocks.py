@@ -1,11 +1,12 @@
 """The blocks of tools/accelerator.py, the most important first. A new one is a function and a line of `BLOCKS`.
 
-A block runs in a process of its own. It measures by `session.bench`, which starts `python -m jaxtrain.bench`, or by
-itself and `session.figures`; never both, since a process that has touched a GPU keeps most of its memory.
+A block runs in a process of its own. It measures by `session.bench`, which starts `python -m jaxtrain.bench`, or
+computes by itself and records `session.figures`; never both, since a process that has used a GPU keeps its memory.
 """
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.bench import records, sweep, tables
-from jaxtrain.versions import git_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = {"124M": "configs/gpt.py:124m", "1B": "configs/llama3_1b.py", "8B": "configs/llama3_8b.py"}
@@ -34,53 +34,58 @@ class Session:
     results: Path
     block: str
     rehearse: bool
+    about: records.Record  # commit, device and versions, as another process found them
     rehearsed: set[Any] = field(default_factory=set)
+    failures: list[str] = field(default_factory=list)  # but for those by memory, which are results
 
     def bench(self, name: str, size: str, keys: dict[str, Any], *flags: str, steps: int = 20, seconds: float = 300,
               environment: dict[str, str] | None = None) -> records.Record:
         """Measure one of the three sizes by `python -m jaxtrain.bench`; what fails is recorded with the reason.
 
-        A rehearsal reads the real config with these keys, so that no typo waits for the card, and measures a toy.
+        A rehearsal builds the real config with these keys, so that no typo waits for the card, and measures a toy.
         """
         name = f"{size} {name}".strip()
         every, config = {**ONE, **keys}, CONFIGS[size]
         if self.rehearse:
-            from jaxtrain.config_file import load_config
-
-            load_config(ROOT / config, every)
+            built(config, every)
             every = {key: value for key, value in every.items() if key not in SIZES}
             config, steps = TOY[size], 2
             kind = flags, bool(environment)
             if kind in self.rehearsed:  # one of a kind is enough to see that it runs
                 return {"name": name, "failed": "rehearsed only"}
             self.rehearsed.add(kind)
-        elif kept := self.kept(name):
-            print(f"  {self.block}: {name}: measured at this commit before", file=sys.stderr, flush=True)
-            return kept
+        elif found := self.kept(("run", "compare"), name):
+            self.say(f"{name}: measured at this commit before")
+            return found
         argv = [f"--config={config}", *(f"--config.{key}={value}" for key, value in every.items()), *flags,
                 f"--steps={steps}", f"--warmup={1 if self.rehearse else 3}", f"--name={name}", f"--label={self.block}"]
-        record = {**sweep.measured(argv, seconds, environment), "name": name, "label": self.block}
+        record = {**sweep.measured(argv, seconds, environment, self.about), "name": name, "label": self.block}
         records.append(self.results, record)
-        print(f"  {self.block}: {name}: {tables.outcome(record)}", file=sys.stderr, flush=True)
-        if self.rehearse and "failed" in record:
-            raise SystemExit(f"{name}: {record['failed']}")
+        self.say(f"{name}: {tables.outcome(record)}")
+        failed = record.get("failed") or record.get("profile_failed", "")
+        if failed and (self.rehearse or not failed.startswith("out of memory")):
+            self.failures.append(f"{name}: {failed}")
         return record
 
-    def kept(self, name: str) -> records.Record | None:
-        """What an earlier half hour measured of this name at this commit."""
-        commit = git_commit()
+    def kept(self, kinds: tuple[str, ...], name: str) -> records.Record | None:
+        """What was measured of this name before, on this device at this commit. (Edited files are not a commit.)"""
+        commit = self.about["commit"]
         if not self.results.exists() or not commit or commit.endswith("-dirty"):
             return None
-        same = {"commit": commit, "label": self.block, "name": name}
+        same = {"label": self.block, "name": name, **{key: self.about[key] for key in ("commit", "device", "devices")}}
         found = [line for line in records.read(self.results) if same.items() <= line.items() and "failed" not in line
-                 and line["what"] in ("run", "compare")]
+                 and line["what"] in kinds]
         return found[-1] if found else None
 
     def figures(self, name: str, **figures: Any) -> None:
         """Record figures that this process measured itself."""
-        records.append(self.results, {**records.about("python tools/accelerator.py"), "what": "figures",
-                                      "label": self.block, "name": name, "figures": figures})
-        print(f"  {self.block}: {name}: {figures}", file=sys.stderr, flush=True)
+        records.append(self.results, {**self.about, "what": "figures", "label": self.block, "name": name,
+                                      "figures": figures})
+        self.say(f"{name}: {figures}")
+
+    def say(self, text: str) -> None:
+        """Report progress."""
+        print(f"  {self.block}: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -95,11 +100,6 @@ class Block:
 # --------------------------------------------------------------------------------------------------------------- blocks
 def alive(session: Session) -> None:
     """The doctor finds nothing wrong; a run's loss falls, and it is saved and resumed."""
-    doctor = subprocess.run([sys.executable, "-m", "jaxtrain.doctor", "--json"], capture_output=True, text=True)
-    findings = [json.loads(line) for line in doctor.stdout.splitlines() if line.startswith("{")]
-    for finding in findings:
-        if finding["level"] in ("warn", "FAIL"):
-            print(f"  doctor: {finding['level']} {finding['check']}: {finding['what']}", file=sys.stderr)
     config = "configs/gpt.py:tiny" if session.rehearse else "configs/gpt.py"
     steps = 20 if session.rehearse else 100
     with tempfile.TemporaryDirectory(prefix="alive-") as workdir:
@@ -110,7 +110,8 @@ def alive(session: Session) -> None:
                  "--config.train.eval_batches=1", "--config.train.sample_tokens=0", "--config.checkpoint.every=0",
                  "--config.optimizer.warmup_steps=5"], capture_output=True, text=True)
             if done.returncode:
-                raise RuntimeError(f"training ended with status {done.returncode}: {sweep.last_line(done.stderr)}")
+                print(done.stderr[-3000:], file=sys.stderr)
+                raise SystemExit(f"training ended with status {done.returncode}: {records.reason(done.stderr)}")
             return done.stderr
 
         train(steps)
@@ -118,57 +119,74 @@ def alive(session: Session) -> None:
         lines = [json.loads(line) for line in Path(workdir, "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     session.figures("configs/gpt.py", first_loss=losses[0], last_loss=losses[-1], steps=len(losses),
-                    doctor_failures=sum(finding["level"] == "FAIL" for finding in findings))
+                    doctor=examined())
     check(losses[-1] < 0.8 * losses[0], f"the loss did not fall: {losses[0]} to {losses[-1]}")
     check(f"resumed from step {steps}" in resumed and len(losses) == steps + 5, "it did not resume where it was saved")
+
+
+def examined() -> str:
+    """What the doctor finds wrong with this machine; it may take long, and nothing waits for all of it."""
+    with tempfile.TemporaryFile("w+") as found:
+        try:
+            done = subprocess.run([sys.executable, "-m", "jaxtrain.doctor", "--json"], stdout=found, timeout=60)
+            end = "" if done.returncode in (0, 1) else f"ended with status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            end = "not done within 60 s"
+        found.seek(0)
+        findings = [json.loads(line) for line in found.read().splitlines() if line.startswith("{")]
+    wrong = [f"{one['level']} {one['check']}: {one['what']}" for one in findings if one["level"] in ("warn", "FAIL")]
+    return "; ".join([*wrong, *[end] * bool(end)]) or "nothing wrong"
 
 
 def truth(session: Session) -> None:
     """Losses and gradients of tiny families against those that a CPU computed in float32."""
     import jax
 
+    from jaxtrain.cache import enable_compilation_cache
     from tools import accelerator_truth as figures
 
-    wanted, wrong = figures.wanted(), []
+    enable_compilation_cache()
+    wanted = figures.wanted()
     for family, precision, attention, loss, gradient in figures.cases(jax.default_backend(), few=session.rehearse):
         name = f"{family} {precision} {attention}"
+        if (before := session.kept(("figures",), name)) and before["figures"].get("right"):
+            continue
         try:
             found = figures.errors(figures.computed(family, precision, attention), wanted[family])
         except Exception as error:
             session.figures(name, failed=f"{type(error).__name__}: {error}"[:200])
-            wrong.append(name)
+            session.failures.append(name)
             continue
         right = found["loss"] < loss and found["grad_norm"] < loss and found["gradient"] < gradient
         session.figures(name, **found, right=right)
-        wrong += [name] * (not right)
-    check(not wrong, f"wrong: {', '.join(wrong)}")
+        session.failures += [name] * (not right)
 
 
 def speed(session: Session) -> None:
     """Three sizes at the planner's best, and two of them beside PyTorch, in batches with which both fit."""
     for size in CONFIGS:
-        keys = best(session, size)
-        record = session.bench(said(keys), size, keys, steps={"124M": 50, "1B": 20, "8B": 8}[size])
+        record = at_best(session, size, steps={"124M": 50, "1B": 20, "8B": 8}[size])
         if (reached := record.get("mfu")) is not None:
-            print(f"  {size}: {reached:.1%} causal MFU, goal {GOALS[size]:.0%}", file=sys.stderr)
-    for size, rows, length in (("124M", 32, 1024), ("1B", 2, 4096)):
-        keys = {"data.global_batch_size": rows, "data.seq_len": length, "train.remat": "none", "train.unroll": 0,
-                "optimizer.schedule": "cosine"}
-        others = "torch.compile,torch.causal" if not session.rehearse else "torch" if has_torch() else "step"
-        session.bench(f"beside PyTorch {said(keys)}", size, keys, f"--compare={others}", steps=40)
+            session.say(f"{size}: {reached:.1%} causal MFU, goal {GOALS[size]:.0%}")
+    # The twin alone has 20 GB of state at 1B, and its compiled step keeps more than ours.
+    large = "H200" in session.about["device"]
+    for size, rows, length in (("124M", 32, 1024), ("1B", 2 if large else 1, 4096)):
+        keys = {"data.global_batch_size": rows, "data.seq_len": length, "train.remat": "none", "train.unroll": 0}
+        others = ["torch.compile", "torch.causal"] if not session.rehearse else ["torch" if has_torch() else "step"]
+        for other in others:  # one at a time: each has a model and an optimizer of its own
+            session.bench(f"beside {other} {said(keys)}", size, keys, f"--compare={other}", steps=40)
 
 
 def where(session: Session) -> None:
     """A profile of each of the three."""
     for size in CONFIGS:
-        keys = best(session, size)
-        session.bench(said(keys), size, keys, "--profile", steps=5)
+        at_best(session, size, "--profile", steps=5)
 
 
 def parts(session: Session) -> None:
     """Attention, the loss head and the optimizer alone; scanned or unrolled layers, what is kept, offloading."""
     alone = subprocess.run([sys.executable, "-m", "tools.accelerator_parts", f"--results={session.results}",
-                            *["--rehearse"] * session.rehearse], cwd=ROOT, check=False)
+                            f"--about={json.dumps(session.about)}", *["--rehearse"] * session.rehearse], cwd=ROOT)
     for keys in ({"train.remat": "none", "train.unroll": 0}, {"train.remat": "none", "train.unroll": 1},
                  *({"train.remat": policy} for policy in ("full", "dots", "attention", "attention_and_dots")),
                  {"train.remat": "full", "optimizer.offload": True}):
@@ -205,7 +223,7 @@ def calibrate(session: Session) -> None:
 
 def flags(session: Session) -> None:
     """Flags of XLA for GPUs that published recipes use, one at a time; then all that gained more than 1 %."""
-    keys = best(session, "1B")
+    keys = best(session, "1B")[0]
     usual = session.bench("as it is", "1B", keys, steps=10)
     gained = []
     if session.rehearse:  # does XLA know all of them?
@@ -220,23 +238,33 @@ def flags(session: Session) -> None:
 
 FLAGS = ("--xla_disable_hlo_passes=rematerialization", "--xla_gpu_enable_triton_gemm=false",
          "--xla_gpu_enable_dus_accumulator_zero_init_elimination=true", "JAX_OPTIMIZATION_LEVEL=O1",
-         "--xla_gpu_cudnn_gemm_fusion_level=2", "--xla_gpu_exhaustive_tiling_search=true",
-         "--xla_gpu_enable_command_buffer=", "JAX_COMPILER_ENABLE_REMAT_PASS=false",
-         "--xla_gpu_memory_limit_slop_factor=115")
+         "--xla_gpu_cudnn_gemm_fusion_level=2", "--xla_gpu_enable_command_buffer=",
+         "--xla_gpu_memory_limit_slop_factor=115", "--xla_gpu_exhaustive_tiling_search=true")  # the slowest last
 BLOCKS = {block.name: block for block in (
-    Block("alive", alive, 90), Block("truth", truth, 300), Block("speed", speed, 540), Block("where", where, 240),
-    Block("parts", parts, 300), Block("memory", memory, 300), Block("calibrate", calibrate, 200),
+    Block("alive", alive, 180), Block("truth", truth, 300), Block("speed", speed, 540), Block("where", where, 240),
+    Block("parts", parts, 300), Block("memory", memory, 400), Block("calibrate", calibrate, 200),
     Block("flags", flags, 600))}
 
 
 # -------------------------------------------------------------------------------------------------------- what they use
-def best(session: Session, size: str) -> dict[str, Any]:
-    """The keys that the planner predicts to be fastest on this card, asked once and kept beside the results."""
-    kept = session.results.with_suffix(f".{size}.json")
+def at_best(session: Session, size: str, *flags: str, steps: int) -> records.Record:
+    """Measure a size at the planner's best, or the next best where that runs out of memory after all."""
+    record: records.Record = {}
+    for keys in best(session, size):
+        record = session.bench(said(keys), size, keys, *flags, steps=steps)
+        if not record.get("failed", "").startswith("out of memory"):
+            break
+    return record
+
+
+def best(session: Session, size: str) -> list[dict[str, Any]]:
+    """The keys that the planner predicts to be fastest on this card; asked once, and kept beside the results."""
+    device = re.sub(r"\W+", "-", session.about["device"])
+    kept = session.results.with_suffix(f".{size}.{device}.{(session.about['commit'] or '')[:7]}.json")
     if not kept.exists():
         asked = subprocess.run([sys.executable, "-c", _PLAN, size, device_name(session)], cwd=ROOT,
                                env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
-        check(asked.returncode == 0, f"the planner failed: {sweep.last_line(asked.stderr)}")
+        check(asked.returncode == 0, f"the planner failed: {records.reason(asked.stderr)}")
         kept.write_text(asked.stdout.splitlines()[-1])
     return json.loads(kept.read_text())
 
@@ -244,8 +272,11 @@ def best(session: Session, size: str) -> dict[str, Any]:
 _PLAN = "import json, sys; from tools.accelerator_blocks import plan; print(json.dumps(plan(*sys.argv[1:])))"
 
 
-def plan(size: str, target: str) -> dict[str, Any]:
-    """In a process that uses no device: the fastest of several batches and, where Adam does not fit, optimizers."""
+def plan(size: str, target: str) -> list[dict[str, Any]]:
+    """In a process that uses no device: the fastest of several batches and, where Adam does not fit, optimizers.
+
+    Some memory is left over: what a prediction may be short of, and what is lost between arrays.
+    """
     import jaxtrain as jt
     from jaxtrain.plan import search, targets
 
@@ -257,22 +288,32 @@ def plan(size: str, target: str) -> dict[str, Any]:
             config = jt.load_config(CONFIGS[size], {**ONE, **keys})
             found += [(choice.estimate.tokens_per_second, {**keys, **choice.overrides})
                       for choice in search.search(config, targets.TARGETS[target], 1).fitting
-                      if not choice.overrides.get("optimizer.offload")]  # slow while it is fetched every step
+                      if not choice.overrides.get("optimizer.offload")  # slow while it is fetched every step
+                      and choice.estimate.bytes < 0.93 * choice.estimate.target.room]
         if found:
             break
     check(bool(found), f"nothing of {CONFIGS[size]} fits {target}")
-    keys = max(found, key=lambda one: one[0])[1]
-    return {key: value for key, value in keys.items() if not key.startswith(("mesh.", "pipeline."))}
+    return [{key: value for key, value in keys.items() if not key.startswith(("mesh.", "pipeline."))}
+            for _, keys in sorted(found, key=lambda one: -one[0])[:3]]
 
 
 def device_name(session: Session) -> str:
-    """Which of the planner's targets this card is, asked in another process. A rehearsal plans for an H100."""
+    """Which of the planner's targets this card is. A rehearsal plans for an H100."""
     if session.rehearse:
         return "h100"
-    code = "from jaxtrain.plan import targets; print(targets.here().name)"
-    asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    check(asked.returncode == 0, f"the planner does not know this device: {sweep.last_line(asked.stderr)}")
-    return asked.stdout.split()[-1]
+    from jaxtrain.plan import targets
+
+    names = [name for name, target in targets.TARGETS.items()
+             if re.fullmatch(target.device_kind, session.about["device"])]
+    check(bool(names), f"the planner does not know {session.about['device']}")
+    return names[0]
+
+
+def built(config: str, keys: dict[str, Any]) -> None:
+    """Build the real config for one GPU that is not here: whatever would be refused there is refused now."""
+    import jaxtrain as jt
+
+    jt.build(jt.load_config(ROOT / config, keys), devices=1, platform="cuda")
 
 
 def with_settings(settings: list[str]) -> dict[str, str]:
@@ -293,7 +334,7 @@ def target_config() -> str:
 
 
 def said(keys: dict[str, Any]) -> str:
-    """Keys as a name has them."""
+    """Keys without their sections, for the name of a measurement."""
     return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in keys.items())
 
 
@@ -321,5 +362,5 @@ def timed(call: Callable[[], Any], repeats: int = 10) -> Iterator[float]:
 
 
 def median_seconds(call: Callable[[], Any], repeats: int = 10) -> float:
-    """Of several calls."""
+    """The median time of a call."""
     return statistics.median(timed(call, repeats))

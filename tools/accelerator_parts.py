@@ -1,9 +1,10 @@
 """Parts of a step alone on this device: attention with packed documents, the loss head, the optimizer.
 
-    python -m tools.accelerator_parts --results=FILE [--rehearse]
+Run by tools/accelerator_blocks.py: python -m tools.accelerator_parts --results=FILE --about=JSON [--rehearse]
 """
 
 import argparse
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -31,8 +32,8 @@ def attention(session: Session) -> None:
         draw = np.random.default_rng(0)
         starts = draw.random((rows, length)) < 4 / length
         segments = jnp.asarray(1 + np.cumsum(starts, 1), jnp.int32)
-        q, k, v = (jnp.asarray(draw.standard_normal((rows, length, n, width)), jnp.bfloat16)
-                   for n in (heads, groups, groups))
+        q, k, v = (jax.random.normal(jax.random.key(n), (rows, length, count, width), jnp.bfloat16)
+                   for n, count in enumerate((heads, groups, groups)))
         work = kernels.flops(kernels.FORWARD, [x.shape for x in (q, k, v)])
         back = kernels.flops(kernels.BACKWARD, [x.shape for x in (q, k, v)])
         for backend in ("cudnn", "xla") if gpu else ("xla",):
@@ -45,23 +46,24 @@ def attention(session: Session) -> None:
                     return pull(out)
 
                 name = f"{backend} {rows} x {length}{'' if documents else ', no documents'}"
-                try:
-                    once, twice = (median_seconds(partial(jax.jit(f), q, k, v), 5) for f in (forward, both))
-                except Exception as error:
-                    session.figures(name, failed=f"{type(error).__name__}: {error}"[:150])
-                    continue
-                session.figures(name, forward_ms=1e3 * once, forward_tflops=work / once / 1e12, both_ms=1e3 * twice,
-                                both_tflops=(work + back) / twice / 1e12)
+                found: dict[str, Any] = {}
+                for what, f, flops in (("forward", forward, work), ("both", both, work + back)):
+                    try:
+                        seconds = median_seconds(partial(jax.jit(f), q, k, v), 5)
+                    except Exception as error:  # such as too little memory
+                        found["failed"] = f"{what}: {type(error).__name__}: {error}"[:150]
+                        break
+                    found |= {f"{what}_ms": 1e3 * seconds, f"{what}_tflops": flops / seconds / 1e12}
+                session.figures(name, **found)
 
 
 def loss_head(session: Session) -> None:
     """The head with its gradients, beside its three matmuls alone. Goal: 90 % of their speed."""
     N, D, V = (256, 64, 320) if session.rehearse else (16384, 4096, 128256)
-    draw = np.random.default_rng(0)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    x = jnp.asarray(draw.standard_normal((1, N, D)), dtype)
-    head = jnp.asarray(0.02 * draw.standard_normal((D, V)), dtype)
-    targets, weights = jnp.asarray(draw.integers(V, size=(1, N)), jnp.int32), jnp.ones((1, N), jnp.float32)
+    x, head = (jax.random.normal(jax.random.key(n), shape, dtype) for n, shape in enumerate(((1, N, D), (D, V))))
+    head *= 0.02
+    targets, weights = jax.random.randint(jax.random.key(2), (1, N), 0, V), jnp.ones((1, N), jnp.float32)
     step = jax.jit(jax.grad(lambda x, head: cross_entropy(x, head, targets, weights), argnums=(0, 1)))
 
     @jax.jit
@@ -103,9 +105,10 @@ def optimizer(session: Session) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--about", type=json.loads, required=True)
     parser.add_argument("--rehearse", action="store_true")
     flags = parser.parse_args()
-    session = Session(flags.results, "parts", flags.rehearse)
+    session = Session(flags.results, "parts", flags.rehearse, flags.about)
     for part in (attention, loss_head, optimizer):
         part(session)
     return 0

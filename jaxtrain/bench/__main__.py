@@ -134,8 +134,8 @@ def shown(record: dict[str, Any]) -> str:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether it says that a device's memory does not suffice, in the words of JAX or of PyTorch."""
-    text = f"{type(error).__name__} {error}"
-    return any(words in text for words in ("RESOURCE_EXHAUSTED", "OutOfMemoryError", "Out of memory"))
+    text = f"{type(error).__name__} {error}".lower().replace("_", " ")
+    return any(words in text for words in ("resource exhausted", "outofmemory", "out of memory", "alloc failed"))
 
 
 def prepare_environment(shared: bool) -> None:

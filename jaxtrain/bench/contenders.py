@@ -75,17 +75,35 @@ def plain(run: Run, params: Any) -> Contender:
     from jaxtrain.bench.reference import plain_jax
 
     c = run.config.model
-    if c.name != "gpt2" or run.mesh.size > 1 or run.precision != "float32" or not c.tied_embeddings or c.window:
-        raise UserError("--compare", "the plain step is gpt2 in float32 on one device", "compare with torch, or step")
-    shape = shape_of(c)
-    state, step = plain_jax.start(plain_jax.from_jaxtrain(params)), plain_jax.make_step(shape, hyper(run))
+    require(run, {
+        "model.name": c.name == "gpt2", "train.precision": run.precision == "float32", "mesh": run.mesh.size == 1,
+        "model.tied_embeddings": c.tied_embeddings, "model.window": not c.window,
+        "model.norm_eps": c.norm_eps == plain_jax.EPS, "model.mlp_dim": c.mlp_dim == 4 * c.embed_dim,
+        "model.head_dim": c.head_dim * c.num_heads == c.embed_dim, "model.num_kv_heads": c.num_kv_heads == c.num_heads,
+        "train.accumulation": run.config.train.accumulation == 1}, "gpt2 in float32 on one device, its sizes derived")
+    state, step = plain_jax.start(plain_jax.from_jaxtrain(params)), plain_jax.make_step(shape_of(c), hyper(run))
 
     def issue(batch):
         nonlocal state
-        state, loss = step(state, batch)
+        with jax.default_matmul_precision("highest"):  # as jaxtrain computes float32
+            state, loss = step(state, batch)
         return loss
 
     return Contender(issue, float, jax.device_put)
+
+
+def require(run: Run, kept: dict[str, bool], what: str) -> None:
+    """Refuse a config of which another program does not have a key; `what` says what it has."""
+    o, t = run.config.optimizer, run.config.train
+    kept = {**kept, "optimizer.name": o.name == "adamw", "optimizer.schedule": o.schedule == "cosine",
+            "optimizer.offload": not o.offload, "optimizer.clip_norm": o.clip_norm > 0, "train.z_loss": not t.z_loss}
+    for key, same in kept.items():
+        section, _, name = key.partition(".")
+        if not same:
+            value = getattr(getattr(run.config, section), name) if name else f"{run.mesh.size} devices"
+            value = run.precision if name == "precision" else value
+            raise UserError(key, f"the program to compare with has no {value}: it is {what}, with adamw, a cosine "
+                            "schedule and clipping", "compare with step, or change the key")
 
 
 def shape_of(model: ModelConfig) -> Any:
@@ -103,18 +121,18 @@ def torch_twin(run: Run, params: Any, compiled: bool = False, exact: bool = True
         raise UserError("--compare", "PyTorch is not installed", "pip install 'jaxtrain[bench]'") from None
     from jaxtrain.bench.reference import torch_twin
 
-    t = run.config.train
-    if run.mesh.size > 1:
-        raise UserError("--compare", "the twin in PyTorch runs on one device", "use a mesh of one")
+    c, t = run.config.model, run.config.train
     device = "cpu" if jax.default_backend() == "cpu" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--compare", "this PyTorch has no GPU", "install one that does, or compare with step")
     wanted = "float32" if device == "cpu" else "bfloat16"
-    if run.precision != wanted:
-        raise UserError("train.precision", f"on {device} the twin in PyTorch computes in {wanted}", f"use {wanted}")
+    require(run, {"mesh": run.mesh.size == 1, "train.precision": run.precision == wanted,
+                  "model.name": c.name in ("gpt2", "llama"), "model.num_experts": not c.num_experts,
+                  "model.window": not c.window, "model.ahead_loss": not c.ahead_loss,
+                  "train.remat": t.remat in ("none", "full")},
+            f"gpt2 or llama without experts and windows, in {wanted} on one device, remat none or full")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    try:
-        model = torch_twin.Twin(run.config.model, exact, remat=t.remat != "none")
-    except ValueError as error:
-        raise UserError("--compare", str(error), "compare with step") from None
+    model = torch_twin.Twin(c, exact, remat=t.remat == "full")
     model.load_state_dict(torch_twin.from_jaxtrain(jax.device_get(params)))
     model = model.to(device)
     return Contender(torch_twin.make_step(model, hyper(run), compiled, t.accumulation), float,
@@ -122,13 +140,10 @@ def torch_twin(run: Run, params: Any, compiled: bool = False, exact: bool = True
 
 
 def hyper(run: Run) -> Any:
-    """The optimizer's settings as the programs by hand take them."""
+    """The optimizer's settings as the hand-written programs take them."""
     from jaxtrain.bench.reference import plain_jax
 
     o = run.config.optimizer
-    if (o.name, o.schedule, o.offload) != ("adamw", "cosine", False):
-        raise UserError("--compare", "what is written by hand has adamw with a cosine schedule, on the devices",
-                        "set optimizer.name=adamw optimizer.schedule=cosine optimizer.offload=False")
     return plain_jax.Hyper(run.config.train.steps, o.learning_rate, o.warmup_steps, o.final_fraction, o.weight_decay,
                            o.clip_norm, o.b1, o.b2, o.eps)
 

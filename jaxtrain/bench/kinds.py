@@ -25,7 +25,7 @@ def kind_of(instruction: Instruction, program: Program, mesh: Mapping[str, int])
             return said(found.collective, program.axes(found, mesh)).removesuffix(" over ")
     if instruction.opcode in CONTAINERS:
         return CONTROL
-    if scope := _SCOPE.search(instruction.path):
+    if scope := _SCOPE.search(program.path(instruction)):
         return _SCOPES[scope[1]]
     if "fmha" in instruction.target:
         return ATTENTION
@@ -40,6 +40,14 @@ def kind_of_kernel(name: str) -> str:
     return next((kind for pattern, kind in _KERNELS if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
-def hides(kind: str) -> int:
-    """The rank of a kind where several operations run at once: the time is that of the lowest."""
-    return 2 if kind == CONTROL else 0 if kind in KINDS and kind != COPIES else 1
+def rank(kind: str) -> int:
+    """Which of several operations that run at once a moment belongs to: those whose kind has the lowest rank.
+
+    Computation comes first, since what is sent beside it costs nothing; a loop comes last, behind what runs in it.
+    """
+    return 2 if kind == CONTROL else 1 if is_sent(kind) else 0
+
+
+def is_sent(kind: str) -> bool:
+    """Whether it moves data to other devices or the host: collectives and copies."""
+    return kind not in KINDS or kind == COPIES

@@ -3,6 +3,8 @@
 import contextlib
 import tempfile
 import time
+import traceback
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,18 +89,24 @@ class _Losses:
 
 
 @contextlib.contextmanager
-def training(run: Run, steps: int) -> Iterator[tuple[Training, dict[str, Any]]]:
-    """A run that is ready to take so many steps, and what it took to get it ready."""
+def training(run: Run, steps: int, one_shape: bool = False) -> Iterator[tuple[Training, dict[str, Any]]]:
+    """A run that is ready to take so many steps, and what it took to get it ready.
+
+    `one_shape`: refuse data whose batches differ in shape.
+    """
     batches = run.train_batches
     if batches.num_batches is not None and batches.num_batches < steps:
         raise UserError("--steps", f"the data has an end after {batches.num_batches} batches and {steps} are wanted",
                         "give fewer --steps, or more epochs in data.mixture")
     run.check_shapes(0, steps)
+    if one_shape and len(batches.shapes_of(0, steps)) > 1:
+        raise UserError("data", "rows of several lengths are neither traced nor compared", "measure without --profile "
+                        "and --compare, or use data.packing=concat without data.stages")
     began = _now()
-    with _cache_hits() as hits:
+    with _cache_use() as cache:
         for shape in batches.shapes_of(0, steps):
             run.of_shape(shape).compiled_step  # noqa: B018 (compiles)
-    compiled = {"compile_s": _now() - began, "compile_cached": bool(hits)}
+    compiled = {"compile_s": _now() - began, "compile_cached": cache["hits"] > 0 and not cache["misses"]}
     with (
         tempfile.TemporaryDirectory(prefix="jaxtrain-bench-") as folder,
         prefetch(batches, 0, steps, lambda step, batches: run.placed(batches, step), run.config.data.prefetch) as each,
@@ -115,7 +123,7 @@ def measure(run: Run, steps: int, warmup: int, *, traced: bool = False, file: st
     """
     guess, target = predicted(run, file)
     sheet = target if file or (target and target.platform != "cpu") else None  # CPUs have none that tells a peak
-    with training(run, warmup + steps + (1 + TRACED) * traced) as (loop, ready):
+    with training(run, warmup + steps + (1 + TRACED) * traced, one_shape=traced) as (loop, ready):
         first = loop.steps(warmup).losses if warmup else []
         took = loop.steps(steps)
         peak = _peak_bytes()
@@ -124,10 +132,14 @@ def measure(run: Run, steps: int, warmup: int, *, traced: bool = False, file: st
             "predicted_ms": guess and 1e3 * guess.seconds,
             "loss": {"first": (first + took.losses)[0], "last": took.losses[-1]} if took.losses else None}
         if traced:
-            loop.compiled = traceable(run)
-            loop.steps(1)
-            measured["profile"] = profile(loop.compiled, lambda: sum(loop.steps(TRACED).seconds), TRACED,
-                                          dict(run.mesh.shape), sheet)
+            try:
+                loop.compiled = traceable(run)
+                loop.steps(1)
+                measured["profile"] = profile(loop.compiled, lambda: sum(loop.steps(TRACED).seconds), TRACED,
+                                              dict(run.mesh.shape), sheet)
+            except Exception as error:  # what was measured is not lost for what could not be traced
+                measured["profile_failed"] = f"{type(error).__name__}: {error}"[:300]
+                say(f"warning: the profile failed: {traceback.format_exc()}")
         return measured
 
 
@@ -180,17 +192,17 @@ def _peak_bytes() -> int | None:
 
 
 @contextlib.contextmanager
-def _cache_hits() -> Iterator[list[str]]:
-    """A list that fills with the programs that come out of the compilation cache in this context."""
-    hits: list[str] = []
+def _cache_use() -> Iterator[Counter[str]]:
+    """Counts the programs that the compilation cache has ("hits") and has not ("misses") in this context."""
+    counts: Counter[str] = Counter()
 
     def heard(event: str, **_: Any) -> None:
-        if event == "/jax/compilation_cache/cache_hits":
-            hits.append(event)
+        if event.startswith("/jax/compilation_cache/cache_"):
+            counts[event.rpartition("_")[2]] += 1
 
     jax.monitoring.register_event_listener(heard)
     try:
-        yield hits
+        yield counts
     finally:
         jax.monitoring.unregister_event_listener(heard)
 

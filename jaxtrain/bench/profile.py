@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,14 +36,14 @@ def account(found: list[trace.Event], code: Program, steps: int, mesh: Mapping[s
     named = _instructions(found, code)
     of = {one: kinds.kind_of(instruction, code, mesh) if instruction else kinds.kind_of_kernel(one[1])
           for one, instruction in named.items()}
-    own, hidden, idle = trace.divide(found, lambda event: kinds.hides(of[event.what]))
+    own, hidden, idle = trace.divide(found, lambda event: kinds.rank(of[event.what]))
     scale = 1e-6 / steps
     by_kind: dict[str, float] = defaultdict(float)
     by_kernel: dict[tuple[str, str, str], list[tuple[trace.Event, float]]] = defaultdict(list)
     for event, nanoseconds in own.items():
         kind, instruction = of[event.what], named[event.what]
         by_kind[kind] += nanoseconds
-        same = (kind, _shape_of_path(instruction), instruction.result) if instruction else (kind, event.kernel, "")
+        same = (kind, _place(instruction, code), instruction.result) if instruction else (kind, event.kernel, "")
         by_kernel[same].append((event, nanoseconds))
     by_kind[trace.GAP] = idle
     total = sum(by_kind.values())
@@ -54,7 +54,7 @@ def account(found: list[trace.Event], code: Program, steps: int, mesh: Mapping[s
     return {
         "steps": steps, "step_ms": total * scale,
         "kinds_ms": {kind: value * scale for kind, value in _largest(by_kind)},
-        "hidden_ms": {kind: value * scale for kind, value in _largest(behind) if kind not in kinds.KINDS},
+        "hidden_ms": {kind: value * scale for kind, value in _largest(behind) if kinds.is_sent(kind)},
         "kernels": sorted(kernels, key=lambda kernel: -kernel["ms"])[:TOP]}
 
 
@@ -80,9 +80,9 @@ def _instructions(found: list[trace.Event], code: Program) -> dict[tuple[str, st
     return {what: known(*what) for what in {event.what for event in found}}
 
 
-def _shape_of_path(instruction: Instruction) -> str:
-    """The scope of an instruction without the numbers that tell layers apart."""
-    return re.sub(r"\d+", "", instruction.path) or instruction.opcode
+def _place(instruction: Instruction, code: Program) -> str:
+    """Where in the model an instruction comes from, without the numbers that tell layers apart."""
+    return re.sub(r"\d+", "", code.path(instruction)) or instruction.opcode
 
 
 def _kernel(same: tuple[str, str, str], runs: list[tuple[trace.Event, float]], steps: int, total: float,
@@ -91,15 +91,25 @@ def _kernel(same: tuple[str, str, str], runs: list[tuple[trace.Event, float]], s
     kind, path, result = same
     busiest, _ = max(runs, key=lambda run: run[1])
     own, seconds = (sum(values) for values in zip(*((ns, event.end - event.start) for event, ns in runs), strict=True))
+    times = _executions([event for event, _ in runs])
     kernel = {"name": busiest.operation if named[busiest.what] else busiest.kernel, "kind": kind, "path": path,
-              "result": result, "runs": len(runs) / steps, "ms": own * 1e-6 / steps, "share": own / total}
-    instructions = [instruction for event, _ in runs if (instruction := named[event.what])]
-    if len(instructions) == len(runs) and seconds and not instructions[0].collective:
-        flops, moved = (sum(getattr(one, what) for one in instructions) for what in ("flops", "bytes"))
+              "result": result, "runs": sum(times.values()) / steps, "ms": own * 1e-6 / steps, "share": own / total}
+    instructions = [(instruction, times[event.operation]) for event in {event.operation: event for event, _ in
+                    runs}.values() if (instruction := named[event.what])]
+    if instructions and seconds and not instructions[0][0].collective:
+        flops, moved = (sum(getattr(one, what) * count for one, count in instructions) for what in ("flops", "bytes"))
         kernel |= {"flops_per_s": flops / seconds * 1e9, "bytes_per_s": moved / seconds * 1e9}
         if target is not None:
-            kernel["roofline"] = _least_seconds(instructions[0], flops, moved, target) / seconds * 1e9
+            kernel["roofline"] = _least_seconds(instructions[0][0], flops, moved, target) / seconds * 1e9
     return kernel
+
+
+def _executions(events: list[trace.Event]) -> dict[str, int]:
+    """How often each operation ran: one that takes several kernels, as often as the most frequent of them."""
+    kernels: dict[str, Counter[str]] = defaultdict(Counter)
+    for event in events:
+        kernels[event.operation][event.kernel] += 1
+    return {operation: max(those.values()) for operation, those in kernels.items()}
 
 
 def _least_seconds(instruction: Instruction, flops: float, moved: float, target: Target) -> float:

@@ -4,12 +4,15 @@ import datetime
 import json
 import os
 import platform
+import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
 from jaxtrain.versions import git_commit, version_of
 
 # Settings outside the config that change how fast a step is. (None of them names a path.)
@@ -24,7 +27,10 @@ Record = dict[str, Any]
 
 
 def about(command: str) -> Record:
-    """What a figure is worth nothing without: when, from which commit, by which command, on which machine."""
+    """The time, commit, command, devices, processor, versions and settings of a measurement.
+
+    Starts JAX's backend in this process, which on a GPU then holds most of the memory: `about_elsewhere` does not.
+    """
     import jax
 
     devices = jax.devices()
@@ -37,6 +43,36 @@ def about(command: str) -> Record:
                             and (name, value) != ("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)}}
 
 
+_ELSEWHERE = """
+import json, sys
+from jaxtrain.bench.records import about
+print(json.dumps(about(sys.argv[1])))
+"""
+
+
+def about_elsewhere(command: str) -> Record:
+    """The same, asked in a process of its own, for a process that leaves the devices to others."""
+    root = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    try:
+        asked = subprocess.run([sys.executable, "-c", _ELSEWHERE, command], capture_output=True, text=True, timeout=300,
+                               env={**os.environ, "PYTHONPATH": paths})
+    except subprocess.TimeoutExpired:
+        raise UserError("device", "JAX does not start within five minutes", "see python -m jaxtrain.doctor") from None
+    if asked.returncode:
+        raise UserError("device", f"JAX cannot use it: {reason(asked.stderr)}", "see python -m jaxtrain.doctor")
+    return json.loads(asked.stdout.splitlines()[-1])
+
+
+def reason(text: str) -> str:
+    """Why a program failed, by what it wrote to stderr: the line of its exception, else its last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if "Traceback (most recent call last)" in text:
+        errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit|Interrupt)\b", line)]
+        lines = errors or lines
+    return lines[-1][:300] if lines else ""
+
+
 def processor() -> str:
     """The model of this machine's processor."""
     try:
@@ -47,36 +83,43 @@ def processor() -> str:
 
 
 def command_line(module: str, argv: Iterable[str]) -> str:
-    """The command as a reader would repeat it: without where its lines went."""
-    return " ".join(["python", *module.split(), *(word for word in argv if not word.startswith("--json"))])
+    """The command as a reader would repeat it, without the file that its line went to."""
+    words, skip = [], False
+    for word in argv:
+        if not skip and word.partition("=")[0] != "--json":
+            words.append(word)
+        skip = word == "--json"
+    return shlex.join(["python", *module.split(), *words])
 
 
 def append(file: str | Path, record: Mapping[str, Any]) -> None:
-    """Add a line to a file, whole or not at all."""
-    line = json.dumps(record) + "\n"
+    """Add a line to a file, on a line of its own even where the one before was cut off."""
+    line = (json.dumps(record) + "\n").encode()
     try:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "ab", buffering=0) as lines:
-            lines.write(line.encode())
+        with open(file, "a+b", buffering=0) as lines:
+            if lines.seek(0, os.SEEK_END):
+                lines.seek(-1, os.SEEK_END)
+                line = line if lines.read(1) == b"\n" else b"\n" + line
+            lines.write(line)
     except OSError as error:
-        raise UserError("--json", f"{file} cannot be written ({error.strerror})", "give a file that can be") from None
+        raise UserError("--json", f"{file} cannot be written ({error.strerror})", "choose another file") from None
 
 
 def read(file: str | Path) -> list[Record]:
-    """The lines of a file, oldest first; a last line that was cut off is left out."""
+    """The measurements in a file, oldest first; a line that was cut off is left out, with a warning."""
     try:
         lines = Path(file).read_text().splitlines()
     except OSError as error:
-        raise UserError("--render", f"{file} cannot be read ({error.strerror})", "give files of --json") from None
+        raise UserError(f"{file}", f"it cannot be read ({error.strerror})", "give files that --json wrote") from None
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
-            if number == len(lines):
-                print(f"warning: line {number} of {file} was cut off and is left out", file=sys.stderr)
-                continue
-            raise UserError("--render", f"line {number} of {file} is not JSON", "give files of --json") from None
-        if not isinstance(found[-1], dict) or "what" not in found[-1]:
-            raise UserError("--render", f"line {number} of {file} is no measurement", "give files of --json")
+            say(f"warning: line {number} of {file} is not JSON and is left out")
+            continue
+        if not isinstance(record, dict) or "what" not in record:
+            raise UserError(f"{file}", f"line {number} is not a measurement", "give files that --json wrote")
+        found.append(record)
     return found

@@ -42,29 +42,34 @@ def sweep(argv: list[str], words: list[str], json_file: str | None, seconds: flo
     return sorted(found, key=lambda record: -record.get("tokens_per_s", 0.0))
 
 
-def measured(argv: list[str], seconds: float, environment: dict[str, str] | None = None) -> records.Record:
-    """The record of `python -m jaxtrain.bench` with these flags, in a process of its own; what fails says why."""
+def measured(argv: list[str], seconds: float, environment: dict[str, str] | None = None,
+             about: records.Record | None = None) -> records.Record:
+    """The record of `python -m jaxtrain.bench` with these flags, in a process of its own; a failure's says why.
+
+    `about`: what is known of this machine, for the record of a failure. This process itself uses no device.
+    """
     with tempfile.TemporaryDirectory(prefix="jaxtrain-sweep-") as folder:
-        file = Path(folder) / "measured.jsonl"
+        file, errors = Path(folder) / "measured.jsonl", Path(folder) / "errors.txt"
         command = [sys.executable, "-m", "jaxtrain.bench", *argv, f"--json={file}"]
-        process = subprocess.Popen(command, env={**os.environ, **(environment or {})}, stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.PIPE, text=True)
+        with open(errors, "w") as log:  # a pipe would stay open as long as any process that this one started
+            process = subprocess.Popen(command, env={**os.environ, **(environment or {})}, stdout=subprocess.DEVNULL,
+                                       stderr=log)
         try:
-            _, errors = process.communicate(timeout=seconds)
-            why = last_line(errors) or f"ended with status {process.returncode}"
+            status = process.wait(seconds)
+            why = records.reason(errors.read_text(errors="replace")) or f"ended with status {status}"
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
             why = f"took longer than {seconds:g} s"
+        finally:
+            process.kill()
+            process.wait()
         if file.exists() and (lines := records.read(file)):
             return lines[-1]
-        return {**records.about(records.command_line("-m jaxtrain.bench", argv)), "what": "run", "failed": why,
-                "rows": 0, "seq_len": 0, "accumulation": 1}
-
-
-def last_line(text: str) -> str:
-    """What a program said last."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")[:300]
+        if "Traceback" in (told := errors.read_text(errors="replace")):  # nobody's mistake: show where
+            print(told[-3000:], file=sys.stderr, flush=True)
+        command = records.command_line("-m jaxtrain.bench", argv)
+        compared = any(word.startswith("--compare") for word in argv)
+        here = about or records.about_elsewhere(command)
+        return {**here, "command": command, "what": "compare" if compared else "run", "failed": why}
 
 
 def ranked(found: list[records.Record]) -> str:

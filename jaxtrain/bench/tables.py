@@ -71,7 +71,8 @@ def table(what: str, lines: list[Record]) -> str:
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table in Markdown."""
     head = list(head)
-    return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *map(list, rows)])
+    lines = [head, ["---"] * len(head), *map(list, rows)]
+    return "".join(f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in line)} |\n" for line in lines)
 
 
 def sources(lines: list[Record]) -> str:
@@ -204,7 +205,9 @@ def outcome(record: Record) -> str:
 
 
 def shape(line: Record) -> str:
-    """Rows and tokens of a step."""
+    """Rows and tokens of a step; nothing for one that failed before it was known."""
+    if "rows" not in line:
+        return ""
     micro = f", {line['accumulation']} parts" if line["accumulation"] > 1 else ""
     return f"{line['rows']} x {line['seq_len']:,}{micro}"
 

@@ -50,17 +50,22 @@ def events(folder: str | Path) -> list[Event]:
     files = sorted(glob.glob(str(Path(folder) / "**" / "*.xplane.pb"), recursive=True), key=os.path.getmtime)
     if not files:
         raise FileNotFoundError(f"the profiler wrote no trace into {folder}")
-    return list(events_of(jax.profiler.ProfileData.from_file(files[-1])))
+    found = list(events_of(jax.profiler.ProfileData.from_file(files[-1]), jax.default_backend()))
+    if not found:
+        raise RuntimeError("the profiler recorded no operation of the device")
+    return found
 
 
-def events_of(data: Any) -> Iterator[Event]:
-    """The operations of a trace (`jax.profiler.ProfileData`)."""
+def events_of(data: Any, platform: str = "") -> Iterator[Event]:
+    """The operations of a trace (`jax.profiler.ProfileData`); of a host only where no accelerator is to be traced."""
     planes = {plane.name: plane for plane in data.planes}
-    for platform in ("GPU", "TPU"):
-        if devices := sorted(name for name in planes if re.fullmatch(rf"/device:{platform}:\d+.*", name)):
+    for kind in ("GPU", "TPU"):
+        if devices := sorted(name for name in planes if re.fullmatch(rf"/device:{kind}:\d+.*", name)):
             first = min(devices, key=lambda name: int(re.search(r":(\d+)", name)[1]))  # pyrefly: ignore
             yield from _of_accelerator(planes[first])
             return
+    if platform not in ("", "cpu"):
+        return
     for plane in planes.values():
         for line in plane.lines:
             for event in line.events:

@@ -61,7 +61,7 @@ def _softmax_forward(scores):
 
 
 def _softmax_backward(p, dp):
-    # A gradient written by hand does not inherit the scope that its forward pass was called in.
+    # In a loop over layers it would lose the scope of the forward pass. Scores of attention have four dimensions.
     with jax.named_scope("attention" if p.ndim == 4 else "router"):
         return (p * (dp - (p * dp).sum(-1, keepdims=True)),)
 

@@ -50,6 +50,13 @@ class Instruction:
         return found[1] if found else ""
 
     @property
+    def useful(self) -> list[Array]:
+        """Its results without the workspace that libraries of kernels return beside them, as bytes."""
+        if self.opcode != "custom-call":
+            return self.arrays
+        return self.arrays[:1] + [array for array in self.arrays[1:] if array[0] not in ("s8", "u8")]
+
+    @property
     def target(self) -> str:
         """What a custom call calls."""
         found = re.search(r'custom_call_target="([^"]*)"', self.text)
@@ -81,6 +88,12 @@ class Program:
             yield instruction
             for called in instruction.called:
                 yield from self.inside(called)
+
+    def path(self, instruction: Instruction) -> str:
+        """Where in the model an instruction comes from; of a fusion that does not say so, where its products do."""
+        inner = [one for name in instruction.called for one in self.inside(name)] if not instruction.path else []
+        told = sorted((one for one in inner if one.path), key=lambda one: (not one.flops, not one.is_root))
+        return told[0].path if told else instruction.path
 
     def axes(self, instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of a mesh of these sizes along which a collective joins devices."""
@@ -169,7 +182,7 @@ def _count(instruction: Instruction, made: Program) -> None:
     else:
         read = sum(size(array) for name in instruction.operands if (operand := made.instructions.get(name))
                    for array in operand.arrays)
-        instruction.bytes = read + sum(map(size, instruction.arrays))
+        instruction.bytes = read + sum(map(size, instruction.useful))
 
 
 def _operand(instruction: Instruction, index: int, made: Program) -> Array:
@@ -186,7 +199,10 @@ def _flops(instruction: Instruction, made: Program) -> float:
     elif "matmul" in target or "gemm" in target:  # cuBLAS, oneDNN
         summed = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.text)
     elif "fmha" in target:
-        (_, (B, T, H, K)), (_, keys) = (_operand(instruction, index, made) for index in (0, 1))
+        (_, queries), (_, keys) = (_operand(instruction, index, made) for index in (0, 1))
+        if len(queries) != 4 or len(keys) != 4:
+            return 0.0
+        B, T, H, K = queries
         # Forward two products, backward five; causal, so about half of the pairs.
         return (5 if "Backward" in target else 2) * 2.0 * B * H * T * keys[1] * K / 2
     else:
@@ -229,7 +245,9 @@ def _written_by_fusion(body: list[Instruction], made: Program) -> float:
             return 0.0
         if instruction.opcode == "dynamic-update-slice":
             return size(_operand(instruction, 1, made))
-        return sum(map(size, instruction.arrays))
+        if instruction.opcode == "get-tuple-element" and instruction.arrays[0][0] in ("s8", "u8"):
+            return 0.0  # the workspace of a kernel from a library
+        return sum(map(size, instruction.useful))
 
     root = next((instruction for instruction in body if instruction.is_root), None)
     if root is not None and root.opcode == "tuple":

@@ -172,7 +172,7 @@ def here(devices: list[Any] | None = None, more: str | Path | None = None) -> Ta
         base, share = TARGETS["cpu"], min(1.0, (os.cpu_count() or 1) / len(mine))
         return dataclasses.replace(base, memory=memory, bandwidth=base.bandwidth * share,
                                    peak={dtype: rate * share for dtype, rate in base.peak.items()})
-    for target in {**TARGETS, **measured}.values():
+    for target in (*measured.values(), *TARGETS.values()):
         if re.fullmatch(target.device_kind, kind):
             target = dataclasses.replace(target, host_memory=memory)
             limit = (mine[0].memory_stats() or {}).get("bytes_limit")

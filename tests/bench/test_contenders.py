@@ -115,6 +115,12 @@ def test_taking_turns(runs):
     assert found["contenders"]["jaxtrain"]["wall_paired"] == 1
 
 
-def test_what_cannot_be_compared_is_refused(runs):
-    with pytest.raises(jt.UserError, match="plain step is gpt2"):
-        contenders.contenders(["plain"], runs["llama"], None)
+@pytest.mark.parametrize(("keys", "refused"), [
+    ({"train.z_loss": 0.1}, "train.z_loss"), ({"optimizer.clip_norm": 0}, "optimizer.clip_norm"),
+    ({"model.norm_eps": 0.1}, "model.norm_eps"), ({"train.accumulation": 2}, "train.accumulation"),
+    ({"model.head_dim": 64}, "model.head_dim"), ({"optimizer.name": "lion"}, "optimizer.name"),
+    ({"model.name": "llama"}, "model.name"), ({"train.precision": "bfloat16"}, "train.precision")])
+def test_what_another_program_does_not_have_is_refused(keys, refused):
+    run = jt.build(jt.make_config({"mesh": {"data": 1}}, keys), devices=jax.devices()[:1])
+    with pytest.raises(jt.UserError, match=f"^{refused}: the program to compare with has no"):
+        contenders.contenders(["plain"], run, None)

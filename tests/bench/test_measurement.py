@@ -60,13 +60,16 @@ def test_the_figures_agree_with_each_other_and_with_the_planner(record, flags):
 def test_the_kinds_add_up_to_the_step_and_name_the_axes(record):
     profile = record["profile"]
     kinds = profile["kinds_ms"]
-    assert sum(kinds.values()) == pytest.approx(profile["step_ms"])
+    assert 0 < sum(kinds.values()) < 1.05 * profile["wall_ms"], "no moment counts twice"
     assert {"matmul", "attention", "loss head", "optimizer", "elementwise"} <= set(kinds)
     assert any(kind.startswith("all-gather over") and "fsdp" in kind for kind in kinds)
     assert any(kind.endswith("over tensor") for kind in kinds)
     assert all(0 < kernel["share"] <= 1 and kernel["ms"] > 0 for kernel in profile["kernels"])
     assert any(kernel.get("flops_per_s", 0) > 0 for kernel in profile["kernels"])
-    assert len(profile["kernels"]) <= 20 and profile["kernels"][0]["ms"] == max(k["ms"] for k in profile["kernels"])
+    assert len(profile["kernels"]) == 20
+    for kernel in profile["kernels"]:
+        if kernel["kind"] in ("matmul", "attention"):  # each on 8 devices
+            assert kernel["runs"] >= 8 and kernel["runs"] % 8 == 0, kernel
 
 
 def test_losses_are_those_of_training(flags, record):
@@ -94,13 +97,39 @@ def test_out_of_memory_is_said_and_recorded(flags, tmp_path, monkeypatch, capsys
     assert line["failed"] in capsys.readouterr().err and "tokens_per_s" not in line
 
 
+def test_a_profile_that_fails_does_not_cost_the_measurement(flags, monkeypatch, tmp_path, capsys):
+    def broken(*_, **__):
+        raise RuntimeError("no trace today")
+
+    monkeypatch.setattr(measurement, "profile", broken)
+    file = tmp_path / "measured.jsonl"
+    assert bench.main([*flags, "--steps=1", "--warmup=1", "--profile", f"--json={file}"]) == 0
+    line = json.loads(file.read_text())
+    assert line["profile_failed"] == "RuntimeError: no trace today" and line["tokens_per_s"] > 0
+    assert "no trace today" in capsys.readouterr().err
+
+
+def test_rows_of_several_lengths_are_measured_and_not_traced(flags, capsys):
+    stages = [{"from_step": 2, "seq_len": 32}]
+    words = [*flags, f"--config.data.stages={stages}", "--steps=2", "--warmup=1"]
+    assert bench.main([*words, "--profile"]) == 2
+    assert "data: rows of several lengths are neither traced nor compared" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [
+    "RESOURCE_EXHAUSTED: Out of memory", "CUDA error: out of memory", "CUDA_ERROR_OUT_OF_MEMORY",
+    "CUBLAS_STATUS_ALLOC_FAILED when calling"])
+def test_memory_that_ran_out_is_known_in_all_words(error):
+    assert bench.out_of_memory(RuntimeError(error)) and not bench.out_of_memory(RuntimeError("shapes differ"))
+
+
 @pytest.mark.parametrize(("words", "said"), [
     ([], "--config: it is missing"), (["--config=configs/gpt.py", "--steps=0"], "--steps: 0 is too few"),
     (["--config=configs/gpt.py:tiny", "--compare=torhc"], "did you mean 'torch'"),
     (["--config=configs/gpt.py:tiny", "--compare=plain", "--profile"], "--profile: "),
     (["--config=configs/gpt.py:tiny", "--sweep", "train.remat"], "--sweep: 'train.remat' gives no values"),
     (["--config=configs/gpt.py:tiny", "--stesp=4"], "did you mean '--steps'"),
-    (["--render", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+    (["--render", "nowhere.jsonl"], "nowhere.jsonl: it cannot be read"),
     (["--config=configs/gpt.py:tiny", "--targets=nowhere.json"], "--targets: nowhere.json cannot be read")])
 def test_mistakes_take_one_line(words, said, capsys):
     assert bench.main(words) == 2

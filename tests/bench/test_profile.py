@@ -84,6 +84,33 @@ def test_a_gpus_kernels_are_told_apart_by_operation_and_by_name():
     assert product["roofline"] == pytest.approx(moved / TARGETS["h100"].bandwidth / 100e-6)
 
 
+def test_an_operation_of_several_kernels_ran_once_and_its_workspace_is_not_moved():
+    """cuBLAS may split a product into two kernels, and returns its workspace beside the result."""
+    text = GPU_PROGRAM.replace("%custom-call.1 = bf16[128,64]{1,0} custom",
+                               "%custom-call.1 = (bf16[128,64]{1,0}, s8[33554432]{0}) custom")
+    found = list(trace.events_of(gpu_trace(
+        ("nvjet_splitK", "custom-call.1", 0, 60), ("reduce_splitK", "custom-call.1", 60, 100),
+        ("nvjet_splitK", "custom-call.1", 100, 160), ("reduce_splitK", "custom-call.1", 160, 200))))
+    product, = profile.account(found, program(text), 2, MESH, None)["kernels"]
+    assert product["runs"] == 1 and product["ms"] == pytest.approx(0.1)
+    assert product["flops_per_s"] == pytest.approx(2 * 128 * 32 * 64 / 100e-6)
+    assert product["bytes_per_s"] == pytest.approx(2 * (128 * 32 + 32 * 64 + 128 * 64) / 100e-6)
+
+
+def test_a_fusion_that_names_no_scope_has_that_of_its_product():
+    text = GPU_PROGRAM.replace("ROOT %add.1 = bf16[128,64]{1,0} add(%p0, %p1)",
+                               'ROOT %add.1 = bf16[128,64]{1,0} add(%p0, %p1), metadata={op_name="jvp(loss_head)/dot"}')
+    code = program(text.replace(', metadata={op_name="jit(step)/optimizer/add"}', ""))
+    assert kinds.kind_of(code.instructions["loop_add_fusion.7"], code, MESH) == kinds.HEAD
+
+
+def test_a_trace_without_the_device_is_not_taken_for_one(tmp_path):
+    host = gpu_trace(("add", "add.1", 0, 10), plane="/host:CPU")
+    assert len(list(trace.events_of(host, "cpu"))) == 1 and not list(trace.events_of(host, "gpu"))
+    with pytest.raises(FileNotFoundError, match="wrote no trace"):
+        trace.events(tmp_path)
+
+
 def test_a_tpus_operations_are_on_a_line_of_their_own():
     found = list(trace.events_of(gpu_trace(
         ("%loop_add_fusion.7 = bf16[128,64] fusion(...)", "", 0, 10, "XLA Ops"), ("jit_step", "", 0, 10, "XLA Modules"),

@@ -1,6 +1,5 @@
 """Tables come from recorded lines alone, those of docs/benchmarks.md too."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -54,16 +53,37 @@ def test_places_in_a_document_are_filled(tmp_path):
     assert bench.main(["--render", str(file), f"--into={document}"]) == 2
 
 
-def test_a_line_that_was_cut_off_is_left_out_and_others_must_be_measurements(tmp_path):
+def test_a_line_that_was_cut_off_costs_only_itself(tmp_path, capsys):
     file = lines(tmp_path, RUN)
     file.write_text(file.read_text() + '{"what": "ru')
-    assert records.read(file) == [RUN]
-    file.write_text('{"what"\n' + json.dumps(RUN) + "\n")
-    with pytest.raises(UserError, match=r"line 1 of .* is not JSON"):
-        records.read(file)
+    records.append(file, {**RUN, "name": "next"})
+    assert [line["name"] for line in records.read(file)] == ["8B", "next"]
+    assert "line 2 of" in capsys.readouterr().err
     file.write_text('{"loss": 3}\n')
-    with pytest.raises(UserError, match="is no measurement"):
+    with pytest.raises(UserError, match="line 1 is not a measurement"):
         records.read(file)
+
+
+def test_cells_keep_to_their_row():
+    assert tables.markdown(["a"], [["one\ntwo | three"]]).splitlines()[2] == "| one two / three |"
+
+
+def test_a_command_can_be_repeated():
+    words = ["--config=x.py", "--name=two words", "--json", "here.jsonl", "--json=there.jsonl", "--steps=3"]
+    assert records.command_line("-m jaxtrain.bench", words) == (
+        "python -m jaxtrain.bench --config=x.py '--name=two words' --steps=3")
+
+
+def test_the_reason_of_a_failure_is_its_exception():
+    traceback = """Traceback (most recent call last):
+  File "x.py", line 1, in <module>
+jax.errors.JaxRuntimeError: INTERNAL: ptxas failed
+--------------------
+For simplicity, JAX has removed its internal frames from the traceback of the following exception.
+"""
+    assert records.reason(traceback) == "jax.errors.JaxRuntimeError: INTERNAL: ptxas failed"
+    assert records.reason("predicted: 3 GB\ntrain.remat: 'no' is not supported\n\n").startswith("train.remat: ")
+    assert records.reason("") == ""
 
 
 def test_benchmarks_has_what_was_recorded():

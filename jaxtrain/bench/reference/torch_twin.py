@@ -1,11 +1,12 @@
 """GPT-2 and Llama in PyTorch, trained as jaxtrain trains them: what a careful person would write there.
 
-Attention is torch's own: with an exact mask that keeps packed documents apart (FlexAttention on GPUs), or causal
-only, as most published runs have it, which its flash kernels compute. AdamW is the fused one over float32 parameters;
-on GPUs activations are bfloat16 by autocast. `model` is jaxtrain's section of that name, of which only fields are read.
+Attention is torch's own: with an exact mask that keeps packed documents apart (FlexAttention where it is compiled for a
+GPU), or causal only, as most published runs have it, which its flash kernels compute. AdamW is the fused one over
+float32 parameters; on GPUs activations are bfloat16 by autocast. `model` is the model section of jaxtrain's config.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,7 @@ class Attention(nn.Module):
         if isinstance(mask, torch.Tensor) or mask is None:
             h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         else:
-            # Compiled for CPU, PyTorch 2.13 computes it wrongly from rotated queries that are still views.
-            h = flex_attention(q.contiguous(), k.contiguous(), v.contiguous(), block_mask=mask, enable_gqa=grouped)
+            h = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
         return self.out(h.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -76,8 +76,6 @@ class Twin(nn.Module):
 
     def __init__(self, model: Any, exact: bool = True, remat: bool = False):
         super().__init__()
-        if model.name not in ("gpt2", "llama") or model.num_experts or model.window or model.ahead_loss:
-            raise ValueError(f"the twin has dense gpt2 and llama without windows, not this {model.name}")
         self.model, self.exact, self.remat = model, exact, remat
         gpt2 = model.name == "gpt2"
         self.wte = nn.Embedding(model.vocab_size, model.embed_dim)
@@ -125,15 +123,19 @@ def rotated(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(x)
 
 
-def make_mask(segments: torch.Tensor) -> Any:
-    """Causal, and within documents: blocks for FlexAttention on a GPU, on CPU all pairs."""
+def make_mask(segments: torch.Tensor, blocks: bool = False) -> Any:
+    """Causal, and within documents: of all pairs of tokens, or of blocks of them for FlexAttention.
+
+    FlexAttention is fast where it is compiled, on GPUs. (Compiled for CPU, that of PyTorch 2.13 computes wrongly from
+    rotated queries.)
+    """
     B, T = segments.shape
-    if segments.is_cuda:
+    if blocks:
         def seen(b, h, q, k):
             return (q >= k) & (segments[b, q] == segments[b, k])
 
         return create_block_mask(seen, B, None, T, T, device=segments.device)
-    causal = torch.ones(T, T, dtype=torch.bool).tril()
+    causal = torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
     return (causal & (segments[:, :, None] == segments[:, None, :]))[:, None]
 
 
@@ -197,14 +199,14 @@ def make_step(model: Twin, hyper: Any, compiled: bool = False, accumulation: int
     optimizer = torch.optim.AdamW(groups, lr=hyper.learning_rate, betas=(hyper.b1, hyper.b2), eps=hyper.eps, fused=True)
     device = next(model.parameters()).device.type
     forward = torch.compile(model) if compiled else model
-    masked = torch.compile(make_mask) if compiled and device == "cuda" else make_mask
+    blocks = compiled and device == "cuda"
+    masked = partial(torch.compile(make_mask), blocks=True) if blocks else make_mask
     done = 0
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         nonlocal done
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(hyper, done)
-        optimizer.zero_grad(set_to_none=True)
         whole, total = batch["weights"].sum(), torch.zeros((), device=batch["weights"].device)
         for part in range(accumulation):  # rows part, part + accumulation, ..., as jaxtrain has them
             micro = {name: rows[part::accumulation] for name, rows in batch.items()}
@@ -216,6 +218,7 @@ def make_step(model: Twin, hyper: Any, compiled: bool = False, accumulation: int
             total = total + loss.detach()
         nn.utils.clip_grad_norm_(matrices + vectors, hyper.clip_norm, foreach=True)
         optimizer.step()
+        optimizer.zero_grad(set_to_none=True)  # not at the start of a step: the memory is wanted before
         done += 1
         return total
 
