@@ -42,9 +42,10 @@ def main(argv: list[str] | None) -> None:
         work(blocks[0], Session(results, blocks[0].name, flags.rehearse, json.loads(flags.about)), flags.reason)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a block that runs is ended first
-    results.parent.mkdir(parents=True, exist_ok=True)
+    records.writable(results, "--results")
     end = time.monotonic() + 60 * flags.minutes
     here = records.about_elsewhere("python tools/accelerator.py")
+    here |= {"rehearsal": True} if flags.rehearse else {}
     say(f"{here['devices']} x {here['device']}, commit {tables.short(here['commit'])}, results in {results}")
     missing = 0
     for block in blocks:
@@ -109,8 +110,8 @@ def environment() -> dict[str, str]:
 
 
 def same(line: records.Record, here: records.Record) -> bool:
-    """Whether a line was measured at this commit on such devices."""
-    return all(line.get(key) == here[key] for key in ("commit", "device", "devices"))
+    """Whether a line was measured at this commit on such devices, and is not a rehearsal for what is."""
+    return all(line.get(key) == here.get(key) for key in ("commit", "device", "devices", "rehearsal"))
 
 
 def done(results: Path, name: str, here: records.Record) -> bool:

@@ -44,7 +44,7 @@ class Session:
 
         A rehearsal builds the real config with these keys, so that no typo waits for the card, and measures a toy.
         """
-        name = f"{size} {name}".strip()
+        name = f"{'toy ' * self.rehearse}{size} {name}".strip()
         every, config = {**ONE, **keys}, CONFIGS[size]
         if self.rehearse:
             built(config, every)
@@ -59,7 +59,8 @@ class Session:
             return found
         argv = [f"--config={config}", *(f"--config.{key}={value}" for key, value in every.items()), *flags,
                 f"--steps={steps}", f"--warmup={1 if self.rehearse else 3}", f"--name={name}", f"--label={self.block}"]
-        record = {**sweep.measured(argv, seconds, environment, self.about), "name": name, "label": self.block}
+        record = {**sweep.measured(argv, seconds, environment, self.about), "name": name, "label": self.block,
+                  **({"rehearsal": True} if self.rehearse else {})}
         records.append(self.results, record)
         self.say(f"{name}: {tables.outcome(record)}")
         failed = record.get("failed") or record.get("profile_failed", "")
@@ -73,8 +74,8 @@ class Session:
         if not self.results.exists() or not commit or commit.endswith("-dirty"):
             return None
         same = {"label": self.block, "name": name, **{key: self.about[key] for key in ("commit", "device", "devices")}}
-        found = [line for line in records.read(self.results) if same.items() <= line.items() and "failed" not in line
-                 and line["what"] in kinds]
+        found = [line for line in records.read(self.results) if same.items() <= line.items() and line["what"] in kinds
+                 and not {"failed", "rehearsal"} & line.keys()]
         return found[-1] if found else None
 
     def figures(self, name: str, **figures: Any) -> None:
@@ -118,7 +119,7 @@ def alive(session: Session) -> None:
         resumed = train(steps + 5)
         lines = [json.loads(line) for line in Path(workdir, "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
-    session.figures("configs/gpt.py", first_loss=losses[0], last_loss=losses[-1], steps=len(losses),
+    session.figures(config, first_loss=losses[0], last_loss=losses[-1], steps=len(losses),
                     doctor=examined())
     check(losses[-1] < 0.8 * losses[0], f"the loss did not fall: {losses[0]} to {losses[-1]}")
     check(f"resumed from step {steps}" in resumed and len(losses) == steps + 5, "it did not resume where it was saved")
@@ -283,7 +284,7 @@ def plan(size: str, target: str) -> list[dict[str, Any]]:
     length = {} if size == "124M" else {"data.seq_len": 4096}
     found = []
     for optimizer in ({}, {"optimizer.name": "adafactor"}):
-        for rows in (32, 64) if size == "124M" else (4, 8, 16):
+        for rows in {"124M": (32, 64), "1B": (4, 8, 16), "8B": (2, 4, 8, 16)}[size]:
             keys = {"data.global_batch_size": rows, **length, **optimizer}
             config = jt.load_config(CONFIGS[size], {**ONE, **keys})
             found += [(choice.estimate.tokens_per_second, {**keys, **choice.overrides})

@@ -6,11 +6,13 @@
     python -m jaxtrain.bench --render docs/measurements/cpu.jsonl
 
 Trains on packed batches of the config's own data, through the loader, and writes no checkpoints. Exit status 0; 1: it
-ran out of memory; 2: the user's mistake, in one line.
+ran out of memory, or all of a sweep failed; 2: the user's mistake, in one line; 130: stopped by Ctrl-C.
 """
 
 import argparse
 import os
+import re
+import signal
 import sys
 import warnings
 from typing import Any
@@ -28,23 +30,38 @@ def main(argv: list[str] | None) -> None:
         from jaxtrain.bench import tables
 
         if flags.into:
-            tables.fill(flags.into, flags.render)
+            say(f"{tables.fill(flags.into, flags.render)} tables written into {flags.into}")
         else:
             print(tables.render(flags.render), end="")
         return
+    if flags.into:
+        raise UserError("--into", "it says where rendered tables go", "give --render FILE... too")
     if not flags.config:
         raise UserError("--config", "it is missing", "give a config file, such as --config=configs/gpt.py")
     for name in ("steps", "warmup"):
         if getattr(flags, name) < 1:
             raise UserError(f"--{name}", f"{getattr(flags, name)} is too few", "give 1 or more")
+    if flags.timeout <= 0:
+        raise UserError("--timeout", f"{flags.timeout:g} seconds is too short", "give more than 0")
+    if flags.label and not re.fullmatch(r"\S+", flags.label):
+        raise UserError("--label", f"{flags.label!r} is not one word", "leave out the spaces")
+    if flags.json:
+        from jaxtrain.bench import records
+
+        records.writable(flags.json)
     prepare_environment(shared="torch" in flags.compare)
     if flags.sweep:
         from jaxtrain.bench import sweep
 
         if flags.num_processes:
             raise UserError("--sweep", "it starts processes of its own", "leave --num_processes out")
-        every = _others(argv, flags.sweep)
-        print(sweep.ranked(sweep.sweep(every, flags.sweep, flags.json, flags.timeout)), end="")
+        if flags.compare or flags.name:
+            raise UserError("--sweep", f"it ranks runs, and {'--compare' if flags.compare else '--name'} is for one",
+                            "leave one of them out")
+        found = sweep.sweep(_others(argv, flags.sweep), flags.sweep, flags.json, flags.timeout)
+        print(sweep.ranked(found), end="")
+        if all("failed" in record for record in found):
+            raise SystemExit(1)
         return
     from jaxtrain import distributed
     from jaxtrain.bench import records
@@ -55,10 +72,10 @@ def main(argv: list[str] | None) -> None:
         distributed.fail(2 if isinstance(error, UserError) else 1, error)
         raise
     if distributed.process() == 0:
+        if "failed" not in record:
+            print(shown(record), end="", flush=True)
         if flags.json:
             records.append(flags.json, record)
-        if "failed" not in record:
-            print(shown(record), end="")
     distributed.leave(0)
     if "failed" in record:
         say(record["failed"])
@@ -91,6 +108,7 @@ def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[st
     if config.mesh.auto:
         config = here.resolve(config, jax.devices())
     run = build(config)
+    contenders.refuse(names, run)
     distributed.connect(config.resilience.start_limit)
     if flags.targets is None and (predicted := here.check(run)) and jax.process_index() == 0:
         say(predicted)
@@ -126,10 +144,23 @@ def shown(record: dict[str, Any]) -> str:
     if record["what"] == "run":
         loss = record["loss"]
         parts += [tables.memory([record]), f"loss {loss['first']:.4f} at the first step, {loss['last']:.4f} at the "
-                                           "last\n"]
+                                           "last\n", *doubts(record)]
     if "profile" in record:
         parts += [tables.profiles([record]), tables.kernels(record["profile"])]
     return "\n".join([*parts, tables.sources([record])])
+
+
+def doubts(record: dict[str, Any]) -> list[str]:
+    """What makes the figures of a run doubtful, in words."""
+    ms = record["step_ms"]
+    found = []
+    if ms["p90"] > 1.3 * ms["median"]:
+        found.append("one step in ten took 1.3 times the median or more")
+    if record["load"] > record["cores"]:
+        found.append(f"other work kept the processor busy (load {record['load']} on {record['cores']} cores)")
+    if "profile" in record and record["profile"]["step_ms"] > 1.3 * ms["median"]:
+        found.append("the traced steps took 1.3 times as long as the measured ones or more")
+    return [f"Doubtful: {'; '.join(found)}. Measure again, or more --steps.\n"] if found else []
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -153,28 +184,31 @@ def prepare_environment(shared: bool) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Define the flags of the command line."""
     made = Parser(prog="python -m jaxtrain.bench", description=__doc__,
                   formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--config", help="FILE[:variant]; --config.SECTION.KEY=VALUE changes a key of it")
-    made.add_argument("--steps", type=int, default=50, help="to measure; default 50")
+    made.add_argument("--steps", type=int, default=50, help="steps to measure; default 50")
     made.add_argument("--warmup", type=int, default=5, help="steps before those; default 5")
     made.add_argument("--profile", action="store_true", help="trace a few more steps: time by kind and by kernel")
     made.add_argument("--compare", default="", metavar="NAME,...",
                       help="take turns with other programs of the same model: step, plain, torch, torch.compile, "
-                           "torch.causal (jaxtrain/bench/contenders.py tells what they are)")
+                           "torch.causal (docs/measuring.md says what they are)")
     made.add_argument("--sweep", nargs="+", default=[], metavar="KEY=V1,V2",
                       help="measure every combination of these keys' values, one process each, and rank them")
-    made.add_argument("--timeout", type=float, default=1800, help="seconds after which one of a sweep is ended")
+    made.add_argument("--timeout", type=float, default=1800,
+                      help="seconds after which a process of a sweep is ended; default 1800")
     made.add_argument("--coordinator", help="host:port of process 0, where several processes measure as one run")
     made.add_argument("--num_processes", type=int)
     made.add_argument("--process_id", type=int)
     made.add_argument("--targets", metavar="FILE", help="what tools/calibrate.py measured, for the predictions")
     made.add_argument("--json", metavar="FILE", help="append the measurement to this file, one line of JSON each")
     made.add_argument("--name", help="what the measurement is called in tables; default: the config and its changes")
-    made.add_argument("--label", help="which table it belongs to")
+    made.add_argument("--label", help="the table that the measurement belongs to, one word; see --into")
     made.add_argument("--render", nargs="+", metavar="FILE", help="print the tables of measurements in such files")
-    made.add_argument("--into", metavar="DOCUMENT", help="with --render: write the tables into their places in it")
+    made.add_argument("--into", metavar="DOCUMENT",
+                      help="with --render: write the tables into this document, between lines '<!-- rendered: KIND "
+                           "LABEL -->' and '<!-- end -->'; KIND is run, memory, compare, profile or figures")
     return made
 
 
@@ -196,4 +230,5 @@ def _count(run: Any) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its own processes and files are removed
     sys.exit(main())

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxtrain.bench.contenders import apart, contenders
 from jaxtrain.bench.measurement import Steps, summary, training
@@ -31,16 +32,19 @@ def compare(run: Run, names: list[str], steps: int, warmup: int) -> dict[str, An
         took = []
         for block in range(-1, blocks):  # the first one is the warm-up
             first, count = (0, warmup) if block < 0 else (warmup + block * size, size)
-            time.sleep(PAUSE)
-            start = _now()
-            took.append(loop.steps(count))
-            spent = {"jaxtrain": _since(start, count)}
-            curves["jaxtrain"] += took[-1].losses
-            for name, other in others.items():
-                batches = [held[name][n % len(held[name])] for n in range(first, first + count)]
+            spent = {}
+            order = list(times)
+            turn = block % len(order)
+            for name in order[turn:] + order[:turn]:  # everybody is first as often as last
+                batches = [] if name == "jaxtrain" else [
+                    held[name][n % len(held[name])] for n in range(first, first + count)]
                 time.sleep(PAUSE)
                 start = _now()
-                curves[name] += other.steps(batches)
+                if name == "jaxtrain":
+                    took.append(loop.steps(count))
+                    curves[name] += took[-1].losses
+                else:
+                    curves[name] += others[name].steps(batches)
                 spent[name] = _since(start, count)
             if block >= 0:
                 for name, one in spent.items():
@@ -55,13 +59,15 @@ def compare(run: Run, names: list[str], steps: int, warmup: int) -> dict[str, An
             name: _row(times["jaxtrain"], theirs, far.get(name)) for name, theirs in times.items()}}
 
 
-def _row(ours: list[Block], theirs: list[Block], far: float | None) -> dict[str, float | None]:
+def _row(ours: list[Block], theirs: list[Block], far: float | None) -> dict[str, Any]:
     """Medians of a contender, and jaxtrain's time over its."""
-    row: dict[str, float | None] = {"loss_apart": far}
+    row: dict[str, Any] = {"loss_apart": far}
     for index, clock in enumerate(("wall", "cpu")):
         mine, its = (statistics.median(block[index] for block in blocks) for blocks in (ours, theirs))
         row |= {f"{clock}_ms": its, f"{clock}_ratio": mine / its}
-        row[f"{clock}_paired"] = statistics.median(a[index] / b[index] for a, b in zip(ours, theirs, strict=True))
+        ratios = [a[index] / b[index] for a, b in zip(ours, theirs, strict=True)]
+        row |= {f"{clock}_paired": statistics.median(ratios),
+                f"{clock}_quartiles": np.quantile(ratios, (0.25, 0.75)).tolist()}
     return row
 
 

@@ -1,8 +1,8 @@
-"""What a run can be measured beside: the same model, weights and batches in another program.
+"""Other programs that train the same model, from the same weights on the same batches, to compare a run with.
 
-"step": jaxtrain's own compiled step without its loop. "plain": the same model by hand in JAX (gpt2, float32, one
-device). "torch": by hand in PyTorch; "torch.compile": compiled; "torch.causal": compiled, with documents of a row not
-kept apart, which is less work and another loss.
+"step" is jaxtrain's own compiled step without the loop; "plain" a hand-written step in JAX (gpt2, float32, one device);
+"torch" a hand-written step in PyTorch, "torch.compile" the same compiled, and "torch.causal" compiled and without a
+mask between the documents of a row, which is less work and gives another loss.
 """
 
 import os
@@ -47,7 +47,7 @@ def named(text: str) -> list[str]:
     for name in names:
         if name not in NAMES:
             raise UserError("--compare", f"there is no {name!r} to compare with", nearest(name, NAMES))
-    return names
+    return list(dict.fromkeys(names))
 
 
 def contenders(names: Iterable[str], run: Run, params: Any) -> dict[str, Contender]:
@@ -70,8 +70,16 @@ def step_alone(run: Run, params: Any) -> Contender:
     return Contender(issue, float, run.place)
 
 
-def plain(run: Run, params: Any) -> Contender:
-    """The same step by hand in JAX."""
+def refuse(names: Iterable[str], run: Run) -> None:
+    """Refuse, before anything is compiled, what the named programs cannot do."""
+    for name in names:
+        if name == "plain":
+            _refuse_plain(run)
+        elif name.startswith("torch"):
+            _refuse_torch(run)
+
+
+def _refuse_plain(run: Run) -> None:
     from jaxtrain.bench.reference import plain_jax
 
     c = run.config.model
@@ -80,7 +88,15 @@ def plain(run: Run, params: Any) -> Contender:
         "model.tied_embeddings": c.tied_embeddings, "model.window": not c.window,
         "model.norm_eps": c.norm_eps == plain_jax.EPS, "model.mlp_dim": c.mlp_dim == 4 * c.embed_dim,
         "model.head_dim": c.head_dim * c.num_heads == c.embed_dim, "model.num_kv_heads": c.num_kv_heads == c.num_heads,
-        "train.accumulation": run.config.train.accumulation == 1}, "gpt2 in float32 on one device, its sizes derived")
+        "train.accumulation": run.config.train.accumulation == 1},
+            "plain has gpt2 in float32 on one device, heads and MLP of the usual width")
+
+
+def plain(run: Run, params: Any) -> Contender:
+    """A hand-written step in JAX."""
+    from jaxtrain.bench.reference import plain_jax
+
+    c = run.config.model
     state, step = plain_jax.start(plain_jax.from_jaxtrain(params)), plain_jax.make_step(shape_of(c), hyper(run))
 
     def issue(batch):
@@ -93,7 +109,7 @@ def plain(run: Run, params: Any) -> Contender:
 
 
 def require(run: Run, kept: dict[str, bool], what: str) -> None:
-    """Refuse a config of which another program does not have a key; `what` says what it has."""
+    """Refuse a config with a key that another program does not have; `what` says which it has."""
     o, t = run.config.optimizer, run.config.train
     kept = {**kept, "optimizer.name": o.name == "adamw", "optimizer.schedule": o.schedule == "cosine",
             "optimizer.offload": not o.offload, "optimizer.clip_norm": o.clip_norm > 0, "train.z_loss": not t.z_loss}
@@ -102,8 +118,8 @@ def require(run: Run, kept: dict[str, bool], what: str) -> None:
         if not same:
             value = getattr(getattr(run.config, section), name) if name else f"{run.mesh.size} devices"
             value = run.precision if name == "precision" else value
-            raise UserError(key, f"the program to compare with has no {value}: it is {what}, with adamw, a cosine "
-                            "schedule and clipping", "compare with step, or change the key")
+            raise UserError(key, f"{value} cannot be compared: {what}, adamw, a cosine schedule and clipping",
+                            "change the key, or compare with step")
 
 
 def shape_of(model: ModelConfig) -> Any:
@@ -113,16 +129,13 @@ def shape_of(model: ModelConfig) -> Any:
     return Shape(model.num_layers, model.embed_dim, model.num_heads, model.max_seq_len, model.vocab_size)
 
 
-def torch_twin(run: Run, params: Any, compiled: bool = False, exact: bool = True) -> Contender:
-    """The same step by hand in PyTorch, on the first GPU where jaxtrain has one."""
+def _refuse_torch(run: Run) -> None:
     try:
         import torch
     except ModuleNotFoundError:
         raise UserError("--compare", "PyTorch is not installed", "pip install 'jaxtrain[bench]'") from None
-    from jaxtrain.bench.reference import torch_twin
-
     c, t = run.config.model, run.config.train
-    device = "cpu" if jax.default_backend() == "cpu" else "cuda"
+    device = _torch_device()
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--compare", "this PyTorch has no GPU", "install one that does, or compare with step")
     wanted = "float32" if device == "cpu" else "bfloat16"
@@ -130,7 +143,20 @@ def torch_twin(run: Run, params: Any, compiled: bool = False, exact: bool = True
                   "model.name": c.name in ("gpt2", "llama"), "model.num_experts": not c.num_experts,
                   "model.window": not c.window, "model.ahead_loss": not c.ahead_loss,
                   "train.remat": t.remat in ("none", "full")},
-            f"gpt2 or llama without experts and windows, in {wanted} on one device, remat none or full")
+            f"torch has gpt2 and llama without experts and windows, in {wanted} on one device, remat none or full")
+
+
+def _torch_device() -> str:
+    return "cpu" if jax.default_backend() == "cpu" else "cuda"
+
+
+def torch_twin(run: Run, params: Any, compiled: bool = False, exact: bool = True) -> Contender:
+    """A hand-written step in PyTorch, on the CPU or the first GPU, as jaxtrain is."""
+    import torch
+
+    from jaxtrain.bench.reference import torch_twin
+
+    c, t, device = run.config.model, run.config.train, _torch_device()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = torch_twin.Twin(c, exact, remat=t.remat == "full")
     model.load_state_dict(torch_twin.from_jaxtrain(jax.device_get(params)))

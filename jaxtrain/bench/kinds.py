@@ -18,7 +18,7 @@ _KERNELS = ((r"nccl", "collectives"), (r"fmha|flash|sdpa|attention", ATTENTION),
 
 
 def kind_of(instruction: Instruction, program: Program, mesh: Mapping[str, int]) -> str:
-    """The kind of an instruction; of a collective also the mesh axes that it talks along."""
+    """The kind of an instruction; for a collective, its name and the mesh axes whose devices it joins."""
     inner = [other for name in instruction.called for other in program.inside(name)]
     for found in (instruction, *(inner if instruction.opcode not in CONTAINERS else ())):
         if found.collective:

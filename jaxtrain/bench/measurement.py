@@ -124,11 +124,13 @@ def measure(run: Run, steps: int, warmup: int, *, traced: bool = False, file: st
     guess, target = predicted(run, file)
     sheet = target if file or (target and target.platform != "cpu") else None  # CPUs have none that tells a peak
     with training(run, warmup + steps + (1 + TRACED) * traced, one_shape=traced) as (loop, ready):
-        first = loop.steps(warmup).losses if warmup else []
+        say_once(f"compiled in {ready['compile_s']:.1f} s; {warmup} steps to warm up, then {steps} to measure")
+        first = loop.steps(warmup).losses
         took = loop.steps(steps)
         peak = _peak_bytes()
         measured = {**ready, **summary(run, took, loop.done), "memory": {
-            "peak": peak, "compiler": memory_of(run.compiled_step, run)[0], "planner": guess and guess.bytes},
+            "peak": peak, "compiler": memory_of(run.compiled_step, run)[0], "planner": guess and guess.bytes,
+            "room": target and target.room},
             "predicted_ms": guess and 1e3 * guess.seconds,
             "loss": {"first": (first + took.losses)[0], "last": took.losses[-1]} if took.losses else None}
         if traced:
@@ -165,6 +167,7 @@ def summary(run: Run, took: Steps, done: int) -> dict[str, Any]:
     about = constants(run, run.train_batches)(done - 1)
     shares = {"mfu": about.flops_per_token, "mfu_full": about.flops_per_token_full}
     return {
+        "steps_ms": [round(1e3 * float(seconds), 4) for seconds in each],
         "step_ms": {"median": 1e3 * float(np.median(each)), "p10": 1e3 * float(np.quantile(each, 0.1)),
                     "p90": 1e3 * float(np.quantile(each, 0.9))},
         "tokens_per_step": took.tokens // len(each), "tokens_per_s": speed,
@@ -186,7 +189,7 @@ def predicted(run: Run, file: str | None) -> tuple[Estimate | None, targets.Targ
 
 
 def _peak_bytes() -> int | None:
-    """The most memory of a device that this process has used so far; None where the device does not tell (CPU)."""
+    """The most memory of a device that this process has used so far; None where JAX does not report it (CPU)."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     return max((each.get("peak_bytes_in_use", 0) for each in stats), default=0) or None
 
@@ -205,6 +208,12 @@ def _cache_use() -> Iterator[Counter[str]]:
         yield counts
     finally:
         jax.monitoring.unregister_event_listener(heard)
+
+
+def say_once(text: str) -> None:
+    """Report progress, from one process."""
+    if jax.process_index() == 0:
+        say(text)
 
 
 def _now() -> float:

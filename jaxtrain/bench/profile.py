@@ -26,7 +26,7 @@ def profile(compiled: jax.stages.Compiled, take: Callable[[], float], steps: int
             jax.profiler.stop_trace()
         found = trace.events(folder)
     text = compiled.as_text()
-    assert text is not None, "the compiler does not tell the text of its program"
+    assert text is not None, "the compiler returned no text for its program"
     return {"wall_ms": 1e3 * seconds / steps, **account(found, program(text), steps, mesh, target)}
 
 

@@ -17,8 +17,8 @@ from jaxtrain.versions import git_commit, version_of
 
 # Settings outside the config that change how fast a step is. (None of them names a path.)
 _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_OPTIMIZATION_LEVEL", "JAX_COMPILER_ENABLE_REMAT_PASS",
-                "JAX_DEFAULT_MATMUL_PRECISION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "CUDA_DEVICE_MAX_CONNECTIONS",
-                "NCCL_NVLS_ENABLE")
+                "JAX_DEFAULT_MATMUL_PRECISION", "OMP_NUM_THREADS", "XLA_PYTHON_CLIENT_MEM_FRACTION",
+                "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE")
 _PACKAGES = ("jax", "jaxlib", "flax", "jax-cuda13-plugin", "libtpu", "torch")
 
 MEMORY_FRACTION = "0.92"  # of a GPU, as jaxtrain.main sets it
@@ -92,11 +92,21 @@ def command_line(module: str, argv: Iterable[str]) -> str:
     return shlex.join(["python", *module.split(), *words])
 
 
+def writable(file: str | Path, flag: str = "--json") -> None:
+    """Refuse a file that lines cannot be appended to, before anything is measured."""
+    path = Path(file)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise UserError(flag, f"{file} cannot be written ({error.strerror})", "choose another file") from None
+
+
 def append(file: str | Path, record: Mapping[str, Any]) -> None:
     """Add a line to a file, on a line of its own even where the one before was cut off."""
     line = (json.dumps(record) + "\n").encode()
     try:
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a+b", buffering=0) as lines:
             if lines.seek(0, os.SEEK_END):
                 lines.seek(-1, os.SEEK_END)
@@ -110,8 +120,9 @@ def read(file: str | Path) -> list[Record]:
     """The measurements in a file, oldest first; a line that was cut off is left out, with a warning."""
     try:
         lines = Path(file).read_text().splitlines()
-    except OSError as error:
-        raise UserError(f"{file}", f"it cannot be read ({error.strerror})", "give files that --json wrote") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"{file}", f"it cannot be read ({why})", "give files that --json wrote") from None
     found = []
     for number, line in enumerate(lines, 1):
         try:
@@ -122,4 +133,6 @@ def read(file: str | Path) -> list[Record]:
         if not isinstance(record, dict) or "what" not in record:
             raise UserError(f"{file}", f"line {number} is not a measurement", "give files that --json wrote")
         found.append(record)
+    if lines and not found:
+        raise UserError(f"{file}", "it has no measurements", "give files that --json wrote")
     return found

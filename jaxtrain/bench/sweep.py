@@ -7,9 +7,11 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 from jaxtrain.bench import records, tables
-from jaxtrain.errors import UserError, say
+from jaxtrain.config import Config
+from jaxtrain.errors import UserError, nearest, say
 
 
 def combinations(words: Iterable[str]) -> Iterator[dict[str, str]]:
@@ -19,9 +21,20 @@ def combinations(words: Iterable[str]) -> Iterator[dict[str, str]]:
         key, equals, values = word.partition("=")
         if not equals or not values or "." not in key:
             raise UserError("--sweep", f"{word!r} gives no values", "write train.remat=none,full")
-        keys[key] = values.split(",")
+        _known(key)
+        keys[key] = list(dict.fromkeys([*keys.get(key, ()), *values.split(",")]))
     for values in itertools.product(*keys.values()):
         yield dict(zip(keys, values, strict=True))
+
+
+def _known(key: str) -> None:
+    """Refuse a key that no config has, before anything is measured."""
+    section, _, name = key.partition(".")
+    sections = get_type_hints(Config)
+    if section not in sections:
+        raise UserError("--sweep", f"there is no section {section!r}", nearest(section, sections))
+    if name.partition(".")[0] not in (known := get_type_hints(sections[section])):
+        raise UserError("--sweep", f"there is no key {key!r}", nearest(name, known))
 
 
 def sweep(argv: list[str], words: list[str], json_file: str | None, seconds: float) -> list[records.Record]:
@@ -33,12 +46,15 @@ def sweep(argv: list[str], words: list[str], json_file: str | None, seconds: flo
     every = list(combinations(words))
     for number, keys in enumerate(every, 1):
         name = " ".join(f"{key}={value}" for key, value in keys.items())
-        record = measured([*argv, *(f"--config.{key}={value}" for key, value in keys.items())], seconds)
-        record["name"] = name
+        try:
+            record = measured([*argv, *(f"--config.{key}={value}" for key, value in keys.items())], seconds)
+        except KeyboardInterrupt:
+            say(f"stopped after {len(found)} of {len(every)}")
+            break
         if json_file:
             records.append(json_file, record)
         say(f"{number} of {len(every)}: {name}: {tables.outcome(record)}")
-        found.append(record)
+        found.append({**record, "name": name})
     return sorted(found, key=lambda record: -record.get("tokens_per_s", 0.0))
 
 
@@ -69,7 +85,8 @@ def measured(argv: list[str], seconds: float, environment: dict[str, str] | None
         command = records.command_line("-m jaxtrain.bench", argv)
         compared = any(word.startswith("--compare") for word in argv)
         here = about or records.about_elsewhere(command)
-        return {**here, "command": command, "what": "compare" if compared else "run", "failed": why}
+        return {**here, "command": command, "what": "compare" if compared else "run", "failed": why,
+                "name": " ".join(word.partition("config.")[2] for word in argv if word.startswith("--config."))}
 
 
 def ranked(found: list[records.Record]) -> str:

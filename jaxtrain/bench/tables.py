@@ -16,20 +16,31 @@ _PLACE = re.compile(r"(<!-- rendered: (\w+) (\S+) -->\n)(?:.*?)(<!-- end -->)", 
 
 def render(files: Iterable[str | Path]) -> str:
     """All tables that the lines of these files make, by label and kind, in the order of the lines."""
+    files = list(files)
     groups = grouped(line for file in files for line in read(file))
+    if not groups:
+        raise UserError("--render", f"{', '.join(map(str, files))} has no measurements", "give files that --json wrote")
     return "\n".join(f"### {label}: {what}\n\n{table(what, lines)}" for (what, label), lines in groups.items())
 
 
-def fill(document: str | Path, files: Iterable[str | Path]) -> None:
-    """Write the tables into their places in a document; every place must find its lines."""
+def fill(document: str | Path, files: Iterable[str | Path]) -> int:
+    """Write the tables into their places in a document, of which every one must find its lines; returns how many."""
     groups = grouped(line for file in files for line in read(file))
     try:
-        text = filled(Path(document).read_text(), groups, str(document))
+        before = Path(document).read_text()
+    except (OSError, UnicodeDecodeError):
+        raise UserError("--into", f"{document} cannot be read", "name a document") from None
+    if not (places := len(_PLACE.findall(before))):
+        raise UserError("--into", f"{document} has no place for a table", "write '<!-- rendered: run LABEL -->' and "
+                        "'<!-- end -->' on lines of their own")
+    text = filled(before, groups, str(document))
+    try:
         written = Path(f"{document}.tmp")
         written.write_text(text)
         os.replace(written, document)  # a reader never finds half of it
     except OSError as error:
         raise UserError("--into", f"{document} cannot be written ({error.strerror})", "name a document") from None
+    return places
 
 
 def filled(text: str, groups: dict[tuple[str, str], list[Record]], name: str = "the document") -> str:
@@ -50,7 +61,8 @@ def grouped(lines: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
         if line["what"] not in TABLES:
             continue
         label = line.get("label") or line.get("block") or "measured"
-        keys = [line["what"], label, *(str(line.get(key)) for key in ("name", "device", "devices", "environment"))]
+        keys = [line["what"], label, *(str(line.get(key)) for key in (
+            "name", "config_hash", "device", "devices", "environment", "rehearsal"))]
         newest.pop(tuple(keys), None)
         newest[tuple(keys)] = line
     groups: dict[tuple[str, str], list[Record]] = {}
@@ -65,7 +77,10 @@ def grouped(lines: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
 
 def table(what: str, lines: list[Record]) -> str:
     """One table, and below it where its figures come from."""
-    return TABLES[what](lines) + "\n" + sources(lines)
+    try:
+        return TABLES[what](lines) + "\n" + sources(lines)
+    except (KeyError, TypeError) as error:
+        raise UserError("--render", f"a line of {what!r} lacks {error}", "measure it again") from None
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -88,7 +103,8 @@ def sources(lines: list[Record]) -> str:
         said.setdefault(machine, [])
         if (command := f"`{line['command']}` (load {line['load']})") not in said[machine]:
             said[machine].append(command)
-    return "".join(f"{machine}: {', '.join(commands)}.\n" for machine, commands in said.items())
+    return "\n".join(f"{machine}:\n" + "".join(f"- {command}\n" for command in commands)
+                     for machine, commands in said.items())
 
 
 def short(commit: str | None) -> str:
@@ -114,7 +130,7 @@ def runs(lines: list[Record]) -> str:
                 number(line["predicted_ms"]), number(line["data_wait_share"], ".2f", 100, " %"),
                 f"{line['compile_s']:.1f} s" + (" (cached)" if line["compile_cached"] else "")]
 
-    return markdown(["config", "rows x tokens", "step, ms: median (p10 to p90)", "tokens/s", "MFU causal / full",
+    return markdown(["config", "rows x tokens", "step, ms: median (p10 to p90)", "tokens/s, mean", "MFU causal / full",
                      "predicted, ms", "waiting for data", "compiled in"], map(row, lines))
 
 
@@ -122,15 +138,15 @@ def memory(lines: list[Record]) -> str:
     """Memory of a device, and time, predicted and measured."""
     def row(line: Record) -> list[str]:
         if failure := line.get("failed"):
-            return [line["name"], failure, *[""] * 6]
+            return [line["name"], failure, *[""] * 7]
         m, ms = line["memory"], line["step_ms"]["median"]
         known = m["peak"] or m["compiler"]
-        return [line["name"], *(number(m[what], ".2f", 1 / GB) for what in ("peak", "compiler", "planner")),
+        return [line["name"], *(number(m.get(what), ".3g", 1 / GB) for what in ("peak", "compiler", "planner", "room")),
                 number(m["planner"] and m["planner"] / known - 1, "+.1%"), f"{ms:,.1f}", number(line["predicted_ms"]),
                 number(line["predicted_ms"] and line["predicted_ms"] / ms - 1, "+.1%")]
 
-    return markdown(["config", "peak, GB", "by the compiler", "by the planner", "error", "step, ms", "predicted",
-                     "error"], map(row, lines))
+    return markdown(["config", "peak, GB", "by the compiler", "by the planner", "there is", "error of the planner",
+                     "step, ms", "predicted", "error of the time"], map(row, lines))
 
 
 def comparisons(lines: list[Record]) -> str:
@@ -144,10 +160,15 @@ def comparisons(lines: list[Record]) -> str:
             ours = name == "jaxtrain"
             far = one["loss_apart"]
             rows.append([line["name"] if ours else "", name, f"{one['wall_ms']:,.2f}", f"{one['cpu_ms']:,.2f}",
-                         "" if ours else f"{one['wall_ratio']:.3f}", "" if ours else f"{one['wall_paired']:.3f}",
+                         "" if ours else f"{one['wall_ratio']:.3f}", "" if ours else _paired(one),
                          "" if far is None else f"{far:.1e}"])
-    return markdown(["config", "program", "ms a step", "CPU ms", "jaxtrain / it: medians", "paired blocks",
+    return markdown(["config", "program", "ms a step", "CPU ms", "jaxtrain / it: medians", "paired blocks (quartiles)",
                      "losses apart"], rows)
+
+
+def _paired(one: dict[str, Any]) -> str:
+    spread = one.get("wall_quartiles")
+    return f"{one['wall_paired']:.3f}" + (f" ({spread[0]:.3f} to {spread[1]:.3f})" if spread else "")
 
 
 def profiles(lines: list[Record]) -> str:
@@ -168,13 +189,14 @@ def _share(profile: dict[str, Any], milliseconds: float) -> str:
 
 
 def kernels(profile: dict[str, Any]) -> str:
-    """The kernels that take longest."""
-    rows = [[kernel["name"], kernel["kind"], kernel["result"][:40], f"{kernel['runs']:g}", f"{kernel['ms']:.3f}",
-             f"{kernel['share']:.1%}", number(kernel.get("flops_per_s"), ",.2f", 1e-12),
-             number(kernel.get("bytes_per_s"), ",.0f", 1e-9), number(kernel.get("roofline"), ".0%")]
+    """The kernels that take longest, and where in the model they come from."""
+    rows = [[kernel["name"], kernel["kind"], kernel["path"][-48:], kernel["result"][:32], f"{kernel['runs']:g}",
+             f"{kernel['ms']:.3f}", f"{kernel['share']:.1%}", number(kernel.get("flops_per_s"), ",.3g", 1e-12),
+             number(kernel.get("bytes_per_s"), ",.3g", 1e-9), number(kernel.get("roofline"), ".0%")]
             for kernel in profile["kernels"]]
-    return markdown(["kernel", "kind", "result", "runs a step", "ms", "share", "TFLOP/s", "GB/s", "of the roofline"],
-                    rows)
+    share = sum(kernel["share"] for kernel in profile["kernels"])
+    return markdown(["kernel", "kind", "from", "result", "runs a step", "ms", "share", "TFLOP/s", "GB/s",
+                     "of the roofline"], rows) + f"\nThe {len(rows)} that take longest: {share:.0%} of the step.\n"
 
 
 def blocks(lines: list[Record]) -> str:

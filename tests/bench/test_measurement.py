@@ -50,7 +50,7 @@ def test_the_figures_agree_with_each_other_and_with_the_planner(record, flags):
     assert 0 < ms["p10"] <= ms["median"] <= ms["p90"] and record["tokens_per_step"] == tokens
     assert 0 < record["tokens_per_s"] <= 1.01e3 * tokens / ms["p10"]
     assert 0 <= record["data_wait_share"] < 1 and record["compile_s"] > 0
-    assert record["mfu"] is None and record["memory"]["peak"] is None, "a CPU tells neither"
+    assert record["mfu"] is None and record["memory"]["peak"] is None, "not known on a CPU"
     guess = estimate(config, here(), 8)
     assert record["memory"]["planner"] == guess.bytes and record["predicted_ms"] == pytest.approx(1e3 * guess.seconds)
     assert record["memory"]["compiler"] > 0.3 * guess.bytes
@@ -129,12 +129,34 @@ def test_memory_that_ran_out_is_known_in_all_words(error):
     (["--config=configs/gpt.py:tiny", "--compare=plain", "--profile"], "--profile: "),
     (["--config=configs/gpt.py:tiny", "--sweep", "train.remat"], "--sweep: 'train.remat' gives no values"),
     (["--config=configs/gpt.py:tiny", "--stesp=4"], "did you mean '--steps'"),
+    (["--config=configs/gpt.py:tiny", "--sweep", "train.remta=none"], "did you mean 'remat'"),
+    (["--config=configs/gpt.py:tiny", "--sweep", "train.remat=none", "--compare=plain"], "--sweep: it ranks runs"),
+    (["--config=configs/gpt.py:tiny", "--json=/proc/x.jsonl"], "--json: /proc/x.jsonl cannot be written"),
+    (["--config=configs/gpt.py:tiny", "--label=two words"], "--label: 'two words' is not one word"),
+    (["--config=configs/gpt.py:tiny", "--timeout=-1"], "--timeout: -1 seconds"),
+    (["--config=configs/gpt.py:tiny", "--into=x.md"], "--into: it says where rendered tables go"),
+    (["--config=configs/mixtral_8x7b.py:tiny", "--config.mesh.expert=1", "--compare=plain"], "model.name: mixtral"),
+    (["--render", sys.executable], "it is not text"), (["--render", "README.md"], "README.md: it has no measurements"),
+    (["--render", "docs/measurements/cpu.jsonl", "--into=README.md"], "README.md has no place for a table"),
     (["--render", "nowhere.jsonl"], "nowhere.jsonl: it cannot be read"),
     (["--config=configs/gpt.py:tiny", "--targets=nowhere.json"], "--targets: nowhere.json cannot be read")])
 def test_mistakes_take_one_line(words, said, capsys):
     assert bench.main(words) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert said in errors[-1]
+
+
+def test_doubtful_figures_are_said_to_be():
+    sure = {"step_ms": {"median": 10.0, "p90": 11.0}, "load": 1.0, "cores": 2}
+    assert bench.doubts(sure) == []
+    assert "one step in ten" in bench.doubts({**sure, "step_ms": {"median": 10.0, "p90": 30.0}})[0]
+    assert "load 5.0 on 2 cores" in bench.doubts({**sure, "load": 5.0})[0]
+    assert "traced steps" in bench.doubts({**sure, "profile": {"step_ms": 20.0}})[0]
+
+
+def test_a_key_given_twice_has_all_its_values():
+    assert list(sweep.combinations(["train.unroll=1,0", "train.unroll=0,2"])) == [
+        {"train.unroll": "1"}, {"train.unroll": "0"}, {"train.unroll": "2"}]
 
 
 def test_combinations():
@@ -148,10 +170,11 @@ def test_a_sweep_ranks_what_fits_and_goes_on_behind_what_does_not(flags, tmp_pat
     file = tmp_path / "swept.jsonl"
     assert bench.main([*flags, "--steps=2", "--warmup=1", f"--json={file}", "--sweep", "train.remat=full,no,none"]) == 0
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["name"] for line in lines] == [f"train.remat={value}" for value in ("full", "no", "none")]
+    assert all(line["name"].endswith(f"train.remat={value}") for line, value in zip(
+        lines, ("full", "no", "none"), strict=True)), lines
     assert "train.remat: 'no' is not supported" in lines[1]["failed"]
     rows = [row.split("|")[1].strip() for row in capsys.readouterr().out.splitlines() if row.startswith("| train.")]
-    speeds = {line["name"]: line.get("tokens_per_s", 0) for line in lines}
+    speeds = {line["name"].split()[-1]: line.get("tokens_per_s", 0) for line in lines}
     assert rows == sorted(speeds, key=lambda name: -speeds[name]) and rows[-1] == "train.remat=no"
 
 

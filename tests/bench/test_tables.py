@@ -16,7 +16,7 @@ ABOUT = {"time": "2026-01-01T00:00:00+00:00", "commit": "a" * 40, "command": "py
 RUN = {**ABOUT, "what": "run", "label": "speed", "name": "8B", "rows": 8, "seq_len": 4096, "accumulation": 2,
        "step_ms": {"median": 1234.56, "p10": 1200.0, "p90": 1300.0}, "tokens_per_s": 26543.2, "mfu": 0.4567,
        "mfu_full": 0.4891, "predicted_ms": 1200.0, "data_wait_share": 0.0012, "compile_s": 61.2,
-       "compile_cached": False, "memory": {"peak": 70e9, "compiler": 71e9, "planner": 68e9}}
+       "compile_cached": False, "memory": {"peak": 70e9, "compiler": 71e9, "planner": 68e9, "room": 78.1e9}}
 
 
 def lines(tmp_path, *records_):
@@ -29,8 +29,8 @@ def lines(tmp_path, *records_):
 def test_a_run_is_a_row_and_its_memory_another(tmp_path):
     text = tables.render([lines(tmp_path, RUN)])
     assert "| 8B | 8 x 4,096, 2 parts | 1,234.6 (1,200.0 to 1,300.0) | 26,543 | 45.7 % / 48.9 % | 1,200.0 |" in text
-    assert "| 8B | 70.00 | 71.00 | 68.00 | -2.9% | 1,234.6 | 1,200.0 | -2.8% |" in text
-    assert "1 x NVIDIA H100 80GB HBM3; python 3.12.1, jax 0.12.0; commit aaaaaaa: `python -m jaxtrain.bench" in text
+    assert "| 8B | 70 | 71 | 68 | 78.1 | -2.9% | 1,234.6 | 1,200.0 | -2.8% |" in text
+    assert "1 x NVIDIA H100 80GB HBM3; python 3.12.1, jax 0.12.0; commit aaaaaaa:\n- `python -m jaxtrain.bench" in text
 
 
 def test_the_newest_measurement_of_a_name_counts_and_failures_say_why(tmp_path):
@@ -49,6 +49,8 @@ def test_places_in_a_document_are_filled(tmp_path):
     text = document.read_text()
     assert "26,543" in text and "old" not in text and text.startswith("before\n") and text.endswith("-->\nafter\n")
     assert bench.main(["--render", str(file), f"--into={document}"]) == 0 and document.read_text() == text
+    with pytest.raises(UserError, match="a line of 'run' lacks 'step_ms'"):
+        tables.render([lines(tmp_path / "", {**ABOUT, "what": "run", "name": "x"})])
     document.write_text("<!-- rendered: run other -->\n<!-- end -->\n")
     assert bench.main(["--render", str(file), f"--into={document}"]) == 2
 
