@@ -3,7 +3,7 @@
     python -m jaxtrain.bench --config=configs/gpt.py --steps=20 --profile
     python -m jaxtrain.bench --config=configs/gpt.py --steps=20 --compare=step,plain
     python -m jaxtrain.bench --config=configs/gpt.py:tiny --steps=10 --sweep train.remat=none,full train.unroll=1,0
-    python -m jaxtrain.bench --render docs/measurements/cpu.jsonl
+    python -m jaxtrain.bench --render measurements/cpu.jsonl
 
 Trains on packed batches of the config's own data, through the loader, and writes no checkpoints. Exit status 0; 1: it
 ran out of memory, or all of a sweep failed; 2: the user's mistake, in one line; 130: stopped by Ctrl-C.
