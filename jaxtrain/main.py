@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import signal
 import sys
 import warnings
@@ -46,14 +45,11 @@ def left(status: int, error: BaseException | None = None) -> int:
 def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     """What the flags ask for."""
     from jaxtrain import cache, config_file, distributed
-    from jaxtrain.plan.targets import host_memory
+    from jaxtrain.plan.targets import claim_memory
 
     # For whoever watches a run the line of code that warns is of no use.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    # Of a GPU's memory, before any backend starts: what the planner counts with. JAX alone would take 0.75.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    # Of the host's, for what is offloaded: all that there is, where XLA would stop at 64 GB.
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", f"{max(64, host_memory() >> 30)}")
+    claim_memory()
     cache.enable_compilation_cache()
     distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
     resolved = config_file.load_config(flags.config, overrides)

@@ -170,17 +170,16 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def prepare_environment(shared: bool) -> None:
-    """What `jaxtrain.main` sets before a backend starts, so that as much memory is there as in training.
+    """Set what has to be set before a backend starts, as `jaxtrain.main` does.
 
     `shared`: PyTorch is to use the same device, so that JAX must not take all of its memory at once.
     """
-    from jaxtrain.plan.targets import host_memory
+    from jaxtrain.plan.targets import claim_memory
 
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    claim_memory()
     if shared:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", f"{max(64, host_memory() >> 30)}")
 
 
 def parser() -> argparse.ArgumentParser:

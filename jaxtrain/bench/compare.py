@@ -35,7 +35,7 @@ def compare(run: Run, names: list[str], steps: int, warmup: int) -> dict[str, An
             spent = {}
             order = list(times)
             turn = block % len(order)
-            for name in order[turn:] + order[:turn]:  # everybody is first as often as last
+            for name in order[turn:] + order[:turn]:  # each program is first equally often
                 batches = [] if name == "jaxtrain" else [
                     held[name][n % len(held[name])] for n in range(first, first + count)]
                 time.sleep(PAUSE)

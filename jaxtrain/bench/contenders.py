@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.build import Run, build
+from jaxtrain.build import Run
 from jaxtrain.config import ModelConfig
 from jaxtrain.errors import UserError, nearest
 
@@ -60,7 +60,7 @@ def contenders(names: Iterable[str], run: Run, params: Any) -> dict[str, Contend
 
 def step_alone(run: Run, params: Any) -> Contender:
     """jaxtrain's own compiled step: tells whether a difference comes from it or from the loop."""
-    state = build(run.config, mesh=run.mesh).init()
+    state = run.init()
 
     def issue(batch):
         nonlocal state

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import UserError, say
+from jaxtrain.plan.targets import MEMORY_FRACTION
 from jaxtrain.versions import git_commit, version_of
 
 # Settings outside the config that change how fast a step is. (None of them names a path.)
@@ -20,8 +21,6 @@ _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_OPTIMIZATION_LEVEL", "JAX_
                 "JAX_DEFAULT_MATMUL_PRECISION", "OMP_NUM_THREADS", "XLA_PYTHON_CLIENT_MEM_FRACTION",
                 "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE")
 _PACKAGES = ("jax", "jaxlib", "flax", "jax-cuda13-plugin", "libtpu", "torch")
-
-MEMORY_FRACTION = "0.92"  # of a GPU, as jaxtrain.main sets it
 
 Record = dict[str, Any]
 

@@ -60,7 +60,7 @@ def grouped(lines: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
     for line in lines:
         if line["what"] not in TABLES:
             continue
-        label = line.get("label") or line.get("block") or "measured"
+        label = line.get("label") or "measured"
         keys = [line["what"], label, *(str(line.get(key)) for key in (
             "name", "config_hash", "device", "devices", "environment", "rehearsal"))]
         newest.pop(tuple(keys), None)
