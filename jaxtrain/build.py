@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,26 +13,33 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jaxtrain import optim, precision, refusals, rule_checks, sharding
+from jaxtrain import optim, partition, precision, refusals, rule_checks, sharding
 from jaxtrain.config import Config
 from jaxtrain.data import stages as data_stages
 from jaxtrain.errors import UserError, nearest
-from jaxtrain.loss import cross_entropy
 from jaxtrain.mesh import AXES, make_mesh
-from jaxtrain.models import Compute, Decoder, make_model, moe
-from jaxtrain.models.ahead import with_second_targets
+from jaxtrain.models import Compute, make_model
 from jaxtrain.models.attention import choose_backend
-from jaxtrain.parallel.context import arrange
+from jaxtrain.objectives import MakeObjective, NextToken, Objective
+from jaxtrain.objectives.next_token import stacks
 from jaxtrain.parallel.pipeline import Pipeline, count_microbatches, make_schedules
 from jaxtrain.parallel.placement import Placement
 from jaxtrain.parallel.schedules import Schedule
-from jaxtrain.parallel.stage import Parts
+from jaxtrain.resilience.anomalies import History
 from jaxtrain.sharding import AnyMesh, Rules
-from jaxtrain.state import Layout, Skeleton, TrainState, abstract_state, initial_state, make_layout, with_shardings
+from jaxtrain.state import (
+    Extras,
+    Layout,
+    Skeleton,
+    TrainState,
+    abstract_state,
+    initial_state,
+    make_layout,
+    with_shardings,
+)
 from jaxtrain.step import make_step
 
-BATCH_KEYS = {"tokens": np.int32, "targets": np.int32, "segments": np.int32, "positions": np.int32,
-              "weights": np.float32}
+EXTRAS: Extras = {"history": History.empty}  # what a run's state has besides: what steps are compared with
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +50,7 @@ class Run:
     mesh: AnyMesh
     rules: Rules
     model: Skeleton
+    objective: Objective
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     precision: str
@@ -50,12 +58,16 @@ class Run:
     layout: Layout
     schedules: tuple[Schedule, Schedule] | None  # of the pipeline: for training, and for evaluation
     platform: str = ""  # that an abstract mesh stands for; "": the one here
+    extras: Extras = field(default_factory=lambda: EXTRAS)
 
     # ------------------------------------------------------------------------------------------------ the three calls
     def init(self, seed: int | None = None) -> TrainState:
         """The state at step 0, sharded from the first byte; the values do not depend on the mesh."""
         self._check_devices()
-        return self.compiled_init(jax.random.key(self.config.train.seed if seed is None else seed))
+        state = self.compiled_init(jax.random.key(self.config.train.seed if seed is None else seed))
+        beside = partition.like(self.abstract.frozen, self.objective.frozen_axes)
+        loaded = self.objective.load_frozen(beside)
+        return state if loaded is None else replace(state, frozen=state.frozen | loaded)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step. `state` is donated: use the returned one."""
@@ -83,9 +95,9 @@ class Run:
 
     @cached_property
     def compiled_eval(self) -> jax.stages.Compiled:
-        """(params, batch) -> (summed loss, weight)."""
+        """(trained and frozen parameters, batch) -> (summed loss, weight)."""
         with sharding.use(self.mesh, self.rules):
-            return jax.jit(self._eval).lower(self.abstract.params, self.abstract_batch).compile()
+            return jax.jit(self._eval).lower(self.abstract.all_params, self.abstract_batch).compile()
 
     def of_shape(self, shape: tuple[int, ...]) -> "Run":
         """This run for batches of so many rows and tokens a row: same state, same mesh (`data.stages` asks for it)."""
@@ -94,10 +106,27 @@ class Run:
         if (rows, seq_len) == (data.global_batch_size, data.seq_len):
             return self
         if shape not in self._other_shapes:
+            if not self._declared(shape):
+                raise UserError("batch", f"its shape is {rows} x {seq_len}, and the config declares "
+                                f"{data.global_batch_size} x {data.seq_len}",
+                                "give batches of that shape, or declare the other in data.stages")
             data = replace(data, global_batch_size=rows, seq_len=seq_len, stages=[], packing="concat", buckets=[])
-            self._other_shapes[shape] = build(replace(self.config, data=data), mesh=self.mesh,
-                                              platform=self.platform)
+            config = replace(self.config, data=data)
+            kind = self.mesh.devices.flat[0].platform if isinstance(self.mesh, jax.sharding.Mesh) else (
+                self.platform or "abstract")
+            # The config's rules: this run's own may leave layers out, where stages have unequal numbers of them.
+            rules = sharding.rules(config.mesh.rules, **config.mesh.overrides)
+            schedules = _checked(config, self.mesh, rules, self.precision, kind)
+            rule_checks.activations_divide(config, self.rules, self.mesh)
+            self._other_shapes[shape] = replace(self, config=config, schedules=schedules)
         return self._other_shapes[shape]
+
+    def _declared(self, shape: tuple[int, ...]) -> bool:
+        """Whether the config says that batches of this shape come."""
+        stages = {(stage.batch, stage.seq_len) for stage in data_stages.stages(self.config.data)}
+        return shape in stages or (
+            self.config.data.packing == "bucket"
+            and shape in self.train_batches.shapes_of(0, max(1, self.config.train.steps)))
 
     def check_shapes(self, start: int, stop: int) -> None:
         """Refuse lengths of rows that these steps will have and that do not fit."""
@@ -124,14 +153,15 @@ class Run:
 
     def trace(self, on: jax.sharding.Mesh | None = None) -> jax.stages.Traced:
         """The step as operations on arrays whose types say where they live."""
-        def optimizer_of(axes):
+        def optimizer_of(axes, updates):
             c = self.config
-            return optim.make_optimizer(c.optimizer, self.schedule, axes, c.model.router_bias_rate)
+            return optim.make_optimizer(c.optimizer, self.schedule, axes, updates, c.model.router_bias_rate)
 
         step = make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
                          clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule,
-                         differentiate=self._pipelined if self.schedules else None,
-                         describe=partial(moe.metrics, experts_per_token=self.config.model.experts_per_token),
+                         differentiate=self._pipeline(self.objective).gradient if self.schedules else None,
+                         describe=self.objective.metrics, updates=self._metadata("update", self.abstract.params),
+                         dtypes=self._metadata("compute_dtype", self.abstract.all_params),
                          spike_z=self.config.resilience.spike_z, skip_spikes=self.config.resilience.spikes != "record",
                          optimizer_of=optimizer_of)
         state = self.layout.state if on is None else jax.tree.map(
@@ -145,20 +175,20 @@ class Run:
         """Shapes, dtypes and shardings of a batch."""
         shape = self.config.data.global_batch_size, self.config.data.seq_len
         where = self.layout.batch(2)
-        return {key: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for key, dtype in BATCH_KEYS.items()}
+        return {key: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+                for key, dtype in self.objective.batch_spec.items()}
 
-    def loss(self, params: Any, batch: Any) -> tuple[Any, ...]:
-        """Summed loss and weight of a batch, and other sums if the model has any: what training minimises.
+    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Summed loss, weight and further sums of a batch: what training minimises.
 
-        To be traced under `sharding.use(run.mesh, run.rules)`. Pipelines have a gradient of their own: there this
-        serves for looking, not for `jax.grad`.
+        `params`: trained and frozen ones, `state.all_params`. To be traced under `sharding.use(run.mesh, run.rules)`.
+        Pipelines have a gradient of their own: there this serves for looking, not for `jax.grad`.
         """
-        total, penalty, weight, sums = self._loss(params, self._to_train_on(batch), self.config.train.z_loss)
-        return (total + penalty, weight, sums) if sums else (total + penalty, weight)
+        return self._loss(self.objective, params, batch)
 
     def module(self, state: TrainState) -> nnx.Module:
         """The model with this state's parameters, whole on one device: to be called eagerly, as `module(tokens)`."""
-        return self.model.merge(jax.device_put(jax.device_get(state.params), jax.local_devices()[0]))
+        return self.model.merge(jax.device_put(jax.device_get(state.all_params), jax.local_devices()[0]))
 
     # -------------------------------------------------------------------------------------------------------- the data
     @cached_property
@@ -195,7 +225,7 @@ class Run:
             raise UserError("data.source", "its evaluation split is empty", "prepare it with a larger --eval_fraction")
         all_of_them = self.eval_batches.num_batches or 0
         many = min(batches or all_of_them, all_of_them)
-        sums = [self.compiled_eval(state.params, self.placed(self.eval_batches, n)) for n in range(many)]
+        sums = [self.compiled_eval(state.all_params, self.placed(self.eval_batches, n)) for n in range(many)]
         total, weight = np.sum(jax.device_get(sums), axis=0)
         nats = float(total / weight)
         text = self.corpus.eval
@@ -253,70 +283,43 @@ class Run:
                             "report() and lower() only", "build it without devices=")
 
     def _init(self, key: jax.Array) -> TrainState:
-        params = _model(self.config, self.mesh, key)
-        return initial_state(Skeleton.of(params).params(), self.optimizer, self.precision == "float16", history=True)
+        params = Skeleton.of(_model(self.config, self.mesh, key)).params()
+        frozen = partition.without(params, self.layout.axes) | self.objective.init_frozen(key)
+        return initial_state(partition.like(params, self.layout.axes), self.optimizer, self.precision == "float16",
+                             self.extras, _frozen_dtype(self.config, frozen))
 
     def _eval(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         with self._matmul_precision():
-            total, _, weight, _ = self._loss(precision.cast(params, self.precision), arrange(batch), 0.0)
-            return total, weight
+            params = precision.cast(params, self.precision, self._metadata("compute_dtype", params))
+            return self._loss(self.objective.evaluation, params, batch)[:2]
 
-    def _to_train_on(self, batch: Any) -> Any:
-        return arrange(with_second_targets(batch) if self.config.model.ahead_loss else batch)
+    def _loss(self, objective: Objective, params: Any, batch: Any) -> Any:
+        return (self._pipeline(objective) if self.schedules else objective).loss(params, batch)
 
-    def _loss(self, params: Any, batch: Any, z_loss: float) -> tuple[jax.Array, jax.Array, jax.Array, dict]:
-        weight = batch["weights"].sum()
-        if self.schedules:
-            total, penalty, sums = self._pipeline(z_loss).loss(params, batch)
-            return total, penalty, weight, sums
-        x_BTD, penalty, sums = self._middle(params, self._begin(params, batch), batch)
-        return self._end(params, x_BTD, batch, z_loss), penalty, weight, sums
+    def _metadata(self, key: str, params: Any) -> Any:
+        """One entry of the metadata of these parameters; "" for those that are not the model's."""
+        mine = self.model.metadata(key, "")
+        others = jax.tree.map(lambda _: "", partition.without(params, mine))
+        return partition.merge(partition.like(mine, params), others)
 
-    def _pipelined(self, params: Any, batch: Any, scale: Any) -> Any:
-        batch = self._to_train_on(batch)
-        weight = batch["weights"].sum()
-        pipeline = self._pipeline(self.config.train.z_loss)
-        total, sums, grads = pipeline.gradient(params, batch, scale / jnp.maximum(weight, 1e-8))
-        return (total, weight, *([sums] if sums else [])), grads
-
-    def _pipeline(self, z_loss: float) -> Pipeline:
-        assert self.schedules
-        parts = Parts(stacks(self.model.params()), self._begin, self._middle, partial(self._end, z_loss=z_loss))
+    def _pipeline(self, objective: Objective) -> Pipeline:
+        assert self.schedules and objective.pipeline_parts
         at_rest = jax.tree.map(lambda s: s.spec, self.layout.gradients)
-        return Pipeline(parts, *self.schedules, self.rules, self.layout.axes, at_rest)
-
-    # The three parts of the loss, which a pipeline runs on different stages.
-    def _begin(self, params: Any, batch: Any) -> jax.Array:
-        """Embeddings."""
-        return self.model.merge(params).begin(batch["tokens"], batch["positions"])
-
-    def _middle(self, params: Any, x_BTD: jax.Array, batch: Any,
-                real: Any = None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """All layers that `params` holds -> activations, summed penalties, and what else is summed for metrics."""
-        x_BTD, aux = self.model.merge(params).through(x_BTD, batch["segments"], batch["positions"], real)
-        return x_BTD, _weighted(aux.pop("penalty", None), batch), aux
-
-    def _end(self, params: Any, x_BTD: jax.Array, batch: Any, z_loss: float) -> jax.Array:
-        """The summed loss of the head, and of looking ahead where the batch says at what."""
-        model = self.model.merge(params)
-        head_DV = model.head()
-        entropy = partial(cross_entropy, z_loss=z_loss, chunks=self.config.train.loss_chunks)
-        loss = entropy(model.finish(x_BTD), head_DV, batch["targets"], batch["weights"])
-        if "second_targets" in batch:
-            y_BTD, aux = model.look_ahead(x_BTD, batch["targets"], batch["segments"], batch["positions"])
-            second = entropy(y_BTD, head_DV, batch["second_targets"], batch["second_weights"])
-            loss += self.config.model.ahead_loss * second + _weighted(aux.get("penalty"), batch)
-        return loss
+        return Pipeline(objective.pipeline_parts, *self.schedules, self.rules, self.layout.axes,
+                        self.layout.frozen_axes, at_rest)
 
     def _matmul_precision(self):
         # Accelerators round float32 matmuls to fewer bits unless told not to.
         return jax.default_matmul_precision("highest" if self.precision == "float32" else "default")
 
 
-def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "") -> Run:
+def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
+          objective: MakeObjective = NextToken.of) -> Run:
     """Resolve a config against devices (all of them; an integer for an abstract mesh) and check that it fits.
 
-    `platform`: the kind of devices that an abstract mesh stands for: "cuda", "tpu" or "cpu".
+    Args:
+        platform: the kind of devices that an abstract mesh stands for: "cuda", "tpu" or "cpu".
+        objective: what the run minimises, made from the config and the model without its numbers.
     """
     devices = jax.devices() if devices is None else devices
     if config.mesh.auto and mesh is None:
@@ -331,34 +334,33 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
                         nearest(unknown[0], sharding.CONFIG_KEYS))
     rules = sharding.rules(m.rules, **m.overrides)
     rule_checks.agree(config, rules)
-    stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
-    microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
-    refusals.check(config, mesh, rules, microbatches)
     kind = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else platform or "abstract"
     compute = precision.resolve(config.train.precision, kind)
-    choose_backend(config.train.attention, kind, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
-                   config.model.head_dim + config.model.rope_head_dim, sharding.shards(rules["seq"], mesh))
-
-    if config.train.expert_exchange == "ragged" and kind == "cpu" and mesh.shape["expert"] > 1:
-        raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")
+    schedules = _checked(config, mesh, rules, compute, kind)
     model = Skeleton.of(nnx.eval_shape(lambda: _model(config, mesh, jax.random.key(0))))
-    axes = model.axes()
-    rule_checks.are_used(config, axes)
+    goal = objective(config, model)
+    all_axes = model.axes()
+    rule_checks.are_used(config, all_axes)
+    is_frozen = partition.frozen_paths(all_axes, config.train.freeze, config.train.trainable).__contains__
+    axes, frozen_axes = partition.split(all_axes, is_frozen)
+    params, frozen = partition.split(model.params(), is_frozen)
+    frozen = _frozen_dtype(config, frozen | jax.eval_shape(goal.init_frozen, jax.random.key(0)))
     schedule = optim.make_schedule(config.optimizer, config.train.steps)
-    optimizer = optim.make_optimizer(config.optimizer, schedule, axes, config.model.router_bias_rate)
-    abstract = abstract_state(model.params(), optimizer, compute == "float16", history=True)
-    schedules = None
-    if stages > 1:
-        schedules = make_schedules(config.pipeline, stages, microbatches)
+    optimizer = optim.make_optimizer(config.optimizer, schedule, axes, partition.like(model.metadata("update"), axes),
+                                     config.model.router_bias_rate)
+    abstract = abstract_state(params, optimizer, compute == "float16", EXTRAS, frozen)
+    if schedules:
+        if goal.pipeline_parts is None:
+            raise UserError("mesh.stage", f"{type(goal).__name__} cannot be cut into stages", "set mesh.stage=1")
         if not Placement.of(stacks(model.params()), schedules[0].position).even:
             rules = sharding.Rules({**rules.table, "layers": ()})  # spread otherwise in make_layout
-    layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=stages > 1,
-                         offload=config.optimizer.offload)
+    layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=schedules is not None,
+                         offload=config.optimizer.offload, frozen_axes=frozen_axes | goal.frozen_axes)
     if schedules:
-        _warn_of_waste(abstract.params, layout.state.params, schedules[0])
+        _warn_of_waste(abstract.all_params, layout.state.all_params, schedules[0])
     rule_checks.activations_divide(config, rules, mesh)
-    run = Run(config, mesh, rules, model, optimizer, schedule, compute, with_shardings(abstract, layout.state), layout,
-              schedules, platform)
+    run = Run(config, mesh, rules, model, goal, optimizer, schedule, compute, with_shardings(abstract, layout.state),
+              layout, schedules, platform)
     for stage in data_stages.stages(config.data):  # refused now rather than when they begin
         try:
             run.of_shape((stage.batch, stage.seq_len))
@@ -367,14 +369,29 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     return run
 
 
-def _weighted(penalty_LB: jax.Array | None, batch: Any) -> jax.Array:
-    """Rows' penalties, of one layer or several, summed by what the rows weigh."""
-    return jnp.zeros(()) if penalty_LB is None else (penalty_LB * batch["weights"].sum(1)).sum()
+def _checked(config: Config, mesh: AnyMesh, rules: Rules, compute: str,
+             kind: str) -> tuple[Schedule, Schedule] | None:
+    """Refuse what cannot work with batches of the config's shape; return the schedules of its pipeline, if any."""
+    stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
+    microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
+    refusals.check(config, mesh, rules, microbatches)
+    choose_backend(config.train.attention, kind, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
+                   config.model.head_dim + config.model.rope_head_dim, sharding.shards(rules["seq"], mesh))
+    if config.train.expert_exchange == "ragged" and kind == "cpu" and mesh.shape["expert"] > 1:
+        raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")
+    return make_schedules(config.pipeline, stages, microbatches) if stages > 1 else None
 
 
-def stacks(params: Any) -> dict[str, int]:
-    """Which of the parameters are stacks of layers, in order, and how many layers each has."""
-    return {key: len(jax.tree.leaves(params[key])[0]) for key in Decoder.STACKS if key in params}
+def _frozen_dtype(config: Config, frozen: Any) -> Any:
+    """Frozen parameters, abstract or not, in the dtype in which they rest."""
+    dtype = config.train.frozen_dtype
+
+    def one(x):
+        if not dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        to = precision.DTYPES[dtype]
+        return jax.ShapeDtypeStruct(x.shape, to) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(to)
+    return jax.tree.map(one, frozen)
 
 
 def _warn_of_waste(params: Any, shardings: Any, schedule: Schedule) -> None:

@@ -257,8 +257,12 @@ class TrainConfig:
     sample_tokens: int = 0  # length of the text sampled at the end
     progress: bool = True
     tensorboard: bool = False
+    freeze: list[str] = field(default_factory=list, hash=False)  # paths with wildcards, or logical axes, of parameters
+    trainable: list[str] = field(default_factory=list, hash=False)  # the same, of the only ones that are trained
+    frozen_dtype: str = ""  # in which frozen parameters rest; "": as the others
 
     def __post_init__(self):
+        _one_of("train.frozen_dtype", self.frozen_dtype, ("", "float32", "bfloat16", "float16"))
         _positive(self, "train", "accumulation log_every eval_batches")
         _not_negative(self, "train", "steps unroll loss_chunks z_loss eval_every sample_tokens")
         for name in ("steps", "seed"):

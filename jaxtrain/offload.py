@@ -18,16 +18,19 @@ from jaxtrain.state import Layout
 Update = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
-def by_pieces(layout: Layout, optimizer: Callable[[Any], optax.GradientTransformation],
+def by_pieces(layout: Layout, updates: Any, optimizer: Callable[[Any, Any], optax.GradientTransformation],
               updating: Callable[[optax.GradientTransformation, Any], Update]) -> Update:
     """An update of everything, that has a piece of the state on the devices at a time.
 
     Args:
-        optimizer: the optimizer of parameters whose logical names are given. It may mix none with another.
+        updates: the name of the update rule of each parameter that has one of its own, else "".
+        optimizer: makes the optimizer of parameters whose logical names and update rules are given. It may not mix
+            one parameter with another.
         updating: the update of a part, of its optimizer and the shardings of its parameters and their state.
     """
     where, homes = (_flat(tree) for tree in (layout.state.params, layout.state.opt_state))
     names = dict(zip(where, jax.tree.structure(layout.state.params).flatten_up_to(layout.axes), strict=True))
+    rules = dict(zip(where, jax.tree.leaves(updates), strict=True))
     stacks = defaultdict(list)  # of layers, of which a model may have several
     for path in where:
         if (names[path] or ("",))[0] == "layers":
@@ -40,7 +43,7 @@ def by_pieces(layout: Layout, optimizer: Callable[[Any], optax.GradientTransform
 
         def piece(paths, params, state, slopes):
             """New parameters and state of these."""
-            part = optimizer(_nested({path: names[path] for path in paths}))
+            part = optimizer(*(_nested({path: of[path] for path in paths}) for of in (names, rules)))
             own = _nested({path: params[path] for path in paths})
             keys, treedef = _keys(jax.eval_shape(part.init, own))  # named as in the whole, of which it is a part
             here = treedef.unflatten([fetched(state[key]) for key in keys])

@@ -26,26 +26,31 @@ def make_schedule(c: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([warmup, body], [c.warmup_steps])
 
 
-def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any,
+def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any, updates: Any = None,
                    router_bias_rate: float = 0.0) -> optax.GradientTransformation:
-    """The optimizer for parameters whose logical names are `axes` (a tree of tuples, as the parameters')."""
-    if not router_bias_rate:
+    """The optimizer for parameters whose logical names are `axes` (a tree of tuples, as the parameters').
+
+    `updates`: a matching tree of strings; where one names an update rule, that rule takes the place of the optimizer.
+    """
+    rules = {rule: UPDATE_RULES[rule](router_bias_rate) for rule in jax.tree.leaves(updates) if rule}
+    if not rules:
         return _optimizer(c, schedule, axes)
-    kinds = _map(lambda names: "bias" if is_router_bias(names) else "rest", axes)
-    return optax.partition({"rest": _optimizer(c, schedule, axes), "bias": _against_load(router_bias_rate)}, kinds)
+    return optax.partition({"": _optimizer(c, schedule, axes), **rules}, updates)
 
 
-def is_router_bias(names: tuple | None) -> bool:
-    """Of a router's bias, whose gradient is no slope but its experts' excess of load (models/router.py)."""
-    return names is not None and "router_bias" in names
+def _balance_load(rate: float) -> optax.GradientTransformation:
+    """One step down for experts with more than an even share of the load, one up for those with less.
 
-
-def _against_load(rate: float) -> optax.GradientTransformation:
-    """One step down for experts with more than an even share of the load, one up for those with less."""
+    The gradient of a router's bias is not a slope but its experts' excess of load (models/router.py).
+    """
     def one(excess):
         # An excess of less than a millionth of a share is rounding.
         return jnp.where(jnp.abs(excess) < 1e-6, 0.0, -rate * jnp.sign(excess))
     return optax.stateless(lambda grads, params: jax.tree.map(one, grads))
+
+
+# How a parameter changes whose metadata names a rule. Such gradients take no part in the gradient norm and clipping.
+UPDATE_RULES = {"balance_load": _balance_load}
 
 
 def _optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> optax.GradientTransformation:

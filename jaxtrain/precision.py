@@ -14,12 +14,11 @@ def resolve(precision: str, platform: str) -> str:
     return ("float32" if platform == "cpu" else "bfloat16") if precision == "auto" else precision
 
 
-def cast(params: Any, precision: str) -> Any:
-    """The parameters in the dtype they compute in; a router's stay as they are, for it compares close numbers."""
-    def one(path, p):
-        keeps = not jnp.issubdtype(p.dtype, jnp.floating) or any(getattr(k, "key", None) == "router" for k in path)
-        return p if keeps else p.astype(DTYPES[precision])
-    return jax.tree_util.tree_map_with_path(one, params)
+def cast(params: Any, precision: str, own: Any = None) -> Any:
+    """The parameters in the dtype they compute in: `precision`, or what `own`, a matching tree, names for some."""
+    def one(p, own=""):
+        return p.astype(DTYPES[own or precision]) if jnp.issubdtype(p.dtype, jnp.floating) else p
+    return jax.tree.map(one, params) if own is None else jax.tree.map(one, params, own)
 
 
 @jax.tree_util.register_dataclass

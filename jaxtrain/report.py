@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain import partition
 from jaxtrain.config import ModelConfig
 from jaxtrain.hosts import HOST
 from jaxtrain.optim import is_matrix
@@ -13,20 +14,25 @@ from jaxtrain.state import Layout, TrainState
 
 def report(abstract: TrainState, layout: Layout) -> str:
     """One line a parameter: path, shape, logical names, partition spec, bytes per device; then totals."""
-    names = jax.tree.structure(abstract.params).flatten_up_to(layout.axes)
     rows = [("parameter", "shape", "logical names", "partition spec", "bytes/device")]
-    for (path, leaf), axes in zip(jax.tree_util.tree_flatten_with_path(abstract.params)[0], names, strict=True):
-        rows.append((
-            jax.tree_util.keystr(path, simple=True, separator="/"), "x".join(map(str, leaf.shape)),
-            ", ".join(str(name) for name in axes) if axes else "-",
-            ", ".join(_entry(entry) for entry in leaf.sharding.spec) or "-", f"{bytes_per_device(leaf):,}"))
+    for tree, tree_axes, note in ((abstract.params, layout.axes, ""),
+                                  (abstract.frozen, layout.frozen_axes, " (frozen)")):
+        names = jax.tree.structure(tree).flatten_up_to(tree_axes)
+        for (path, leaf), axes in zip(jax.tree_util.tree_flatten_with_path(tree)[0], names, strict=True):
+            rows.append((
+                jax.tree_util.keystr(path, simple=True, separator="/") + note, "x".join(map(str, leaf.shape)),
+                ", ".join(str(name) for name in axes) if axes else "-",
+                ", ".join(_entry(entry) for entry in leaf.sharding.spec) or "-", f"{bytes_per_device(leaf):,}"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4].rjust(widths[4])]) for row in rows]
     lines.insert(1, "-" * len(lines[0]))
     mesh = " x ".join(f"{axis}={size}" for axis, size in layout.mesh.shape.items() if size > 1) or "one device"
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract.params))
+    count, frozen = (sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+                     for tree in (abstract.params, abstract.frozen))
     lines += [f"mesh: {mesh}",
-              f"parameters: {count:,} in {len(rows) - 1} arrays, {total(abstract.params):,} bytes per device",
+              f"parameters: {count:,} in {len(jax.tree.leaves(abstract.params))} arrays, {total(abstract.params):,} "
+              "bytes per device",
+              *([f"frozen: {frozen:,} parameters, {total(abstract.frozen):,} bytes per device"] if frozen else []),
               f"optimizer state: {total(abstract.opt_state):,} bytes per device" + (
                   f", {hosts:,} of them in its host's memory" if (hosts := in_hosts(abstract.opt_state)) else ""),
               f"whole state: {total(abstract):,} bytes per device"]
@@ -63,8 +69,9 @@ def matmul_parameters(abstract: TrainState, layout: Layout, model: ModelConfig) 
             return math.prod(shape)
         return math.prod(shape) // shape[axes.index("experts")] * model.experts_per_token
 
-    names = jax.tree.structure(abstract.params).flatten_up_to(layout.axes)
+    params = abstract.all_params
+    names = jax.tree.structure(params).flatten_up_to(partition.merge(layout.axes, layout.frozen_axes))
     lookups = ("positions",) if model.tied_embeddings else ("positions", "vocab")
-    leaves = zip(jax.tree.leaves(abstract.params), names, strict=True)
+    leaves = zip(jax.tree.leaves(params), names, strict=True)
     once = sum(active(leaf.shape, axes) for leaf, axes in leaves if is_matrix(axes) and axes[0] not in lookups)
     return once + (model.embed_dim * model.vocab_size if model.ahead_loss else 0)

@@ -166,7 +166,7 @@ class TrainStep:
         """(total, weight) of the loss on a batch: add them up over batches, then divide. A mean loss has weight 1."""
         self._abstract_batch(batch, 1)
         with sharding.use(self.mesh, self.rules), self._matmul_precision():
-            return self._evaluate(state.params, self.place(batch))
+            return self._evaluate(state.params, self.place(batch))[:2]
 
     def place(self, batch: Any) -> Any:
         """Spread a batch over the mesh. With several processes each gives the whole batch, or arrays placed already."""
@@ -218,7 +218,7 @@ class TrainStep:
                               "work unless loss_fn splits something; give the parameters logical axis names",
                               stacklevel=5)
 
-    def _weighted_loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def _weighted_loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict]:
         if self.gather:
             # Left to itself the compiler may split activations as the weights are, and move both about: measured on an
             # fsdp=8 transformer, 7 times the traffic.
@@ -229,7 +229,7 @@ class TrainStep:
             raise UserError("loss_fn", f"it returned {_describe(result)}",
                             "return a scalar mean loss, or (total, weight): a sum and the weight to divide it by")
         total, weight = (jnp.asarray(x).astype(jnp.float32) for x in pair)
-        return total, jax.lax.stop_gradient(weight)
+        return total, jax.lax.stop_gradient(weight), {}
 
     def _restore(self, params: Any) -> Any:
         skeleton = self._planned.skeleton

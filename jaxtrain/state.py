@@ -3,8 +3,8 @@
 Modules are NNX at rest. They are split once, here; from then on parameters are a plain nested dict with string keys.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,11 +14,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import sharding
+from jaxtrain import partition, sharding
 from jaxtrain.errors import UserError
 from jaxtrain.hosts import HOST
 from jaxtrain.precision import LossScale
-from jaxtrain.resilience.anomalies import History
 from jaxtrain.sharding import AnyMesh, Names, Rules
 
 
@@ -32,7 +31,17 @@ class TrainState:
     opt_state: Any
     skipped: Any  # steps whose update was left out: not finite, or a spike
     loss_scale: LossScale | None = None
-    history: History | None = None  # what steps are compared with; of runs, not of a train step of one's own
+    extras: dict[str, Any] = field(default_factory=dict)  # further named state, such as the recent losses
+    frozen: Any = field(default_factory=dict)  # parameters that are not trained, in their own dtype
+
+    @property
+    def all_params(self) -> Any:
+        """Trained and frozen parameters as one tree: what a loss takes."""
+        return partition.merge(self.params, self.frozen)
+
+
+# How to make each entry of a state's `extras` at step 0. A checkpoint that lacks an entry is completed with it.
+Extras = Mapping[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,11 @@ class Skeleton:
 
     def axes(self) -> dict:
         """The logical names of every parameter, or None for one that has none."""
-        return self.params(lambda variable: variable.get_metadata().get("axes"))
+        return self.metadata("axes")
+
+    def metadata(self, key: str, default: Any = None) -> dict:
+        """One entry of the metadata of every parameter, such as "compute_dtype" or "update" (models.layers.param)."""
+        return self.params(lambda variable: variable.get_metadata().get(key, default))
 
     def merge(self, params: dict) -> Any:
         """The module with these parameters."""
@@ -84,9 +97,10 @@ class Layout:
 
     mesh: AnyMesh
     rules: Rules
-    axes: Any  # the logical names the parameters were laid out by
+    axes: Any  # the logical names that the trained parameters were laid out by
     state: TrainState
     gradients: Any
+    frozen_axes: Any = field(default_factory=dict)
 
     def batch(self, ndim: int) -> NamedSharding:
         """Of a batch array whose first dimension is the example."""
@@ -105,32 +119,39 @@ class Layout:
 
 
 def abstract_state(params: Any, optimizer: optax.GradientTransformation, loss_scaling: bool,
-                   history: bool = False) -> TrainState:
+                   extras: Extras | None = None, frozen: Any = None) -> TrainState:
     """Shapes and dtypes of the state, nothing allocated."""
-    return jax.eval_shape(lambda p: initial_state(p, optimizer, loss_scaling, history), params)
+    return jax.eval_shape(lambda p, f: initial_state(p, optimizer, loss_scaling, extras, f), params, frozen)
 
 
 def initial_state(params: Any, optimizer: optax.GradientTransformation, loss_scaling: bool,
-                  history: bool = False) -> TrainState:
+                  extras: Extras | None = None, frozen: Any = None) -> TrainState:
     """Step 0 around given parameters."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, optimizer.init(params), zero, LossScale.initial() if loss_scaling else None,
-                      History.empty() if history else None)
+                      {name: empty() for name, empty in (extras or {}).items()}, frozen or {})
 
 
 def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, zero_stage: int = 0, *,
-                pipeline: bool = False, offload: bool = False) -> Layout:
+                pipeline: bool = False, offload: bool = False, frozen_axes: Any = None) -> Layout:
     """Shardings for a state whose parameters have logical names `axes` (a matching tree of tuples or None).
 
     ZeRO over the data axis: stage 1 spreads the optimizer's state, 2 the gradients too, 3 the parameters as well.
-    `offload`: the optimizer's state lies in the hosts' memory.
+    `offload`: the optimizer's state lies in the hosts' memory. `frozen_axes`: logical names of the frozen parameters.
     """
     replicated = NamedSharding(mesh, P())
-    flat, treedef = jax.tree_util.tree_flatten_with_path(abstract.params)
-    names = treedef.flatten_up_to(axes)
-    base = [_parameter(path, leaf, name, rules, mesh) for (path, leaf), name in zip(flat, names, strict=True)]
-    if pipeline:  # what is not a stage's own is not on every stage either, at rest
-        base = [sharding.spread(s, leaf.shape, "stage") for s, (_, leaf) in zip(base, flat, strict=True)]
+
+    def at_rest(tree, axes):
+        """-> paths and leaves, the structure, their names and shardings."""
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        names = treedef.flatten_up_to(axes)
+        found = [_parameter(path, leaf, name, rules, mesh) for (path, leaf), name in zip(flat, names, strict=True)]
+        if pipeline:  # what is not a stage's own is not on every stage either, at rest
+            found = [sharding.spread(s, leaf.shape, "stage") for s, (_, leaf) in zip(found, flat, strict=True)]
+        return flat, treedef, names, found
+
+    flat, treedef, names, base = at_rest(abstract.params, axes)
+    _, frozen_treedef, _, frozen = at_rest(abstract.frozen, frozen_axes or {})
     # Layers are taken from their stack one by one: of parameters always, of the optimizer's state if it is elsewhere.
     split = [sharding.spread(s, leaf.shape, first=int("layers" in (name or ())))
              for s, (_, leaf), name in zip(base, flat, names, strict=True)]
@@ -146,8 +167,8 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
     params = treedef.unflatten(split if zero_stage >= 3 else base)
     state = TrainState(
         replicated, params, jax.tree_util.tree_map_with_path(optimizer_leaf, abstract.opt_state), replicated,
-        *jax.tree.map(lambda _: replicated, (abstract.loss_scale, abstract.history)))
-    return Layout(mesh, rules, axes, state, treedef.unflatten(wide if zero_stage >= 2 else base))
+        *jax.tree.map(lambda _: replicated, (abstract.loss_scale, abstract.extras)), frozen_treedef.unflatten(frozen))
+    return Layout(mesh, rules, axes, state, treedef.unflatten(wide if zero_stage >= 2 else base), frozen_axes or {})
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:

@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain import partition, sharding
 from jaxtrain import precision as precisions
-from jaxtrain import sharding
 from jaxtrain.offload import by_pieces
-from jaxtrain.optim import global_norm, is_router_bias
+from jaxtrain.optim import global_norm
 from jaxtrain.state import Layout, TrainState
 
-# A loss is a sum and the weight to divide it by, so that micro-batches of unequal weight add up to the whole batch.
-# A third value is a dict of further sums, for metrics.
-WeightedLoss = Callable[[Any, Any], tuple[Any, ...]]
-# Parameters as they compute, batch, scale -> what a loss returns, and the gradient of the mean loss times the scale.
-Gradient = Callable[[Any, Any, Any], tuple[tuple[Any, ...], Any]]
+# A loss is a sum, the weight to divide it by, so that micro-batches of unequal weight add up to the whole batch, and a
+# dict of further sums, for metrics.
+WeightedLoss = Callable[[Any, Any], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
+# Trained and frozen parameters as they compute, batch, scale -> what a loss returns, and the gradient of the mean loss
+# with respect to the trained ones, times the scale.
+Gradient = Callable[[Any, Any, Any, Any], tuple[tuple[Any, ...], Any]]
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 
 
@@ -25,43 +26,56 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
               clip_norm: float = 0.0, precision: str = "float32", schedule: optax.Schedule | None = None,
               differentiate: Gradient | None = None,
               describe: Callable[[Any], dict[str, jax.Array]] = lambda sums: {}, spike_z: float = 0.0,
-              skip_spikes: bool = False, optimizer_of: Callable[[Any], optax.GradientTransformation] | None = None
-              ) -> Step:
-    """The step to be jitted with its state donated.
+              skip_spikes: bool = False, updates: Any = None, dtypes: Any = None,
+              optimizer_of: Callable[[Any, Any], optax.GradientTransformation] | None = None) -> Step:
+    """Return the step to be jitted with its state donated.
 
-    `differentiate` stands in for `jax.grad` of the loss; `describe` makes metrics of the loss's further sums. A state
-    with a history is told of spikes, steps further than `spike_z` above it, and `skip_spikes` leaves these out.
-    `optimizer_of` makes the optimizer of parameters with given logical names: for a layout that keeps its state in the
-    hosts' memory.
+    Args:
+        loss: takes trained and frozen parameters as one tree, and a batch.
+        differentiate: takes the place of `jax.grad` of the loss.
+        describe: makes metrics of the loss's further sums.
+        spike_z: how many standard deviations above the recent history of its state a step is a spike.
+        skip_spikes: leave out the updates of spikes.
+        updates: the name of the update rule of each trained parameter that has one of its own, else "".
+        dtypes: the dtype in which each parameter computes if it is not that of `precision`, else ""; a tree of trained
+            and frozen parameters.
+        optimizer_of: makes the optimizer of parameters with given logical names and update rules: for a layout that
+            keeps its state in the hosts' memory.
     """
+    ruled = jax.tree.map(bool, updates if updates is not None else jax.tree.map(lambda _: "", layout.state.params))
     explicit = sharding.is_explicit(layout.mesh)
 
     def place(tree, shardings):
         move = jax.reshard if explicit else jax.lax.with_sharding_constraint
         return jax.tree.map(lambda x, s: move(x, s.spec if explicit else s), tree, shardings)
 
-    def gradient(params, batch, scale):
+    def computing(params, like):
+        return precisions.cast(params, precision, None if dtypes is None else partition.like(dtypes, like))
+
+    def gradient(params, frozen, batch, scale):
         """Of the mean loss of one micro-batch, times `scale`."""
+        frozen = computing(frozen, frozen)
         if differentiate is not None:
-            sums, grads = differentiate(precisions.cast(params, precision), batch, 1.0 if scale is None else scale)
+            sums, grads = differentiate(computing(params, params), frozen, batch, 1.0 if scale is None else scale)
             return sums, place(grads, layout.gradients)
 
         def scaled(params):
-            total, weight, *sums = loss(precisions.cast(params, precision), batch)
+            total, weight, sums = loss(partition.merge(computing(params, params), frozen), batch)
             mean = total / jnp.maximum(weight, 1e-8)
-            return mean if scale is None else mean * scale, (total, weight, *sums)
+            return mean if scale is None else mean * scale, (total, weight, sums)
         grads, sums = jax.grad(scaled, has_aux=True)(params)
         return sums, place(grads, layout.gradients)
 
-    def accumulate(params, batch, scale):
+    def accumulate(params, frozen, batch, scale):
         def add(carry, micro):
-            sums, grads = gradient(params, micro, scale)
+            sums, grads = gradient(params, frozen, micro, scale)
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) * sums[1], grads)
             return jax.tree.map(jnp.add, carry, (sums, grads)), None
 
         zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), layout.gradients)
         micro_batches = jax.tree.map(lambda x: sharding.micro_batches(x, accumulation), batch)
-        sums = jax.eval_shape(lambda: gradient(params, jax.tree.map(lambda x: x[0], micro_batches), scale)[0])
+        first = jax.tree.map(lambda x: x[0], micro_batches)
+        sums = jax.eval_shape(lambda: gradient(params, frozen, first, scale)[0])
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
         (sums, grads), _ = jax.lax.scan(add, (none, zeros), micro_batches)
         return sums, jax.tree.map(lambda g: g / jnp.maximum(sums[1], 1e-8), grads)
@@ -83,45 +97,44 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
 
     if layout.offloads:
         assert optimizer_of, "whoever lays it out so has to say how to update a part"
-        update = by_pieces(layout, optimizer_of, updating)
+        update = by_pieces(layout, updates, optimizer_of, updating)
     else:
         update = updating(optimizer, (layout.state.params, layout.state.opt_state))
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         scale = state.loss_scale.scale if state.loss_scale is not None else None
         compute = gradient if accumulation == 1 else accumulate
-        return advance(state, *compute(state.params, batch, scale), scale)
+        return advance(state, *compute(state.params, state.frozen, batch, scale), scale)
 
     @jax.named_scope("optimizer")  # where jaxtrain.bench looks for its time
     def advance(state: TrainState, sums: tuple[Any, ...], grads: Any,
                 scale: jax.Array | None) -> tuple[TrainState, dict[str, jax.Array]]:
         """From gradients to the next state: norm, clipping, the judgement of anomalies, the update."""
-        total, weight, *further = sums
+        total, weight, further = sums
         if scale is not None:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
         leaves, treedef = jax.tree.flatten(grads)
-        names = treedef.flatten_up_to(layout.axes)
-        norm = global_norm([g for g, axes in zip(leaves, names, strict=True) if not is_router_bias(axes)])
+        own_rule = treedef.flatten_up_to(ruled)
+        norm = global_norm([g for g, own in zip(leaves, own_rule, strict=True) if not own])
         if clip_norm:
             factor = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
-            grads = treedef.unflatten([g if is_router_bias(axes) else (g * factor).astype(g.dtype)
-                                       for g, axes in zip(leaves, names, strict=True)])
+            grads = treedef.unflatten([g if own else (g * factor).astype(g.dtype)
+                                       for g, own in zip(leaves, own_rule, strict=True)])
         mean = total / jnp.maximum(weight, 1e-8)
         finite = jnp.isfinite(norm) & jnp.isfinite(mean)
-        taken, history, judged = finite, state.history, {}
-        if history is not None:
+        taken, extras, judged = finite, state.extras, {}
+        if "history" in extras:
             overflow = False if scale is None else jnp.isfinite(mean) & ~jnp.isfinite(norm) & (scale > 1)
-            taken, history, judged = history.judge(mean, norm, finite, overflow, spike_z, skip_spikes)
+            taken, history, judged = extras["history"].judge(mean, norm, finite, overflow, spike_z, skip_spikes)
+            extras = extras | {"history": history}
         params, opt_state = update(state.params, state.opt_state, grads, taken)
         skipped = state.skipped + ~taken
-        metrics = {"loss": mean, "grad_norm": norm, "skipped": skipped, **judged}
-        for each in further:
-            metrics |= describe(each)
+        metrics = {"loss": mean, "grad_norm": norm, "skipped": skipped, **judged, **describe(further)}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
         loss_scale = state.loss_scale and state.loss_scale.update(finite)
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale.scale
-        return TrainState(state.step + 1, params, opt_state, skipped, loss_scale, history), metrics
+        return TrainState(state.step + 1, params, opt_state, skipped, loss_scale, extras, state.frozen), metrics
 
     return step

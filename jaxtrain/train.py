@@ -82,7 +82,8 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
     config, t, r, c = run.config, run.config.train, run.config.resilience, run.config.checkpoint
     watchdog.start()
     checkpoints = begun.enter_context(checkpoint.Checkpoints(
-        workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best, verify=c.verify, mirror=c.mirror))
+        workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best, verify=c.verify, mirror=c.mirror,
+        extras=run.extras))
     passed = settle(workdir, checkpoints)
     with phase("restore"):
         start, none_good = 0, None

@@ -83,7 +83,7 @@ def optimizer(session: Session) -> None:
     config = OptimizerConfig()
     params = {f"w{n}": jnp.ones((rows, 4 * rows), jnp.float32) for n in range(layers)}
     axes: Any = {name: ("embed", "mlp") for name in params}
-    made = make_optimizer(config, make_schedule(config, 100), axes, 0.0)
+    made = make_optimizer(config, make_schedule(config, 100), axes)
 
     def update(params, state, grads):
         updates, state = made.update(grads, state, params)

@@ -1,26 +1,31 @@
 """The state out of a checkpoint, loaded by all processes and compared with the fingerprint that it was saved with."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxtrain import distributed
 from jaxtrain.checkpoint import fingerprint, verify
 from jaxtrain.checkpoint.quiet import innermost, no_echoes, orbax
-from jaxtrain.checkpoint.trees import describe, flatten, zeros_like
+from jaxtrain.checkpoint.trees import describe, flatten
 from jaxtrain.errors import UserError
 from jaxtrain.exchange import exchange
 
-YOUNG = ("history/",)  # parts of the state that older checkpoints lack: they start from zeros
+Extras = Mapping[str, Callable[[], Any]]
 
 
 class Damaged(Exception):
     """A checkpoint does not hold what was saved."""
 
 
-def load(folder: Path, abstract_state: Any) -> Any:
-    """The state in `folder`, as `abstract_state` describes and shards it; every process makes the call.
+def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({})) -> Any:
+    """Return the state in `folder`, as `abstract_state` describes and shards it; every process makes the call.
+
+    `extras`: for each entry of the state's `extras` what it is at step 0, which a checkpoint without that entry gets.
 
     Raises:
         Damaged: in all processes, if one of them cannot read it or what they read is not what was saved.
@@ -38,8 +43,9 @@ def load(folder: Path, abstract_state: Any) -> Any:
             saved: Any = reader.metadata(folder).item_metadata
             if saved is None or saved.state is None:
                 raise FileNotFoundError("it holds no state")
-            empty = {path: zeros_like(leaf) for path, leaf in wanted.items()
-                     if path.startswith(YOUNG) and path not in saved.state.tree}
+            known = {path.split("/")[1] for path in saved.state.tree if path.startswith("extras/")}
+            new = flatten({"extras": {name: make() for name, make in extras.items() if name not in known}})
+            empty = {path: _placed(new[path], leaf.sharding) for path, leaf in wanted.items() if path in new}
             there = {path: leaf for path, leaf in wanted.items() if path not in empty}
             _compare(folder, saved.state.tree, there)
             arrays = ocp.args.StandardRestore(there)
@@ -67,6 +73,12 @@ def _compare(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> Non
         if ours != theirs:
             raise UserError(path, f"is {theirs} in the checkpoint {folder} and {ours} in this run",
                             "build the model and optimizer of that checkpoint, or give another --workdir")
+
+
+def _placed(value: Any, where: Any) -> jax.Array:
+    """An array that every process knows, placed without asking the others."""
+    whole = np.asarray(value)
+    return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
 
 
 def unreadable(folder: Path, reason: str) -> UserError:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ import jax
 from jaxtrain.checkpoint import fingerprint, verify
 from jaxtrain.checkpoint.barrier import Barrier
 from jaxtrain.checkpoint.checks import Checks
-from jaxtrain.checkpoint.load import Damaged, load, unreadable
+from jaxtrain.checkpoint.load import Damaged, Extras, load, unreadable
 from jaxtrain.checkpoint.mirror import FETCHING, Mirror
 from jaxtrain.checkpoint.quiet import innermost, no_echoes, orbax
 from jaxtrain.checkpoint.retention import best_of, dispensable
@@ -52,7 +53,7 @@ class Checkpoints:
     """The checkpoints of one run. In a multi-process run every process makes all calls, at the same steps."""
 
     def __init__(self, directory: str | Path, keep: int = 2, *, keep_every: int = 0, best: str = "",
-                 verify: str = "full", mirror: str = ""):
+                 verify: str = "full", mirror: str = "", extras: Extras = MappingProxyType({})):
         """Costs nothing: `directory` is made, and left-overs in it are cleaned up, when it is first written.
 
         Args:
@@ -61,7 +62,9 @@ class Checkpoints:
             best: a metric of metrics.jsonl, beside `directory`, by which the lowest is kept too; "": none.
             verify: what is checked before a good one is loaded: "full", the sha256 of its files, or their "sizes".
             mirror: a path or URL where each good one is copied to, and fetched from when it is lost here; "": none.
+            extras: for each entry of the state's `extras`, what makes its value for checkpoints that lack it.
         """
+        self._extras = extras
         self._directory = Path(directory).absolute()
         self._keep, self._keep_every, self._best = keep, keep_every, best
         self._checks = Checks(self._directory, hashes=verify == "full")
@@ -165,7 +168,7 @@ class Checkpoints:
             if step is None:
                 return None
             try:
-                state, meta = load(self._directory / str(step), abstract_state), self.meta(step)
+                state, meta = load(self._directory / str(step), abstract_state, self._extras), self.meta(step)
             except Damaged as damage:
                 self._pass_over(step, [str(damage)])
                 continue
@@ -244,7 +247,7 @@ class Checkpoints:
                 silence), or says that the files cannot be read or do not hold what was saved.
         """
         try:
-            return load(self._directory / str(step), abstract_state)
+            return load(self._directory / str(step), abstract_state, self._extras)
         except Damaged as damage:
             raise unreadable(self._directory / str(step), str(damage)) from None
 

@@ -14,12 +14,6 @@ def flatten(tree: Any) -> dict[str, Any]:
     return flat
 
 
-def zeros_like(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros of this shape, placed as it says."""
-    zeros = np.zeros(leaf.shape, leaf.dtype)
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: zeros[index])
-
-
 def describe(leaf: Any) -> str:
     """Dtype and shape, in words."""
     return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"

@@ -22,10 +22,15 @@ RESIDUAL: Names = ("batch", "block_seq", "act_embed")  # between blocks
 INSIDE: Names = ("batch", "seq", "act_embed")  # at the entrance of attention and MLP
 
 
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Names, std: float = 0.02, value: float = 0.0) -> nnx.Param:
-    """A float32 parameter that knows its logical names: bell-shaped of width `std`, or all `value` if that is 0."""
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Names, std: float = 0.02, value: float = 0.0,
+          compute_dtype: str = "", update: str = "") -> nnx.Param:
+    """A float32 parameter that knows its logical names: bell-shaped of width `std`, or all `value` if that is 0.
+
+    `compute_dtype`: what it is cast to for computing, whatever train.precision says. `update`: which of
+    `optim.UPDATE_RULES` changes it, in place of the optimizer.
+    """
     weight = bell(rngs.params(), shape, std) if std else jnp.full(shape, value, jnp.float32)
-    return nnx.Param(weight, axes=axes)
+    return nnx.Param(weight, axes=axes, compute_dtype=compute_dtype, update=update)
 
 
 def bell(key: jax.Array, shape: tuple[int, ...], std: float = 1.0) -> jax.Array:

@@ -29,8 +29,10 @@ class Router(nnx.Module):
     """The router's parameters: one vector per expert, and a bias where load is evened out by one."""
 
     def __init__(self, c: ModelConfig, *, rngs: nnx.Rngs):
-        self.kernel = param(rngs, (c.embed_dim, c.num_experts), ("embed", "router"))
-        self.bias = param(rngs, (c.num_experts,), ("router_bias",), std=0) if c.router_bias_rate else None
+        # Routing compares close numbers, so it computes in float32.
+        self.kernel = param(rngs, (c.embed_dim, c.num_experts), ("embed", "router"), compute_dtype="float32")
+        self.bias = param(rngs, (c.num_experts,), ("router_bias",), std=0, compute_dtype="float32",
+                          update="balance_load") if c.router_bias_rate else None
 
 
 class MoE(nnx.Module):

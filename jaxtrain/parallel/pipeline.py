@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import sharding
+from jaxtrain import partition, sharding
 from jaxtrain.config import Config, PipelineConfig
 from jaxtrain.parallel import schedules
 from jaxtrain.parallel.placement import Placement
@@ -60,38 +60,59 @@ class Pipeline:
     schedule: Schedule
     evaluation: Schedule  # forward only
     rules: sharding.Rules
-    axes: Any  # logical names of the parameters
+    axes: Any  # logical names of the trained parameters
+    frozen_axes: Any  # and of those that are not trained
     at_rest: Any  # partition specs of the gradients
 
-    def gradient(self, params: Any, batch: Any, seed: jax.Array) -> tuple[jax.Array, Sums, Any]:
-        """Summed loss with penalties, further sums, and the float32 gradient of `seed` times the summed loss."""
-        (loss, penalty), sums, layers, outer = self._run(self.schedule, params, batch, seed)
+    def gradient(self, params: Any, frozen: Any, batch: Any, scale: Any) -> tuple[tuple[jax.Array, jax.Array, Sums],
+                                                                                  Any]:
+        """-> (summed loss with penalties, weight, further sums), and the float32 gradient of `params`.
+
+        It is the gradient of `scale` times the mean loss; `frozen` parameters have none.
+        """
+        given, batch = self.parts.prepare(partition.merge(params, frozen), batch)
+        weight = self.parts.weight(batch)
+        (loss, penalty), sums, layers, outer = self._run(self.schedule, partition.like(given, params),
+                                                         partition.without(given, params), batch,
+                                                         scale / jnp.maximum(weight, 1e-8))
         placement = Placement.of(self.parts.stacks, self.schedule.position)
         grads = {key: jax.tree.map(partial(placement.from_stages, key), layers[key], self.at_rest[key])
                  for key in layers}
-        return loss + penalty, sums, grads | outer
+        return (loss + penalty, weight, sums), grads | outer
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
-        """Summed loss, summed penalties, and further sums."""
-        (loss, penalty), sums, *_ = self._run(self.evaluation, params, batch, jnp.zeros((), F32))
-        return loss, penalty, sums
+        """Summed loss with penalties, its weight, and further sums. `params`: trained and frozen ones."""
+        params, batch = self.parts.prepare(params, batch)
+        (loss, penalty), sums, *_ = self._run(self.evaluation, {}, params, batch, jnp.zeros((), F32))
+        return loss + penalty, self.parts.weight(batch), sums
 
-    def _run(self, schedule: Schedule, params: Any, batch: Any, seed: jax.Array) -> Any:
-        placement = Placement.of(self.parts.stacks, schedule.position)
-        plan = {key: jax.tree.map(partial(_Plan.of, self.rules, key in self.parts.stacks), self.axes[key],
-                                  is_leaf=lambda x: isinstance(x, tuple)) for key in params}
-        layers = {key: jax.tree.map(lambda w, plan, key=key: placement.to_stages(key, w, plan.in_use),
-                                    params[key], plan[key]) for key in self.parts.stacks}
-        outer = {key: jax.tree.map(lambda w, plan: jax.reshard(w, plan.in_use), params[key], plan[key])
-                 for key in params if key not in layers}
+    def _run(self, schedule: Schedule, params: Any, frozen: Any, batch: Any, seed: jax.Array) -> Any:
+        placement, all_axes = Placement.of(self.parts.stacks, schedule.position), partition.merge(
+            self.axes, self.frozen_axes)
+
+        def in_use(params):
+            """-> layers by stage, everything else, and how the gradients of both are laid out."""
+            plan = {key: jax.tree.map(partial(_Plan.of, self.rules, key in self.parts.stacks),
+                                      partition.like(all_axes[key], params[key]),
+                                      is_leaf=lambda x: isinstance(x, tuple)) for key in params}
+            layers = {key: jax.tree.map(lambda w, plan, key=key: placement.to_stages(key, w, plan.in_use),
+                                        params[key], plan[key]) for key in self.parts.stacks if key in params}
+            outer = {key: jax.tree.map(lambda w, plan: jax.reshard(w, plan.in_use), params[key], plan[key])
+                     for key in params if key not in layers}
+            return (layers, outer), tuple({key: plan[key] for key in part} for part in (layers, outer))
+
+        trained, plans = in_use(params)
+        frozen, frozen_plans = in_use(frozen)
+        layer_plan, outer_plan = plans
         batch = {key: sharding.micro_batches(x, schedule.microbatches) for key, x in batch.items()}
-        layer_plan, outer_plan = ({key: plan[key] for key in part} for part in (layers, outer))
         different = _token_axes(self.rules)
 
-        def on_device(layers, outer, batch, seed):
+        def on_device(trained, frozen, batch, seed):
             stage = lax.axis_index("stage")
-            work = Stage(self.parts, schedule, stage, placement.real(stage), jax.tree.map(lambda w: w[0], layers),
-                         outer, batch, seed, self._products())
+            (layers, outer), (frozen_layers, frozen_outer) = trained, frozen
+            mine, frozen_mine = (jax.tree.map(lambda w: w[0], tree) for tree in (layers, frozen_layers))
+            work = Stage(self.parts, schedule, stage, placement.real(stage), mine, outer, (frozen_mine, frozen_outer),
+                         batch, seed, self._products())
             done = work.run()
             losses = [_island(lambda x: _sum(x, (*different, "stage")), done[key]) for key in ("loss", "penalty")]
             sums = jax.tree.map(partial(_island, lambda x: _sum(x, different)[None], new=1), done["sums"])
@@ -104,16 +125,16 @@ class Pipeline:
         tokens = P(None, *(_manual(sharding.split_by(name)) for name in ("batch", "seq")))
         losses, sums, layers, outer = jax.shard_map(
             on_device, axis_names=set(MANUAL), check_vma=False,
-            in_specs=(*(jax.tree.map(lambda plan: plan.manual_in_use, part) for part in (layer_plan, outer_plan)),
+            in_specs=(*(jax.tree.map(lambda plan: plan.manual_in_use, part) for part in (plans, frozen_plans)),
                       tokens, P()),
-            out_specs=(P(), P("stage"), *(outs if "B" in schedule.kinds else ({}, {}))))(layers, outer, batch, seed)
+            out_specs=(P(), P("stage"), *(outs if "B" in schedule.kinds else ({}, {}))))(trained, frozen, batch, seed)
         last = list(self.parts.stacks)[-1]
         sums = jax.tree.map(lambda x: placement.from_stages(last, x, P(*(None,) * (x.ndim - 2))), sums)
         return losses, sums, layers, outer
 
     def _products(self) -> frozenset:
         """The weights of plain products (`layers.Linear`), whose gradients a schedule may put off."""
-        stacked = {key: self.axes[key] for key in self.parts.stacks}
+        stacked = {key: self.axes[key] for key in self.parts.stacks if key in self.axes}
         flat = jax.tree_util.tree_flatten_with_path(stacked, is_leaf=lambda x: isinstance(x, tuple))[0]
         flat = [(tuple(key.key for key in path), names) for path, names in flat]
         return frozenset(path for path, names in flat if path[-1] == "kernel" and "router" not in names)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain import sharding
+from jaxtrain import partition, sharding
 from jaxtrain.parallel.deferred import Deferred, Ledger, Path, put, take
 from jaxtrain.parallel.schedules import Column, Hop, Schedule, table
 
@@ -23,19 +23,33 @@ class Parts:
     """A model cut in three; of each stack of layers, the parameters may hold any number."""
 
     stacks: Mapping[str, int]  # the keys of parameters that are stacks, in order, and how many layers each has
+    # All parameters, trained and frozen, and a whole batch -> those that the other parts need, and the batch for them.
+    prepare: Callable[[Any, Any], tuple[Any, Any]]
+    weight: Callable[[Any], jax.Array]  # of a prepared batch, what to divide the summed loss by
     begin: Callable[[Any, Any], jax.Array]  # parameters, batch -> activations
     # parameters, activations, batch, which layers are real -> activations, summed penalty, further sums for each layer
     # of the last stack
     middle: Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, jax.Array, Sums]]
     end: Callable[[Any, jax.Array, Any], jax.Array]  # parameters, activations, batch -> summed loss
 
+    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
+        """Return the summed loss, its weight and further sums, one part after the other: without a pipeline."""
+        params, batch = self.prepare(params, batch)
+        x, penalty, sums = self.middle(params, self.begin(params, batch), batch, None)
+        return self.end(params, x, batch) + penalty, self.weight(batch), sums
+
 
 class Stage:
-    """The layers of one stage and its part of the table; `run` goes through all ticks and returns what was added up."""
+    """The layers of one stage and its part of the table; `run` goes through all ticks and returns what was added up.
+
+    `layers` are the trained parameters of its layers and `outer` those of everything else; `frozen` is a pair of the
+    same kinds, which have no gradients.
+    """
 
     def __init__(self, parts: Parts, schedule: Schedule, stage: jax.Array, real: Mapping[str, Any], layers: Any,
-                 outer: Any, batch: Any, seed: jax.Array, deferrable: frozenset[Path]):
+                 outer: Any, frozen: tuple[Any, Any], batch: Any, seed: jax.Array, deferrable: frozenset[Path]):
         self.parts, self.real, self.layers, self.outer, self.batch, self.seed = parts, real, layers, outer, batch, seed
+        self.frozen_layers, self.frozen_outer = frozen
         self.stages, self.latency, self.last, self.kinds = (
             schedule.stages, schedule.latency, schedule.last, schedule.kinds)
         self.table = table(schedule)
@@ -89,14 +103,15 @@ class Stage:
         """F: keep the chunk's input, send its output. At the end there is none: B computes it for itself."""
         chunk, micro = row[Column.F_CHUNK], pick(self.batch, row[Column.F_MB])
         here, weights = self.position[chunk], pick(self.layers, chunk)
-        x = lax.cond(here == 0, lambda: self.parts.begin(self.outer | weights, micro),
+        x = lax.cond(here == 0, lambda: self.parts.begin(self.all_of(chunk, weights, self.outer), micro),
                      lambda: pick(carry["acts"], row[Column.F_IN]))
         if "B" in self.kinds:
             carry = self.store(carry, "acts", x, row, Column.F_IN)
             y = lax.cond(here == self.last, lambda: x, lambda: self.middle(chunk, weights, x, micro)[0])
         else:
             y, penalty, sums = self.middle(chunk, weights, x, micro)
-            end = lax.cond(here == self.last, lambda: self.parts.end(self.outer | weights, y, micro),
+            end = lax.cond(here == self.last,
+                           lambda: self.parts.end(self.all_of(chunk, weights, self.outer), y, micro),
                            lambda: jnp.zeros((), F32))
             carry |= self.told(carry, chunk, end, penalty, sums)
         return self.send(carry, "F", y, row)
@@ -118,7 +133,8 @@ class Stage:
                                            has_aux=True)
 
         def at_the_end(grads):
-            end, pull = jax.vjp(lambda outer, y: self.parts.end(outer | weights, y, micro), self.outer, y)
+            end, pull = jax.vjp(lambda outer, y: self.parts.end(self.all_of(chunk, weights, outer), y, micro),
+                                self.outer, y)
             d_outer, dy = pull(self.seed)
             return end, add(grads, d_outer), dy
 
@@ -129,7 +145,7 @@ class Stage:
         d_rest, pairs, dx = pull((dy, self.seed))
 
         def at_the_beginning(grads):
-            _, pull = jax.vjp(lambda outer: self.parts.begin(outer | weights, micro), self.outer)
+            _, pull = jax.vjp(lambda outer: self.parts.begin(self.all_of(chunk, weights, outer), micro), self.outer)
             return add(grads, pull(dx)[0])
 
         outer_grads = lax.cond(here == 0, at_the_beginning, lambda grads: grads, outer_grads)
@@ -179,7 +195,11 @@ class Stage:
     def middle(self, chunk: Any, weights: Any, x: jax.Array, micro: Any) -> tuple[jax.Array, jax.Array, Sums]:
         """The layers of one chunk."""
         real = {key: None if mask is None else mask[chunk] for key, mask in self.real.items()}
-        return self.parts.middle(self.outer | weights, x, micro, real)
+        return self.parts.middle(self.all_of(chunk, weights, self.outer), x, micro, real)
+
+    def all_of(self, chunk: Any, weights: Any, outer: Any) -> Any:
+        """Trained and frozen parameters of one chunk, and of everything that is not a layer."""
+        return partition.merge(outer, self.frozen_outer, weights, pick(self.frozen_layers, chunk))
 
     def layer_gradients(self, carry: Carry) -> Any:
         """Of all layers of the stage, from the final carry."""
@@ -188,6 +208,7 @@ class Stage:
     def rooms(self) -> dict[Path, Any]:
         """Room for the pairs of one chunk; nothing where the schedule has no W."""
         return {path: room for key, ledger in self.ledgers.items()
+                if ledger.products
                 for path, room in ledger.room((len(jax.tree.leaves(self.layers[key])[0][0]),)).items()}
 
     def _deferred(self, kernels: Mapping[Path, jax.Array], rooms: Mapping[Path, Any]) -> dict[Path, Deferred]:
@@ -197,7 +218,7 @@ class Stage:
     def _activation(self) -> jax.Array:
         """Zeros like what passes between chunks."""
         weights, micro = pick(self.layers, 0), pick(self.batch, 0)
-        x = jax.eval_shape(lambda: self.parts.begin(self.outer | weights, micro))
+        x = jax.eval_shape(lambda: self.parts.begin(self.all_of(0, weights, self.outer), micro))
         return sharding.constrain(jnp.zeros(x.shape, x.dtype), "batch", "block_seq", "act_embed")
 
 

@@ -64,7 +64,7 @@ def gradients(run):
     batch = run.train_batches[0]
 
     def mean(params):
-        total, weight = run.loss(params, run.place(batch))
+        total, weight, _ = run.loss(params, run.place(batch))
         return total / weight
 
     with sharding.use(run.mesh, run.rules):

@@ -13,7 +13,6 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.mesh import AXES
-from jaxtrain.resilience.anomalies import History
 from tests.numerics import plain_experts
 
 VOCAB, SEQ, BATCH, STEPS, LAYERS = 64, 16, 32, 20, 2
@@ -87,7 +86,7 @@ def start_from(run: jt.Run, params):
     """The state around these parameters."""
     opt_state = jax.tree.map(np.array, jax.jit(run.optimizer.init)(params))
     state = run.abstract.__class__(np.int32(0), params, opt_state, np.int32(0), run.abstract.loss_scale and _scale(),
-                                   run.abstract.history and jax.tree.map(np.asarray, History.empty()))
+                                   {name: jax.tree.map(np.asarray, make()) for name, make in run.extras.items()})
     return jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), state, run.layout.state)
 
 

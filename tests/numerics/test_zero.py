@@ -34,7 +34,7 @@ def test_state_on_each_device_is_the_closed_form(stage):
     params, opt_state = run.abstract.params, run.abstract.opt_state
     batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_batch)) // DEVICES
     counters = 2 * 4  # step, skipped
-    history = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract.history))
+    history = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract.extras))
     want = size(params, stage >= 3) + size(opt_state, stage >= 1) + batch + counters + history
     got = compiled.memory_analysis().argument_size_in_bytes
     assert abs(got - want) <= 0.01 * want, f"stage {stage}: the step takes {got:,} bytes on each device, not {want:,}"

@@ -23,7 +23,7 @@ def branches(schedule):
     run = reference.build("gpt2", mesh__stage=2, model__num_layers=LAYERS, pipeline__schedule=schedule,
                           pipeline__microbatches=4, data__global_batch_size=4 * ROWS)
     with sharding.use(run.mesh, run.rules):
-        step = jax.jit(lambda params, batch: run._pipelined(params, batch, 1.0))
+        step = jax.jit(lambda params, batch: run._pipeline(run.objective).gradient(params, {}, batch, 1.0))
         jaxpr = step.trace(run.abstract.params, run.abstract_batch).jaxpr
     ticks = run.schedules[0].length
     loop, = (e for e in everywhere(jaxpr) if e.primitive.name == "scan" and e.params["length"] == ticks)

@@ -100,12 +100,12 @@ def test_not_finite_is_left_out_and_counted_but_an_overflow_is_no_anomaly():
 ])
 def test_the_numbers_are_to_the_bit_those_without_a_history(keys):
     run = reference.build("gpt2", **keys)
-    layout = dataclasses.replace(run.layout, state=dataclasses.replace(run.layout.state, history=None))
+    layout = dataclasses.replace(run.layout, state=dataclasses.replace(run.layout.state, extras={}))
     plain = make_step(run.loss, run.optimizer, layout, accumulation=run.config.train.accumulation,
                       clip_norm=run.config.optimizer.clip_norm, schedule=run.schedule,
-                      differentiate=run._pipelined if run.schedules else None)
+                      differentiate=run._pipeline(run.objective).gradient if run.schedules else None)
     state = reference.start(run)
-    without = dataclasses.replace(reference.start(run), history=None)
+    without = dataclasses.replace(reference.start(run), extras={})
     with sharding.use(run.mesh, run.rules), run._matmul_precision():
         plain = jax.jit(plain, out_shardings=(layout.state, None)).lower(without, run.abstract_batch).compile(
             compiler_options={"xla_backend_optimization_level": 0})
@@ -119,4 +119,4 @@ def test_the_numbers_are_to_the_bit_those_without_a_history(keys):
     for ours, theirs in zip(jax.tree.leaves((state.params, state.opt_state)),
                             jax.tree.leaves((without.params, without.opt_state)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    assert int(state.history.seen) == 4
+    assert int(state.extras["history"].seen) == 4

@@ -243,7 +243,7 @@ def test_skipped(flags, poison, tmp_path):
             state, _ = run.step(state, run.batch(n))
     ours = saved(flags, tmp_path)
     assert_same((ours.params, ours.opt_state), jax.device_get((state.params, state.opt_state)))
-    assert (ours.step, ours.skipped, ours.history.seen) == (STEPS, 1, STEPS - 1)
+    assert (ours.step, ours.skipped, ours.extras["history"].seen) == (STEPS, 1, STEPS - 1)
 
 
 @pytest.mark.parametrize("devices, mesh", [
@@ -346,12 +346,12 @@ def test_a_checkpoint_of_the_time_before_histories_has_an_empty_one(flags, never
     config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
     run = build(config)
     new = Checkpoints(never_saw / "checkpoints").restore(STEPS, run.abstract)
-    with contextlib.closing(Checkpoints(tmp_path)) as old:
-        old.save(STEPS, dataclasses.replace(new, history=None))
+    with contextlib.closing(Checkpoints(tmp_path, extras=run.extras)) as old:
+        old.save(STEPS, dataclasses.replace(new, extras={}))
         old.wait()
         restored = old.restore(STEPS, run.abstract)
-    assert_same(restored, dataclasses.replace(new, history=History.empty()))
-    assert restored.history.values_2S.sharding == run.layout.state.history.values_2S
+    assert_same(restored, dataclasses.replace(new, extras={"history": History.empty()}))
+    assert restored.extras["history"].values_2S.sharding == run.layout.state.extras["history"].values_2S
 
 
 def test_void_checkpoints_are_set_aside_whole(tmp_path):

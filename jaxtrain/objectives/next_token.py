@@ -1,0 +1,114 @@
+"""Next-token prediction: cross-entropy of each token given those before it, with the penalties that a model reports."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain import partition
+from jaxtrain.config import Config
+from jaxtrain.loss import cross_entropy
+from jaxtrain.models import Decoder, moe
+from jaxtrain.models.ahead import with_second_targets
+from jaxtrain.parallel.context import arrange
+from jaxtrain.parallel.stage import Parts
+from jaxtrain.state import Skeleton
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """The default objective of a decoder."""
+
+    model: Skeleton
+    chunks: int = 0  # pieces that tokens take through the loss head; 0: chosen by size
+    z_loss: float = 0.0
+    mtp_loss_weight: float = 0.0  # of predicting the token after the next; 0: the model does not
+    experts_per_token: int = 0
+    penalties: bool = True  # add what the model reports, such as its routers' load-balance loss
+
+    batch_spec: ClassVar[Mapping[str, Any]] = {
+        "tokens": np.int32, "targets": np.int32, "segments": np.int32, "positions": np.int32, "weights": np.float32}
+
+    @classmethod
+    def of(cls, config: Config, model: Skeleton) -> "NextToken":
+        """As a config describes it."""
+        t, m = config.train, config.model
+        return cls(model, t.loss_chunks, t.z_loss, m.ahead_loss, m.experts_per_token)
+
+    @property
+    def evaluation(self) -> "NextToken":
+        """The cross-entropy alone."""
+        return replace(self, z_loss=0.0, mtp_loss_weight=0.0, penalties=False)
+
+    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Return the summed loss with penalties, the weight to divide it by, and what the layers summed up."""
+        return self.pipeline_parts.loss(params, batch)
+
+    def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return the metrics of routers, if there are any."""
+        return moe.metrics(sums, self.experts_per_token) if sums else {}
+
+    @property
+    def pipeline_parts(self) -> Parts:
+        """Embeddings, layers, and the loss of the head."""
+        return Parts(stacks(self.model.params()), self.prepare, lambda batch: batch["weights"].sum(), self.begin,
+                     self.middle, self.end)
+
+    def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
+        """The model's own parameters, and the batch as its devices share it."""
+        batch = arrange(with_second_targets(batch) if self.mtp_loss_weight else batch)
+        return partition.like(params, self.model.params()), batch
+
+    def begin(self, params: Any, batch: Any) -> jax.Array:
+        """Embeddings."""
+        return self.model.merge(params).begin(batch["tokens"], batch["positions"])
+
+    def middle(self, params: Any, x_BTD: jax.Array, batch: Any,
+               real: Any = None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """All layers that `params` holds -> activations, summed penalties, and what else is summed for metrics."""
+        x_BTD, aux = self.model.merge(params).through(x_BTD, batch["segments"], batch["positions"], real)
+        penalty = _weighted(aux.pop("penalty", None), batch)
+        return x_BTD, penalty if self.penalties else jnp.zeros_like(penalty), aux
+
+    def end(self, params: Any, x_BTD: jax.Array, batch: Any) -> jax.Array:
+        """The summed loss of the head, and that of predicting the token after the next where the batch has it."""
+        model = self.model.merge(params)
+        head_DV = model.head()
+        loss = self.head_loss(params, model.finish(x_BTD), head_DV, batch)
+        if "second_targets" in batch:
+            y_BTD, aux = model.look_ahead(x_BTD, batch["targets"], batch["segments"], batch["positions"])
+            entropy = partial(cross_entropy, z_loss=self.z_loss, chunks=self.chunks)
+            second = entropy(y_BTD, head_DV, batch["second_targets"], batch["second_weights"])
+            loss += self.mtp_loss_weight * second + _weighted(aux.get("penalty"), batch)
+        return loss
+
+    def head_loss(self, params: Any, x_BTD: jax.Array, head_DV: jax.Array, batch: Any) -> jax.Array:
+        """The summed loss of final activations."""
+        return cross_entropy(x_BTD, head_DV, batch["targets"], batch["weights"], z_loss=self.z_loss, chunks=self.chunks)
+
+    @property
+    def frozen_axes(self) -> dict:
+        """Empty: the loss needs no parameters but the model's."""
+        return {}
+
+    def init_frozen(self, key: jax.Array) -> dict:
+        """Return no parameters."""
+        return {}
+
+    def load_frozen(self, abstract: dict) -> dict | None:
+        """Return None: there is nothing to load."""
+        return None
+
+
+def stacks(params: Any) -> dict[str, int]:
+    """Return which of the parameters are stacks of layers, in order, and how many layers each has."""
+    return {key: len(jax.tree.leaves(params[key])[0]) for key in Decoder.STACKS if key in params}
+
+
+def _weighted(penalty_LB: jax.Array | None, batch: Any) -> jax.Array:
+    """Rows' penalties, of one layer or several, summed by what the rows weigh."""
+    return jnp.zeros(()) if penalty_LB is None else (penalty_LB * batch["weights"].sum(1)).sum()

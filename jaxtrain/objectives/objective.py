@@ -1,0 +1,57 @@
+"""The protocol of an objective: the loss, the batches it takes, and how a pipeline cuts it into stages."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+
+from jaxtrain.config import Config
+from jaxtrain.parallel.stage import Parts
+from jaxtrain.state import Skeleton
+
+
+class Objective(Protocol):
+    """A loss that a step minimises, on any mesh."""
+
+    @property
+    def batch_spec(self) -> Mapping[str, Any]:
+        """The name and NumPy dtype of each array of a batch, each of shape [rows, tokens]."""
+        ...
+
+    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Return the summed loss, the weight to divide it by, and further sums for metrics.
+
+        `params`: the trained and frozen parameters as one tree, in the dtypes in which they compute.
+        """
+        ...
+
+    @property
+    def pipeline_parts(self) -> Parts | None:
+        """The loss cut in three for the stages of a pipeline; None if it cannot be cut."""
+        ...
+
+    @property
+    def evaluation(self) -> "Objective":
+        """The objective that evaluation reports, without what is there for training only, such as penalties."""
+        ...
+
+    def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return what metrics.jsonl says about the further sums of a whole batch."""
+        ...
+
+    @property
+    def frozen_axes(self) -> dict:
+        """The logical names of parameters beside the model's that the loss needs and nobody trains."""
+        ...
+
+    def init_frozen(self, key: jax.Array) -> dict:
+        """Return these parameters at step 0; it is traced."""
+        ...
+
+    def load_frozen(self, abstract: dict) -> dict | None:
+        """Return these parameters from elsewhere, placed as `abstract` says; None: those of `init_frozen`."""
+        ...
+
+
+# From the config and the model without its numbers.
+MakeObjective = Callable[[Config, Skeleton], Objective]
