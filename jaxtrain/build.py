@@ -186,6 +186,10 @@ class Run:
         """
         return self._loss(self.objective, params, batch)
 
+    def cast(self, params: Any) -> Any:
+        """Trained and frozen parameters in the dtypes in which they compute."""
+        return precision.cast(params, self.precision, self._metadata("compute_dtype", params))
+
     def module(self, state: TrainState) -> nnx.Module:
         """The model with this state's parameters, whole on one device: to be called eagerly, as `module(tokens)`."""
         return self.model.merge(jax.device_put(jax.device_get(state.all_params), jax.local_devices()[0]))
@@ -290,8 +294,7 @@ class Run:
 
     def _eval(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         with self._matmul_precision():
-            params = precision.cast(params, self.precision, self._metadata("compute_dtype", params))
-            return self._loss(self.objective.evaluation, params, batch)[:2]
+            return self._loss(self.objective.evaluation, self.cast(params), batch)[:2]
 
     def _loss(self, objective: Objective, params: Any, batch: Any) -> Any:
         return (self._pipeline(objective) if self.schedules else objective).loss(params, batch)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import precision, sharding
+from jaxtrain import sharding
 from jaxtrain.data.tokenizer import encode_documents
 from jaxtrain.mesh import AXES
 from jaxtrain.models import Decoder
@@ -40,7 +40,7 @@ def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200,
     tokens[:, : len(start)] = start
 
     def generate(params, tokens, key):
-        params = dict(precision.cast(params, run.precision))
+        params = dict(run.cast(params))
         for stack in params.keys() & set(Decoder.STACKS):  # layers are taken from it one by one
             params[stack] = jax.tree.map(lambda w: jax.reshard(w, P(None, *jax.typeof(w).sharding.spec[1:])),
                                          params[stack])
@@ -60,6 +60,6 @@ def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200,
     placed = jax.make_array_from_callback(tokens.shape, where, lambda index: tokens[index])
     key = jax.random.key(seed)
     with sharding.use(run.mesh, rules):
-        out = jax.jit(generate)(state.params, placed, key)
+        out = jax.jit(generate)(state.all_params, placed, key)
     row = np.asarray(out.addressable_shards[0].data)[0]
     return tokenizer.decode(row[:stop] if prompt else row[1:stop])

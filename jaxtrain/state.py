@@ -81,13 +81,15 @@ class Skeleton:
         return self.params(lambda variable: variable.get_metadata().get(key, default))
 
     def merge(self, params: dict) -> Any:
-        """The module with these parameters."""
-        def value(path):
+        """The module with these parameters. Parts of it that `params` lacks cannot be computed with."""
+        def value(path, variable):
             node = params
             for key in map(str, path):
+                if key not in node:
+                    return variable.get_value()
                 node = node[key]
             return node
-        flat = [(path, variable.replace(value(path))) for path, variable in self.variables.items()]
+        flat = [(path, variable.replace(value(path, variable))) for path, variable in self.variables.items()]
         return nnx.merge(self.graphdef, nnx.from_flat_state(flat))
 
 
@@ -165,9 +167,10 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
         return where.with_memory_kind(HOST) if offload and leaf.ndim else where
 
     params = treedef.unflatten(split if zero_stage >= 3 else base)
+    loss_scale, extras = jax.tree.map(lambda _: replicated, (abstract.loss_scale, abstract.extras))
     state = TrainState(
         replicated, params, jax.tree_util.tree_map_with_path(optimizer_leaf, abstract.opt_state), replicated,
-        *jax.tree.map(lambda _: replicated, (abstract.loss_scale, abstract.extras)), frozen_treedef.unflatten(frozen))
+        loss_scale, extras, frozen_treedef.unflatten(frozen))
     return Layout(mesh, rules, axes, state, treedef.unflatten(wide if zero_stage >= 2 else base), frozen_axes or {})
 
 

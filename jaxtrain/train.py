@@ -19,6 +19,7 @@ from jaxtrain.data.batches import epochs, packing
 from jaxtrain.data.passed_over import remaining
 from jaxtrain.errors import UserError
 from jaxtrain.exchange import exchange
+from jaxtrain.objectives import MakeObjective, NextToken
 from jaxtrain.observe.ledger import Ledger
 from jaxtrain.plan import here
 from jaxtrain.report import matmul_parameters
@@ -43,8 +44,10 @@ class Interrupted(exits.Ended):
                          f"saved at step {step}; run the same command again to resume")
 
 
-def train(config: Config, workdir: str | Path) -> TrainState:
+def train(config: Config, workdir: str | Path, *, objective: MakeObjective = NextToken.of) -> TrainState:
     """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; returns the final state.
+
+    `objective`: what the run minimises, as `build` takes it.
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; everything done so far is saved.
@@ -55,7 +58,7 @@ def train(config: Config, workdir: str | Path) -> TrainState:
         Watchdog(workdir, config.resilience) as watchdog,  # from here to the end, a run that hangs is ended
         Ledger(workdir, stopped=(Interrupted, KeyboardInterrupt, SystemExit)) as ledger,  # every second is in a book
     ):
-        run = build(config)
+        run = build(config, objective=objective)
         if (predicted := here.check(run)) and jax.process_index() == 0:
             errors.say(predicted)
         distributed.connect(config.resilience.start_limit)

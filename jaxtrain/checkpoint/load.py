@@ -67,6 +67,57 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
     return jax.tree.unflatten(jax.tree.structure(abstract_state), list(flat.values()))
 
 
+def load_params(workdir: str | Path, abstract: Any) -> Any:
+    """Return the parameters of the newest checkpoint in a workdir, as `abstract` describes and shards them.
+
+    Every process makes the call. Parameters that were frozen there count too; another dtype is cast.
+
+    Raises:
+        UserError: there is no checkpoint, it lacks a parameter or has another shape, or its content is damaged.
+    """
+    directory = Path(workdir).absolute() / "checkpoints"
+    steps = exchange(verify.steps(directory), lambda found: found[0])
+    if not steps:
+        raise UserError("checkpoint", f"there is none in {directory}", "give the workdir of a run that saved one")
+    folder, wanted = directory / str(steps[-1]), flatten(abstract)
+    ocp, problem, named, loaded, sums = orbax(), "", {}, {}, {}
+    try:
+        with no_echoes():
+            me = jax.process_index()
+            alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+            reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(
+                multiprocessing_options=alone)), multiprocessing_options=alone)
+            metadata: Any = reader.metadata(folder).item_metadata
+            saved = metadata.state.tree
+            for path, leaf in wanted.items():
+                key = next((key for key in (f"params/{path}", f"frozen/{path}") if key in saved), "")
+                if not key or tuple(saved[key].shape) != tuple(leaf.shape):
+                    there = describe(saved[key]) if key else "missing"
+                    raise UserError(path, f"is {there} in the checkpoint {folder} and {describe(leaf)} in this model",
+                                    "give the config with which it was trained")
+                named[path] = key
+            item = {key: jax.ShapeDtypeStruct(wanted[path].shape, saved[key].dtype, sharding=wanted[path].sharding)
+                    for path, key in named.items()}
+            restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+            loaded = reader.restore(folder, args=ocp.args.Composite(state=ocp.args.PyTreeRestore(
+                item, restore_args=restore_args, partial_restore=True)))["state"]
+            sums = verify.saved_fingerprint(folder)
+    except UserError:
+        raise
+    except Exception as error:
+        if distributed.broken(error):
+            raise
+        problem = innermost(error)
+    if problem := exchange(problem, lambda all: next(filter(None, all), "")):
+        raise unreadable(folder, problem)
+    now = exchange(fingerprint.read(fingerprint.on_device({key: loaded[key] for key in named.values()})),
+                   fingerprint.total)
+    if wrong := next((key for key, found in now.items() if sums.get(key, (None, None))[1] != found), None):
+        raise unreadable(folder, f"array {wrong} has other content than when it was saved")
+    leaves = [loaded[named[path]].astype(leaf.dtype) for path, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
 def _compare(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
     for path in [*wanted, *saved]:
         ours, theirs = (describe(tree[path]) if path in tree else "missing" for tree in (wanted, saved))

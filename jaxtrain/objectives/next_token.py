@@ -1,9 +1,9 @@
 """Next-token prediction: cross-entropy of each token given those before it, with the penalties that a model reports."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,6 @@ class NextToken:
     experts_per_token: int = 0
     penalties: bool = True  # add what the model reports, such as its routers' load-balance loss
 
-    batch_spec: ClassVar[Mapping[str, Any]] = {
-        "tokens": np.int32, "targets": np.int32, "segments": np.int32, "positions": np.int32, "weights": np.float32}
-
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "NextToken":
         """As a config describes it."""
@@ -40,9 +37,15 @@ class NextToken:
         return cls(model, t.loss_chunks, t.z_loss, m.ahead_loss, m.experts_per_token)
 
     @property
+    def batch_spec(self) -> Mapping[str, Any]:
+        """Tokens and the tokens to predict, which document each is of and where in it, and what each weighs."""
+        return {"tokens": np.int32, "targets": np.int32, "segments": np.int32, "positions": np.int32,
+                "weights": np.float32}
+
+    @property
     def evaluation(self) -> "NextToken":
         """The cross-entropy alone."""
-        return replace(self, z_loss=0.0, mtp_loss_weight=0.0, penalties=False)
+        return NextToken(self.model, self.chunks, penalties=False)
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return the summed loss with penalties, the weight to divide it by, and what the layers summed up."""

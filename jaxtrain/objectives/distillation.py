@@ -1,0 +1,102 @@
+"""Distillation: a student learns the next token and, beside it, the predictions of a larger, frozen teacher.
+
+    run = jt.build(config, objective=distillation(teacher_config, workdir="runs/teacher"))
+
+The teacher runs forward before the student, spread over the mesh as it is; its logits exist for one chunk of tokens at
+a time. Under a pipeline every stage runs the teacher's layers on the batch of its devices.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxtrain.config import Config
+from jaxtrain.errors import UserError
+from jaxtrain.loss import distillation_loss
+from jaxtrain.models import Compute, Decoder, make_model
+from jaxtrain.objectives.next_token import NextToken
+from jaxtrain.objectives.objective import MakeObjective
+from jaxtrain.state import Skeleton
+
+TEACHER = "teacher"  # the key of its parameters among the frozen ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation(NextToken):
+    """Cross-entropy and the divergence from a teacher's predictions."""
+
+    teacher: Skeleton
+    teacher_config: Config
+    compute: Compute
+    soft: float
+    temperature: float
+    workdir: Path | None
+
+    def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
+        """The student's parameters and the teacher's output projection; the batch with its final activations."""
+        own, batch = super().prepare(params, batch)
+        model = self.teacher.merge(params[TEACHER])
+        x_BTD, _ = model.through(model.begin(batch["tokens"], batch["positions"]), batch["segments"],
+                                 batch["positions"])
+        head = {key: value for key, value in params[TEACHER].items() if key not in Decoder.STACKS}
+        return own | {TEACHER: head}, batch | {TEACHER: jax.lax.stop_gradient(model.finish(x_BTD))}
+
+    def head_loss(self, params: Any, x_BTD: jax.Array, head_DV: jax.Array, batch: Any) -> jax.Array:
+        """The summed loss of final activations, against tokens and teacher."""
+        return distillation_loss(
+            x_BTD, head_DV, batch["targets"], batch["weights"], batch[TEACHER],
+            self.teacher.merge(params[TEACHER]).head(), soft=self.soft, temperature=self.temperature,
+            z_loss=self.z_loss, chunks=self.chunks)
+
+    @property
+    def frozen_axes(self) -> dict:
+        """The teacher's logical names. Its layers are not a stage's own: the student's layers are."""
+        axes = jax.tree.map(lambda names: tuple(None if name == "layers" else name for name in names),
+                            self.teacher.axes(), is_leaf=lambda x: isinstance(x, tuple))
+        return {TEACHER: axes}
+
+    def init_frozen(self, key: jax.Array) -> dict:
+        """Return the teacher's initial parameters: a placeholder where it is loaded from a workdir."""
+        model = make_model(self.teacher_config.model, self.compute, rngs=nnx.Rngs(params=key))
+        return {TEACHER: Skeleton.of(model).params()}
+
+    def load_frozen(self, abstract: dict) -> dict | None:
+        """Return the teacher's parameters from the newest checkpoint of its workdir."""
+        if self.workdir is None:
+            return None
+        from jaxtrain.checkpoint.load import load_params
+
+        return {TEACHER: load_params(self.workdir, abstract[TEACHER])}
+
+
+def distillation(teacher: Config, *, workdir: str | Path | None = None, soft: float = 0.5,
+                 temperature: float = 1.0) -> MakeObjective:
+    """Return what makes the objective of a run: pass it to `build` as `objective`.
+
+    Args:
+        teacher: the config of the teacher, of which the model counts.
+        workdir: where the teacher was trained; None: it keeps its initial parameters.
+        soft: the share of the loss that is the divergence from the teacher; the rest is the cross-entropy.
+        temperature: what the logits of both are divided by for the divergence.
+    """
+    if not 0 <= soft <= 1:
+        raise UserError("soft", f"{soft} is not a share of the loss", "give a number from 0 to 1")
+    if not temperature > 0:
+        raise UserError("temperature", f"{temperature} is not above 0", "give a number above 0, such as 1")
+
+    def make(config: Config, model: Skeleton) -> Distillation:
+        if teacher.model.vocab_size != config.model.vocab_size:
+            raise UserError("model.vocab_size", f"the student has {config.model.vocab_size} and the teacher "
+                            f"{teacher.model.vocab_size}", "use the same tokenizer and vocabulary for both")
+        t = config.train
+        compute = Compute(t.attention, t.expert_exchange, "none", t.unroll, config.mesh.context_strategy)
+        skeleton = Skeleton.of(nnx.eval_shape(lambda: make_model(
+            teacher.model, compute, rngs=nnx.Rngs(params=jax.random.key(0)))))
+        return Distillation(**vars(NextToken.of(config, model)), teacher=skeleton, teacher_config=teacher,
+                            compute=compute, soft=soft, temperature=temperature,
+                            workdir=None if workdir is None else Path(workdir))
+
+    return make

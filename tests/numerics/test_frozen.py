@@ -1,0 +1,84 @@
+"""Frozen parameters: they stay, and on any mesh the others have the loss and gradients of plain training."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain import partition
+from jaxtrain.state import TrainState
+from tests.numerics import reference
+
+FREEZE = ("embed/*", "blocks/layer/attention/*")
+CASES = {
+    "one device": ("llama", {}),
+    "fsdp x tensor, ZeRO, accumulation": ("llama", dict(mesh=(2, 2, 2), optimizer__zero_stage=2,
+                                                        train__accumulation=2)),
+    "remat, context": ("llama", dict(mesh=(2, 1, 1), mesh__context=2, train__remat="full")),
+    "1f1b": ("llama", dict(mesh=(1, 2, 2), mesh__stage=2)),
+    "zero-bubble": ("llama", dict(mesh=(2, 1, 1), mesh__stage=2, pipeline__schedule="zb_h1")),
+    "offload": ("llama", dict(mesh=(2, 1, 1), optimizer__offload=True)),
+    "all layers frozen, 1f1b": ("llama", dict(mesh=(1, 1, 1), mesh__stage=2, train__freeze=["blocks/*"])),
+}
+QUICK = ("one device", "1f1b")
+
+
+def start(run, params):
+    """The state around these parameters, trained and frozen."""
+    trained = partition.like(params, run.layout.axes)
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), run.abstract)
+    state = TrainState(state.step, trained, jax.jit(run.optimizer.init)(trained), state.skipped, None, state.extras,
+                       partition.without(params, run.layout.axes))
+    return jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), state, run.layout.state)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+                                  for name in CASES])
+def test_the_rest_learns_as_in_plain_training(name):
+    family, keys = CASES[name]
+    run = reference.build(family, **(dict(train__freeze=list(FREEZE)) | keys))
+    params = reference.initial(family)
+    losses, gradient, *_ = reference.trained(family)
+    want = partition.like(gradient, run.layout.axes)
+    frozen = partition.without(params, run.layout.axes)
+    assert jax.tree.leaves(frozen) and jax.tree.structure(run.abstract.frozen) == jax.tree.structure(frozen)
+    moments = [leaf.shape for leaf in jax.tree.leaves(reference.moments(run.abstract))]
+    assert moments == [leaf.shape for leaf in jax.tree.leaves(run.abstract.params)], "a frozen parameter has moments"
+
+    state, metrics = reference.compiled(run)(start(run, params), run.place(reference.batch(0)))
+    norm, o = float(reference.norm_of(want)), run.config.optimizer
+    assert float(metrics["loss"]) == pytest.approx(losses[0], rel=1e-5)
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5), "the norm is of what is trained"
+    got = jax.tree.map(lambda m: np.asarray(m) / (1 - o.b1) / min(1, o.clip_norm / norm), reference.moments(state))
+    error, leaf = reference.worst(got, want, floor=1e-3 * norm)
+    assert error < 1e-5, leaf
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), state.frozen, frozen)), "one has changed"
+
+
+@pytest.mark.slow
+def test_frozen_parameters_rest_in_their_own_dtype_and_are_checkpointed(tmp_path):
+    (tmp_path / "text.txt").write_text("a line of text\n" * 200)
+    config = reference.tiny(train__freeze=["vocab"], train__frozen_dtype="bfloat16", train__steps=4,
+                            train__precision="bfloat16", mesh__data=8, model__vocab_size=320,
+                            data__source=str(tmp_path / "text.txt"), data__cache_dir=str(tmp_path / "cache"))
+    state = jt.train(config, tmp_path / "run")
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.frozen)} == {"bfloat16"}
+    again = jt.train(config, tmp_path / "run")
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), state, again))
+
+
+@pytest.mark.parametrize(("keys", "match"), [
+    (dict(train__freeze=["blocs/*"]), r"train.freeze.*'blocs/\*'"),
+    (dict(train__freeze=["*"]), "nothing is left to train"),
+    (dict(train__freeze=["embed/*"], train__trainable=["blocks/*"]), "one of the two"),
+])
+def test_bad_patterns_are_refused(keys, match):
+    with pytest.raises(jt.UserError, match=match):
+        reference.build(**keys)
+
+
+def test_only_what_is_trainable_is_trained():
+    run = reference.build("llama", train__trainable=["*_norm/*"])
+    paths = {jax.tree_util.keystr(path, simple=True, separator="/")
+             for path, _ in jax.tree_util.tree_flatten_with_path(run.abstract.params)[0]}
+    assert paths == {"blocks/layer/attention_norm/scale", "blocks/layer/mlp_norm/scale"}

@@ -1,0 +1,131 @@
+"""Distillation on any mesh: loss and gradients are those of a plain sum over all logits on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.loss import distillation_loss
+from jaxtrain.objectives.distillation import distillation
+from tests.numerics import reference
+
+SOFT, TEMPERATURE = 0.3, 2.0
+TEACHER = dict(model__num_layers=3, model__embed_dim=64)
+CASES = {
+    "one device": {},
+    "fsdp x tensor, accumulation": dict(mesh=(2, 2, 2), train__accumulation=2, train__loss_chunks=2),
+    "context, remat": dict(mesh=(1, 2, 1), mesh__context=2, train__remat="full"),
+    "1f1b": dict(mesh=(1, 2, 2), mesh__stage=2),
+    "zero-bubble": dict(mesh=(2, 1, 1), mesh__stage=2, pipeline__schedule="zb_v", train__z_loss=1e-3),
+}
+QUICK = ("one device", "1f1b")
+
+
+def logits(config, params, batch):
+    x = reference.last_norm(config.model, params, reference.through(config.model, params, batch, []))
+    return x @ params["output"]["kernel"] if "output" in params else x @ params["embed"]["table"].T
+
+
+def plain(config, teacher_config, params, teacher, batch, z_loss):
+    """The mean over tokens, from all logits at once."""
+    student, of_teacher = logits(config, params, batch), logits(teacher_config, teacher, batch)
+    p, q = (jax.nn.log_softmax(x / TEMPERATURE) for x in (of_teacher, student))
+    divergence = (jnp.exp(p) * (p - q)).sum(-1)
+    hard = -jnp.take_along_axis(jax.nn.log_softmax(student), batch["targets"][..., None], -1)[..., 0]
+    hard += z_loss * jax.nn.logsumexp(student, -1) ** 2
+    each = (1 - SOFT) * hard + SOFT * TEMPERATURE**2 * divergence
+    return (batch["weights"] * each).sum() / batch["weights"].sum()
+
+
+@functools.cache
+def teacher():
+    """Its config, and parameters that predict something: a little noise on the initial ones."""
+    config = reference.tiny("llama", **TEACHER)
+    draw = np.random.default_rng(0)
+    params = jax.device_get(jt.build(config, devices=jax.devices()[:1]).init().params)
+    return config, jax.tree.map(lambda p: p + draw.normal(0, 0.1, p.shape).astype(np.float32), params)
+
+
+def run_of(**keys):
+    mesh = keys.pop("mesh", (1, 1, 1))
+    config = reference.tiny("gpt2", **(dict(zip(("mesh__data", "mesh__fsdp", "mesh__tensor"), mesh, strict=True))
+                                       | keys))
+    devices = int(np.prod([getattr(config.mesh, axis) for axis in ("data", "fsdp", "stage", "context", "tensor")]))
+    return jt.build(config, devices=jax.devices()[:devices],
+                    objective=distillation(teacher()[0], soft=SOFT, temperature=TEMPERATURE))
+
+
+@functools.cache
+def truth(z_loss):
+    params, (config, of_teacher) = reference.initial("gpt2"), teacher()
+    grad = jax.jit(jax.value_and_grad(lambda p: plain(reference.tiny("gpt2"), config, p, of_teacher,
+                                                      reference.batch(0), z_loss)))
+    return jax.device_get(grad(params))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+                                  for name in CASES])
+def test_any_mesh_gives_the_plain_loss_and_gradients(name):
+    run = run_of(**CASES[name])
+    params, of_teacher = reference.initial("gpt2"), teacher()[1]
+    state = run.abstract.__class__(
+        np.int32(0), params, jax.jit(run.optimizer.init)(params), np.int32(0), None,
+        {name: make() for name, make in run.extras.items()}, {"teacher": of_teacher})
+    state = jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), state, run.layout.state)
+    state, metrics = reference.compiled(run)(state, run.place(reference.batch(0)))
+    loss, gradient = truth(run.config.train.z_loss)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    norm, o = float(metrics["grad_norm"]), run.config.optimizer
+    got = jax.tree.map(lambda m: np.asarray(m) / (1 - o.b1) / min(1, o.clip_norm / norm), reference.moments(state))
+    error, leaf = reference.worst(got, gradient, floor=1e-3 * norm)
+    assert error < 1e-5, leaf
+    assert jax.tree.all(jax.tree.map(np.array_equal, state.frozen["teacher"], of_teacher))
+
+
+def test_logits_exist_for_one_chunk_only():
+    x, y = jnp.ones((1, 4096, 8)), jnp.ones((1, 4096, 16))
+    head, teacher_head = jnp.ones((8, 512)), jnp.ones((16, 512))
+    step = jax.grad(lambda x: distillation_loss(x, head, jnp.zeros((1, 4096), int), jnp.ones((1, 4096)), y,
+                                                teacher_head, soft=0.5, chunks=16))
+    assert "4096,512" not in str(jax.make_jaxpr(step)(x)) and "256,512" in str(jax.make_jaxpr(step)(x))
+
+
+@pytest.mark.slow
+def test_a_teacher_comes_from_its_workdir_and_evaluation_is_plain(tmp_path):
+    (tmp_path / "text.txt").write_text("a line of text\n" * 200)
+    keys = dict(train__steps=4, train__eval_batches=1, mesh__data=8, model__vocab_size=320,
+                data__source=str(tmp_path / "text.txt"), data__cache_dir=str(tmp_path / "cache"))
+    of_teacher = reference.tiny("llama", **TEACHER, **keys)
+    trained = jt.train(of_teacher, tmp_path / "teacher")
+    config = reference.tiny("gpt2", **keys)
+    make = distillation(of_teacher, workdir=tmp_path / "teacher")
+    run = jt.build(config, objective=make)
+    state = run.init()
+    assert jax.tree.all(jax.tree.map(np.array_equal, state.frozen["teacher"], trained.params))
+    alone = jt.build(config)
+    want = alone.evaluate(alone.init(), 1)
+    assert run.evaluate(state, 1) == pytest.approx(want)
+    end = jt.train(config, tmp_path / "student", objective=make)
+    assert jax.tree.all(jax.tree.map(np.array_equal, end.frozen["teacher"], trained.params))
+
+
+@pytest.mark.parametrize(("keys", "match"), [
+    (dict(soft=1.5), "share of the loss"), (dict(temperature=0), "above 0")])
+def test_bad_numbers_are_refused(keys, match):
+    with pytest.raises(jt.UserError, match=match):
+        distillation(reference.tiny("llama"), **keys)
+
+
+def test_another_vocabulary_is_refused():
+    with pytest.raises(jt.UserError, match=r"model\.vocab_size"):
+        jt.build(reference.tiny("gpt2", mesh__data=8),
+                 objective=distillation(reference.tiny("llama", model__vocab_size=128)))
+
+
+def test_a_workdir_without_checkpoints_is_refused(tmp_path):
+    with pytest.raises(jt.UserError, match="there is none in"):
+        jt.build(reference.tiny("gpt2", mesh__data=8), objective=distillation(
+            reference.tiny("llama"), workdir=tmp_path)).init()
