@@ -17,12 +17,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jaxtrain.build import Run, build
     from jaxtrain.cache import enable_compilation_cache
+    from jaxtrain.checkpoint import Checkpoints
     from jaxtrain.config import Config
     from jaxtrain.config_file import load_config, make_config
+    from jaxtrain.data.batch_source import BatchSource
     from jaxtrain.errors import UserError
     from jaxtrain.loss import cross_entropy
     from jaxtrain.mesh import make_mesh
     from jaxtrain.models import make_model
+    from jaxtrain.objectives import NextToken, Objective
+    from jaxtrain.objectives.distillation import distillation
+    from jaxtrain.observe import MetricsWriter
+    from jaxtrain.observers import Observer
     from jaxtrain.plan import plan
     from jaxtrain.sample import sample
     from jaxtrain.sharding import Rules, constrain, rules
@@ -35,11 +41,14 @@ _HOME = {
     "load_config": "config_file", "make_config": "config_file", "UserError": "errors", "cross_entropy": "loss",
     "make_mesh": "mesh", "make_model": "models", "plan": "plan", "sample": "sample", "Rules": "sharding",
     "constrain": "sharding", "rules": "sharding", "TrainStep": "standalone", "make_train_step": "standalone",
-    "TrainState": "state", "train": "train",
+    "TrainState": "state", "train": "train", "BatchSource": "data.batch_source", "Checkpoints": "checkpoint",
+    "MetricsWriter": "observe", "NextToken": "objectives", "Objective": "objectives", "Observer": "observers",
+    "distillation": "objectives.distillation",
 }
 
 __all__ = [  # imported when first used, so that `import jaxtrain` is quick
-    "Config", "Rules", "Run", "TrainState", "TrainStep", "UserError", "build", "constrain", "cross_entropy",
+    "BatchSource", "Checkpoints", "Config", "MetricsWriter", "NextToken", "Objective", "Observer", "Rules", "Run",
+    "TrainState", "TrainStep", "UserError", "build", "constrain", "cross_entropy", "distillation",
     "enable_compilation_cache", "load_config", "make_config", "make_mesh", "make_model", "make_train_step", "plan",
     "rules", "sample", "train",
 ]

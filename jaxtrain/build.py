@@ -3,7 +3,7 @@
 import sys
 import warnings
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ from jax.sharding import NamedSharding
 from jaxtrain import optim, partition, precision, refusals, rule_checks, sharding
 from jaxtrain.config import Config
 from jaxtrain.data import stages as data_stages
+from jaxtrain.data.batch_source import BatchSource
+from jaxtrain.data.placement import place_batch
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.mesh import AXES, make_mesh
 from jaxtrain.models import Compute, make_model
@@ -52,13 +54,14 @@ class Run:
     model: Skeleton
     objective: Objective
     optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
+    schedule: optax.Schedule | None  # of the learning rate; None: the optimizer is not the config's
     precision: str
     abstract: TrainState  # shapes, dtypes and shardings
     layout: Layout
     schedules: tuple[Schedule, Schedule] | None  # of the pipeline: for training, and for evaluation
     platform: str = ""  # that an abstract mesh stands for; "": the one here
     extras: Extras = field(default_factory=lambda: EXTRAS)
+    data: BatchSource | None = None  # what it trains on in place of config.data
 
     # ------------------------------------------------------------------------------------------------ the three calls
     def init(self, seed: int | None = None) -> TrainState:
@@ -155,7 +158,9 @@ class Run:
         """The step as operations on arrays whose types say where they live."""
         def optimizer_of(axes, updates):
             c = self.config
-            return optim.make_optimizer(c.optimizer, self.schedule, axes, updates, c.model.router_bias_rate)
+            assert self.schedule, "an optimizer of one's own cannot be offloaded"
+            return optim.with_update_rules(optim.make_optimizer(c.optimizer, self.schedule, axes), updates,
+                                           c.model.router_bias_rate)
 
         step = make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
                          clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule,
@@ -207,18 +212,27 @@ class Run:
         return corpus
 
     @cached_property
-    def train_batches(self):
-        """Training batches by step: shuffled, reshuffled each epoch, without end unless the sources have one."""
+    def train_batches(self) -> BatchSource:
+        """Training batches by step: those given to `build`, or the config's, which have no end unless it says so."""
+        if self.data is not None:
+            return self.data
         from jaxtrain.data.batches import train_batches
 
         return train_batches(self.config.data, self.corpus)
+
+    @property
+    def manifests(self) -> dict[str, str]:
+        """The hash of the data of each source; none for batches that were given to `build`."""
+        return {} if self.data is not None else self.corpus.manifests
 
     @cached_property
     def eval_batches(self):
         """Evaluation batches: every token of the split once, shuffled so that the first ones are a fair part.
 
-        None where the data has no evaluation split.
+        None where the data has no evaluation split, as batches that were given to `build`.
         """
+        if self.data is not None:
+            return None
         from jaxtrain.data.batches import eval_batches
 
         return eval_batches(self.config.data, self.corpus)
@@ -244,24 +258,9 @@ class Run:
             return batch
         return jax.tree.map(lambda x: jax.device_put(x, self.layout.batch(np.ndim(x))), batch)
 
-    def placed(self, batches, step: int) -> dict[str, jax.Array]:
-        """Each process reads only the rows that its own devices hold."""
-        size, seq_len = batches.shape(step)
-        target = self.layout.batch(2)
-        if jax.process_count() == 1:
-            return jax.device_put(batches[step], target)
-        shape = (size, seq_len)
-        held = {tuple(i.indices(n)[:2] for i, n in zip(index, shape, strict=True)): index
-                for index in target.addressable_devices_indices_map(shape).values() if index is not None}
-        rows = sorted({row for (first, last), _ in held for row in range(first, last)})
-        local = batches.rows(step, rows)
-        at = {row: i for i, row in enumerate(rows)}
-
-        def piece(key, index):
-            first, last, _ = index[0].indices(size)
-            return local[key][at[first]: at[last - 1] + 1]
-
-        return {key: jax.make_array_from_callback(shape, target, partial(piece, key)) for key in local}
+    def placed(self, batches: BatchSource, step: int) -> dict[str, jax.Array]:
+        """The batch of a step on the mesh; each process reads only the rows that its own devices hold."""
+        return place_batch(batches, step, self.layout.batch(2))
 
     # ---------------------------------------------------------------------------------------------------------- report
     def report(self, file: Any = None) -> None:
@@ -317,13 +316,19 @@ class Run:
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
-          objective: MakeObjective = NextToken.of) -> Run:
+          objective: MakeObjective = NextToken.of, optimizer: optax.GradientTransformation | None = None,
+          data: BatchSource | None = None) -> Run:
     """Resolve a config against devices (all of them; an integer for an abstract mesh) and check that it fits.
 
     Args:
         platform: the kind of devices that an abstract mesh stands for: "cuda", "tpu" or "cpu".
         objective: what the run minimises, made from the config and the model without its numbers.
+        optimizer: an optax transformation in place of the one that `config.optimizer` names.
+        data: what yields the batch of each step, in place of `config.data`, which still says their shape.
     """
+    if optimizer is not None and config.optimizer.offload:
+        raise UserError("optimizer.offload", "only the optimizers that a config names can be updated layer by layer",
+                        "set it to false, or leave out optimizer=")
     devices = jax.devices() if devices is None else devices
     if config.mesh.auto and mesh is None:
         from jaxtrain.plan import here
@@ -348,9 +353,12 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     axes, frozen_axes = partition.split(all_axes, is_frozen)
     params, frozen = partition.split(model.params(), is_frozen)
     frozen = _frozen_dtype(config, frozen | jax.eval_shape(goal.init_frozen, jax.random.key(0)))
-    schedule = optim.make_schedule(config.optimizer, config.train.steps)
-    optimizer = optim.make_optimizer(config.optimizer, schedule, axes, partition.like(model.metadata("update"), axes),
-                                     config.model.router_bias_rate)
+    schedule = None
+    if optimizer is None:
+        schedule = optim.make_schedule(config.optimizer, config.train.steps)
+        optimizer = optim.make_optimizer(config.optimizer, schedule, axes)
+    optimizer = optim.with_update_rules(optimizer, partition.like(model.metadata("update"), axes),
+                                        config.model.router_bias_rate)
     abstract = abstract_state(params, optimizer, compute == "float16", EXTRAS, frozen)
     if schedules:
         if goal.pipeline_parts is None:
@@ -363,7 +371,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         _warn_of_waste(abstract.all_params, layout.state.all_params, schedules[0])
     rule_checks.activations_divide(config, rules, mesh)
     run = Run(config, mesh, rules, model, goal, optimizer, schedule, compute, with_shardings(abstract, layout.state),
-              layout, schedules, platform)
+              layout, schedules, platform, data=data)
     for stage in data_stages.stages(config.data):  # refused now rather than when they begin
         try:
             run.of_shape((stage.batch, stage.seq_len))

@@ -26,16 +26,11 @@ def make_schedule(c: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([warmup, body], [c.warmup_steps])
 
 
-def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any, updates: Any = None,
-                   router_bias_rate: float = 0.0) -> optax.GradientTransformation:
-    """The optimizer for parameters whose logical names are `axes` (a tree of tuples, as the parameters').
-
-    `updates`: a matching tree of strings; where one names an update rule, that rule takes the place of the optimizer.
-    """
+def with_update_rules(optimizer: optax.GradientTransformation, updates: Any,
+                      router_bias_rate: float) -> optax.GradientTransformation:
+    """The optimizer, but where the tree `updates` names an update rule: that rule takes its place there."""
     rules = {rule: UPDATE_RULES[rule](router_bias_rate) for rule in jax.tree.leaves(updates) if rule}
-    if not rules:
-        return _optimizer(c, schedule, axes)
-    return optax.partition({"": _optimizer(c, schedule, axes), **rules}, updates)
+    return optax.partition({"": optimizer, **rules}, updates) if rules else optimizer
 
 
 def _balance_load(rate: float) -> optax.GradientTransformation:
@@ -53,7 +48,8 @@ def _balance_load(rate: float) -> optax.GradientTransformation:
 UPDATE_RULES = {"balance_load": _balance_load}
 
 
-def _optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> optax.GradientTransformation:
+def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> optax.GradientTransformation:
+    """The optimizer for parameters whose logical names are `axes` (a tree of tuples, as the parameters')."""
     decays = _map(is_matrix, axes)
     decay = dict(weight_decay=c.weight_decay, mask=decays)
     if c.name == "adamw":

@@ -3,24 +3,27 @@
 import contextlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from jaxtrain import checkpoint, distributed, errors, observe
 from jaxtrain.build import Run, build
 from jaxtrain.checkpoint.interval import Saves
 from jaxtrain.config import Config
 from jaxtrain.data import prefetch, stages
+from jaxtrain.data.batch_source import BatchSource
 from jaxtrain.data.batches import epochs, packing
 from jaxtrain.data.passed_over import remaining
 from jaxtrain.errors import UserError
 from jaxtrain.exchange import exchange
 from jaxtrain.objectives import MakeObjective, NextToken
 from jaxtrain.observe.ledger import Ledger
+from jaxtrain.observers import Completions, Observer
 from jaxtrain.plan import here
 from jaxtrain.report import matmul_parameters
 from jaxtrain.resilience import exits
@@ -44,37 +47,49 @@ class Interrupted(exits.Ended):
                          f"saved at step {step}; run the same command again to resume")
 
 
-def train(config: Config, workdir: str | Path, *, objective: MakeObjective = NextToken.of) -> TrainState:
+def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective | None = None,
+          optimizer: optax.GradientTransformation | None = None, data: BatchSource | None = None,
+          observers: Sequence[Observer] = ()) -> TrainState:
     """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; returns the final state.
 
-    `objective`: what the run minimises, as `build` takes it.
+    Args:
+        config: or a run that `build` made of one.
+        workdir: where metrics and checkpoints go.
+        objective: what is minimised, as `build` takes it; so are `optimizer` and `data`.
+        observers: are told of each step.
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; everything done so far is saved.
         GivenUp: anomalies went on beyond a limit of `resilience`.
         Corrupted: a device computes wrongly; what it computed is not saved.
     """
+    if isinstance(config, Run):
+        for name, part in (("objective", objective), ("optimizer", optimizer), ("data", data)):
+            if part is not None:
+                raise UserError(name, "the run has one already", f"give {name}= to jt.build, or give a config")
+    resilience = (config.config if isinstance(config, Run) else config).resilience
     with (
-        Watchdog(workdir, config.resilience) as watchdog,  # from here to the end, a run that hangs is ended
+        Watchdog(workdir, resilience) as watchdog,  # from here to the end, a run that hangs is ended
         Ledger(workdir, stopped=(Interrupted, KeyboardInterrupt, SystemExit)) as ledger,  # every second is in a book
     ):
-        run = build(config, objective=objective)
+        run = config if isinstance(config, Run) else build(
+            config, objective=objective or NextToken.of, optimizer=optimizer, data=data)
         if (predicted := here.check(run)) and jax.process_index() == 0:
             errors.say(predicted)
-        distributed.connect(config.resilience.start_limit)
+        distributed.connect(resilience.start_limit)
         observe.make_workdir(workdir)
         interrupt = Interrupt()
         with alone(workdir):
             while True:
                 try:
                     with contextlib.ExitStack() as begun:  # what an attempt leaves open that does not come to its loop
-                        return attempt(run, Path(workdir), watchdog, ledger, interrupt, begun)
+                        return attempt(run, Path(workdir), watchdog, ledger, interrupt, begun, observers)
                 except RolledBack:  # to go back is to start again, but for what is compiled
                     continue
 
 
 def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interrupt: Interrupt,
-            begun: contextlib.ExitStack) -> TrainState:
+            begun: contextlib.ExitStack, observers: Sequence[Observer] = ()) -> TrainState:
     """From the newest checkpoint to the end, or to a rollback."""
     @contextlib.contextmanager
     def phase(name):  # what is not a step is accounted for under its name, and has more time before it counts as hung
@@ -112,7 +127,8 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
                         "raise the epochs of its sources or train fewer steps")
     about = observe.write_run_files(
         workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
-        data_manifest_hash=run.corpus.manifest_hash, manifests=run.corpus.manifests, done=reach)
+        data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash, manifests=run.manifests,
+        done=reach)
     if start < t.steps:
         ledger.open(t.steps)
     say(summary(run, workdir))
@@ -177,8 +193,8 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
         checkpoints,  # waits: behind this block the state is on disk, whatever signals come
         prefetch(data, start, t.steps - start, place, config.data.prefetch) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),
-                              log_every=t.log_every, sinks=sinks(run, workdir, start), completed=watchdog.completed,
-                              ledger=ledger) as writer,
+                              log_every=t.log_every, sinks=sinks(run, workdir, start, observers),
+                              completed=watchdog.completed, ledger=ledger) as writer,
         Stragglers(workdir, r.straggler_factor, r.probe_every) as stragglers,
         ledger.book("step"),
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
@@ -191,10 +207,14 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
         # It takes one process longer than another, and their first collectives would not wait (Gloo: 30 seconds).
         for n, batch, waited in ledger.each("data_wait", distributed.met(batches, "first step", r.start_limit)):
             watchdog.begin(n + 1)
+            for observer in observers:
+                observer.on_batch(n + 1, batch)
             began = time.perf_counter()
             state, metrics = replays.run(n + 1, run.of_shape(batch["tokens"].shape).compiled_step, state, batch)
             stragglers.step(metrics, waited, time.perf_counter() - began)
             done = n + 1
+            for observer in observers:
+                observer.on_dispatch(done, metrics)
             # Nothing here waits for the device: the writer reads the numbers on its own thread, one step late.
             writer.push(done, metrics, {"data_wait_s": waited, **saves.told(), **snapshots.told(), **stragglers.fields})
             guard.look(done, metrics)  # at the step before the last: its numbers are there
@@ -259,24 +279,28 @@ def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
     return of_step
 
 
-def sinks(run: Run, workdir: Path, start: int) -> list[observe.Sink]:
+def sinks(run: Run, workdir: Path, start: int, observers: Sequence[Observer] = ()) -> list[observe.Sink]:
     """Who else reads the metrics, in process 0."""
     t = run.config.train
     if jax.process_index() != 0:
         return []
+    told: list[observe.Sink] = [Completions(observers)] if observers else []
     live: list[observe.Sink] = [observe.Progress(t.steps, start_step=start)] if t.progress and t.steps else []
-    return live + ([observe.TensorBoard(workdir / "tensorboard", start_step=start)] if t.tensorboard else [])
+    return told + live + ([observe.TensorBoard(workdir / "tensorboard", start_step=start)] if t.tensorboard else [])
 
 
 def summary(run: Run, workdir: Path) -> str:
     """The run in three lines."""
-    c, corpus = run.config, run.corpus
+    c = run.config
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(run.abstract.params))
     axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
     axes += f"; {run.pipeline}" if run.schedules else ""
     shapes = ", ".join(f"{rows} x {length}" for rows, length in run.train_batches.shapes_of(0, c.train.steps))
-    return (f"{c.model.name}, {count:,} parameters in {run.precision}, on {jax.devices()[0].device_kind} ({axes})\n"
-            f"{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens; "
+    head = f"{c.model.name}, {count:,} parameters in {run.precision}, on {jax.devices()[0].device_kind} ({axes})\n"
+    if run.data is not None:
+        return f"{head}{c.train.steps} steps of {shapes or 'no'} tokens; workdir {workdir}"
+    corpus = run.corpus
+    return (f"{head}{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens; "
             f"{c.train.steps} steps of {shapes or 'no'} tokens; workdir {workdir}\n"
             f"{packing(c.data, corpus)}; {epochs(run.train_batches, c.train.steps)}")
 

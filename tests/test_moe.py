@@ -243,7 +243,8 @@ def test_a_full_expert_drops_the_latest_tokens_of_a_row(factor, sizes):
 def test_the_bias_moves_against_the_load_whatever_the_optimizer(name):
     config = reference.tiny("deepseek_v3", optimizer__name=name)
     model = Skeleton.of(nnx.eval_shape(lambda: make_model(config.model, rngs=nnx.Rngs(params=0))))
-    optimizer = optim.make_optimizer(config.optimizer, lambda step: 1.0, model.axes(), model.metadata("update"), 0.5)
+    optimizer = optim.with_update_rules(optim.make_optimizer(config.optimizer, lambda step: 1.0, model.axes()),
+                                        model.metadata("update"), 0.5)
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), model.params())
     grads = jax.tree.map(np.ones_like, params)
     grads["blocks"]["layer"]["mlp"]["router"]["bias"] = np.tile(np.float32([0.3, -1e-3, 1e-8, 0]), (2, 2))

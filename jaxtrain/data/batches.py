@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import DataConfig
 from jaxtrain.data import stages
+from jaxtrain.data.batch_source import BatchSource
 from jaxtrain.data.cache import cache_root
 from jaxtrain.data.corpus import Corpus
 from jaxtrain.data.fitting import cached_plan
@@ -13,15 +14,13 @@ from jaxtrain.data.packing import FittedRows, PackedRows
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:  # imported where a config asks for them
-    from jaxtrain.data.bucketing import BucketedBatches
-    from jaxtrain.data.curriculum import Curriculum
     from jaxtrain.data.damage import SparedRows
     from jaxtrain.data.unpacked import DocumentRows
 
 MULTIPLE = 64  # that the lengths of chosen buckets are of, if rows are long: most meshes cut that evenly
 
 
-def train_batches(config: DataConfig, corpus: Corpus) -> "Batches | Curriculum | BucketedBatches":
+def train_batches(config: DataConfig, corpus: Corpus) -> BatchSource:
     """By step: shuffled, reshuffled each epoch, without end unless the sources have one."""
     if config.packing == "bucket":
         from jaxtrain.data.bucketing import BucketedBatches
@@ -117,7 +116,7 @@ def packing(config: DataConfig, corpus: Corpus) -> str:
     return f"{config.packing}: rows are {fill:.2%} full, {cut:,} of {documents:,} documents are cut"
 
 
-def epochs(batches: "Batches | Curriculum | BucketedBatches", steps: int) -> str:
+def epochs(batches: BatchSource, steps: int) -> str:
     """How often each source is gone through in so many steps, in words."""
     return ", ".join(f"{count:.3g} epochs" + (f" of {name}" if name else "")
                      for name, count in batches.epochs(steps).items())

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.batch_source import BatchSource
 from jaxtrain.errors import UserError
 
 FILE = "passed_over.json"
@@ -92,8 +93,9 @@ class PassedOver:
 class Remaining:
     """`batches[step]` of loader.Batches and its like, less those that are passed over."""
 
-    def __init__(self, batches: Any, passed: PassedOver):
-        self._batches, self._passed = batches, passed
+    def __init__(self, batches: BatchSource, passed: PassedOver):
+        self._batches: Any = batches
+        self._passed = passed
         ends = batches.num_batches
         gone = sum(ends is None or batch < ends for batch in passed.batches)
         self.num_batches = None if ends is None else ends - gone
@@ -128,6 +130,6 @@ class Remaining:
         return self._batches.origin(self._passed.batch(step), index)
 
 
-def remaining(batches: Any, passed: PassedOver) -> Any:
+def remaining(batches: BatchSource, passed: PassedOver) -> BatchSource:
     """The batches by step of a run with this record."""
     return Remaining(batches, passed) if passed.batches else batches

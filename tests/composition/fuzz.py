@@ -3,10 +3,10 @@
     python -m tests.composition.fuzz --cases=100 --seed=7 --devices=16
 
 draws meshes of all six axes, rules, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions,
-offloading, packing, model families, tied and untied tables, scanned and unrolled layers; training, and of some
-evaluation. What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.refusals documents. A case
-fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it
-again.
+offloading, frozen parameters, packing, model families, tied and untied tables, scanned and unrolled layers; training,
+and of some evaluation. What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.refusals
+documents. A case fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the
+config that shows it again.
 """
 
 import argparse
@@ -73,7 +73,8 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     if rng.random() < 0.3:
         keys |= rng.choice(OVERRIDES[:2] if family in EXPERTS else OVERRIDES)
     keys |= {"evaluate": rng.random() < 0.3}
-    return keys | {"optimizer.offload": rng.random() < 0.3}
+    keys |= {"optimizer.offload": rng.random() < 0.3}
+    return keys | {"train.freeze": often([], ["embed/*"], ["blocks/layer/attention/*", "norm/*"], ["heads"])}
 
 
 def config_of(keys: dict[str, Any]):
@@ -128,7 +129,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     import numpy as np
 
     import jaxtrain as jt
-    from jaxtrain import sharding
+    from jaxtrain import partition, sharding
     from tests.numerics import reference
 
     config = config_of(keys)
@@ -136,6 +137,8 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     run = jt.build(config, devices=jax.devices()[:devices])
     batch, precision = batch_of(keys["packing"]), keys["train.precision"]
     params, loss, grads, norm, bias = _truth(config.model, keys["packing"], config.train.z_loss)
+    grads = partition.like(grads, run.layout.axes)  # those of what is trained
+    norm = norm if not keys.get("train.freeze") else reference.norm_of(grads)
     state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
     metrics = jax.device_get(metrics)
 
@@ -150,14 +153,14 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     floor = 1e-3 if precision == "float32" else 3e-2
     off["gradient"], leaf = reference.worst(got, grads, floor=floor * float(norm))
     if bias is not None and precision == "float32":
-        p = state.params
+        p = state.all_params
         new = [p["blocks"]["layer"]["mlp"]["router"]["bias"],
                *(p["ahead"]["block"]["mlp"]["router"]["bias"][None] for _ in range("ahead" in p))]
         off["router bias"] = float(np.abs(np.concatenate(new) - bias).max())
     if keys.get("evaluate"):
         with sharding.use(run.mesh, run.rules):
-            lowered = jax.jit(run._eval).lower(run.abstract.params, run.abstract_batch)
-        at_rest = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, run.abstract.params)
+            lowered = jax.jit(run._eval).lower(run.abstract.all_params, run.abstract_batch)
+        at_rest = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, run.abstract.all_params)
         total, weight = lowered.compile({"xla_backend_optimization_level": 0})(at_rest, run.place(batch))
         want = jax.jit(lambda p: reference.evaluation(config.model, p, batch))(params)
         off["evaluation"] = abs(float(total) / float(weight) / float(want) - 1)

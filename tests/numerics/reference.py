@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain import partition
 from jaxtrain.mesh import AXES
+from jaxtrain.state import TrainState
 from tests.numerics import plain_experts
 
 VOCAB, SEQ, BATCH, STEPS, LAYERS = 64, 16, 32, 20, 2
@@ -83,10 +85,11 @@ def start(run: jt.Run, family: str = "gpt2"):
 
 
 def start_from(run: jt.Run, params):
-    """The state around these parameters."""
-    opt_state = jax.tree.map(np.array, jax.jit(run.optimizer.init)(params))
-    state = run.abstract.__class__(np.int32(0), params, opt_state, np.int32(0), run.abstract.loss_scale and _scale(),
-                                   {name: jax.tree.map(np.asarray, make()) for name, make in run.extras.items()})
+    """The state around these parameters, trained and frozen."""
+    trained, frozen = partition.like(params, run.layout.axes), partition.without(params, run.layout.axes)
+    opt_state = jax.tree.map(np.array, jax.jit(run.optimizer.init)(trained))
+    state = TrainState(np.int32(0), trained, opt_state, np.int32(0), run.abstract.loss_scale and _scale(),
+                       {name: make() for name, make in run.extras.items()}, frozen)
     return jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), state, run.layout.state)
 
 

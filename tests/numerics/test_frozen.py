@@ -6,7 +6,6 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import partition
-from jaxtrain.state import TrainState
 from tests.numerics import reference
 
 FREEZE = ("embed/*", "blocks/layer/attention/*")
@@ -23,15 +22,6 @@ CASES = {
 QUICK = ("one device", "1f1b")
 
 
-def start(run, params):
-    """The state around these parameters, trained and frozen."""
-    trained = partition.like(params, run.layout.axes)
-    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), run.abstract)
-    state = TrainState(state.step, trained, jax.jit(run.optimizer.init)(trained), state.skipped, None, state.extras,
-                       partition.without(params, run.layout.axes))
-    return jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), state, run.layout.state)
-
-
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
                                   for name in CASES])
 def test_the_rest_learns_as_in_plain_training(name):
@@ -45,7 +35,7 @@ def test_the_rest_learns_as_in_plain_training(name):
     moments = [leaf.shape for leaf in jax.tree.leaves(reference.moments(run.abstract))]
     assert moments == [leaf.shape for leaf in jax.tree.leaves(run.abstract.params)], "a frozen parameter has moments"
 
-    state, metrics = reference.compiled(run)(start(run, params), run.place(reference.batch(0)))
+    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(reference.batch(0)))
     norm, o = float(reference.norm_of(want)), run.config.optimizer
     assert float(metrics["loss"]) == pytest.approx(losses[0], rel=1e-5)
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5), "the norm is of what is trained"

@@ -71,10 +71,7 @@ def truth(z_loss):
 def test_any_mesh_gives_the_plain_loss_and_gradients(name):
     run = run_of(**CASES[name])
     params, of_teacher = reference.initial("gpt2"), teacher()[1]
-    state = run.abstract.__class__(
-        np.int32(0), params, jax.jit(run.optimizer.init)(params), np.int32(0), None,
-        {name: make() for name, make in run.extras.items()}, {"teacher": of_teacher})
-    state = jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), state, run.layout.state)
+    state = reference.start_from(run, params | {"teacher": of_teacher})
     state, metrics = reference.compiled(run)(state, run.place(reference.batch(0)))
     loss, gradient = truth(run.config.train.z_loss)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)

@@ -1,0 +1,40 @@
+"""What watches a run from outside: observers are told of each step and change nothing."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxtrain.observe.metrics import Record
+
+
+class Observer:
+    """Told of a run's steps; a subclass overrides what it wants to know.
+
+    Observers are told in no particular order, and none of them may keep the loop waiting: until `on_complete` the
+    metrics are futures. An exception in one of them ends the run as an error.
+    """
+
+    def on_batch(self, step: int, batch: dict[str, jax.Array]) -> None:
+        """Take the batch on which `step` (from 1) trains, before it does."""
+
+    def on_dispatch(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Take the metrics of a step that the devices have begun: reading a value would wait for them."""
+
+    def on_complete(self, record: Record) -> None:
+        """Take one line of metrics.jsonl, of a step or of an evaluation; on another thread, in the first process."""
+
+
+class Completions:
+    """A sink of the metrics writer that tells observers of its lines."""
+
+    def __init__(self, observers: Sequence[Observer]):
+        self._observers = observers
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Take one line."""
+        for observer in self._observers:
+            observer.on_complete(record)
+
+    def close(self) -> None:
+        """Do nothing: observers are not told of the end."""
