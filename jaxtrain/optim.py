@@ -28,9 +28,14 @@ def make_schedule(c: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def with_update_rules(optimizer: optax.GradientTransformation, updates: Any,
                       router_bias_rate: float) -> optax.GradientTransformation:
-    """The optimizer, but where the tree `updates` names an update rule: that rule takes its place there."""
-    rules = {rule: UPDATE_RULES[rule](router_bias_rate) for rule in jax.tree.leaves(updates) if rule}
-    return optax.partition({"": optimizer, **rules}, updates) if rules else optimizer
+    """The optimizer, but where the tree `updates` names an update rule: that rule takes its place there.
+
+    What its state looks like does not depend on `updates`: those of a part of a model are named as in the whole.
+    """
+    if not router_bias_rate:
+        return optimizer
+    return optax.partition({"": optimizer} | {name: make(router_bias_rate) for name, make in UPDATE_RULES.items()},
+                           updates)
 
 
 def _balance_load(rate: float) -> optax.GradientTransformation:
