@@ -1,0 +1,274 @@
+"""Test that the events of a run come in the order that the loop promises:
+
+on_batch -> step (donates) -> on_dispatch -> metrics pushed -> stop agreed -> checks -> metrics flushed -> saved ->
+evaluated -> next batch
+
+The tests compare whole recorded runs, so an event that is missing, repeated or out of place fails them.
+"""
+
+import contextlib
+import importlib
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain import observe
+from jaxtrain.build import Run, build
+from jaxtrain.checkpoint import Checkpoints, store
+from jaxtrain.config_file import load_config
+from jaxtrain.data import Batches
+from jaxtrain.data.passed_over import PassedOver
+from jaxtrain.resilience.interrupt import Interrupt
+from jaxtrain.resilience.replays import Replays
+from jaxtrain.resilience.replicas import Replicas
+from jaxtrain.resilience.rollback import Guard
+from jaxtrain.resilience.stragglers import Stragglers
+from jaxtrain.resilience.watchdog import Watchdog
+from tests.tiny import tiny_flags
+
+pytestmark = pytest.mark.usefixtures("cache")
+loop = importlib.import_module("jaxtrain.train")  # `from jaxtrain import train` would give the function
+
+# Nothing follows steps 1 and 5; evaluations follow 2 and 4, a save follows 3, and both follow 6.
+STEPS, SAVE_EVERY, EVAL_EVERY = 6, 3, 2
+TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
+        "data.global_batch_size=8", f"train.steps={STEPS}", f"train.eval_every={EVAL_EVERY}",
+        f"checkpoint.every={SAVE_EVERY}", "train.progress=false", "resilience.spikes=rollback",
+        "resilience.max_skips=1", "resilience.pass_over=1"]
+
+Event = tuple[str, int]  # what happened, and the step (counted from 1) that it belongs to
+EVERY_STEP = ("batch asked for", "on_batch", "step", "on_dispatch", "metrics pushed", "stop agreed", "checks")
+SAVE = ("metrics flushed", "saved")
+EVALUATION = ("evaluated", "evaluation written")
+END = ("saved for good",)  # Checkpoints.insist: waits for the last save, and repeats one that failed
+LOOKS = ("anomaly look", "all anomalies looked at")  # the places of these are the subject of their own tests
+
+
+# ------------------------------------------------------------------------------------------------------- the recorder
+
+class Recorder:
+    """What happened in a run, in order; and what a test does when something happens."""
+
+    def __init__(self):
+        self.all: list[Event] = []
+        self.when: dict[Event, Callable[[], None]] = {}
+        self.donated: set[int] = set()  # the steps that left nothing of the state that they were given
+
+    def add(self, name: str, step: int | None = None) -> None:
+        """`step`: where the event does not know it, that of the event before."""
+        event = name, step if step is not None else self.all[-1][1]
+        self.all.append(event)
+        if event in self.when:
+            self.when[event]()
+
+    @property
+    def events(self) -> list[Event]:
+        """All but the looks at anomalies."""
+        return [event for event in self.all if event[0] not in LOOKS]
+
+
+@contextlib.contextmanager
+def recording(run: Run) -> Iterator[Recorder]:
+    """Record what happens in the loop; the loop trains `run`, which all tests share, so that it is compiled once.
+
+    This function alone knows which collaborators the loop has and what they are called.
+    """
+    recorder = Recorder()
+
+    with pytest.MonkeyPatch.context() as patch:
+        def record(owner, method, name, step_of=lambda step, *rest: step):
+            original = getattr(owner, method)
+
+            def recorded(self, *arguments):
+                recorder.add(name, step_of(*arguments))
+                return original(self, *arguments)
+
+            patch.setattr(owner, method, recorded)
+
+        def unknown(*arguments):
+            return None
+
+        @contextlib.contextmanager
+        def prefetch(data, start, count, *rest, original=loop.prefetch):
+            def asked(batches):
+                for step in range(start + 1, start + count + 1):
+                    recorder.add("batch asked for", step)
+                    yield next(batches)
+
+            with original(data, start, count, *rest) as batches:
+                yield asked(iter(batches))
+
+        def step(self, number, compiled, state, batch, original=Replays.run):
+            recorder.add("step", number)
+            given = jax.tree.leaves(state)
+            result = original(self, number, compiled, state, batch)
+            if all(leaf.is_deleted() for leaf in given):
+                recorder.donated.add(number)
+            return result
+
+        def check(self, number, state, now=False, original=Replicas.check):
+            recorder.add("checks", number)
+            return original(self, number, state, now=now)
+
+        patch.setattr(loop, "build", lambda config: run)
+        patch.setattr(loop, "prefetch", prefetch)
+        record(Watchdog, "begin", "on_batch")
+        patch.setattr(Replays, "run", step)
+        record(Stragglers, "step", "on_dispatch", unknown)
+        record(observe.MetricsWriter, "push", "metrics pushed")
+        record(Guard, "look", "anomaly look")
+        record(Interrupt, "requested", "stop agreed")
+        patch.setattr(Replicas, "check", check)
+        record(observe.MetricsWriter, "flush", "metrics flushed", unknown)
+        record(Guard, "look_at_all", "all anomalies looked at", unknown)
+        record(Checkpoints, "save", "saved")
+        record(Run, "evaluate", "evaluated", lambda state, *rest: int(jax.device_get(state.step)))
+        record(observe.MetricsWriter, "write_eval", "evaluation written")
+        record(Checkpoints, "insist", "saved for good")
+        yield recorder
+
+
+# --------------------------------------------------------------------------------------------------- what is expected
+
+def turn(step: int, *, stopped: bool = False) -> list[Event]:
+    """The events of one step, of a run that is asked to stop in it or not."""
+    names = EVERY_STEP
+    if stopped or step % SAVE_EVERY == 0 or step == STEPS:
+        names += SAVE
+    if not stopped and (step % EVAL_EVERY == 0 or step == STEPS):
+        names += EVALUATION
+    return at(step, *names)
+
+
+def turns(first: int, last: int = STEPS) -> list[Event]:
+    return [event for step in range(first, last + 1) for event in turn(step)]
+
+
+def at(step: int, *names: str) -> list[Event]:
+    return [(name, step) for name in names]
+
+
+# ----------------------------------------------------------------------------------------------------------- the runs
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, cache):
+    flags = tiny_flags(tmp_path_factory, TINY, lines=200)
+    keys = dict(flag.removeprefix("--config.").split("=") for flag in flags[1:])
+    return build(load_config(flags[0].partition("=")[2], keys), devices=jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def straight(run, tmp_path_factory):
+    """A run that nothing disturbs."""
+    workdir = tmp_path_factory.mktemp("straight") / "work"
+    with recording(run) as recorder:
+        loop.train(run.config, workdir)
+    return recorder, workdir
+
+
+STOPPED = 4  # an evaluation is due after it, and no save
+
+
+@pytest.fixture(scope="module")
+def stopped(run, tmp_path_factory):
+    """A run that gets SIGTERM while step 4 is on the devices."""
+    workdir = tmp_path_factory.mktemp("stopped") / "work"
+    with recording(run) as recorder:
+        recorder.when["on_dispatch", STOPPED] = lambda: signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(loop.Interrupted) as interrupted:
+            loop.train(run.config, workdir)
+    return recorder, workdir, interrupted.value
+
+
+def test_evaluations_and_saves(straight):
+    recorder, _ = straight
+    assert recorder.events == turns(1) + at(STEPS, *END)
+
+
+def test_the_state_is_donated_to_the_step(straight):
+    """On CPU JAX keeps what a save still reads, so the step that follows a save is no evidence."""
+    recorder, _ = straight
+    assert recorder.donated >= {step for step in range(1, STEPS + 1) if (step - 1) % SAVE_EVERY or step == 1}
+
+
+def test_what_is_saved_was_looked_at(straight):
+    """Every step is looked at once it is pushed; before a save all steps so far are."""
+    recorder, _ = straight
+    assert [step for name, step in recorder.all if name == "anomaly look"] == list(range(1, STEPS + 1))
+    for step in range(1, STEPS + 1):
+        names = [name for name, of in recorder.all if of == step]
+        assert names.index("metrics pushed") < names.index("anomaly look")
+        if "saved" in names:
+            assert names.index("anomaly look") < names.index("all anomalies looked at") < names.index("saved")
+
+
+def test_a_finished_run_makes_no_step_and_no_evaluation(run, straight):
+    with recording(run) as recorder:
+        loop.train(run.config, straight[1])
+    assert [name for name, _ in recorder.events] == [*END]
+
+
+def test_a_stop_saves_and_leaves_the_evaluation_out(stopped):
+    recorder, workdir, interrupted = stopped
+    assert recorder.events == turns(1, STOPPED - 1) + turn(STOPPED, stopped=True)
+    assert (interrupted.step, interrupted.signal) == (STOPPED, signal.SIGTERM)
+    assert Checkpoints(workdir / "checkpoints").latest() == STOPPED
+
+
+def test_an_evaluation_that_a_stop_left_out_comes_before_the_next_batch(run, stopped, tmp_path):
+    shutil.copytree(stopped[1], tmp_path / "work")
+    with recording(run) as recorder:
+        loop.train(run.config, tmp_path / "work")
+    assert recorder.events == at(STOPPED, *EVALUATION) + turns(STOPPED + 1) + at(STEPS, *END)
+
+
+def test_a_stop_in_the_last_step_changes_nothing(run, stopped, tmp_path):
+    shutil.copytree(stopped[1], tmp_path / "work")
+    with recording(run) as recorder:
+        recorder.when["on_dispatch", STEPS] = lambda: signal.raise_signal(signal.SIGTERM)
+        loop.train(run.config, tmp_path / "work")
+    assert recorder.events == at(STOPPED, *EVALUATION) + turns(STOPPED + 1) + at(STEPS, *END)
+
+
+def test_a_save_that_fails_is_repeated_only_at_the_end(run, tmp_path, monkeypatch):
+    """The save after step 3 fails, and so do the first two of the three after step 6."""
+    usage = shutil.disk_usage
+
+    with recording(run) as recorder:
+        def full(path):
+            saves = sum(name == "saved" for name, _ in recorder.all)
+            return type(usage(path))(0, 0, 0) if 1 <= saves <= 3 else usage(path)
+
+        monkeypatch.setattr(shutil, "disk_usage", full)
+        monkeypatch.setattr(store, "AGAIN_S", (0.001,) * 5)
+        loop.train(run.config, tmp_path / "work")
+    # A wait between two saves asks whether to stop, since a signal ends it.
+    assert recorder.events == turns(1) + at(STEPS, *END) + at(STEPS, "stop agreed", "saved") * 2
+    assert Checkpoints(tmp_path / "work" / "checkpoints").steps() == [STEPS]
+
+
+@pytest.mark.parametrize("bad, seen", [(4, "anomaly look"), (5, "all anomalies looked at")])
+def test_a_rollback_saves_nothing_of_what_it_undoes(run, tmp_path, monkeypatch, bad, seen):
+    """The verdict on step 4 is read in step 6, two steps later, and that on step 5 there too, because of the save."""
+    def poisoned(self, number, indices, rows=Batches.rows):
+        batch = rows(self, number, indices)
+        if self.num_batches is None and number == bad - 1:  # evaluation has a number of batches
+            batch["weights"] = np.full_like(batch["weights"], np.inf)
+        return batch
+
+    monkeypatch.setattr(Batches, "rows", poisoned)
+    with recording(run) as recorder:
+        loop.train(run.config, tmp_path / "work")
+    assert PassedOver.read(tmp_path / "work").rollbacks == 1
+    # Step 6 ends in its pushed metrics or later, as the look that finds the bad step has it, but before the save.
+    left = recorder.all.index((seen, STEPS)) + 1
+    given_up = [event for event in recorder.all[:left] if event[0] not in LOOKS]
+    undone = given_up[len(turns(1, STEPS - 1)):]
+    assert given_up == turns(1, STEPS - 1) + turn(STEPS)[:len(undone)]
+    assert ("metrics pushed", STEPS) in undone and ("saved", STEPS) not in undone
+    # It goes back to the save after step 3, after which no evaluation is due.
+    assert [event for event in recorder.all[left:] if event[0] not in LOOKS] == turns(4) + at(STEPS, *END)
