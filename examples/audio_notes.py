@@ -82,7 +82,7 @@ def loss_fn(model, batch):
     losses = optax.ctc_loss(model(batch["features"]), 1 - batch["weights"][:, ::2],
                             letters_to_ids(batch["target"]), 1 - batch["target_weights"])
     there = batch["weights"][:, 0]  # rows that only fill the last batch are not learnt
-    return (losses * there).sum(), batch["target_weights"].sum()
+    return jt.Weighted((losses * there).sum(), batch["target_weights"].sum())
 
 
 # ------------------------------------------------------------------------------------------------------------- training

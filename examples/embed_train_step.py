@@ -66,7 +66,7 @@ def normalise(x):
 def module_loss(model, batch):
     # A sum and its weight: micro-batches with different numbers of letters still add up to the whole batch.
     losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"])
-    return (losses * batch["weights"]).sum(), batch["weights"].sum()
+    return jt.Weighted((losses * batch["weights"]).sum(), batch["weights"].sum())
 
 
 # -------------------------------------------------------------------------------------------------- or a plain pytree

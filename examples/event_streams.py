@@ -88,7 +88,7 @@ def loss_fn(model, batch):
     logits = model(batch["item"][:, :-1], batch["elapsed"][:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["item"][:, 1:])
     weights = batch["weights"][:, 1:]  # padding is not learnt
-    return (losses * weights).sum(), weights.sum()
+    return jt.Weighted((losses * weights).sum(), weights.sum())
 
 
 # ------------------------------------------------------------------------------------------------------------- training

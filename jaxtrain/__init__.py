@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jaxtrain.plan import plan
     from jaxtrain.sample import sample
     from jaxtrain.sharding import Rules, constrain, rules
-    from jaxtrain.standalone import TrainStep, make_train_step
+    from jaxtrain.standalone import TrainStep, Weighted, make_train_step
     from jaxtrain.state import TrainState
     from jaxtrain.train import train
 
@@ -40,15 +40,15 @@ _HOME = {
     "Run": "build", "build": "build", "enable_compilation_cache": "cache", "Config": "config",
     "load_config": "config_file", "make_config": "config_file", "UserError": "errors", "cross_entropy": "loss",
     "make_mesh": "mesh", "make_model": "models", "plan": "plan", "sample": "sample", "Rules": "sharding",
-    "constrain": "sharding", "rules": "sharding", "TrainStep": "standalone", "make_train_step": "standalone",
-    "TrainState": "state", "train": "train", "BatchSource": "data.batch_source", "Checkpoints": "checkpoint",
-    "MetricsWriter": "observe", "NextToken": "objectives", "Objective": "objectives", "Observer": "observers",
-    "distillation": "objectives.distillation",
+    "constrain": "sharding", "rules": "sharding", "TrainStep": "standalone", "Weighted": "standalone",
+    "make_train_step": "standalone", "TrainState": "state", "train": "train", "BatchSource": "data.batch_source",
+    "Checkpoints": "checkpoint", "MetricsWriter": "observe", "NextToken": "objectives", "Objective": "objectives",
+    "Observer": "observers", "distillation": "objectives.distillation",
 }
 
 __all__ = [  # imported when first used, so that `import jaxtrain` is quick
     "BatchSource", "Checkpoints", "Config", "MetricsWriter", "NextToken", "Objective", "Observer", "Rules", "Run",
-    "TrainState", "TrainStep", "UserError", "build", "constrain", "cross_entropy", "distillation",
+    "TrainState", "TrainStep", "UserError", "Weighted", "build", "constrain", "cross_entropy", "distillation",
     "enable_compilation_cache", "load_config", "make_config", "make_mesh", "make_model", "make_train_step", "plan",
     "rules", "sample", "train",
 ]

@@ -1,5 +1,6 @@
 """Optimizers and schedules from optax, and which parameters decay."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -34,8 +35,9 @@ def with_update_rules(optimizer: optax.GradientTransformation, updates: Any,
     """
     if not router_bias_rate:
         return optimizer
-    return optax.partition({"": optimizer} | {name: make(router_bias_rate) for name, make in UPDATE_RULES.items()},
-                           updates)
+    rules: dict[Hashable, optax.GradientTransformation] = {
+        name: make(router_bias_rate) for name, make in UPDATE_RULES.items()}
+    return optax.partition(rules | {"": optimizer}, updates)
 
 
 def _balance_load(rate: float) -> optax.GradientTransformation:

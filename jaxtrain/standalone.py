@@ -30,22 +30,37 @@ from jaxtrain.sharding import AnyMesh, Names, Rules
 from jaxtrain.state import Layout, Skeleton, TrainState, abstract_state, initial_state, make_layout, with_shardings
 from jaxtrain.step import make_step
 
-# From a module or pytree and a batch to the mean loss, or to a sum and the weight to divide it by.
-LossFunction = Callable[[Any, Any], jax.Array | tuple[jax.Array, jax.Array]]
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weighted:
+    """What a loss function returns where its examples do not weigh the same, or where it has more to say.
+
+    The loss is `total / weight`, over all micro-batches and devices; so is each of `metrics`, which are sums too.
+    """
+
+    total: Any
+    weight: Any = 1.0
+    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+# From a module or pytree, a batch and, with a seed, a key to the mean loss, or to a sum and its weight.
+LossFunction = Callable[..., "jax.Array | Weighted"]
 
 
 def make_train_step(
     loss_fn: LossFunction, optimizer: optax.GradientTransformation, *, mesh: AnyMesh, rules: Rules | None = None,
     axes: Any = None, accumulation: int = 1, clip_norm: float = 0.0, precision: str = "float32", zero_stage: int = 0,
-    gather: bool = True,
+    gather: bool = True, seed: int | None = None,
 ) -> "TrainStep":
     """A train step for any mesh with the numbers of one device.
 
     Args:
         loss_fn: called with the NNX module or the pytree of parameters that `init` was given, and a batch. It returns
-            a scalar, the mean over examples of equal weight; or `(total, weight)`, a sum and what to divide it by (say
-            the number of tokens that count, taken as a constant): then micro-batches of unequal weight give exactly
-            the gradient of the whole batch. Nothing else may be returned, so no auxiliary values.
+            a scalar, the mean over examples of equal weight; or `jt.Weighted(total, weight)`, a sum and what to divide
+            it by (say the number of tokens that count, taken as a constant): then micro-batches of unequal weight give
+            exactly the gradient of the whole batch. `jt.Weighted(total, weight, {"accuracy": hits})` has further sums,
+            which the step divides by the weight and adds to its metrics.
         optimizer: any optax transformation.
         mesh: from `jt.make_mesh`. The compiler finds the shardings between parameters, batch and gradients; where it
             should not, `jt.constrain(x, "batch", "seq", "act_embed")` in the module pins an activation.
@@ -61,6 +76,8 @@ def make_train_step(
         gather: hand `loss_fn` each parameter whole over the mesh axes that split the batch, so that activations stay
             split as the batch is. A module that scans over a stack of layers would have the whole stack gathered at
             once: where that is too large give False and `jt.constrain` the activations between layers.
+        seed: call `loss_fn(x, batch, key)` with a key for dropout and the like, which follows from the seed, the number
+            of the step and the micro-batch: a run that resumes draws what it would have drawn.
     """
     if not set(AXES) <= set(getattr(mesh, "axis_names", ())):
         raise UserError("mesh", f"{mesh} has not the axes {', '.join(AXES)}", "make it by jt.make_mesh(...)")
@@ -77,17 +94,18 @@ def make_train_step(
         raise UserError("clip_norm", f"{clip_norm} is no norm", "give a number above 0, or 0 for no clipping")
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "abstract"
     return TrainStep(loss_fn, optimizer, with_auto_axes(mesh), rules or sharding.rules(), axes, int(accumulation),
-                     clip_norm, precisions.resolve(precision, platform), zero_stage, gather)
+                     clip_norm, precisions.resolve(precision, platform), zero_stage, gather, seed)
 
 
 class TrainStep:
     """`state, metrics = step(state, batch)`: made by `make_train_step`, given its parameters by `init`."""
 
     def __init__(self, loss_fn: LossFunction, optimizer: optax.GradientTransformation, mesh: AnyMesh, rules: Rules,
-                 axes: Any, accumulation: int, clip_norm: float, precision: str, zero_stage: int, gather: bool):
+                 axes: Any, accumulation: int, clip_norm: float, precision: str, zero_stage: int, gather: bool,
+                 seed: int | None = None):
         self.loss_fn, self.optimizer, self.mesh, self.rules, self.axes = loss_fn, optimizer, mesh, rules, axes
         self.accumulation, self.clip_norm, self.precision = accumulation, clip_norm, precision
-        self.zero_stage, self.gather = zero_stage, gather
+        self.zero_stage, self.gather, self.seed = zero_stage, gather, seed
         self._plan: _Plan | None = None
         self._compiled: dict[Any, jax.stages.Compiled] = {}
 
@@ -155,7 +173,8 @@ class TrainStep:
         """The step, traced and lowered for a batch of arrays or of `jax.ShapeDtypeStruct`; uses no device memory."""
         abstract, layout = self._planned.abstract, self.layout
         step = make_step(self._weighted_loss, self.optimizer, layout, accumulation=self.accumulation,
-                         clip_norm=self.clip_norm, precision=self.precision)
+                         clip_norm=self.clip_norm, precision=self.precision, seed=self.seed,
+                         describe=_mean_metrics)
         with sharding.use(self.mesh, self.rules), self._matmul_precision():
             traced = jax.jit(step, donate_argnums=0, out_shardings=(layout.state, None)).trace(
                 abstract, self._abstract_batch(batch, self.accumulation))
@@ -163,7 +182,10 @@ class TrainStep:
             return traced.lower(lowering_platforms=None if isinstance(self.mesh, Mesh) else (jax.default_backend(),))
 
     def evaluate(self, state: TrainState, batch: Any) -> tuple[jax.Array, jax.Array]:
-        """(total, weight) of the loss on a batch: add them up over batches, then divide. A mean loss has weight 1."""
+        """(total, weight) of the loss on a batch: add them up over batches, then divide. A mean loss has weight 1.
+
+        A loss that takes a key gets None: nothing is dropped.
+        """
         self._abstract_batch(batch, 1)
         with sharding.use(self.mesh, self.rules), self._matmul_precision():
             return self._evaluate(state.params, self.place(batch))[:2]
@@ -218,18 +240,25 @@ class TrainStep:
                               "work unless loss_fn splits something; give the parameters logical axis names",
                               stacklevel=5)
 
-    def _weighted_loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict]:
+    def _weighted_loss(self, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, jax.Array, dict]:
         if self.gather:
             # Left to itself the compiler may split activations as the weights are, and move both about: measured on an
             # fsdp=8 transformer, 7 times the traffic.
             params = jax.tree.map(jax.lax.with_sharding_constraint, params, self._in_use)
-        result = self.loss_fn(self._restore(params), batch)
-        pair = result if isinstance(result, tuple) and len(result) == 2 else (result, 1.0)
-        if not all(_is_scalar(x) for x in pair):
+        result = self.loss_fn(self._restore(params), batch, *(() if self.seed is None else (key,)))
+        if isinstance(result, tuple) and len(result) == 2 and all(map(_is_scalar, result)):
+            raise UserError("loss_fn", "it returned a pair, which may be a sum and its weight or a mean and a metric",
+                            'return jt.Weighted(total, weight), or jt.Weighted(mean, metrics={"name": value})')
+        found = result if isinstance(result, Weighted) else Weighted(result)
+        if not all(map(_is_scalar, (found.total, found.weight, *found.metrics.values()))):
             raise UserError("loss_fn", f"it returned {_describe(result)}",
-                            "return a scalar mean loss, or (total, weight): a sum and the weight to divide it by")
-        total, weight = (jnp.asarray(x).astype(jnp.float32) for x in pair)
-        return total, jax.lax.stop_gradient(weight), {}
+                            "return a scalar mean loss, or jt.Weighted(total, weight, metrics) of scalars")
+        if taken := sorted(found.metrics.keys() & {"loss", "grad_norm", "skipped", "loss_scale"}):
+            raise UserError("loss_fn", f"the step has a metric {taken[0]!r} of its own", "give it another name")
+        total, weight = (jnp.asarray(x).astype(jnp.float32) for x in (found.total, found.weight))
+        sums = {name: jnp.asarray(x).astype(jnp.float32) for name, x in found.metrics.items()}
+        weight, sums = jax.lax.stop_gradient((weight, sums))
+        return total, weight, {"metrics": sums, "weight": weight}
 
     def _restore(self, params: Any) -> Any:
         skeleton = self._planned.skeleton
@@ -300,6 +329,10 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
+def _mean_metrics(sums: dict[str, Any]) -> dict[str, jax.Array]:
+    return {name: value / jnp.maximum(sums["weight"], 1e-8) for name, value in sums["metrics"].items()}
+
+
 def _is_scalar(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic | int | float) and jnp.shape(x) == ()
 
@@ -307,6 +340,8 @@ def _is_scalar(x: Any) -> bool:
 def _describe(x: Any) -> str:
     if isinstance(x, tuple):
         return f"({', '.join(map(_describe, x))})"
+    if isinstance(x, Weighted):
+        return f"Weighted({', '.join(map(_describe, (x.total, x.weight, *x.metrics.values())))})"
     return f"an array of shape {x.shape}" if hasattr(x, "shape") else f"a {type(x).__name__}"
 
 

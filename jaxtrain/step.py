@@ -15,7 +15,7 @@ from jaxtrain.state import Layout, TrainState
 
 # A loss is a sum, the weight to divide it by, so that micro-batches of unequal weight add up to the whole batch, and a
 # dict of further sums, for metrics.
-WeightedLoss = Callable[[Any, Any], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
+WeightedLoss = Callable[..., tuple[jax.Array, jax.Array, dict[str, Any]]]
 # Trained and frozen parameters as they compute, batch, scale -> what a loss returns, and the gradient of the mean loss
 # with respect to the trained ones, times the scale.
 Gradient = Callable[[Any, Any, Any, Any], tuple[tuple[Any, ...], Any]]
@@ -27,7 +27,8 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
               differentiate: Gradient | None = None,
               describe: Callable[[Any], dict[str, jax.Array]] = lambda sums: {}, spike_z: float = 0.0,
               skip_spikes: bool = False, updates: Any = None, dtypes: Any = None,
-              optimizer_of: Callable[[Any, Any], optax.GradientTransformation] | None = None) -> Step:
+              optimizer_of: Callable[[Any, Any], optax.GradientTransformation] | None = None,
+              seed: int | None = None) -> Step:
     """Return the step to be jitted with its state donated.
 
     Args:
@@ -41,6 +42,7 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
             and frozen parameters.
         optimizer_of: makes the optimizer of parameters with given logical names and update rules: for a layout that
             keeps its state in the hosts' memory.
+        seed: the loss takes a key besides, which follows from it, the step and the micro-batch.
     """
     ruled = jax.tree.map(bool, updates if updates is not None else jax.tree.map(lambda _: "", layout.state.params))
     explicit = sharding.is_explicit(layout.mesh)
@@ -52,7 +54,7 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
     def computing(params, like):
         return precisions.cast(params, precision, None if dtypes is None else partition.like(dtypes, like))
 
-    def gradient(params, frozen, batch, scale):
+    def gradient(params, frozen, batch, scale, *key):
         """Of the mean loss of one micro-batch, times `scale`."""
         frozen = computing(frozen, frozen)
         if differentiate is not None:
@@ -60,24 +62,26 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
             return sums, place(grads, layout.gradients)
 
         def scaled(params):
-            total, weight, sums = loss(partition.merge(computing(params, params), frozen), batch)
+            total, weight, sums = loss(partition.merge(computing(params, params), frozen), batch, *key)
             mean = total / jnp.maximum(weight, 1e-8)
             return mean if scale is None else mean * scale, (total, weight, sums)
         grads, sums = jax.grad(scaled, has_aux=True)(params)
         return sums, place(grads, layout.gradients)
 
-    def accumulate(params, frozen, batch, scale):
+    def accumulate(params, frozen, batch, scale, *key):
         def add(carry, micro):
-            sums, grads = gradient(params, frozen, micro, scale)
+            batch, *number = micro
+            sums, grads = gradient(params, frozen, batch, scale, *map(jax.random.fold_in, key, number))
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) * sums[1], grads)
             return jax.tree.map(jnp.add, carry, (sums, grads)), None
 
         zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), layout.gradients)
         micro_batches = jax.tree.map(lambda x: sharding.micro_batches(x, accumulation), batch)
         first = jax.tree.map(lambda x: x[0], micro_batches)
-        sums = jax.eval_shape(lambda: gradient(params, frozen, first, scale)[0])
+        sums = jax.eval_shape(lambda: gradient(params, frozen, first, scale, *key)[0])
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
-        (sums, grads), _ = jax.lax.scan(add, (none, zeros), micro_batches)
+        each = (micro_batches, *(jnp.arange(accumulation) for _ in key))
+        (sums, grads), _ = jax.lax.scan(add, (none, zeros), each)
         return sums, jax.tree.map(lambda g: g / jnp.maximum(sums[1], 1e-8), grads)
 
     def updating(optimizer, shardings):
@@ -104,7 +108,8 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         scale = state.loss_scale.scale if state.loss_scale is not None else None
         compute = gradient if accumulation == 1 else accumulate
-        return advance(state, *compute(state.params, state.frozen, batch, scale), scale)
+        key = () if seed is None else (jax.random.fold_in(jax.random.key(seed), state.step),)
+        return advance(state, *compute(state.params, state.frozen, batch, scale, *key), scale)
 
     @jax.named_scope("optimizer")  # where jaxtrain.bench looks for its time
     def advance(state: TrainState, sums: tuple[Any, ...], grads: Any,

@@ -395,7 +395,7 @@ def test_sigterm_before_the_loop(flags, tmp_path):
 import importlib, pathlib, sys, time
 from jaxtrain.main import main
 
-def build(config):
+def build(config, **parts):
     pathlib.Path(sys.argv[-1].partition("=")[2], "here").touch()
     time.sleep(100)
 

@@ -33,7 +33,7 @@ def logits(table, up, down, bias, tokens):
 
 def weighted(logits, batch):
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    return (losses * batch["weights"]).sum(), batch["weights"].sum()
+    return jt.Weighted((losses * batch["weights"]).sum(), batch["weights"].sum())
 
 
 def tree_loss(p, batch):
@@ -76,7 +76,8 @@ def optimizer():
 
 
 def mean_loss(params, batch):
-    return jnp.divide(*tree_loss(params, batch))
+    found = tree_loss(params, batch)
+    return found.total / found.weight
 
 
 @functools.cache
@@ -150,6 +151,42 @@ def test_mean_loss_and_evaluate():
     total, weight = pair.evaluate(pair.init(make_tree), batch)
     assert float(weight) == batch["weights"].sum()
     close(total / weight, plain(0)[0][0])
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_further_sums_are_metrics_of_the_whole_batch(accumulation):
+    def loss(params, batch):
+        found = tree_loss(params, batch)
+        return jt.Weighted(found.total, found.weight, {"first": (batch["weights"] * (batch["targets"] == 1)).sum()})
+
+    batch = next(batches())
+    step = jt.make_train_step(loss, optimizer(), mesh=jt.make_mesh(data=2, fsdp=2), axes=AXES,
+                              accumulation=accumulation)
+    _, metrics = step(step.init(make_tree), batch)
+    close(metrics["first"], (batch["weights"] * (batch["targets"] == 1)).sum() / batch["weights"].sum())
+    close(metrics["loss"], plain(0)[0][0])
+
+
+def test_keys_follow_from_seed_step_and_micro_batch():
+    def loss(params, batch, key):
+        return jt.Weighted(tree_loss(params, batch).total, metrics={"drawn": jax.random.uniform(key)})
+
+    def drawn(accumulation, steps, seed=3):
+        step = jt.make_train_step(loss, optax.sgd(0.0), mesh=jt.make_mesh(data=2), axes=AXES, seed=seed,
+                                  accumulation=accumulation)
+        state, found = step.init(make_tree), []
+        for _ in range(steps):
+            state, metrics = step(state, next(batches()))
+            found.append(float(metrics["drawn"]))
+        return found
+
+    def of(n, *micro):
+        key = jax.random.fold_in(jax.random.key(3), n)
+        return float(jax.random.uniform(jax.random.fold_in(key, *micro) if micro else key))
+
+    assert drawn(1, 3) == pytest.approx([of(0), of(1), of(2)])
+    assert drawn(2, 2) == pytest.approx([(of(n, 0) + of(n, 1)) / 2 for n in range(2)])
+    assert drawn(1, 1, seed=4) != pytest.approx([of(0)])
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
@@ -352,11 +389,14 @@ def mistake(loss=tree_loss, params=make_tree, batch=None, mesh=None, axes=AXES, 
 
 
 def pair(second):
-    return lambda params, batch: (tree_loss(params, batch)[0], second)
+    return lambda params, batch: (tree_loss(params, batch).total, second)
 
 
 @pytest.mark.parametrize("arguments, message", [
     (dict(loss=pair({"accuracy": 1.0})), r"loss_fn: it returned \(an array of shape \(\), a dict\); return a scalar"),
+    (dict(loss=pair(0.5)), r"loss_fn: it returned a pair, which may be .*; return jt.Weighted\(total, weight\), or"),
+    (dict(loss=lambda p, b: jt.Weighted(tree_loss(p, b).total, metrics={"loss": 1.0})), "a metric 'loss' of its own"),
+    (dict(loss=lambda p, b: jt.Weighted(b["tokens"])), r"it returned Weighted\(an array of shape \(32, 6\)"),
     (dict(loss=lambda p, b: b["tokens"]), r"loss_fn: it returned an array of shape \(32, 6\)"),
     (dict(loss=lambda p, b: None), "loss_fn: it returned a NoneType"),
     (dict(batch={"tokens": np.ones((6, T))}), "batch: 6 examples do not divide over 4 batch shards .* multiple of 4$"),

@@ -114,7 +114,6 @@ def recording(run: Run) -> Iterator[Recorder]:
             recorder.add("checks", number)
             return original(self, number, state, now=now)
 
-        patch.setattr(loop, "build", lambda config: run)
         patch.setattr(loop, "prefetch", prefetch)
         record(Watchdog, "begin", "on_batch")
         patch.setattr(Replays, "run", step)
@@ -166,7 +165,7 @@ def straight(run, tmp_path_factory):
     """A run that nothing disturbs."""
     workdir = tmp_path_factory.mktemp("straight") / "work"
     with recording(run) as recorder:
-        loop.train(run.config, workdir)
+        loop.train(run, workdir)
     return recorder, workdir
 
 
@@ -180,7 +179,7 @@ def stopped(run, tmp_path_factory):
     with recording(run) as recorder:
         recorder.when["on_dispatch", STOPPED] = lambda: signal.raise_signal(signal.SIGTERM)
         with pytest.raises(loop.Interrupted) as interrupted:
-            loop.train(run.config, workdir)
+            loop.train(run, workdir)
     return recorder, workdir, interrupted.value
 
 
@@ -208,7 +207,7 @@ def test_what_is_saved_was_looked_at(straight):
 
 def test_a_finished_run_makes_no_step_and_no_evaluation(run, straight):
     with recording(run) as recorder:
-        loop.train(run.config, straight[1])
+        loop.train(run, straight[1])
     assert [name for name, _ in recorder.events] == [*END]
 
 
@@ -222,7 +221,7 @@ def test_a_stop_saves_and_leaves_the_evaluation_out(stopped):
 def test_an_evaluation_that_a_stop_left_out_comes_before_the_next_batch(run, stopped, tmp_path):
     shutil.copytree(stopped[1], tmp_path / "work")
     with recording(run) as recorder:
-        loop.train(run.config, tmp_path / "work")
+        loop.train(run, tmp_path / "work")
     assert recorder.events == at(STOPPED, *EVALUATION) + turns(STOPPED + 1) + at(STEPS, *END)
 
 
@@ -230,7 +229,7 @@ def test_a_stop_in_the_last_step_changes_nothing(run, stopped, tmp_path):
     shutil.copytree(stopped[1], tmp_path / "work")
     with recording(run) as recorder:
         recorder.when["on_dispatch", STEPS] = lambda: signal.raise_signal(signal.SIGTERM)
-        loop.train(run.config, tmp_path / "work")
+        loop.train(run, tmp_path / "work")
     assert recorder.events == at(STOPPED, *EVALUATION) + turns(STOPPED + 1) + at(STEPS, *END)
 
 
@@ -245,7 +244,7 @@ def test_a_save_that_fails_is_repeated_only_at_the_end(run, tmp_path, monkeypatc
 
         monkeypatch.setattr(shutil, "disk_usage", full)
         monkeypatch.setattr(store, "AGAIN_S", (0.001,) * 5)
-        loop.train(run.config, tmp_path / "work")
+        loop.train(run, tmp_path / "work")
     # A wait between two saves asks whether to stop, since a signal ends it.
     assert recorder.events == turns(1) + at(STEPS, *END) + at(STEPS, "stop agreed", "saved") * 2
     assert Checkpoints(tmp_path / "work" / "checkpoints").steps() == [STEPS]
@@ -262,7 +261,7 @@ def test_a_rollback_saves_nothing_of_what_it_undoes(run, tmp_path, monkeypatch, 
 
     monkeypatch.setattr(Batches, "rows", poisoned)
     with recording(run) as recorder:
-        loop.train(run.config, tmp_path / "work")
+        loop.train(run, tmp_path / "work")
     assert PassedOver.read(tmp_path / "work").rollbacks == 1
     # Step 6 ends in its pushed metrics or later, as the look that finds the bad step has it, but before the save.
     left = recorder.all.index((seen, STEPS)) + 1
