@@ -1,4 +1,8 @@
-"""python -m jaxtrain.main --config=configs/gpt.py[:variant] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]"""
+"""Train a config, or resume its run.
+
+`python -m jaxtrain.main --config=configs/gpt.py[:variant] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]`, which is
+`jaxtrain train`; `cli.py` has its flags.
+"""
 
 import argparse
 import json
@@ -6,8 +10,8 @@ import signal
 import sys
 import warnings
 
+from jaxtrain.cli import training_flags, workdir_of
 from jaxtrain.errors import UserError, say
-from jaxtrain.flags import parse, workdir_of
 from jaxtrain.resilience import exits, lifeline
 
 
@@ -15,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     """Flags, processes, config, train. `resilience/exits.py` tells what the exit status means."""
     lifeline.hold()
     try:
-        flags, overrides = parse(sys.argv[1:] if argv is None else argv)
+        flags, overrides = training_flags(sys.argv[1:] if argv is None else argv)
         from jaxtrain.resilience.interrupt import before_the_loop
 
         with before_the_loop():

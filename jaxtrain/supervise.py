@@ -1,7 +1,10 @@
-"""python -m jaxtrain.supervise --processes=N [--min_processes=M] -- --config=configs/gpt.py [flags of jaxtrain.main]
+"""Start processes as one run, and restart them when one dies or hangs.
 
-Starts N processes of jaxtrain.main on this host as one run, and keeps them running: when one dies or falls silent it
-ends the others and starts all again, until the last step is reached, the user made a mistake, or nothing helps.
+    jaxtrain supervise --processes=2 -- --config=configs/gpt.py:tiny --workdir=runs/two
+
+Starts N processes of `jaxtrain train` on this host as one run, with the flags that follow `--`. When one dies or falls
+silent it ends the others and starts all again, until the last step is reached, the user made a mistake, or nothing
+helps. The exit status is the run's.
 """
 
 import argparse
@@ -19,9 +22,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain import errors
-from jaxtrain import flags as training
-from jaxtrain.errors import Parser, UserError, command
+from jaxtrain import cli, errors
+from jaxtrain.cli import command, parser_of
+from jaxtrain.errors import UserError
 from jaxtrain.observe.events import record
 from jaxtrain.resilience import blame, children, exits
 from jaxtrain.resilience.children import Child
@@ -40,18 +43,23 @@ _MUTE = 5.0  # seconds without a sign of life, when others give up, of who made 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and those of the run."""
-    parser = Parser(prog="python -m jaxtrain.supervise", epilog="behind --: the flags of jaxtrain.main")
-    parser.add_argument("--processes", type=int, default=1, help="on this host")
+    parser = parser_of("supervise", __doc__,
+                       usage="%(prog)s [--processes=N ...] -- --config=FILE [flags of jaxtrain train]")
+    parser.add_argument("--processes", type=int, default=1, help="how many, on this host; default: 1")
     parser.add_argument("--min_processes", type=int, help="go on with so few when others keep dying; default: all")
-    parser.add_argument("--max_restarts", type=int, default=5, help="in a row without a new step; then give up")
-    parser.add_argument("--max_backoff", type=float, default=60.0, help="seconds between two attempts, at most")
+    parser.add_argument("--max_restarts", type=int, default=5,
+                        help="restarts in a row without a new step until it gives up; default: 5")
+    parser.add_argument("--max_backoff", type=float, default=60.0,
+                        help="seconds between two attempts, at most; default: 60")
     parser.add_argument("--silent", type=float, default=300.0,
-                        help="seconds without a sign of life until a process counts as hung; 0: for ever")
-    parser.add_argument("--lost_after", type=int, default=2, help="deaths in a row until a process is left out")
-    parser.add_argument("--retry_lost", type=float, default=600.0, help="seconds until it is taken back")
+                        help="seconds without a sign of life until a process counts as hung; 0: for ever; default: 300")
+    parser.add_argument("--lost_after", type=int, default=2,
+                        help="deaths in a row until a process is left out; default: 2")
+    parser.add_argument("--retry_lost", type=float, default=600.0,
+                        help="seconds until one that was left out is taken back; default: 600")
     parser.add_argument("--coordinator", help="host:port of node 0, in a run on several hosts")
-    parser.add_argument("--nodes", type=int, default=1, help="hosts, each with a supervisor of its own")
-    parser.add_argument("--node_rank", type=int, default=0, help="which of them this is")
+    parser.add_argument("--nodes", type=int, default=1, help="hosts, each with a supervisor of its own; default: 1")
+    parser.add_argument("--node_rank", type=int, default=0, help="which of the hosts this is, from 0")
     parser.add_argument("--program", nargs="+", help=argparse.SUPPRESS)  # for tests: instead of jaxtrain.main
     words = list(argv)
     split = words.index("--") if "--" in words else len(words)
@@ -102,11 +110,11 @@ class Supervisor:
     """One host's share of a run."""
 
     def __init__(self, flags: argparse.Namespace, rest: list[str]):
-        wanted, _ = training.parse(rest)  # a mistake in them is told here, once
+        wanted, _ = cli.training_flags(rest)  # a mistake in them is told here, once
         for name in ("coordinator", "num_processes", "process_id"):
             if getattr(wanted, name) is not None:
                 raise UserError(f"--{name}", "the supervisor gives it to each process", "leave it out behind --")
-        self.flags, self.rest, self.workdir = flags, rest, training.workdir_of(wanted).absolute()
+        self.flags, self.rest, self.workdir = flags, rest, cli.workdir_of(wanted).absolute()
         self._logs = self.workdir / "logs" / (f"node-{flags.node_rank}" if flags.nodes > 1 else "")
         self.shares = children.shares(os.environ, flags.processes)
         self.staff = Staff(flags.processes, flags.min_processes, self._fits, flags.lost_after, flags.retry_lost)

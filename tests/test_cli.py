@@ -1,18 +1,23 @@
 """The command line: its flags, what it prints, and the files that every run leaves."""
 
 import contextlib
+import importlib
 import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from jaxtrain import cli
 from jaxtrain.config_file import load_config
 from jaxtrain.main import main
 from jaxtrain.plan import targets
@@ -23,23 +28,6 @@ pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 TINY = f"{ROOT}/configs/gpt.py:tiny"
 STEP = ["step", "grad_norm", "grad_norm_z", "learning_rate", "loss", "loss_z", "skipped", "skipped_in_a_row", "spike",
         "tokens", "step_time_s", "data_wait_s", "tokens_per_s", "goodput"]
-HELP = """\
-usage: python -m jaxtrain.main [-h] [--config CONFIG] [--workdir WORKDIR] [--print_config [{all,diff}]]
-                               [--coordinator COORDINATOR] [--num_processes NUM_PROCESSES]
-                               [--process_id PROCESS_ID]
-
-options:
-  -h, --help            show this help message and exit
-  --config CONFIG       a config file such as configs/gpt.py, or configs/gpt.py:124m; any key of it can be
-                        overridden with --config.SECTION.KEY=VALUE
-  --workdir WORKDIR     metrics, checkpoints and the resolved config go here; default runs/CONFIG
-  --print_config [{all,diff}]
-                        print the resolved config (or what the overrides changed in it) and stop
-  --coordinator COORDINATOR
-                        host:port of process 0 in a run of several processes
-  --num_processes NUM_PROCESSES
-  --process_id PROCESS_ID
-"""
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +49,88 @@ def ran(flags, tmp_path_factory):
     return folder / "runs" / "gpt-tiny", err.getvalue()  # the default workdir
 
 
-def test_help(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "108")
-    with pytest.raises(SystemExit) as stop:
-        main(["--help"])
-    assert (stop.value.code, capsys.readouterr().out) == (0, HELP)
+@pytest.fixture
+def said(capsys, monkeypatch):
+    """What a command prints for some words, with its exit status and the parsers of its command line."""
+    parsers, init = [], cli.Parser.__init__
+    monkeypatch.setattr(cli.Parser, "__init__", lambda self, *given, **keys: (parsers.append(self),
+                                                                               init(self, *given, **keys))[1])
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def say(do, words):
+        parsers.clear()
+        try:
+            status = do(words)
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        return status or 0, out, err, [*parsers]
+
+    yield say
+    signal.signal(signal.SIGTERM, handler)
+
+
+def module_of(name):
+    module = importlib.import_module(cli.COMMANDS[name][0])
+    return importlib.import_module(f"{module.__name__}.__main__") if hasattr(module, "__path__") else module
+
+
+@pytest.mark.filterwarnings("ignore:.*prior to execution:RuntimeWarning")  # tests have imported it before
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help(name, said):
+    status, out, err, parsers = said(cli.main, [name, "--help"])
+    assert (status, err) == (0, "")
+    assert said(module_of(name).main, ["--help"])[:3] == (0, out, ""), "`python -m` says the same"
+    module, line = cli.COMMANDS[name]
+    assert line in " ".join(out.split()) and (module_of(name).__doc__ or "").startswith(f"{line}\n")
+    assert out.startswith(f"usage: jaxtrain {name} ") and out.endswith(f"The same command: python -m {module}\n")
+    for parser in parsers:
+        shown = parser.format_help()
+        assert re.search(rf"^examples?:\n  {re.escape(parser.prog)}\b", shown, re.M), shown
+        bare = [action.dest for action in parser._actions if not (action.help or getattr(action, "choices", None))]
+        assert not bare, f"{parser.prog}: no help for {bare}"
+
+
+def test_every_module_that_runs_is_a_command():
+    """But for those that commands start themselves, and the program that `jaxtrain bench` compares with."""
+    inner = {"jaxtrain.doctor.files", "jaxtrain.doctor.probe", "jaxtrain.bench.reference.plain_jax"}
+    runs = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+            for path in (ROOT / "jaxtrain").rglob("*.py") if "\nif __name__ ==" in path.read_text()}
+    assert runs - inner == {module for module, _ in cli.COMMANDS.values()} and inner < runs
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]], ids=str)
+def test_list_of_commands(words, said):
+    status, out, err, _ = said(cli.main, words)
+    listed = [f"  {name:<19}{line}" for name, (_, line) in cli.COMMANDS.items()]
+    assert (status, err) == (0, "") and out.splitlines()[5:5 + len(listed)] == listed
+    assert max(map(len, out.splitlines())) <= 108
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["trian", "--config=x"], "jaxtrain: there is no command 'trian'; did you mean 'train'?"),
+    (["check-point"], "jaxtrain: there is no command 'check-point'; did you mean 'checkpoint'?"),
+    (["--config=x"], "--config=x: a command comes before its flags; write jaxtrain train --config=x"),
+])
+def test_unknown_command(words, told, said):
+    assert said(cli.main, words)[:3] == (2, "", f"{told}\n")
+
+
+def test_the_command_itself(tmp_path):
+    """In a process of its own it answers without JAX, and finds modules of the current folder, as `python -m` does."""
+    def ran(code, *words):
+        script = f"import sys; sys.path.pop(0); from jaxtrain.cli import main; {code}"
+        return subprocess.run([sys.executable, "-c", script, *words], cwd=tmp_path, capture_output=True, text=True,
+                              timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+    listed = ran("main([]); sys.exit('jax' in sys.modules)")
+    assert listed.returncode == 0 and "commands:" in listed.stdout, listed.stderr
+    (tmp_path / "text").write_text("a text\n" * 9)
+    (tmp_path / "own.py").write_text("def step(document):\n    return document\n")
+    prepared = ran("sys.exit(main())", "prepare", "--input=text", "--output=corpus", "--steps", "own:step")
+    assert prepared.returncode == 0 and (tmp_path / "corpus" / "manifest.json").exists(), prepared.stderr
 
 
 def test_gpus_may_pin_what_the_host_has(capsys, monkeypatch):

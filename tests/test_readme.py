@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.cli import COMMANDS
+
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = [path for folder in ("configs", "examples", "tools", "jaxtrain")
         for path in sorted((ROOT / folder).rglob("*.py"))]
 COMMAND = re.compile(r"^\s*`{0,2}((?:[A-Z_]+=\S+ )*(?:\S*/)?python3? (?:-m jaxtrain|tools/|examples/)[^`#\n]*)", re.M)
+SUBCOMMAND = re.compile(rf"^(\s*`{{0,2}}(?:[A-Z_]+=\S+ )*)(\S*/)?jaxtrain ({'|'.join(COMMANDS)})(?= )", re.M)
 TEMPLATE = re.compile(r"[\[\]<>]|\.\.\.|\b[A-Z]{4,}\b(?![.=])|DIR\b")
 SMALL = ["--config.train.steps=2", "--config.optimizer.warmup_steps=1", "--config.train.eval_every=0",
          "--config.train.eval_batches=1", "--config.train.sample_tokens=8", "--config.checkpoint.every=0"]
@@ -25,7 +28,8 @@ def shown() -> list[str]:
     """Every command, once, in the order of the documentation."""
     found: dict[str, str] = {}  # whichever Python runs it
     for path in DOCS + CODE:
-        text = path.read_text()
+        text = SUBCOMMAND.sub(lambda found: "{}{}python -m {}".format(found[1], found[2] or "", COMMANDS[found[3]][0]),
+                              path.read_text())
         for command in [*SETUP.findall(text), *COMMAND.findall(text)]:
             command = command.split("  ")[0]  # what stands apart explains
             is_template = TEMPLATE.search(re.sub(r"^([A-Z_]+=\S+ )*", "", command))

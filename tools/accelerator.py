@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from jaxtrain.bench import records, tables  # noqa: E402
-from jaxtrain.errors import Parser, UserError, command, nearest, say  # noqa: E402
+from jaxtrain.cli import Parser, command  # noqa: E402
+from jaxtrain.errors import UserError, nearest, say  # noqa: E402
 from tools.accelerator_blocks import BLOCKS, Block, Session  # noqa: E402
 
 LEAST = 15  # seconds: with less left, no block is begun
@@ -132,8 +133,7 @@ def chosen(names: str) -> list[Block]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="python tools/accelerator.py", description=__doc__,
-                  formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = Parser(__doc__, prog="python tools/accelerator.py")
     made.add_argument("--results", metavar="FILE", help="to append to; default: a new file")
     made.add_argument("--blocks", default="", metavar="NAME,...", help=f"only these of {', '.join(BLOCKS)}")
     made.add_argument("--minutes", type=float, default=28, help="in all; default 28")

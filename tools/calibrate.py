@@ -35,7 +35,8 @@ from jax.sharding import PartitionSpec as P
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jaxtrain.errors import Parser, UserError, command, say  # noqa: E402
+from jaxtrain.cli import Parser, command  # noqa: E402
+from jaxtrain.errors import UserError, say  # noqa: E402
 from jaxtrain.models import attention  # noqa: E402
 from jaxtrain.plan import kernels, targets  # noqa: E402
 
@@ -274,7 +275,7 @@ def main(argv: list[str] | None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
-    made = Parser(prog="python tools/calibrate.py", description=(__doc__ or "").partition("\n")[0])
+    made = Parser(__doc__, prog="python tools/calibrate.py")
     made.add_argument("--targets", metavar="FILE", help="to write")
     made.add_argument("--quick", action="store_true", help="small shapes, for CPU: a few seconds")
     made.add_argument("--dry-run", action="store_true", help="print what would be measured")

@@ -1,9 +1,9 @@
-"""python -m jaxtrain.bench --config=FILE: how fast a config trains on the devices that are here, and where time goes.
+"""Measure how fast a config trains on the devices here, and where the time goes.
 
-    python -m jaxtrain.bench --config=configs/gpt.py --steps=20 --profile
-    python -m jaxtrain.bench --config=configs/gpt.py --steps=20 --compare=step,plain
-    python -m jaxtrain.bench --config=configs/gpt.py:tiny --steps=10 --sweep train.remat=none,full train.unroll=1,0
-    python -m jaxtrain.bench --render measurements/cpu.jsonl
+    jaxtrain bench --config=configs/gpt.py --steps=20 --profile
+    jaxtrain bench --config=configs/gpt.py --steps=20 --compare=step,plain
+    jaxtrain bench --config=configs/gpt.py:tiny --steps=10 --sweep train.remat=none,full train.unroll=1,0
+    jaxtrain bench --render measurements/cpu.jsonl
 
 Trains on packed batches of the config's own data, through the loader, and writes no checkpoints. Exit status 0; 1: it
 ran out of memory, or all of a sweep failed; 2: the user's mistake, in one line; 130: stopped by Ctrl-C.
@@ -17,7 +17,8 @@ import sys
 import warnings
 from typing import Any
 
-from jaxtrain.errors import Parser, UserError, command, overrides_of, say
+from jaxtrain.cli import add_process_flags, command, overrides_of, parser_of
+from jaxtrain.errors import UserError, say
 
 
 @command()
@@ -184,8 +185,7 @@ def prepare_environment(shared: bool) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Define the flags of the command line."""
-    made = Parser(prog="python -m jaxtrain.bench", description=__doc__,
-                  formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser_of("bench", __doc__)
     made.add_argument("--config", help="FILE[:variant]; --config.SECTION.KEY=VALUE changes a key of it")
     made.add_argument("--steps", type=int, default=50, help="steps to measure; default 50")
     made.add_argument("--warmup", type=int, default=5, help="steps before those; default 5")
@@ -197,9 +197,7 @@ def parser() -> argparse.ArgumentParser:
                       help="measure every combination of these keys' values, one process each, and rank them")
     made.add_argument("--timeout", type=float, default=1800,
                       help="seconds after which a process of a sweep is ended; default 1800")
-    made.add_argument("--coordinator", help="host:port of process 0, where several processes measure as one run")
-    made.add_argument("--num_processes", type=int)
-    made.add_argument("--process_id", type=int)
+    add_process_flags(made)
     made.add_argument("--targets", metavar="FILE", help="what tools/calibrate.py measured, for the predictions")
     made.add_argument("--json", metavar="FILE", help="append the measurement to this file, one line of JSON each")
     made.add_argument("--name", help="what the measurement is called in tables; default: the config and its changes")

@@ -1,10 +1,19 @@
-"""python -m jaxtrain.checkpoint list|verify|diff|restore-to WORKDIR ...: look at a run's checkpoints, and go back."""
+"""List, verify and compare a run's checkpoints, or go back to one.
+
+    jaxtrain checkpoint list WORKDIR
+    jaxtrain checkpoint verify WORKDIR
+    jaxtrain checkpoint diff WORKDIR STEP STEP
+    jaxtrain checkpoint restore-to WORKDIR STEP
+
+Exit status 0; 1: `verify` found damage; 2: the user's mistake, in one line.
+"""
 
 import argparse
 import sys
 
 from jaxtrain.checkpoint.inspect import diff, restore_to, show, verified
-from jaxtrain.errors import Parser, UserError, command
+from jaxtrain.cli import Parser, command, parser_of
+from jaxtrain.errors import UserError
 
 
 @command()
@@ -33,17 +42,24 @@ def main(argv: list[str] | None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
-    made = Parser(prog="python -m jaxtrain.checkpoint", description=__doc__)
+    made = parser_of("checkpoint", __doc__)
     commands = made.add_subparsers(dest="what", required=True, parser_class=Parser)
-    lists = commands.add_parser("list", help="every checkpoint: is it good, how old, what loss, and where it is")
-    verifies = commands.add_parser("verify", help="read every byte again; exit status 1 if any of them is damaged")
-    diffs = commands.add_parser("diff", help="in which arrays and in what else two checkpoints differ")
-    goes = commands.add_parser("restore-to", help="make the run go on from an older good checkpoint; deletes nothing")
+
+    def add(name: str, words: str, line: str) -> argparse.ArgumentParser:
+        text = f"{line[0].upper()}{line[1:]}.\n\n    jaxtrain checkpoint {words}"
+        return commands.add_parser(name, help=line, text=text)
+
+    lists = add("list", "list WORKDIR", "every checkpoint: is it good, how old, what loss, and where it is")
+    verifies = add("verify", "verify WORKDIR", "read every byte again; exit status 1 if any checkpoint is damaged")
+    diffs = add("diff", "diff WORKDIR STEP STEP", "in which arrays and in what else two checkpoints differ")
+    goes = add("restore-to", "restore-to WORKDIR STEP",
+               "make the run go on from an older good checkpoint; deletes nothing")
     for each in (lists, verifies, goes):
-        each.add_argument("workdir", metavar="WORKDIR", help="of the run")
+        each.add_argument("workdir", metavar="WORKDIR", help="the workdir of the run")
     verifies.add_argument("steps", metavar="STEP", type=int, nargs="*", help="only these; default: all")
-    diffs.add_argument("words", metavar="WORKDIR STEP [WORKDIR2] STEP", nargs="+", action="store")
-    goes.add_argument("step", metavar="STEP", type=int)
+    diffs.add_argument("words", metavar="WORKDIR STEP [WORKDIR2] STEP", nargs="+", action="store",
+                       help="two checkpoints, of one run or of two")
+    goes.add_argument("step", metavar="STEP", type=int, help="the step to go back to")
     return made
 
 

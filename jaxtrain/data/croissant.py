@@ -1,6 +1,8 @@
-"""python -m jaxtrain.data.croissant CORPUS [--output=FILE] [--describe KEY=VALUE ...]: a datasheet, as Croissant 1.0.
+"""Write the datasheet of a corpus in the Croissant 1.0 format.
 
-What is in it comes from the manifest; what only people know is told with --describe, to `prepare` or here.
+    jaxtrain croissant corpora/told --describe date_published=2026-01-31
+
+What is in it comes from the manifest; what only people know is told with --describe, to `jaxtrain prepare` or here.
 """
 
 import json
@@ -9,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.cli import command, parser_of
 from jaxtrain.data import files
 from jaxtrain.data.corpus import SPLITS
 from jaxtrain.data.inputs import extra
 from jaxtrain.data.opening import read_manifest
 from jaxtrain.data.provenance import LISTS, described
-from jaxtrain.errors import Parser, UserError, command
+from jaxtrain.errors import UserError
 
 
 def datasheet(folder: Path, describe: Sequence[str] = ()) -> dict[str, Any]:
@@ -76,10 +79,10 @@ def _files(mlc: Any, folder: Path, manifest: dict[str, Any]) -> list[Any]:
 @command()
 def main(argv: list[str] | None) -> None:
     """Exit status 2: the user's mistake, in one line."""
-    parser = Parser(prog="python -m jaxtrain.data.croissant")
-    parser.add_argument("corpus", help="a folder that jaxtrain.data.prepare made")
+    parser = parser_of("croissant", __doc__)
+    parser.add_argument("corpus", help="a folder that jaxtrain prepare made")
     parser.add_argument("--output", default="", help="default: croissant.json in the folder")
-    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more of it")
+    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more of the datasheet")
     flags = parser.parse_args(argv)
     folder = Path(flags.corpus).expanduser()
     path = Path(flags.output).expanduser() if flags.output else folder / "croissant.json"

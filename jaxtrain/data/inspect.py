@@ -1,7 +1,9 @@
-"""python -m jaxtrain.data.inspect --config=configs/gpt.py [--config.data.KEY=VALUE ...] --step=N: any batch to look at.
+"""Show any batch of a run: its documents, their text, and the tokens learnt.
 
-What training gets at that step: rows, the documents in them, the text, and which tokens are learnt. A token is learnt
-where it is the target of one that carries loss: a stretch's last target is shown with it.
+    jaxtrain inspect --config=configs/gpt.py:tiny --config.data.source=corpora/own --step=3 --row=0
+
+Prints what training gets at that step. A token is learnt where it is the target of one that carries loss: a stretch's
+last target is shown with it.
 """
 
 import argparse
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.cli import command, overrides_of, parser_of
 from jaxtrain.config import DataConfig
 from jaxtrain.config_file import load_config
 from jaxtrain.data.batches import eval_batches, train_batches
@@ -20,7 +23,7 @@ from jaxtrain.data.corpus import Tokens
 from jaxtrain.data.origins import origins
 from jaxtrain.data.passed_over import PassedOver, remaining
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.errors import Parser, UserError, command, overrides_of
+from jaxtrain.errors import UserError
 
 COLOURS = (153, 157, 223, 183, 216, 159)  # of one document after another
 GREY = 240  # what carries no loss
@@ -58,14 +61,15 @@ def main(argv: list[str] | None) -> None:
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     """The flags, and the dotted config overrides."""
-    parser = Parser(prog="python -m jaxtrain.data.inspect")
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--step", type=int, default=0)
+    parser = parser_of("inspect", __doc__)
+    parser.add_argument("--config", required=True, help="FILE[:variant]; --config.data.KEY=VALUE changes a key of it")
+    parser.add_argument("--step", type=int, default=0, help="which batch; default: 0")
     parser.add_argument("--workdir", help="of a run: its rollbacks say which batches it passed over")
     parser.add_argument("--row", type=int, help="one row only")
-    parser.add_argument("--split", choices=("train", "eval"), default="train")
+    parser.add_argument("--split", choices=("train", "eval"), default="train", help="default: train")
     parser.add_argument("--tokens", action="store_true", help="ids beside the text")
-    parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
+    parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto",
+                        help="mark what is learnt by colour; default: on a terminal")
     flags, rest = parser.parse_known_args(argv)
     return flags, overrides_of(rest, vars(flags))
 

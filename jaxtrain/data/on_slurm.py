@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from jaxtrain.errors import Parser
+from jaxtrain.cli import Parser
 
 SCRIPT = '''\
 #!/usr/bin/env bash

@@ -1,7 +1,10 @@
-"""python -m jaxtrain.data.prepare --input=FILE_OR_FOLDER... --tokenizer=... --output=FOLDER: text to a corpus, once.
+"""Tokenise text, once, into a corpus that runs read.
 
-The work is a list of tasks that follows from the input alone (tasks.py). A kill costs the tasks that were under way,
-the same command goes on, and the result is the same to the byte for any number of workers, and any engine.
+    jaxtrain prepare --input jaxtrain docs --output=corpora/own --eval_fraction=0.1
+    jaxtrain prepare --input=jaxtrain --dry_run --sample=50 --steps pii quality language=en
+
+The work is a list of tasks that follows from the input alone. A kill costs the tasks that were under way, the same
+command goes on, and the result is the same to the byte for any number of workers, and any engine.
 """
 
 import argparse
@@ -13,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.cli import command, parser_of
 from jaxtrain.data import files, inputs, lengths, on_slurm, provenance, work
 from jaxtrain.data.chat import BUILT_IN, TRAIN_ON, refuse_useless_masks
 from jaxtrain.data.conversations import FORMATS
@@ -30,7 +34,7 @@ from jaxtrain.data.steps import added, summed
 from jaxtrain.data.tasks import ALIKE, Options, Task, chat_of, loaded, made_by, tokenize_shard, verdicts_path
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.data.vocabulary import Vocabulary
-from jaxtrain.errors import Parser, UserError, command
+from jaxtrain.errors import UserError
 
 
 def prepare(sources: Sequence[str], output: str | Path, options: Options, workers: int | Engine = 1,
@@ -264,7 +268,7 @@ def _script(flags: argparse.Namespace, options: Options, argv: Sequence[str]) ->
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = Parser(prog="python -m jaxtrain.data.prepare")
+    parser = parser_of("prepare", __doc__)
     parser.add_argument("--input", nargs="+", required=True, help="files or folders: text, .jsonl[.gz|.zst], .parquet")
     parser.add_argument("--output", default="", help="the corpus; then give it to a run as --config.data.source")
     parser.add_argument("--tokenizer", default=Options.tokenizer,
@@ -277,7 +281,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chat_template", default="", help=f"a jinja file, or {', '.join(BUILT_IN)}; default: the "
                         "one beside the tokenizer")
     parser.add_argument("--train_on", default=Options.train_on, help=f"turns that are learnt: {', '.join(TRAIN_ON)}")
-    parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction)
+    parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction,
+                        help=f"share of documents kept for evaluation; default: {Options.eval_fraction:g}")
     parser.add_argument("--steps", nargs="+", default=[], help=f"{', '.join(STEPS)}, module:function, datatrove:CLASS")
     parser.add_argument("--deduplicate", nargs="?", const="exact", default=False, choices=("exact", "near"),
                         help="keep the first only of documents that are equal, or nearly")

@@ -1,6 +1,9 @@
-"""python -m jaxtrain.data.prepare_sequences audio|events --input=FILE_OR_FOLDER... --output=FOLDER: beyond text.
+"""Prepare audio clips or tables of events as sequences.
 
-The way is that of `jaxtrain.data.prepare`: tasks that follow from the input, a ledger for each, the manifest last.
+    jaxtrain prepare_sequences audio --input=FOLDER --output=FOLDER
+    jaxtrain prepare_sequences events --input=FOLDER --output=FOLDER --user=COLUMN --time=COLUMN --category COLUMN
+
+It works as `jaxtrain prepare` does: tasks that follow from the input, a ledger for each, the manifest last.
 """
 
 import argparse
@@ -9,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxtrain.cli import Parser, command, parser_of
 from jaxtrain.data import bucketing, files, inputs, work
 from jaxtrain.data.audio import TARGETS, Audio
 from jaxtrain.data.corpus import SPLITS
@@ -27,7 +31,7 @@ from jaxtrain.data.sequences import (
 from jaxtrain.data.shards import Origin
 from jaxtrain.data.steps import added
 from jaxtrain.data.tasks import Task, write_ledger
-from jaxtrain.errors import Parser, UserError, command
+from jaxtrain.errors import UserError
 
 
 class Source(Protocol):
@@ -145,12 +149,20 @@ def source_of(flags: argparse.Namespace) -> Source:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = Parser(prog="python -m jaxtrain.data.prepare_sequences")
-    kinds = parser.add_subparsers(dest="kind", required=True)
-    audio = kinds.add_parser("audio", help="clips to log-mel frames")
+    parser = parser_of("prepare_sequences", __doc__)
+    kinds = parser.add_subparsers(dest="kind", required=True, parser_class=Parser)
+    audio = kinds.add_parser("audio", help="clips to log-mel frames", text="""\
+Prepare audio clips as log-mel frames.
+
+    jaxtrain prepare_sequences audio --input=FOLDER --output=FOLDER
+""")
     audio.add_argument("--target", default=Audio.target, help=f"{', '.join(TARGETS)}: what belongs to a clip")
     audio.add_argument("--tokenizer", default=Audio.tokenizer, help="of texts: 'bytes' or a tokenizer.json")
-    events = kinds.add_parser("events", help="tables of events to one sequence a user")
+    events = kinds.add_parser("events", help="tables of events to one sequence a user", text="""\
+Prepare tables of events as one sequence a user.
+
+    jaxtrain prepare_sequences events --input=FOLDER --output=FOLDER --user=COLUMN --time=COLUMN --category COLUMN
+""")
     events.add_argument("--user", required=True, help="the column that says whose event it is")
     events.add_argument("--time", required=True, help="the column that orders a user's events")
     events.add_argument("--category", nargs="+", default=[], help="columns to number by how often values occur")
@@ -159,7 +171,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for kind, default in ((audio, Audio), (events, Events)):
         kind.add_argument("--input", nargs="+", required=True, help="files or folders")
         kind.add_argument("--output", required=True, help="the corpus")
-        kind.add_argument("--eval_fraction", type=float, default=default.eval_fraction)
+        kind.add_argument("--eval_fraction", type=float, default=default.eval_fraction,
+                          help=f"share of sequences kept for evaluation; default: {default.eval_fraction:g}")
         kind.add_argument("--task_bytes", type=int, default=default.task_bytes, help="input that makes one shard")
         kind.add_argument("--workers", type=int, default=0, help="processes; default: all cores")
     flags = parser.parse_args(argv)

@@ -1,4 +1,7 @@
-"""python -m jaxtrain.data.publish CORPUS URL: a corpus to object storage, from where training can read it.
+"""Copy a corpus to object storage, from where training can read it.
+
+    jaxtrain publish corpora/stored memory://bucket/stored
+    jaxtrain publish corpora/own s3://BUCKET/own
 
 Every object is read back and compared before the manifest is written, which is the last: until then there is no corpus.
 Killed at any moment, the same command goes on; what is there and right is not sent again.
@@ -12,11 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxtrain import storage
+from jaxtrain.cli import command, parser_of
 from jaxtrain.data import files
 from jaxtrain.data.corpus import SPLITS
 from jaxtrain.data.opening import read_manifest
 from jaxtrain.data.progress import Line
-from jaxtrain.errors import Parser, UserError, command
+from jaxtrain.errors import UserError
 
 THREADS = 8  # files under way at a time
 AGAIN = 3  # times a file is sent that does not arrive as it is
@@ -82,8 +86,8 @@ def _digest(url: str) -> str:
 @command("stopped; the same command goes on")
 def main(argv: list[str] | None) -> None:
     """Exit status 0: all of it is there; 2: the user's mistake, in one line."""
-    parser = Parser(prog="python -m jaxtrain.data.publish")
-    parser.add_argument("corpus", help="a folder that jaxtrain.data.prepare made")
+    parser = parser_of("publish", __doc__)
+    parser.add_argument("corpus", help="a folder that jaxtrain prepare made")
     parser.add_argument("url", help="where to; then give it to a run as --config.data.source")
     flags = parser.parse_args(argv)
     with Line(sys.stderr) as say:

@@ -1,7 +1,9 @@
-"""python -m jaxtrain.data.train_tokenizer --input=TEXT... --vocab_size=N --output=tokenizer.json: a BPE of one's own.
+"""Train a byte-level BPE tokenizer on text of your own.
 
-Byte-level, so that every text has ids; digits one by one. Any program that reads a Hugging Face tokenizer.json can use
-it, `jaxtrain.data.prepare` first of all.
+    jaxtrain train_tokenizer --input=jaxtrain --vocab_size=2000 --output=corpora/tokenizer.json
+
+Every text has ids, and digits stand one by one. Any program that reads a Hugging Face tokenizer.json can use it, first
+of all `jaxtrain prepare`.
 """
 
 import argparse
@@ -9,12 +11,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jaxtrain.cli import command, parser_of
 from jaxtrain.data import files, inputs
 from jaxtrain.data.conversations import Example
 from jaxtrain.data.inputs import Text
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.data.vocabulary import ENDS
-from jaxtrain.errors import Parser, UserError, command
+from jaxtrain.errors import UserError
 
 EOD = ENDS[0]
 # Words with the space before them, punctuation, space: as GPT-2 splits text, but for digits, which stand alone.
@@ -81,10 +84,10 @@ def main(argv: list[str] | None) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = Parser(prog="python -m jaxtrain.data.train_tokenizer")
-    parser.add_argument("--input", nargs="+", required=True, help="as of jaxtrain.data.prepare")
+    parser = parser_of("train_tokenizer", __doc__)
+    parser.add_argument("--input", nargs="+", required=True, help="files or folders, as of jaxtrain prepare")
     parser.add_argument("--output", required=True, help="the tokenizer.json to write")
-    parser.add_argument("--vocab_size", type=int, default=32_768)
+    parser.add_argument("--vocab_size", type=int, default=32_768, help="ids in all; default: 32768")
     parser.add_argument("--special_tokens", nargs="+", default=[], help="such as '<|im_start|>' '<|im_end|>'")
     parser.add_argument("--field", default="text", help="which field of a JSON record or Parquet row is text")
     parser.add_argument("--bytes", type=int, default=2**30, help="of text to learn from, at most")

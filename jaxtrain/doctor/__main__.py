@@ -1,6 +1,10 @@
-"""python -m jaxtrain.doctor: why training would not work here, or be slow; one line a finding, with its fix.
+"""Find out why training would not work on this machine, or be slow.
 
-Exit status 0: it would work; 1: something FAILs; 2: the command line is wrong.
+    jaxtrain doctor
+    jaxtrain doctor --workdir=DIR --json
+
+Prints one line a finding, with its fix. Exit status 0: training would work; 1: something FAILs; 2: the command line
+is wrong.
 """
 
 import json
@@ -12,9 +16,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from jaxtrain.cli import Parser, command, parser_of
 from jaxtrain.doctor import child, devices, environment, files, machine, network, nvidia, speed, versions
 from jaxtrain.doctor.finding import Finding, guarded
-from jaxtrain.errors import Parser, UserError, command
+from jaxtrain.errors import UserError
 
 _WITHOUT, _WITH = 55.0, 240.0  # seconds in all without an accelerator, and with one
 
@@ -75,7 +80,7 @@ def _text(path: str) -> str:
 
 def parser() -> Parser:
     """Of the command line."""
-    made = Parser(prog="python -m jaxtrain.doctor", description=__doc__)
+    made = parser_of("doctor", __doc__)
     made.add_argument("--workdir", default=".", help="whose file system to look at; default: here")
     made.add_argument("--coordinator", help="host:port of process 0, for runs of several processes; default: "
                                                      "JAX_COORDINATOR_ADDRESS")

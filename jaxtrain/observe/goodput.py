@@ -1,6 +1,6 @@
-"""Where the seconds of a run's life went, across restarts, and what share of them trained it.
+"""Account for a run's time across restarts: what share of it trained.
 
-    python -m jaxtrain.observe.goodput WORKDIR
+    jaxtrain goodput WORKDIR
 
 `ledger.py` writes what is added up here: one file for each start of the run.
 """
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.errors import Parser, UserError, command
+from jaxtrain.cli import command, parser_of
+from jaxtrain.errors import UserError
 
 CATEGORIES = {  # in the order of the table
     "step": "steps that count",
@@ -184,8 +185,8 @@ def duration(seconds: float) -> str:
 @command()
 def main(argv: list[str] | None = None) -> None:
     """Print the table of a workdir, as of the last sign of life of its run."""
-    parser = Parser(prog="python -m jaxtrain.observe.goodput", description=__doc__)
-    parser.add_argument("workdir")
+    parser = parser_of("goodput", __doc__)
+    parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of the run")
     workdir = parser.parse_args(argv).workdir
     found = incarnations(workdir)
     if not found:

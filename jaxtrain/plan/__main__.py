@@ -1,11 +1,18 @@
-"""python -m jaxtrain.plan --config=FILE --target=h100x256: which mesh, will it fit, how fast, and what it costs."""
+"""Rank meshes for given hardware: which fit, how fast they train, what they cost.
+
+    jaxtrain plan --config=configs/llama3_8b.py --target=h100x8
+    jaxtrain plan --config=configs/gpt.py:tiny --target=h100x8 --config.mesh.data=2 --config.mesh.fsdp=4 --explain
+
+Exit status 0; 1: nothing fits; 2: the user's mistake, in one line.
+"""
 
 import argparse
 import math
 import sys
 
+from jaxtrain.cli import command, overrides_of, parser_of
 from jaxtrain.config_file import load_config
-from jaxtrain.errors import Parser, UserError, command, nearest, overrides_of
+from jaxtrain.errors import UserError, nearest
 from jaxtrain.plan import html, targets
 from jaxtrain.plan.estimate import Estimate, change, estimate
 from jaxtrain.plan.search import fastest_mesh, search
@@ -71,16 +78,17 @@ def place(flags: argparse.Namespace) -> tuple[targets.Target, int]:
 
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
-    made = Parser(prog="python -m jaxtrain.plan", description=__doc__)
+    made = parser_of("plan", __doc__)
     made.add_argument("--config", required=True, help="FILE[:variant]; --config.SECTION.KEY=VALUE changes a key of it")
     made.add_argument("--target", help=f"one of {', '.join(targets.TARGETS)}, times devices: h100x256; default: here")
     made.add_argument("--targets", help="a JSON file with accelerators of one's own, or with what was measured")
     made.add_argument("--global_batch", type=int, help="rows of a step; default: the config's")
     made.add_argument("--seq_len", type=int, help="tokens of a row; default: the config's")
-    made.add_argument("--tokens", type=float, default=1e12, help="to train on: for days and cost")
+    made.add_argument("--tokens", type=float, default=1e12,
+                      help="tokens to train on, for days and cost; default: 1e12")
     made.add_argument("--precisions", default="", metavar="NAME,...",
                       help=f"rank these, too, beside the config's own: {', '.join(DTYPES)}")
-    made.add_argument("--top", type=int, default=10, help="how many layouts to show")
+    made.add_argument("--top", type=int, default=10, help="how many layouts to show; default: 10")
     made.add_argument("--html", metavar="FILE", help="write the ranking as a page too, with memory and time drawn")
     made.add_argument("--explain", action="store_true", help="only the layout that the config has")
     made.add_argument("--verify", type=int, default=0, metavar="K", help="compile the best K for the real target")

@@ -1,8 +1,10 @@
-"""Fewer devices than declared, or more: another mesh, the same batch, the same numbers.
+"""List the numbers of processes with which a run could go on.
 
-    python -m jaxtrain.resilience.elastic --least=M --full=N --workdir=DIR -- <flags of jaxtrain.main>
+    jaxtrain elastic --least=2 --full=4 --workdir=WORKDIR -- --config=FILE
 
-tells without any device with how many processes, from M on, a run of N could go on: one line each, and the mesh.
+Fewer devices than declared, or more: another mesh, the same batch, the same numbers. Tells without any device with how
+many processes, from `--least` on, a run of `--full` could go on: one line each, and the mesh. After `--` come the flags
+of `jaxtrain train`.
 """
 
 import dataclasses
@@ -14,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.cli import command, parser_of, training_flags
 from jaxtrain.config import Config
-from jaxtrain.errors import Parser, UserError, command, say
+from jaxtrain.errors import UserError, say
 from jaxtrain.mesh import AXES, axis_sizes
 
 Sizes = tuple[int, ...]  # of the axes, in order
@@ -175,16 +178,16 @@ def _with_mesh(config: Config, sizes: Sizes) -> Config:
 @command()
 def main(argv: list[str] | None = None) -> None:
     """With how many processes could it go on?"""
-    from jaxtrain import flags as training
     from jaxtrain.config_file import load_config
 
-    parser = Parser(prog="python -m jaxtrain.resilience.elastic")
-    for flag in ("least", "full"):
-        parser.add_argument(f"--{flag}", type=int, required=True)
-    parser.add_argument("--workdir", type=Path, required=True)
+    parser = parser_of("elastic", __doc__)
+    parser.add_argument("--least", type=int, required=True, help="the fewest processes to try")
+    parser.add_argument("--full", type=int, required=True, help="the processes that the run has when none is lost")
+    parser.add_argument("--workdir", type=Path, required=True, help="the workdir of the run, which has begun")
     given = list(sys.argv[1:] if argv is None else argv)
-    flags, rest = parser.parse_args(given[:given.index("--")]), given[given.index("--") + 1:]
-    trained, overrides = training.parse(rest)
+    split = given.index("--") if "--" in given else len(given)
+    flags, rest = parser.parse_args(given[:split]), given[split + 1:]
+    trained, overrides = training_flags(rest)
     try:
         run = json.loads((flags.workdir / "run.json").read_text())
     except (OSError, ValueError):

@@ -1,9 +1,14 @@
-"""python -m jaxtrain.parallel.schedules --schedule=NAME --stages=P --microbatches=M: draw a schedule and count it."""
+"""Draw a pipeline schedule, and count its bubble and its memory.
+
+    jaxtrain schedules --schedule=zb_h1 --stages=4 --microbatches=8
+    jaxtrain schedules --report
+"""
 
 import argparse
 import sys
 
-from jaxtrain.errors import Parser, UserError
+from jaxtrain.cli import parser_of
+from jaxtrain.errors import UserError
 from jaxtrain.parallel.schedules import drawing
 from jaxtrain.parallel.schedules.files import from_file
 from jaxtrain.parallel.schedules.making import NAMES, make
@@ -42,8 +47,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = Parser(prog="python -m jaxtrain.parallel.schedules")
-    parser.add_argument("--schedule", default="1f1b", help=", ".join(NAMES))
+    parser = parser_of("schedules", __doc__)
+    parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(NAMES)}; default: 1f1b")
     parser.add_argument("--stages", type=int, help="default 4, or those of the table")
     parser.add_argument("--microbatches", type=int, help="default 8, or those of the table")
     parser.add_argument("--chunks", type=int, help="per stage; default 2 for interleaved and zb_v, else 1")
