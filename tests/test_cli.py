@@ -118,6 +118,12 @@ def test_unknown_command(words, told, said):
     assert said(cli.main, words)[:3] == (2, "", f"{told}\n")
 
 
+def test_the_flags_of_a_run_may_be_missing(said):
+    words = ["elastic", "--least=1", "--full=2", "--workdir=runs/none"]
+    told = "--config: it is missing; give a config file, such as --config=configs/gpt.py\n"
+    assert said(module_of("elastic").main, words[1:])[:3] == (2, "", told)
+
+
 def test_the_command_itself(tmp_path):
     """In a process of its own it answers without JAX, and finds modules of the current folder, as `python -m` does."""
     def ran(code, *words):
