@@ -3,118 +3,14 @@
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.errors import UserError, nearest
+from jaxtrain.checks import derive, not_negative, one_of, positive
+from jaxtrain.errors import UserError
+from jaxtrain.families import Gpt2Config, ModelConfig
 
 AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")  # as in mesh.py, which imports JAX
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a decoder; `name` picks the family in `jaxtrain.models`."""
-
-    name: str = "gpt2"
-    vocab_size: int = 320
-    num_layers: int = 4
-    embed_dim: int = 128
-    num_heads: int = 4
-    num_kv_heads: int = 0  # 0: as many as num_heads
-    head_dim: int = 0  # 0: embed_dim / num_heads
-    mlp_dim: int = 0  # 0: 4 x embed_dim
-    max_seq_len: int = 1024
-    q_rank: int = 0  # width of the queries' latent in deepseek_v3; 0: none
-    kv_rank: int = 0  # width of the keys' and values' latent
-    rope_head_dim: int = 0  # how much of a head turns with positions, beside head_dim that does not
-    value_head_dim: int = 0  # 0: head_dim
-    window: int = 0  # sliding attention window in tokens; 0: none
-    norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    rope_scaling: float = 1.0  # Llama-3.1 long-context factor; 1: none
-    rope_original_len: int = 8192  # the length rope_scaling extends
-    tied_embeddings: bool = True
-    num_experts: int = 0  # routed experts of a layer; 0: dense layers
-    experts_per_token: int = 2
-    expert_mlp_dim: int = 0  # width of one expert; 0: mlp_dim
-    shared_experts: int = 0  # experts that every token passes through besides, as one of their summed width
-    dense_layers: int = 0  # the first layers, which have a dense MLP of mlp_dim instead
-    router: str = "softmax"  # how logits become scores: "softmax" or "sigmoid"
-    normalize_router: bool = True  # whether the weights of a token's experts are made to add up to 1
-    router_scale: float = 1.0  # what the weights are then multiplied by
-    expert_groups: int = 1  # a token's experts come from
-    expert_groups_used: int = 1  # so many of so many groups: those whose two best experts score highest
-    router_bias_rate: float = 0.0  # step of the bias that evens out expert load (DeepSeek-V3); 0: no bias
-    balance_loss: float = 0.0  # coefficient of the load-balance loss of each row
-    router_z_loss: float = 0.0  # coefficient of the router logits' squared log-partition
-    capacity_factor: float = 0.0  # what an expert takes of a row, over its even share; 0: all (nothing is dropped)
-    ahead_loss: float = 0.0  # weight of the loss of one more layer that predicts the token after the next; 0: no layer
-
-    def __post_init__(self):
-        _positive(self, "model", "vocab_size num_layers embed_dim num_heads max_seq_len norm_eps rope_theta "
-                                 "rope_scaling rope_original_len")
-        _not_negative(self, "model", "num_kv_heads head_dim mlp_dim window q_rank kv_rank rope_head_dim value_head_dim "
-                                     "num_experts expert_mlp_dim shared_experts dense_layers router_bias_rate "
-                                     "balance_loss router_z_loss capacity_factor ahead_loss")
-        for field_ in fields(self):
-            if isinstance(value := getattr(self, field_.name), int) and value >= 2**31:
-                raise UserError(f"model.{field_.name}", f"{value} is no size of an array", "use less than 2^31")
-        if not self.head_dim and self.embed_dim % self.num_heads:
-            raise UserError("model.num_heads", f"{self.num_heads} does not divide model.embed_dim={self.embed_dim}",
-                            "choose a divisor or set model.head_dim")
-        _derive(self, "num_kv_heads", self.num_heads)
-        _derive(self, "head_dim", self.embed_dim // self.num_heads)
-        _derive(self, "mlp_dim", 4 * self.embed_dim)
-        if self.num_heads % self.num_kv_heads:
-            raise UserError("model.num_kv_heads", f"{self.num_kv_heads} does not divide "
-                            f"model.num_heads={self.num_heads}", "choose a divisor of it")
-        if self.head_dim % 2:
-            raise UserError("model.head_dim", f"{self.head_dim} is odd", "rotary positions need an even head_dim")
-        if self.ahead_loss and self.name == "gpt2":
-            raise UserError("model.ahead_loss", "gpt2 has no layer that looks ahead", "use llama, or 0")
-        self._check_latents()
-        _derive(self, "expert_mlp_dim", self.mlp_dim)
-        self._check_experts()
-
-    def _check_latents(self):
-        latent = self.name == "deepseek_v3"
-        for key in ("q_rank", "kv_rank", "rope_head_dim", "value_head_dim"):
-            if getattr(self, key) and not latent:
-                raise UserError(f"model.{key}", f"{self.name} has no latent attention", f"use deepseek_v3 or {key}=0")
-        if latent and not self.kv_rank:
-            raise UserError("model.kv_rank", "deepseek_v3 needs a latent", "give its width, such as 512")
-        if latent and (self.rope_head_dim < 2 or self.rope_head_dim % 2):
-            raise UserError("model.rope_head_dim", f"{self.rope_head_dim} is no width that rotates",
-                            "give an even number, such as 64")
-        if latent and self.num_kv_heads != self.num_heads:
-            raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",
-                            "leave it 0: latent attention has as many")
-        if latent:
-            _derive(self, "value_head_dim", self.head_dim)
-
-    def _check_experts(self):
-        _one_of("model.router", self.router, ("softmax", "sigmoid"))
-        _positive(self, "model", "experts_per_token router_scale expert_groups expert_groups_used")
-        if not self.num_experts:
-            for key, none in (("shared_experts", 0), ("dense_layers", 0), ("router_bias_rate", 0), ("balance_loss", 0),
-                              ("router_z_loss", 0), ("capacity_factor", 0), ("expert_groups", 1)):
-                if getattr(self, key) != none:
-                    raise UserError(f"model.{key}", "the model has no experts", f"set {key}={none}")
-            return
-        if self.name == "gpt2":
-            raise UserError("model.num_experts", "gpt2 has dense layers only", "use mixtral, or 0 experts")
-        if self.dense_layers >= self.num_layers:
-            raise UserError("model.dense_layers", f"{self.dense_layers} of {self.num_layers} layers leaves no layer "
-                            "for the experts", "lower it or set model.num_experts=0")
-        if self.num_experts % self.expert_groups:
-            raise UserError("model.expert_groups", f"{self.expert_groups} does not divide "
-                            f"model.num_experts={self.num_experts}", "choose a divisor of it")
-        if self.expert_groups_used > self.expert_groups:
-            raise UserError("model.expert_groups_used", f"{self.expert_groups_used} exceeds "
-                            f"model.expert_groups={self.expert_groups}", f"use {self.expert_groups} or fewer")
-        if self.experts_per_token > (reach := self.num_experts // self.expert_groups * self.expert_groups_used):
-            raise UserError("model.experts_per_token", f"{self.experts_per_token} exceeds the {reach} experts that a "
-                            "token may choose from", f"use {reach} or fewer")
 
 
 @dataclass(frozen=True)
@@ -140,7 +36,7 @@ class MeshConfig:
                 raise UserError(f"mesh.{axis}", f"{size} stands beside mesh=auto", "leave one of them out")
         if [getattr(self, axis) for axis in AXES].count(-1) > 1:
             raise UserError("mesh", "more than one axis is -1", "give all axes but one a size")
-        _one_of("mesh.context_strategy", self.context_strategy, ("auto", "ring", "gather", "ulysses"))
+        one_of("mesh.context_strategy", self.context_strategy, ("auto", "ring", "gather", "ulysses"))
         for name, axes in self.overrides.items():
             if not isinstance(axes, str):
                 raise UserError(f"mesh.overrides.{name}", f"{axes!r} is not text", "give 'axis', 'a+b' or 'none'")
@@ -157,10 +53,10 @@ class PipelineConfig:
     table: str = ""  # a file with a schedule of one's own, CSV or JSON
 
     def __post_init__(self):
-        _one_of("pipeline.schedule", self.schedule, ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"))
-        _not_negative(self, "pipeline", "microbatches chunks")
+        one_of("pipeline.schedule", self.schedule, ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"))
+        not_negative(self, "pipeline", "microbatches chunks")
         if not self.table:
-            _derive(self, "chunks", 2 if self.schedule in ("interleaved", "zb_v") else 1)
+            derive(self, "chunks", 2 if self.schedule in ("interleaved", "zb_v") else 1)
 
 
 @dataclass(frozen=True)
@@ -183,7 +79,7 @@ class DataConfig:
     prefetch: int = 2  # batches prepared ahead, on a background thread
 
     def __post_init__(self):
-        _positive(self, "data", "seq_len global_batch_size prefetch")
+        positive(self, "data", "seq_len global_batch_size prefetch")
         if self.prefetch > 1000:
             raise UserError("data.prefetch", f"{self.prefetch} batches would fill the memory", "use 1000 or fewer")
         if not 0 < self.eval_fraction < 1:
@@ -192,8 +88,8 @@ class DataConfig:
             raise UserError("data.source", f"data.mixture names other sources than {self.source!r}", "leave it out")
         if self.cache_bytes < 2**20:
             raise UserError("data.cache_bytes", f"{self.cache_bytes} holds no chunk of tokens", f"use {2**20} or more")
-        _one_of("data.corrupt", self.corrupt, ("fail", "skip_and_count"))
-        _one_of("data.packing", self.packing, ("concat", "best_fit", "bucket"))
+        one_of("data.corrupt", self.corrupt, ("fail", "skip_and_count"))
+        one_of("data.packing", self.packing, ("concat", "best_fit", "bucket"))
         if self.buckets != sorted({size for size in self.buckets if type(size) is int and 0 < size <= self.seq_len}):
             raise UserError("data.buckets", f"{self.buckets} are no rising lengths up to data.seq_len={self.seq_len}",
                             "give whole numbers, the shortest first")
@@ -202,7 +98,7 @@ class DataConfig:
                             "data.mixture and data.stages")
         if self.buckets and self.packing != "bucket":
             raise UserError("data.buckets", f"data.packing={self.packing} has none", "set data.packing=bucket")
-        _one_of("data.tokenizer", self.tokenizer, ("bytes",))
+        one_of("data.tokenizer", self.tokenizer, ("bytes",))
 
 
 @dataclass(frozen=True)
@@ -224,16 +120,16 @@ class OptimizerConfig:
     offload: bool = False  # between steps its state lies in the hosts' memory: slower, and less of the devices'
 
     def __post_init__(self):
-        _one_of("optimizer.name", self.name, ("adamw", "adafactor", "lion", "sgd", "muon"))
-        _one_of("optimizer.schedule", self.schedule, ("cosine", "linear", "wsd", "constant"))
-        _positive(self, "optimizer", "learning_rate eps")
-        _not_negative(self, "optimizer", "warmup_steps weight_decay clip_norm final_fraction")
+        one_of("optimizer.name", self.name, ("adamw", "adafactor", "lion", "sgd", "muon"))
+        one_of("optimizer.schedule", self.schedule, ("cosine", "linear", "wsd", "constant"))
+        positive(self, "optimizer", "learning_rate eps")
+        not_negative(self, "optimizer", "warmup_steps weight_decay clip_norm final_fraction")
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"optimizer.{name}", f"{getattr(self, name)} is not in [0, 1)", "try 0.9")
         if not 0 < self.decay_fraction <= 1:
             raise UserError("optimizer.decay_fraction", f"{self.decay_fraction} is not in (0, 1]", "try 0.2")
-        _one_of("optimizer.zero_stage", self.zero_stage, (0, 1, 2, 3))
+        one_of("optimizer.zero_stage", self.zero_stage, (0, 1, 2, 3))
 
 
 @dataclass(frozen=True)
@@ -262,17 +158,17 @@ class TrainConfig:
     frozen_dtype: str = ""  # in which frozen parameters rest; "": as the others
 
     def __post_init__(self):
-        _one_of("train.frozen_dtype", self.frozen_dtype, ("", "float32", "bfloat16", "float16"))
-        _positive(self, "train", "accumulation log_every eval_batches")
-        _not_negative(self, "train", "steps unroll loss_chunks z_loss eval_every sample_tokens")
+        one_of("train.frozen_dtype", self.frozen_dtype, ("", "float32", "bfloat16", "float16"))
+        positive(self, "train", "accumulation log_every eval_batches")
+        not_negative(self, "train", "steps unroll loss_chunks z_loss eval_every sample_tokens")
         for name in ("steps", "seed"):
             if not -(2**31) <= getattr(self, name) < 2**31:
                 raise UserError(f"train.{name}", f"{getattr(self, name)} is more than 32 bits hold",
                                 "use less than 2^31")
-        _one_of("train.precision", self.precision, ("auto", "float32", "bfloat16", "float16"))
-        _one_of("train.attention", self.attention, ("auto", "xla", "cudnn"))
-        _one_of("train.expert_exchange", self.expert_exchange, ("auto", "gather", "ragged"))
-        _one_of("train.remat", self.remat, ("none", "full", "dots", "attention", "attention_and_dots"))
+        one_of("train.precision", self.precision, ("auto", "float32", "bfloat16", "float16"))
+        one_of("train.attention", self.attention, ("auto", "xla", "cudnn"))
+        one_of("train.expert_exchange", self.expert_exchange, ("auto", "gather", "ragged"))
+        one_of("train.remat", self.remat, ("none", "full", "dots", "attention", "attention_and_dots"))
 
 
 @dataclass(frozen=True)
@@ -293,9 +189,9 @@ class CheckpointConfig:
     def __post_init__(self):
         if self.every != "auto" and not (isinstance(self.every, int) and self.every >= 0):
             raise UserError("checkpoint.every", f"{self.every!r} is no number of steps", "give one, 0 or auto")
-        _not_negative(self, "checkpoint", "mtbf_hours keep_every local_every")
-        _positive(self, "checkpoint", "keep")
-        _one_of("checkpoint.verify", self.verify, ("full", "sizes"))
+        not_negative(self, "checkpoint", "mtbf_hours keep_every local_every")
+        positive(self, "checkpoint", "keep")
+        one_of("checkpoint.verify", self.verify, ("full", "sizes"))
 
 
 @dataclass(frozen=True)
@@ -318,15 +214,15 @@ class ResilienceConfig:
     straggler_factor: float = 1.25  # a process is named that makes steps so many times as long as its peers would
 
     def __post_init__(self):
-        _not_negative(self, "resilience", "check_every replay_every probe_every")
+        not_negative(self, "resilience", "check_every replay_every probe_every")
         if self.straggler_factor <= 1:
             raise UserError("resilience.straggler_factor", f"{self.straggler_factor} would name processes that are not "
                             "slow", "give more than 1, such as 1.25")
-        _one_of("resilience.spikes", self.spikes, ("record", "skip", "rollback"))
-        _positive(self, "resilience", "spike_z max_skips pass_over")
-        _not_negative(self, "resilience", "max_rollbacks")
-        _not_negative(self, "resilience", "hang_factor")
-        _positive(self, "resilience", "hang_floor start_limit")
+        one_of("resilience.spikes", self.spikes, ("record", "skip", "rollback"))
+        positive(self, "resilience", "spike_z max_skips pass_over")
+        not_negative(self, "resilience", "max_rollbacks")
+        not_negative(self, "resilience", "hang_factor")
+        positive(self, "resilience", "hang_floor start_limit")
         for text in self.meshes:
             parts = [part.strip().partition("=") for part in text.split(",")] if isinstance(text, str) else []
             if not parts or any(axis not in AXES or not (size == "-1" or (size.isdecimal() and int(size)))
@@ -338,7 +234,7 @@ class ResilienceConfig:
 class Config:
     """A whole run. What is not written in a config file has the default written here."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig = field(default_factory=Gpt2Config)  # model.name picks the class: jaxtrain/families.py
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -366,29 +262,6 @@ class Config:
     def hash(self) -> str:
         """Identifies the resolved config."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _one_of(key: str, value: Any, allowed: tuple) -> None:
-    if value not in allowed:
-        fix = nearest(value, allowed) if isinstance(value, str) else f"known: {', '.join(map(str, allowed))}"
-        raise UserError(key, f"{value!r} is not supported", fix)
-
-
-def _positive(section: Any, name: str, keys: str) -> None:
-    for key in keys.split():
-        if not getattr(section, key) > 0:
-            raise UserError(f"{name}.{key}", f"{getattr(section, key)} is not positive", "give a number above 0")
-
-
-def _not_negative(section: Any, name: str, keys: str) -> None:
-    for key in keys.split():
-        if not getattr(section, key) >= 0:
-            raise UserError(f"{name}.{key}", f"{getattr(section, key)} is negative", "give 0 or more")
-
-
-def _derive(section: Any, name: str, value: Any) -> None:
-    if not getattr(section, name):
-        object.__setattr__(section, name, value)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any, get_origin, get_type_hints
 
 from jaxtrain.config import AXES, Config
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.families import FAMILIES
 
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
@@ -77,7 +78,7 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
             sections[section]["mixture"] = _mixed(sections[section].get("mixture", {}), key, name.split(".")[1:], value)
         else:
             sections[section][name] = _Text(value) if isinstance(value, str) else value
-    types = get_type_hints(Config)
+    types = get_type_hints(Config) | {"model": _family(sections["model"])}
     return Config(**{section: _section(types[section], section, keys) for section, keys in sections.items()})
 
 
@@ -98,15 +99,29 @@ def _mixed(before: Any, key: str, path: list[str], value: Any) -> dict[str, Any]
 def diff(config: Config, base: Config) -> dict[str, tuple[Any, Any]]:
     """Dotted keys on which two configs differ, as (value, base value)."""
     a, b = config.to_dict(), base.to_dict()
-    return {f"{s}.{k}": (v, b[s][k]) for s, keys in a.items() for k, v in keys.items() if v != b[s][k]}
+    return {f"{s}.{k}": (v, b[s].get(k)) for s, keys in a.items() for k, v in keys.items() if v != b[s].get(k)}
 
 
 class _Text(str):
     """A value typed on the command line: a literal where the field wants one."""
 
 
+def _family(keys: dict[str, Any]) -> type:
+    """The class that model.name picks; a key that only other families have is refused here, with their names."""
+    name = keys.get("name", "gpt2")
+    if name not in FAMILIES:
+        raise UserError("model.name", f"there is no model {name!r}", nearest(str(name), FAMILIES))
+    own = {field.name for field in fields(FAMILIES[name])}
+    for key in keys:
+        having = [other for other, cls in FAMILIES.items() if key in {field.name for field in fields(cls)}]
+        if key not in own and having:
+            raise UserError(f"model.{key}", f"{name} has no such key", f"remove it, or use {' or '.join(having)}")
+    return FAMILIES[name]
+
+
 def _section(cls: type, section: str, keys: dict[str, Any]):
-    types = get_type_hints(cls)
+    hints = get_type_hints(cls)
+    types = {field.name: hints[field.name] for field in fields(cls)}
     for name in keys:
         _known(name, types, f"{section}.{name}")
     return cls(**{name: _coerce(f"{section}.{name}", value, types[name]) for name, value in keys.items()})
