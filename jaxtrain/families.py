@@ -4,7 +4,6 @@ JAX is not imported here, so that a mistake in a config is told at once.
 """
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 from jaxtrain.checks import derive, not_negative, one_of, positive
 from jaxtrain.errors import UserError
@@ -12,7 +11,7 @@ from jaxtrain.errors import UserError
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What every decoder has. The class variables are the answers of families that have no such field."""
+    """The fields that every decoder has."""
 
     name: str = "gpt2"
     vocab_size: int = 320
@@ -27,14 +26,16 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tied_embeddings: bool = True
 
-    rope_head_dim: ClassVar[int] = 0
-    value_head_dim: ClassVar[int] = 0
-    num_experts: ClassVar[int] = 0
-    experts_per_token: ClassVar[int] = 0
-    expert_mlp_dim: ClassVar[int] = 0
-    dense_layers: ClassVar[int] = 0
-    router_bias_rate: ClassVar[float] = 0.0
-    ahead_loss: ClassVar[float] = 0.0
+    # No fields (they have no annotation): what a family without such a field has.
+    rope_head_dim = 0
+    value_head_dim = 0
+    num_experts = 0
+    experts_per_token = 0
+    expert_mlp_dim = 0
+    dense_layers = 0
+    capacity_factor = 0.0
+    router_bias_rate = 0.0
+    ahead_loss = 0.0
 
     def __post_init__(self):
         positive(self, "model", "vocab_size num_layers embed_dim num_heads max_seq_len norm_eps")
@@ -68,6 +69,7 @@ class LlamaConfig(ModelConfig):
     rope_theta: float = 10_000.0
     rope_scaling: float = 1.0  # Llama-3.1 long-context factor; 1: none
     rope_original_len: int = 8192  # the length rope_scaling extends
+    # pyrefly: ignore[bad-override]
     ahead_loss: float = 0.0  # weight of the loss of one more layer that predicts the token after the next; 0: no layer
 
     def __post_init__(self):
@@ -81,19 +83,25 @@ class ExpertsConfig(LlamaConfig):
     """Mixtral and Qwen3 with experts: Llama's fields, and those of the router and the experts."""
 
     name: str = "mixtral"
+    # pyrefly: ignore[bad-override]
     num_experts: int = 0  # routed experts of a layer; 0: dense layers
+    # pyrefly: ignore[bad-override]
     experts_per_token: int = 2
+    # pyrefly: ignore[bad-override]
     expert_mlp_dim: int = 0  # width of one expert; 0: mlp_dim
     shared_experts: int = 0  # experts that every token passes through besides, as one of their summed width
+    # pyrefly: ignore[bad-override]
     dense_layers: int = 0  # the first layers, which have a dense MLP of mlp_dim instead
     router: str = "softmax"  # how logits become scores: "softmax" or "sigmoid"
     normalize_router: bool = True  # whether the weights of a token's experts are made to add up to 1
     router_scale: float = 1.0  # what the weights are then multiplied by
     expert_groups: int = 1  # a token's experts come from
     expert_groups_used: int = 1  # so many of so many groups: those whose two best experts score highest
+    # pyrefly: ignore[bad-override]
     router_bias_rate: float = 0.0  # step of the bias that evens out expert load (DeepSeek-V3); 0: no bias
     balance_loss: float = 0.0  # coefficient of the load-balance loss of each row
     router_z_loss: float = 0.0  # coefficient of the router logits' squared log-partition
+    # pyrefly: ignore[bad-override]
     capacity_factor: float = 0.0  # what an expert takes of a row, over its even share; 0: all (nothing is dropped)
 
     def __post_init__(self):
@@ -133,7 +141,9 @@ class DeepseekV3Config(ExpertsConfig):
     name: str = "deepseek_v3"
     q_rank: int = 0  # width of the queries' latent; 0: none
     kv_rank: int = 0  # width of the keys' and values' latent
+    # pyrefly: ignore[bad-override]
     rope_head_dim: int = 0  # how much of a head turns with positions, beside head_dim that does not
+    # pyrefly: ignore[bad-override]
     value_head_dim: int = 0  # 0: head_dim
 
     def __post_init__(self):

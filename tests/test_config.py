@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_type_hints
 
@@ -11,6 +13,7 @@ import jaxtrain
 from jaxtrain.config import Config
 from jaxtrain.config_file import diff, load_config, make_config
 from jaxtrain.errors import UserError
+from jaxtrain.families import FAMILIES
 from jaxtrain.mesh import AXES
 
 SECTIONS = get_type_hints(Config)  # name -> dataclass
@@ -52,6 +55,10 @@ def test_text_becomes_what_the_field_is(key, text, value):
      "number"),
     ({}, {"model.num_heads": 3}, "model.num_heads: 3 does not divide model.embed_dim=128; choose a divisor or set "
      "model.head_dim"),
+    ({}, {"model.rope_theta": 3.0}, "model.rope_theta: gpt2 has no such key; remove it, or use llama or qwen3 or "
+     "mixtral or qwen3_moe or deepseek_v3"),
+    ({"model": {"name": "mixtral", "num_experts": 8}}, {"model.name": "llama"}, "model.num_experts: llama has no such "
+     "key; remove it, or use mixtral or qwen3_moe or deepseek_v3"),
     ({}, {"model.num_kv_heads": 3}, "model.num_kv_heads: 3 does not divide model.num_heads=4; choose a divisor of it"),
     ({}, {"mesh.fsdp": -1}, "mesh: more than one axis is -1; give all axes but one a size"),
     ({}, {"data.prefetch": 10**11}, "data.prefetch: 100000000000 batches would fill the memory; use 1000 or fewer"),
@@ -63,6 +70,20 @@ def test_refusals(values, overrides, line):
     with pytest.raises(UserError) as error:
         make_config(values, overrides)
     assert str(error.value) == line
+
+
+def test_the_name_picks_the_class_also_when_it_is_overridden():
+    llama = make_config({"model": {"name": "gpt2"}}, {"model.name": "llama", "model.rope_theta": "5e5"}).model
+    assert type(llama) is FAMILIES["llama"] and llama.rope_theta == 5e5
+    assert "num_experts" not in Config(model=llama).to_dict()["model"] and llama.num_experts == 0
+
+
+def test_a_wrong_key_is_told_without_importing_jax():
+    program = ("import sys; from jaxtrain.config_file import make_config\n"
+               "try: make_config({}, {'model.kv_rank': 8})\n"
+               "except ValueError as error: print(error, 'jax' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "model.kv_rank: gpt2 has no such key; remove it, or use deepseek_v3 False\n", done.stderr
 
 
 def test_frozen_and_hashed():
@@ -83,6 +104,7 @@ def read_fields(sources: list[str]) -> set[tuple[str, str]]:
     A name holds a section where it was assigned one (`t = config.train`) or is annotated as one (`c: ModelConfig`).
     """
     by_class = {cls.__name__: section for section, cls in SECTIONS.items()}
+    by_class |= {cls.__name__: "model" for cls in FAMILIES.values()}
     found = set()
     for source in sources:
         tree = ast.parse(source)
@@ -106,12 +128,14 @@ def read_fields(sources: list[str]) -> set[tuple[str, str]]:
 
 def unread(sources: list[str]) -> set[tuple[str, str]]:
     fields = {(section, field.name) for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
+    fields |= {("model", field.name) for cls in FAMILIES.values() for field in dataclasses.fields(cls)}
     return fields - read_fields(sources)
 
 
 def test_every_field_is_read():
     package = Path(jaxtrain.__file__).parent
-    sources = {path: path.read_text() for path in package.rglob("*.py") if path != package / "config.py"}
+    declared = (package / "config.py", package / "families.py")
+    sources = {path: path.read_text() for path in package.rglob("*.py") if path not in declared}
     assert "for axis in AXES" in sources[package / "build.py"]  # where the sizes of the mesh are read
     assert unread(list(sources.values())) == {("mesh", axis) for axis in AXES}
     assert ("train", "z_loss") in unread([source.replace("z_loss", "other") for source in sources.values()])

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
 
 from jaxtrain.bench import records, tables
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError, nearest, say
+from jaxtrain.families import FAMILIES
 
 
 def combinations(words: Iterable[str]) -> Iterator[dict[str, str]]:
@@ -33,7 +35,10 @@ def _known(key: str) -> None:
     sections = get_type_hints(Config)
     if section not in sections:
         raise UserError("--sweep", f"there is no section {section!r}", nearest(section, sections))
-    if name.partition(".")[0] not in (known := get_type_hints(sections[section])):
+    known = set(get_type_hints(sections[section]))
+    if section == "model":  # whichever family the config names
+        known = {field.name for cls in FAMILIES.values() for field in fields(cls)}
+    if name.partition(".")[0] not in known:
         raise UserError("--sweep", f"there is no key {key!r}", nearest(name, known))
 
 

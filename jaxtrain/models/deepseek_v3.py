@@ -2,13 +2,13 @@
 
 from flax import nnx
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.families import DeepseekV3Config
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.llama import rotary_decoder
 from jaxtrain.models.mla import LatentAttention
 
 
-def deepseek_v3(c: ModelConfig, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
+def deepseek_v3(c: DeepseekV3Config, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
     """A decoder in the style of DeepSeek-V3. Positions are those of its pre-training: rotary, not stretched."""
     def attention(out_std: float, rngs: nnx.Rngs) -> LatentAttention:
         return LatentAttention(c.embed_dim, c.num_heads, c.head_dim, c.rope_head_dim, c.value_head_dim, c.q_rank,

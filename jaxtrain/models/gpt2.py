@@ -2,13 +2,13 @@
 
 from flax import nnx
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.families import Gpt2Config
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.decoder import Block, Compute, Decoder
 from jaxtrain.models.layers import Embed, GeluMLP, Head, LayerNorm, LearnedPositions
 
 
-def gpt2(c: ModelConfig, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
+def gpt2(c: Gpt2Config, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
     """A decoder in the style of GPT-2."""
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
 

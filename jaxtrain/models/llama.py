@@ -5,7 +5,7 @@ from functools import partial
 
 from flax import nnx
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.families import ExpertsConfig, LlamaConfig
 from jaxtrain.models.ahead import Ahead
 from jaxtrain.models.attention import Attention, Rotary
 from jaxtrain.models.decoder import Block, Compute, Decoder, remat
@@ -13,7 +13,7 @@ from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
 from jaxtrain.models.moe import MoE
 
 
-def llama(c: ModelConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = False) -> Decoder:
+def llama(c: LlamaConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = False) -> Decoder:
     """A decoder in the style of Llama, or Mixtral if it has experts; with `qk_norm`, in that of Qwen3."""
     def attention(out_std: float, rngs: nnx.Rngs) -> Attention:
         return Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
@@ -23,7 +23,7 @@ def llama(c: ModelConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = F
     return rotary_decoder(c, compute, attention, c.head_dim, rngs=rngs)
 
 
-def rotary_decoder(c: ModelConfig, compute: Compute, attention: Callable[[float, nnx.Rngs], nnx.Module],
+def rotary_decoder(c: LlamaConfig, compute: Compute, attention: Callable[[float, nnx.Rngs], nnx.Module],
                    rotary_width: int, *, rngs: nnx.Rngs) -> Decoder:
     """What Llama and its descendants share, around an attention made by (deviation of its output weights, rngs)."""
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
@@ -33,7 +33,8 @@ def rotary_decoder(c: ModelConfig, compute: Compute, attention: Callable[[float,
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
             attention(out_std, rngs),
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-            MoE(c, out_std=out_std, exchange=compute.expert_exchange, rngs=rngs) if experts
+            MoE(c, out_std=out_std, exchange=compute.expert_exchange, rngs=rngs)
+            if experts and isinstance(c, ExpertsConfig)
             else SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
         )
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import sharding
-from jaxtrain.config import ModelConfig
+from jaxtrain.families import ExpertsConfig
 from jaxtrain.models.layers import INSIDE, RESIDUAL, SwiGLU, param
 from jaxtrain.models.router import capacity, route
 from jaxtrain.parallel.experts import through_experts
@@ -28,7 +28,7 @@ NARROW = ("experts", "expert_mlp", "expert_embed")
 class Router(nnx.Module):
     """The router's parameters: one vector per expert, and a bias where load is evened out by one."""
 
-    def __init__(self, c: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, c: ExpertsConfig, *, rngs: nnx.Rngs):
         # Routing compares close numbers, so it computes in float32.
         self.kernel = param(rngs, (c.embed_dim, c.num_experts), ("embed", "router"), compute_dtype="float32")
         self.bias = param(rngs, (c.num_experts,), ("router_bias",), std=0, compute_dtype="float32",
@@ -38,7 +38,7 @@ class Router(nnx.Module):
 class MoE(nnx.Module):
     """Routed SwiGLU experts, and shared ones."""
 
-    def __init__(self, c: ModelConfig, *, out_std: float, exchange: str = "auto", rngs: nnx.Rngs):
+    def __init__(self, c: ExpertsConfig, *, out_std: float, exchange: str = "auto", rngs: nnx.Rngs):
         E, D, F = c.num_experts, c.embed_dim, c.expert_mlp_dim
         self.config, self.exchange = c, exchange
         self.router = Router(c, rngs=rngs)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.families import ExpertsConfig
 from jaxtrain.models.functions import softmax
 from jaxtrain.parallel.rows import Row
 
@@ -31,7 +31,7 @@ class Routing:
     sums_B: dict[str, jax.Array]  # of each row over the tokens that are here: [B] or [B, E]
 
 
-def route(c: ModelConfig, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array | None,
+def route(c: ExpertsConfig, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array | None,
           row: Row) -> Routing:
     """Route tokens; `real` ones are no padding."""
     logits_BTE = jnp.einsum("btd,de->bte", x_BTD.astype(F32), kernel_DE, precision=lax.Precision.HIGHEST)
@@ -67,7 +67,7 @@ def route(c: ModelConfig, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.A
     return Routing(experts_BTK, weights_BTK, kept_BTK, penalty_B, lax.stop_gradient(sums_B))
 
 
-def choose(c: ModelConfig, scores_BTE: jax.Array) -> jax.Array:
+def choose(c: ExpertsConfig, scores_BTE: jax.Array) -> jax.Array:
     """The experts with the highest scores, the lowest index first where they are equal; of the best groups only."""
     if c.expert_groups > 1:
         grouped_BTGE = scores_BTE.reshape(*scores_BTE.shape[:2], c.expert_groups, -1)
@@ -78,6 +78,6 @@ def choose(c: ModelConfig, scores_BTE: jax.Array) -> jax.Array:
     return lax.top_k(scores_BTE, c.experts_per_token)[1]
 
 
-def capacity(c: ModelConfig, row: int) -> int:
+def capacity(c: ExpertsConfig, row: int) -> int:
     """How many tokens of a row of this length one expert takes."""
     return math.ceil(min(row, c.capacity_factor * row * c.experts_per_token / c.num_experts))

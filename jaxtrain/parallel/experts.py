@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain import sharding
-from jaxtrain.config import ModelConfig
+from jaxtrain.families import ModelConfig
 
 
 def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, kept_NK: jax.Array,

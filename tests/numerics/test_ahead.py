@@ -58,5 +58,5 @@ def test_evaluation_does_not_look_ahead():
 
 
 def test_a_model_without_such_a_layer_refuses():
-    with pytest.raises(jt.UserError, match="gpt2 has no layer that looks ahead"):
+    with pytest.raises(jt.UserError, match="gpt2 has no such key"):
         reference.build("gpt2", model__ahead_loss=0.3)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.build import build
-from jaxtrain.config import ModelConfig
 from jaxtrain.config_file import load_config, make_config
+from jaxtrain.families import DeepseekV3Config, ModelConfig
 from jaxtrain.observe import device_peak, flops_per_token, mfu
 from jaxtrain.report import matmul_parameters
 
@@ -41,8 +41,7 @@ def test_looking_ahead_costs_a_layer_two_projections_and_the_head_again():
 
 
 def test_latent_attention_counts_both_widths():
-    model = ModelConfig(name="deepseek_v3", num_layers=2, num_heads=4, head_dim=16, rope_head_dim=8, value_head_dim=12,
-                        kv_rank=8)
+    model = DeepseekV3Config(num_layers=2, num_heads=4, head_dim=16, rope_head_dim=8, value_head_dim=12, kv_rank=8)
     assert flops_per_token(model, 0, 10, causal=False) == 6 * 2 * 4 * (16 + 8 + 12) * 10
 
 
