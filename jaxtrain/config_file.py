@@ -60,6 +60,7 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
         section, _, name = key.partition(".")
         if section not in sections:
             whole = [f"{known}.{name}" for known, cls in get_type_hints(Config).items() for name in get_type_hints(cls)]
+            whole += [f"model.{field.name}" for cls in FAMILIES.values() for field in fields(cls)]
             close = difflib.get_close_matches(key, whole, n=1)
             raise UserError(key, "there is no such key",
                             f"did you mean {close[0]!r}?" if close else nearest(section, sections))
