@@ -171,13 +171,14 @@ def block(c, w, x, b, told):
     gpt2, eps, a, m = c.name == "gpt2", c.norm_eps, w["attention"], w["mlp"]
     norm = layer_norm if gpt2 else rms_norm
     h = norm(w["attention_norm"], x, eps)
-    if c.kv_rank:
+    latent = c.name == "deepseek_v3"
+    if latent:
         q, k, v = plain_experts.latent_qkv(c, a, h, b["positions"], rms_norm, rotate)
     else:
         q, k, v = (jnp.tensordot(h, a[n]["kernel"], 1) + (a[n]["bias"] if gpt2 else 0) for n in "qkv")
     if c.name in ("qwen3", "qwen3_moe"):
         q, k = rms_norm(a["q_norm"], q, eps), rms_norm(a["k_norm"], k, eps)
-    if not gpt2 and not c.kv_rank:
+    if not gpt2 and not latent:
         q, k = (rotate(y, b["positions"], c.rope_theta) for y in (q, k))
     y = jnp.tensordot(attention(q, k, v, b["segments"], c.window), a["out"]["kernel"], 2)
     x = x + y + (a["out"]["bias"] if gpt2 else 0)
