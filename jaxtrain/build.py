@@ -289,7 +289,7 @@ class Run:
         params = Skeleton.of(_model(self.config, self.mesh, key)).params()
         frozen = partition.without(params, self.layout.axes) | self.objective.init_frozen(key)
         return initial_state(partition.like(params, self.layout.axes), self.optimizer, self.precision == "float16",
-                             self.extras, _frozen_dtype(self.config, frozen))
+                             self.extras, _frozen_dtype(self.config, frozen, self._metadata("compute_dtype", frozen)))
 
     def _eval(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         with self._matmul_precision():
@@ -299,10 +299,9 @@ class Run:
         return (self._pipeline(objective) if self.schedules else objective).loss(params, batch)
 
     def _metadata(self, key: str, params: Any) -> Any:
-        """One entry of the metadata of these parameters; "" for those that are not the model's."""
-        mine = self.model.metadata(key, "")
-        others = jax.tree.map(lambda _: "", partition.without(params, mine))
-        return partition.merge(partition.like(mine, params), others)
+        """One entry of the metadata of these parameters, which are the model's or the objective's."""
+        known = self.model.metadata(key, "") | self.objective.frozen_metadata(key)
+        return partition.like(known, params)
 
     def _pipeline(self, objective: Objective) -> Pipeline:
         assert self.schedules and objective.pipeline_parts
@@ -352,7 +351,9 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     is_frozen = partition.frozen_paths(all_axes, config.train.freeze, config.train.trainable).__contains__
     axes, frozen_axes = partition.split(all_axes, is_frozen)
     params, frozen = partition.split(model.params(), is_frozen)
-    frozen = _frozen_dtype(config, frozen | jax.eval_shape(goal.init_frozen, jax.random.key(0)))
+    frozen |= jax.eval_shape(goal.init_frozen, jax.random.key(0))
+    own_dtype = model.metadata("compute_dtype", "") | goal.frozen_metadata("compute_dtype")
+    frozen = _frozen_dtype(config, frozen, partition.like(own_dtype, frozen))
     schedule = None
     if optimizer is None:
         schedule = optim.make_schedule(config.optimizer, config.train.steps)
@@ -393,16 +394,16 @@ def _checked(config: Config, mesh: AnyMesh, rules: Rules, compute: str,
     return make_schedules(config.pipeline, stages, microbatches) if stages > 1 else None
 
 
-def _frozen_dtype(config: Config, frozen: Any) -> Any:
-    """Frozen parameters, abstract or not, in the dtype in which they rest."""
+def _frozen_dtype(config: Config, frozen: Any, own: Any) -> Any:
+    """Frozen parameters, abstract or not, in the dtype in which they rest: those with a dtype of their own keep it."""
     dtype = config.train.frozen_dtype
 
-    def one(x):
-        if not dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+    def one(x, own):
+        if not dtype or own or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         to = precision.DTYPES[dtype]
         return jax.ShapeDtypeStruct(x.shape, to) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(to)
-    return jax.tree.map(one, frozen)
+    return jax.tree.map(one, frozen, own)
 
 
 def _warn_of_waste(params: Any, shardings: Any, schedule: Schedule) -> None:

@@ -58,6 +58,10 @@ class Distillation(NextToken):
                             self.teacher.axes(), is_leaf=lambda x: isinstance(x, tuple))
         return {TEACHER: axes}
 
+    def frozen_metadata(self, key: str) -> dict:
+        """Return the teacher's metadata: its routers compute in float32, whatever the precision."""
+        return {TEACHER: self.teacher.metadata(key, "")}
+
     def init_frozen(self, key: jax.Array) -> dict:
         """Return the teacher's initial parameters: a placeholder where it is loaded from a workdir."""
         model = make_model(self.teacher_config.model, self.compute, rngs=nnx.Rngs(params=key))

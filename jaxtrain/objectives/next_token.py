@@ -98,6 +98,10 @@ class NextToken:
         """Empty: the loss needs no parameters but the model's."""
         return {}
 
+    def frozen_metadata(self, key: str) -> dict:
+        """Return no metadata: there are no parameters."""
+        return {}
+
     def init_frozen(self, key: jax.Array) -> dict:
         """Return no parameters."""
         return {}

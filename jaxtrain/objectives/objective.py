@@ -44,6 +44,10 @@ class Objective(Protocol):
         """The logical names of parameters beside the model's that the loss needs and nobody trains."""
         ...
 
+    def frozen_metadata(self, key: str) -> dict:
+        """Return one entry of the metadata of each of these parameters, "" where it has none."""
+        ...
+
     def init_frozen(self, key: jax.Array) -> dict:
         """Return these parameters at step 0; it is traced."""
         ...

@@ -159,6 +159,8 @@ class Stage:
         _, kernels = take(pick(self.layers, chunk), self.rooms())
         grads = {}
         for key, ledger in self.ledgers.items():
+            if not ledger.products:  # all of its products are frozen
+                continue
             mine = [path for path in ledger.products if path[0] == key]
             grads |= ledger.gradients({path: kernels[path] for path in mine}, {path: pairs[path] for path in mine})
         return carry | dict(kernel_grads=add_at(carry["kernel_grads"], chunk, grads))

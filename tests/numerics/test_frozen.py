@@ -17,6 +17,9 @@ CASES = {
     "1f1b": ("llama", dict(mesh=(1, 2, 2), mesh__stage=2)),
     "zero-bubble": ("llama", dict(mesh=(2, 1, 1), mesh__stage=2, pipeline__schedule="zb_h1")),
     "offload": ("llama", dict(mesh=(2, 1, 1), optimizer__offload=True)),
+    "all products of layers frozen, zero-bubble": ("llama", dict(
+        mesh=(1, 1, 1), mesh__stage=2, pipeline__schedule="zb_h1",
+        train__freeze=["blocks/layer/attention/*", "blocks/layer/mlp/*"])),
     "all layers frozen, 1f1b": ("llama", dict(mesh=(1, 1, 1), mesh__stage=2, train__freeze=["blocks/*"])),
 }
 QUICK = ("one device", "1f1b")
@@ -55,6 +58,20 @@ def test_frozen_parameters_rest_in_their_own_dtype_and_are_checkpointed(tmp_path
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.frozen)} == {"bfloat16"}
     again = jt.train(config, tmp_path / "run")
     assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), state, again))
+
+
+def test_frozen_routers_keep_float32():
+    run = reference.build("deepseek_v3", train__freeze=["blocks/*"], train__frozen_dtype="bfloat16",
+                          train__precision="bfloat16")
+    mlp = run.abstract.frozen["blocks"]["layer"]["mlp"]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(mlp["router"])} == {"float32"}
+    assert mlp["gate"].dtype == "bfloat16"
+
+
+def test_zero_3_spreads_frozen_parameters_too():
+    run = reference.build("llama", mesh=(4, 1, 1), train__freeze=["blocks/*"], optimizer__zero_stage=3)
+    leaf = run.abstract.frozen["blocks"]["layer"]["mlp"]["up"]["kernel"]
+    assert "data" in leaf.sharding.spec and leaf.sharding.spec[0] is None
 
 
 @pytest.mark.parametrize(("keys", "match"), [

@@ -16,7 +16,8 @@ SOFT, TEMPERATURE = 0.3, 2.0
 TEACHER = dict(model__num_layers=3, model__embed_dim=64)
 CASES = {
     "one device": {},
-    "fsdp x tensor, accumulation": dict(mesh=(2, 2, 2), train__accumulation=2, train__loss_chunks=2),
+    "fsdp x tensor, ZeRO, accumulation": dict(mesh=(2, 2, 2), train__accumulation=2, train__loss_chunks=2,
+                                              optimizer__zero_stage=3),
     "context, remat": dict(mesh=(1, 2, 1), mesh__context=2, train__remat="full"),
     "1f1b": dict(mesh=(1, 2, 2), mesh__stage=2),
     "zero-bubble": dict(mesh=(2, 1, 1), mesh__stage=2, pipeline__schedule="zb_v", train__z_loss=1e-3),
@@ -114,6 +115,25 @@ def test_a_teacher_comes_from_its_workdir_and_evaluation_is_plain(tmp_path):
 def test_bad_numbers_are_refused(keys, match):
     with pytest.raises(jt.UserError, match=match):
         distillation(reference.tiny("llama"), **keys)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_teacher_with_experts_and_as_many_layers_as_stages_divide(stages):
+    """Its layers are never split over stages, and its routers compute in float32."""
+    of_teacher = reference.tiny("deepseek_v3", model__num_layers=8, model__dense_layers=0, model__num_experts=4)
+    make = distillation(of_teacher)
+    losses = []
+    for keys in (dict(mesh__data=1), dict(mesh__data=1, mesh__stage=stages)):
+        config = reference.tiny("gpt2", model__num_layers=4, train__precision="float32", **keys)
+        run = jt.build(config, devices=jax.devices()[:keys.get("mesh__stage", 1)], objective=make)
+        params = reference.initial("gpt2", 4)
+        of = jax.device_get(jax.jit(run.objective.init_frozen)(jax.random.key(7)))
+        state = reference.start_from(run, params | of)
+        losses.append(float(reference.compiled(run)(state, run.place(reference.batch(0)))[1]["loss"]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    half = jt.build(reference.tiny("gpt2", mesh__data=8, train__precision="bfloat16"), objective=make)
+    cast = jax.eval_shape(half.cast, half.abstract.all_params)["teacher"]["blocks"]["layer"]["mlp"]
+    assert cast["router"]["kernel"].dtype == "float32" and cast["gate"].dtype == "bfloat16"
 
 
 def test_another_vocabulary_is_refused():
