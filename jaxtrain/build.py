@@ -66,7 +66,7 @@ class Run:
     # ------------------------------------------------------------------------------------------------ the three calls
     def init(self, seed: int | None = None) -> TrainState:
         """The state at step 0, sharded from the first byte; the values do not depend on the mesh."""
-        self._check_devices()
+        self.check_devices()
         state = self.compiled_init(jax.random.key(self.config.train.seed if seed is None else seed))
         beside = partition.like(self.abstract.frozen, self.objective.frozen_axes)
         loaded = self.objective.load_frozen(beside)
@@ -74,12 +74,12 @@ class Run:
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step. `state` is donated: use the returned one."""
-        self._check_devices()
+        self.check_devices()
         return self.of_shape(np.shape(batch["tokens"])).compiled_step(state, self.place(batch))
 
     def batch(self, step: int) -> dict[str, jax.Array]:
         """The training batch of this step, placed on the mesh: a pure function of the data, the config and `step`."""
-        self._check_devices()
+        self.check_devices()
         return self.placed(self.train_batches, step)
 
     # ------------------------------------------------------------------------------------------- the compiled functions
@@ -93,7 +93,7 @@ class Run:
     @cached_property
     def compiled_step(self) -> jax.stages.Compiled:
         """(state, batch) -> (state, metrics), compiled once, ahead of the first step."""
-        self._check_devices()
+        self.check_devices()
         return self.lower().compile()
 
     @cached_property
@@ -279,8 +279,14 @@ class Run:
         return (f"{s.name}, {s.microbatches} micro-batches through {s.stages} stages x {s.chunks} chunks in {s.length} "
                 f"ticks, {s.bubble_fraction:.0%} of them empty; {max(map(s.in_flight, range(s.stages)))} inputs held")
 
+    @property
+    def has_own_parts(self) -> bool:
+        """Whether the objective or the optimizer is not the config's."""
+        return self.schedule is None or type(self.objective) is not NextToken
+
     # --------------------------------------------------------------------------------------------------------- innards
-    def _check_devices(self) -> None:
+    def check_devices(self) -> None:
+        """Refuse to go on where the run was built for devices that are not here."""
         if not isinstance(self.mesh, jax.sharding.Mesh):
             raise UserError("devices", f"this run was built for {self.mesh.size} devices that are not here: it has "
                             "report() and lower() only", "build it without devices=")
@@ -328,8 +334,16 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     if optimizer is not None and config.optimizer.offload:
         raise UserError("optimizer.offload", "only the optimizers that a config names can be updated layer by layer",
                         "set it to false, or leave out optimizer=")
+    if data is not None:
+        for key, asked in (("train.sample_tokens", config.train.sample_tokens), ("train.eval_every",
+                           config.train.eval_every), ("checkpoint.best", config.checkpoint.best.startswith("eval_"))):
+            if asked:
+                raise UserError(key, "batches given by data= have no tokenizer and no evaluation split", "leave it out")
     devices = jax.devices() if devices is None else devices
     if config.mesh.auto and mesh is None:
+        if optimizer is not None or objective != NextToken.of:
+            raise UserError("mesh.auto", "the planner knows only the objective and optimizers that a config names",
+                            "give the axes of mesh a size")
         from jaxtrain.plan import here
 
         config = here.resolve(config, devices)

@@ -158,6 +158,9 @@ class TrainConfig:
     frozen_dtype: str = ""  # in which frozen parameters rest; "": as the others
 
     def __post_init__(self):
+        for key in ("freeze", "trainable"):
+            if wrong := [pattern for pattern in getattr(self, key) if not isinstance(pattern, str)]:
+                raise UserError(f"train.{key}", f"{wrong[0]!r} is not text", "give paths or logical axis names")
         one_of("train.frozen_dtype", self.frozen_dtype, ("", "float32", "bfloat16", "float16"))
         positive(self, "train", "accumulation log_every eval_batches")
         not_negative(self, "train", "steps unroll loss_chunks z_loss eval_every sample_tokens")

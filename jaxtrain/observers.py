@@ -12,7 +12,8 @@ class Observer:
     """Told of a run's steps; a subclass overrides what it wants to know.
 
     Observers are told in no particular order, and none of them may keep the loop waiting: until `on_complete` the
-    metrics are futures. An exception in one of them ends the run as an error.
+    metrics are futures. An exception in one of them ends the run as an error. After a rollback steps come again, with
+    the numbers that they had.
     """
 
     def on_batch(self, step: int, batch: dict[str, jax.Array]) -> None:
@@ -34,7 +35,7 @@ class Completions:
     def write(self, record: dict[str, Any]) -> None:
         """Take one line."""
         for observer in self._observers:
-            observer.on_complete(record)
+            observer.on_complete(dict(record))
 
     def close(self) -> None:
         """Do nothing: observers are not told of the end."""

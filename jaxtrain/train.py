@@ -64,6 +64,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         Corrupted: a device computes wrongly; what it computed is not saved.
     """
     if isinstance(config, Run):
+        config.check_devices()
         for name, part in (("objective", objective), ("optimizer", optimizer), ("data", data)):
             if part is not None:
                 raise UserError(name, "the run has one already", f"give {name}= to jt.build, or give a config")

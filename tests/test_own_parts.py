@@ -124,3 +124,25 @@ def test_stages_share_the_optimizer():
     run = jt.build(config(data__stages=[{"from_step": 3, "seq_len": reference.SEQ // 2}]), data=Noise())
     later = run.of_shape((reference.BATCH, reference.SEQ // 2))
     assert later.optimizer is run.optimizer and later.abstract is run.abstract
+
+
+@pytest.mark.parametrize("keys", [dict(train__sample_tokens=5), dict(train__eval_every=2)])
+def test_own_batches_have_nothing_to_evaluate(keys):
+    with pytest.raises(jt.UserError, match=r"data= have no tokenizer and no evaluation split"):
+        jt.build(config(**keys), data=Noise())
+
+
+def test_a_run_for_other_devices_leaves_no_workdir(tmp_path):
+    with pytest.raises(jt.UserError, match="not here"):
+        jt.train(jt.build(config(mesh__data=4), devices=4), tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
+def test_an_own_objective_has_a_mesh_of_its_own():
+    keys = dict(mesh__auto=True, mesh__data=-1)
+    with pytest.raises(jt.UserError, match=r"mesh\.auto: the planner knows only"):
+        jt.build(config(**keys), objective=Doubled.of)
+
+
+def test_a_subclass_is_evaluated_on_what_it_learns_from(run):
+    assert type(run.objective.evaluation) is Doubled

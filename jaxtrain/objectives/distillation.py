@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.config import Config
+from jaxtrain.data.stages import stages
 from jaxtrain.errors import UserError
 from jaxtrain.loss import distillation_loss
 from jaxtrain.models import Compute, Decoder, make_model
@@ -50,6 +51,11 @@ class Distillation(NextToken):
             x_BTD, head_DV, batch["targets"], batch["weights"], batch[TEACHER],
             self.teacher.merge(params[TEACHER]).head(), soft=self.soft, temperature=self.temperature,
             z_loss=self.z_loss, chunks=self.chunks)
+
+    @property
+    def evaluation(self) -> NextToken:
+        """The cross-entropy alone, without the teacher."""
+        return NextToken(self.model, self.chunks, penalties=False)
 
     @property
     def frozen_axes(self) -> dict:
@@ -95,6 +101,10 @@ def distillation(teacher: Config, *, workdir: str | Path | None = None, soft: fl
         if teacher.model.vocab_size != config.model.vocab_size:
             raise UserError("model.vocab_size", f"the student has {config.model.vocab_size} and the teacher "
                             f"{teacher.model.vocab_size}", "use the same tokenizer and vocabulary for both")
+        longest = max(stage.seq_len for stage in stages(config.data))
+        if longest > teacher.model.max_seq_len:
+            raise UserError("data.seq_len", f"rows of {longest} tokens exceed the teacher's model.max_seq_len="
+                            f"{teacher.model.max_seq_len}", "use shorter rows or another teacher")
         t = config.train
         compute = Compute(t.attention, t.expert_exchange, "none", t.unroll, config.mesh.context_strategy)
         skeleton = Skeleton.of(nnx.eval_shape(lambda: make_model(

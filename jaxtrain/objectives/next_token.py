@@ -1,7 +1,7 @@
 """Next-token prediction: cross-entropy of each token given those before it, with the penalties that a model reports."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,8 +44,8 @@ class NextToken:
 
     @property
     def evaluation(self) -> "NextToken":
-        """The cross-entropy alone."""
-        return NextToken(self.model, self.chunks, penalties=False)
+        """The cross-entropy alone, on the tokens that this objective learns from."""
+        return replace(self, z_loss=0.0, mtp_loss_weight=0.0, penalties=False)
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return the summed loss with penalties, the weight to divide it by, and what the layers summed up."""

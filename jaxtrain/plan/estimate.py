@@ -87,6 +87,8 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
         "parameters": total(run.abstract.params),
         "optimizer": total(run.abstract.opt_state) - elsewhere,
         "batch": sum(value.bytes for value in block.inputs[state:])})
+    if frozen := total(run.abstract.frozen):
+        parts["frozen parameters"] = frozen
     parts.update(_named(worst, run))
     talked: Counter = Counter()
     for op, times in block.all():

@@ -39,6 +39,8 @@ def check(run: Run) -> str:
     On CPU nothing is said (and traced) of a model whose state is a small part of the memory. That devices are not
     known, or that a prediction fails, stops no run.
     """
+    if run.has_own_parts:
+        return "nothing is predicted of a run with an objective or optimizer that its config does not name"
     devices = run.mesh.size
     try:
         target = _target(list(run.mesh.devices.flat))

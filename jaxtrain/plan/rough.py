@@ -37,7 +37,7 @@ class Size:
                                     train=dataclasses.replace(config.train, accumulation=1))
         run = build(alone, devices=1, platform=platform)
         active = matmul_parameters(run.abstract, run.layout, config.model)
-        return cls(total(run.abstract.params), total(run.abstract.opt_state),
+        return cls(total(run.abstract.all_params), total(run.abstract.opt_state),
                    flops_per_token(config.model, active, config.data.seq_len, True))
 
     def state(self, mesh: dict[str, int], zero_stage: int, offload: bool) -> float:

@@ -6,6 +6,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import partition
+from jaxtrain.plan.estimate import estimate
+from jaxtrain.plan.targets import TARGETS
 from tests.numerics import reference
 
 FREEZE = ("embed/*", "blocks/layer/attention/*")
@@ -76,6 +78,7 @@ def test_zero_3_spreads_frozen_parameters_too():
 
 @pytest.mark.parametrize(("keys", "match"), [
     (dict(train__freeze=["blocs/*"]), r"train.freeze.*'blocs/\*'"),
+    (dict(train__freeze=[1]), r"train\.freeze: 1 is not text"),
     (dict(train__freeze=["*"]), "nothing is left to train"),
     (dict(train__freeze=["embed/*"], train__trainable=["blocks/*"]), "one of the two"),
 ])
@@ -89,3 +92,10 @@ def test_only_what_is_trainable_is_trained():
     paths = {jax.tree_util.keystr(path, simple=True, separator="/")
              for path, _ in jax.tree_util.tree_flatten_with_path(run.abstract.params)[0]}
     assert paths == {"blocks/layer/attention_norm/scale", "blocks/layer/mlp_norm/scale"}
+
+
+def test_the_planner_counts_frozen_parameters():
+    config = reference.tiny("llama", train__freeze=["blocks/*"], mesh__data=1)
+    guess = estimate(config, TARGETS["h100"], 1)
+    frozen = reference.build("llama", train__freeze=["blocks/*"]).abstract.frozen
+    assert guess.memory["frozen parameters"] == sum(leaf.size * 4 for leaf in jax.tree.leaves(frozen)) > 0

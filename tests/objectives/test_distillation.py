@@ -146,3 +146,9 @@ def test_a_workdir_without_checkpoints_is_refused(tmp_path):
     with pytest.raises(jt.UserError, match="there is none in"):
         jt.build(reference.tiny("gpt2", mesh__data=8), objective=distillation(
             reference.tiny("llama"), workdir=tmp_path)).init()
+
+
+def test_a_teacher_with_a_shorter_context_is_refused():
+    teacher = reference.tiny("llama", model__max_seq_len=8, data__seq_len=8)
+    with pytest.raises(jt.UserError, match=r"data\.seq_len: rows of 16 tokens exceed the teacher's"):
+        jt.build(reference.tiny("gpt2", mesh__data=8), objective=distillation(teacher))
