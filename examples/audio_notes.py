@@ -23,9 +23,9 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.data import BucketedBatches, SequenceRows
-from jaxtrain.data.audio import MELS, RATE, Audio
-from jaxtrain.data.bucketing import choose, equal_sizes
-from jaxtrain.data.prepare_sequences import prepare_sequences, summary
+from jaxtrain.data.loading.bucketing import choose, equal_sizes
+from jaxtrain.data.prepare_sequences.audio import MELS, RATE, Audio
+from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences, summary
 
 NOTES = "CDEFGAB"
 HERTZ = 261.6 * 2 ** (np.array([0, 2, 4, 5, 7, 9, 11]) / 12)

@@ -24,9 +24,9 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.data import BucketedBatches, SequenceRows
-from jaxtrain.data.bucketing import choose, equal_sizes
-from jaxtrain.data.events import Events
-from jaxtrain.data.prepare_sequences import prepare_sequences, summary
+from jaxtrain.data.loading.bucketing import choose, equal_sizes
+from jaxtrain.data.prepare_sequences.event_streams import Events
+from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences, summary
 
 USERS, MOODS, ITEMS, STEPS, WIDTH = 800, 4, 32, 80, 64
 

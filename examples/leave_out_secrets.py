@@ -8,7 +8,7 @@ gives the step back: `--steps mypackage.safety:Classifier=model.bin` loads it on
 
 import re
 
-from jaxtrain.data.inputs import Text
+from jaxtrain.data.formats.inputs import Text
 
 SECRET = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----|\bAKIA[0-9A-Z]{16}\b|\bghp_[0-9A-Za-z]{36}\b")
 

@@ -15,36 +15,50 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxtrain.build import Run, build
-    from jaxtrain.cache import enable_compilation_cache
     from jaxtrain.checkpoint import Checkpoints
-    from jaxtrain.config import Config
-    from jaxtrain.config_file import load_config, make_config
-    from jaxtrain.data.batch_source import BatchSource
+    from jaxtrain.compile_cache import enable_compilation_cache
+    from jaxtrain.config.load import load_config, make_config
+    from jaxtrain.config.schema import Config
+    from jaxtrain.data.loading.batch_source import BatchSource
     from jaxtrain.errors import UserError
-    from jaxtrain.loss import cross_entropy
-    from jaxtrain.mesh import make_mesh
+    from jaxtrain.hub.generate import sample
+    from jaxtrain.kernels.cross_entropy import cross_entropy
     from jaxtrain.models import make_model
     from jaxtrain.objectives import NextToken, Objective
     from jaxtrain.objectives.distillation import distillation
     from jaxtrain.observe import MetricsWriter
-    from jaxtrain.observers import Observer
     from jaxtrain.plan import plan
-    from jaxtrain.sample import sample
-    from jaxtrain.sharding import Rules, constrain, rules
-    from jaxtrain.standalone import TrainStep, Weighted, make_train_step
-    from jaxtrain.state import TrainState
-    from jaxtrain.train import train
+    from jaxtrain.run import Run, build
+    from jaxtrain.sharding.mesh import make_mesh
+    from jaxtrain.sharding.rules import Rules, constrain, rules
+    from jaxtrain.train_step.standalone import TrainStep, Weighted, make_train_step
+    from jaxtrain.train_step.state import TrainState
+    from jaxtrain.trainer.loop import train
+    from jaxtrain.trainer.observers import Observer
 
-_HOME = {
-    "Run": "build", "build": "build", "enable_compilation_cache": "cache", "Config": "config",
-    "load_config": "config_file", "make_config": "config_file", "UserError": "errors", "cross_entropy": "loss",
-    "make_mesh": "mesh", "make_model": "models", "plan": "plan", "sample": "sample", "Rules": "sharding",
-    "constrain": "sharding", "rules": "sharding", "TrainStep": "standalone", "Weighted": "standalone",
-    "make_train_step": "standalone", "TrainState": "state", "train": "train", "BatchSource": "data.batch_source",
-    "Checkpoints": "checkpoint", "MetricsWriter": "observe", "NextToken": "objectives", "Objective": "objectives",
-    "Observer": "observers", "distillation": "objectives.distillation",
+_NAMES = {  # module: what it gives
+    "compile_cache": ["enable_compilation_cache"],
+    "checkpoint": ["Checkpoints"],
+    "config.load": ["load_config", "make_config"],
+    "config.schema": ["Config"],
+    "data.loading.batch_source": ["BatchSource"],
+    "errors": ["UserError"],
+    "hub.generate": ["sample"],
+    "kernels.cross_entropy": ["cross_entropy"],
+    "models": ["make_model"],
+    "objectives": ["NextToken", "Objective"],
+    "objectives.distillation": ["distillation"],
+    "observe": ["MetricsWriter"],
+    "plan": ["plan"],
+    "run": ["Run", "build"],
+    "sharding.mesh": ["make_mesh"],
+    "sharding.rules": ["Rules", "constrain", "rules"],
+    "train_step.standalone": ["TrainStep", "Weighted", "make_train_step"],
+    "train_step.state": ["TrainState"],
+    "trainer.loop": ["train"],
+    "trainer.observers": ["Observer"],
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [  # imported when first used, so that `import jaxtrain` is quick
     "BatchSource", "Checkpoints", "Config", "MetricsWriter", "NextToken", "Objective", "Observer", "Rules", "Run",
@@ -67,7 +81,7 @@ def __dir__():
 
 class _Package(ModuleType):
     def __setattr__(self, name, value):
-        # Importing the module jaxtrain.build would otherwise put it in the place of the function jaxtrain.build.
+        # Importing the package jaxtrain.plan would otherwise put it in the place of the function jaxtrain.plan.
         if not (name in _HOME and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

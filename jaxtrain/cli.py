@@ -1,44 +1,10 @@
-"""The `jaxtrain` command, and what all command lines share. It imports no JAX, so that it answers at once."""
+"""The `jaxtrain` command: its subcommands are the modules of `flags.COMMANDS`."""
 
-import argparse
-import functools
 import os
-import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, NoReturn
 
-from jaxtrain.errors import UserError, nearest, say
-
-COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and the first line of its docstring
-    "train": ("jaxtrain.main", "Train a config, or resume its run."),
-    "supervise": ("jaxtrain.supervise", "Start processes as one run, and restart them when one dies or hangs."),
-    "plan": ("jaxtrain.plan", "Rank meshes for given hardware: which fit, how fast they train, what they cost."),
-    "bench": ("jaxtrain.bench", "Measure how fast a config trains on the devices here, and where the time goes."),
-    "doctor": ("jaxtrain.doctor", "Find out why training would not work on this machine, or be slow."),
-    "checkpoint": ("jaxtrain.checkpoint", "List, verify and compare a run's checkpoints, or go back to one."),
-    "goodput": ("jaxtrain.observe.goodput", "Account for a run's time across restarts: what share of it trained."),
-    "prepare": ("jaxtrain.data.prepare", "Tokenise text, once, into a corpus that runs read."),
-    "prepare_sequences": ("jaxtrain.data.prepare_sequences", "Prepare audio clips or tables of events as sequences."),
-    "train_tokenizer": ("jaxtrain.data.train_tokenizer", "Train a byte-level BPE tokenizer on text of your own."),
-    "inspect": ("jaxtrain.data.inspect", "Show any batch of a run: its documents, their text, and the tokens learnt."),
-    "publish": ("jaxtrain.data.publish", "Copy a corpus to object storage, from where training can read it."),
-    "croissant": ("jaxtrain.data.croissant", "Write the datasheet of a corpus in the Croissant 1.0 format."),
-    "schedules": ("jaxtrain.parallel.schedules", "Draw a pipeline schedule, and count its bubble and its memory."),
-    "elastic": ("jaxtrain.resilience.elastic", "List the numbers of processes with which a run could go on."),
-}
-_TRAIN = """\
-Train a config, or resume its run.
-
-    jaxtrain train --config=configs/gpt.py:tiny --workdir=runs/first
-    jaxtrain train --config=configs/gpt.py --config.data.source=README.md --workdir=runs/mine
-    jaxtrain train --config=configs/gpt.py --config.train.steps=50 --print_config=diff
-
-The same command resumes a run that was stopped. Exit status 0: the last step was reached; 2: the user's mistake, in
-one line; 75: asked to stop, and saved; 76: gave up, start it again; 77: stopped at a limit; 130: stopped by Ctrl-C.
-"""
+from jaxtrain.errors import UserError, nearest
+from jaxtrain.flags import COMMANDS, command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,29 +23,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], None]], Callable[..., int]]:
-    """Makes a command's main: exit status 0; 2 behind the user's mistake, told in one line; 130 if stopped by hand."""
-    def wrap(do: Callable[[list[str] | None], None]) -> Callable[..., int]:
-        @functools.wraps(do)
-        def main(argv: list[str] | None = None) -> int:
-            try:
-                do(argv)
-                return 0
-            except UserError as mistake:
-                say(mistake)
-                return 2
-            except KeyboardInterrupt:
-                say(stopped)
-                return 130
-            except BrokenPipeError:  # who reads has seen enough, as `head` has
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python would try again at exit
-                return 0
-
-        return main
-
-    return wrap
-
-
 @command()
 def chosen(words: list[str] | None) -> None:
     """Refuse a first word that is not a subcommand; list them all if there is none, or for `--help`."""
@@ -93,92 +36,3 @@ def chosen(words: list[str] | None) -> None:
         raise UserError(name, "a command comes before its flags", f"write jaxtrain train {name}")
     elif name not in COMMANDS:
         raise UserError("jaxtrain", f"there is no command {name!r}", nearest(name, COMMANDS))
-
-
-class _Help(argparse.HelpFormatter):
-    """Wraps paragraphs and leaves indented lines as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        parts = [part if re.search(r"^ ", part, re.M) else textwrap.fill(" ".join(part.split()), width)
-                 for part in text.split("\n\n")]
-        return "\n\n".join(parts)
-
-
-class Parser(argparse.ArgumentParser):
-    """A command line whose mistakes are UserErrors; flags cannot be abbreviated.
-
-    Args:
-        text: what `--help` says: paragraphs, and examples, which are the indented lines.
-    """
-
-    def __init__(self, text: str | None = None, **keys: Any):
-        examples = re.findall(r"^ {4}(\S.*)$", text or "", re.M)
-        about = re.sub(r"\n{3,}", "\n\n", re.sub(r"^ {4}.*$", "", text or "", flags=re.M)).strip()
-        shown = "\n".join(["examples:" if len(examples) > 1 else "example:", *(f"  {line}" for line in examples)])
-        super().__init__(allow_abbrev=False, formatter_class=_Help, description=about, epilog=shown if examples else "",
-                         **keys)
-
-    def add_argument(self, *names, **keys):
-        """Of a flag that takes several values, all count, however often it is given."""
-        if keys.get("nargs") == "+":
-            keys.setdefault("action", "extend")
-        return super().add_argument(*names, **keys)
-
-    def error(self, message: str) -> NoReturn:
-        """Instead of usage and exit."""
-        words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrec") else []
-        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-        fix = nearest(flags[0], self._option_string_actions) if flags else "see --help"
-        raise UserError("command line", message, "several values stand behind a flag without =, as in --input a b"
-                        if words and not flags else fix)
-
-
-def parser_of(name: str, text: str | None, **keys) -> Parser:
-    """Return the parser of a subcommand; `text` is the docstring of its module."""
-    made = Parser(text, prog=f"jaxtrain {name}", **keys)
-    made.epilog = "\n\n".join(filter(None, [made.epilog, f"The same command: python -m {COMMANDS[name][0]}"]))
-    return made
-
-
-def add_process_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that make several processes one run."""
-    parser.add_argument("--coordinator", help="host:port of process 0 in a run of several processes")
-    parser.add_argument("--num_processes", type=int, help="how many processes the run has")
-    parser.add_argument("--process_id", type=int, help="which of them this is, from 0")
-
-
-def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Return the flags of `jaxtrain train`, and the dotted config overrides."""
-    parser = parser_of("train", _TRAIN)
-    parser.add_argument("--config", help="a config file such as configs/gpt.py, or configs/gpt.py:124m; any key of it "
-                                         "can be overridden with --config.SECTION.KEY=VALUE")
-    parser.add_argument("--workdir", help="metrics, checkpoints and the resolved config go here; default: runs/CONFIG")
-    parser.add_argument("--print_config", nargs="?", const="all", choices=("all", "diff"),
-                        help="print the resolved config (or what the overrides changed in it) and stop")
-    add_process_flags(parser)
-    flags, rest = parser.parse_known_args(argv)
-    overrides = overrides_of(rest, vars(flags))
-    if not flags.config:
-        raise UserError("--config", "it is missing", "give a config file, such as --config=configs/gpt.py")
-    return flags, overrides
-
-
-def workdir_of(flags: argparse.Namespace) -> Path:
-    """Where the run lives: as given, or after its config."""
-    return Path(flags.workdir or Path("runs", Path(flags.config.replace(".py", "").replace(":", "-")).name))
-
-
-def overrides_of(words: Iterable[str], flags: Iterable[str]) -> dict[str, str]:
-    """What command-line words set by --config.SECTION.KEY=VALUE; `flags` are the names of those there are besides."""
-    overrides = {}
-    for word in words:
-        key, equals, value = word.removeprefix("--config.").partition("=")
-        if word.startswith("--config.") and not equals:
-            raise UserError(word, "it has no value", f"write {word}=VALUE")
-        if not word.startswith("--config."):
-            if "." in word.partition("=")[0]:
-                raise UserError(word, "there is no such flag", f"write --config.{word.lstrip('-')}")
-            known = [f"--{name}" for name in flags] + ["--config.SECTION.KEY=VALUE"]
-            raise UserError(word, "there is no such flag", nearest(word.partition("=")[0], known))
-        overrides[key] = value
-    return overrides

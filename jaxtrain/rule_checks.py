@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 
-from jaxtrain import sharding
-from jaxtrain.config import Config
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
-from jaxtrain.sharding import AnyMesh, Rules
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.rules import AnyMesh, Rules
 
 
 def activations_divide(config: Config, rules: Rules, mesh: AnyMesh) -> None:

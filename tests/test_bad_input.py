@@ -9,11 +9,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxtrain.build import Run
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.config_file import load_config
+from jaxtrain.config.load import load_config
 from jaxtrain.data import load_corpus
 from jaxtrain.main import main
+from jaxtrain.run import Run
 
 ROOT = Path(__file__).parents[1]
 TINY = f"{ROOT}/configs/gpt.py:tiny"

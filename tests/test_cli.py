@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from jaxtrain import cli
-from jaxtrain.config_file import load_config
+from jaxtrain.config.load import load_config
+from jaxtrain.flags import COMMANDS, Parser
 from jaxtrain.main import main
 from jaxtrain.plan import targets
 from tests.tiny import tiny_flags
@@ -52,8 +53,8 @@ def ran(flags, tmp_path_factory):
 @pytest.fixture
 def said(capsys, monkeypatch):
     """What a command prints for some words, with its exit status and the parsers of its command line."""
-    parsers, init = [], cli.Parser.__init__
-    monkeypatch.setattr(cli.Parser, "__init__", lambda self, *given, **keys: (parsers.append(self),
+    parsers, init = [], Parser.__init__
+    monkeypatch.setattr(Parser, "__init__", lambda self, *given, **keys: (parsers.append(self),
                                                                                init(self, *given, **keys))[1])
     for name in ("argv", "path"):
         monkeypatch.setattr(sys, name, [*getattr(sys, name)])
@@ -73,17 +74,17 @@ def said(capsys, monkeypatch):
 
 
 def module_of(name):
-    module = importlib.import_module(cli.COMMANDS[name][0])
+    module = importlib.import_module(COMMANDS[name][0])
     return importlib.import_module(f"{module.__name__}.__main__") if hasattr(module, "__path__") else module
 
 
 @pytest.mark.filterwarnings("ignore:.*prior to execution:RuntimeWarning")  # tests have imported it before
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help(name, said):
     status, out, err, parsers = said(cli.main, [name, "--help"])
     assert (status, err) == (0, "")
     assert said(module_of(name).main, ["--help"])[:3] == (0, out, ""), "`python -m` says the same"
-    module, line = cli.COMMANDS[name]
+    module, line = COMMANDS[name]
     assert line in " ".join(out.split()) and (module_of(name).__doc__ or "").startswith(f"{line}\n")
     assert out.startswith(f"usage: jaxtrain {name} ") and out.endswith(f"The same command: python -m {module}\n")
     for parser in parsers:
@@ -98,13 +99,13 @@ def test_every_module_that_runs_is_a_command():
     inner = {"jaxtrain.doctor.files", "jaxtrain.doctor.probe", "jaxtrain.bench.reference.plain_jax"}
     runs = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
             for path in (ROOT / "jaxtrain").rglob("*.py") if "\nif __name__ ==" in path.read_text()}
-    assert runs - inner == {module for module, _ in cli.COMMANDS.values()} and inner < runs
+    assert runs - inner == {module for module, _ in COMMANDS.values()} and inner < runs
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"]], ids=str)
 def test_list_of_commands(words, said):
     status, out, err, _ = said(cli.main, words)
-    listed = [f"  {name:<19}{line}" for name, (_, line) in cli.COMMANDS.items()]
+    listed = [f"  {name:<19}{line}" for name, (_, line) in COMMANDS.items()]
     assert (status, err) == (0, "") and out.splitlines()[5:5 + len(listed)] == listed
     assert max(map(len, out.splitlines())) <= 108
 

@@ -10,11 +10,11 @@ from typing import get_type_hints
 import pytest
 
 import jaxtrain
-from jaxtrain.config import Config
-from jaxtrain.config_file import diff, load_config, make_config
+from jaxtrain.config.families import FAMILIES
+from jaxtrain.config.load import diff, load_config, make_config
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
-from jaxtrain.families import FAMILIES
-from jaxtrain.mesh import AXES
+from jaxtrain.sharding.mesh import AXES
 
 SECTIONS = get_type_hints(Config)  # name -> dataclass
 FILE = "def get_config(variant=None):\n    return {'model': {'num_layers': 7, 'num_heads': 8 if variant else 2}}\n"
@@ -79,7 +79,7 @@ def test_the_name_picks_the_class_also_when_it_is_overridden():
 
 
 def test_a_wrong_key_is_told_without_importing_jax():
-    program = ("import sys; from jaxtrain.config_file import make_config\n"
+    program = ("import sys; from jaxtrain.config.load import make_config\n"
                "try: make_config({}, {'model.kv_rank': 8})\n"
                "except ValueError as error: print(error, 'jax' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

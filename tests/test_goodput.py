@@ -22,8 +22,8 @@ TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "dat
 # A run as anybody starts it, but for slow batches, so that kills come in the middle, and saves that pay at once.
 RUN = """
 import sys, time
-from jaxtrain.build import Run
-from jaxtrain.checkpoint import interval
+from jaxtrain.run import Run
+from jaxtrain.checkpoint import save_policy
 from jaxtrain.observe.ledger import Ledger
 
 def slowly(self, batches, step, placed=Run.placed):
@@ -31,8 +31,8 @@ def slowly(self, batches, step, placed=Run.placed):
     return placed(self, batches, step)
 
 Run.placed = slowly
-interval.FIRST = interval.LEAST = 1.0
-interval.SPARE = interval.MOST = 1
+save_policy.FIRST = save_policy.LEAST = 1.0
+save_policy.SPARE = save_policy.MOST = 1
 Ledger.__init__.__kwdefaults__["every"] = 0.1
 sys.modules["__main__"].__spec__ = type("Spec", (), dict(name="jaxtrain.main"))
 from jaxtrain.main import main

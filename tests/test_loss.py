@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain import sharding
+from jaxtrain.sharding import rules as sharding
 
 B, T, D, V = 8, 8, 16, 64
 MESHES = {"one": {}, "batch": dict(data=4, fsdp=2), "vocab": dict(tensor=8), "both": dict(data=2, fsdp=2, tensor=2)}

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import jaxtrain as jt
-from jaxtrain.mesh import AXES, _ordered, axis_sizes, make_mesh, split_over_islands, with_auto_axes
+from jaxtrain.sharding.mesh import AXES, _ordered, axis_sizes, make_mesh, split_over_islands, with_auto_axes
 
 
 def test_a_mesh_has_all_axes_and_is_explicit():

@@ -12,11 +12,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain import optim, precision, sharding
 from jaxtrain.models import make_model, moe
 from jaxtrain.parallel.context import balanced_order
 from jaxtrain.plan import hlo
-from jaxtrain.state import Skeleton
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step import optimizers, precision
+from jaxtrain.train_step.state import Skeleton
 from tests.numerics import plain_experts, reference
 
 ROWS, SEQ, DIM = 8, 16, 32
@@ -243,8 +244,8 @@ def test_a_full_expert_drops_the_latest_tokens_of_a_row(factor, sizes):
 def test_the_bias_moves_against_the_load_whatever_the_optimizer(name):
     config = reference.tiny("deepseek_v3", optimizer__name=name)
     model = Skeleton.of(nnx.eval_shape(lambda: make_model(config.model, rngs=nnx.Rngs(params=0))))
-    optimizer = optim.with_update_rules(optim.make_optimizer(config.optimizer, lambda step: 1.0, model.axes()),
-                                        model.metadata("update"), 0.5)
+    optimizer = optimizers.make_optimizer(config.optimizer, lambda step: 1.0, model.axes())
+    optimizer = optimizers.with_update_rules(optimizer, model.metadata("update"), 0.5)
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), model.params())
     grads = jax.tree.map(np.ones_like, params)
     grads["blocks"]["layer"]["mlp"]["router"]["bias"] = np.tile(np.float32([0.3, -1e-3, 1e-8, 0]), (2, 2))

@@ -14,13 +14,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import distributed
-from jaxtrain.build import build
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.config_file import load_config
+from jaxtrain.config.load import load_config
+from jaxtrain.distributed import exit_codes
+from jaxtrain.distributed import processes as distributed
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.resilience import exits
+from jaxtrain.run import build
 from tests.tiny import SLOW, free_address, tiny_flags
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +29,7 @@ STEPS = 12
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=2",
         "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=4", "checkpoint.every=4",
         "checkpoint.keep=3", "optimizer.zero_stage=1"]
-STATUS = {signal.SIGTERM: exits.SAVED, signal.SIGINT: exits.INTERRUPTED}
+STATUS = {signal.SIGTERM: exit_codes.SAVED, signal.SIGINT: exit_codes.INTERRUPTED}
 MESHES = {"data": [], "product": ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2",
                                   "--config.train.sample_tokens=4"]}
 
@@ -143,7 +143,7 @@ def test_a_signal_to_one_stops_both(flags, alone, tmp_path, number):
             time.sleep(0.05)
         both[1].send_signal(number)
         outputs = ended(both)
-    assert [process.returncode for process in both] == [exits.SAVED, STATUS[number]], outputs
+    assert [process.returncode for process in both] == [exit_codes.SAVED, STATUS[number]], outputs
     step = Checkpoints(workdir / "checkpoints").latest()
     assert 5 <= step < STEPS and told(workdir)[-1]["step"] == step
     assert "resumed from step 4" in outputs[0]

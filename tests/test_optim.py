@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config import OptimizerConfig
-from jaxtrain.optim import make_optimizer, make_schedule
+from jaxtrain.config.schema import OptimizerConfig
+from jaxtrain.train_step.optimizers import make_optimizer, make_schedule
 from tests.numerics import reference
 
 OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd", "muon")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src import compilation_cache
 
-from jaxtrain import cache, programs
+from jaxtrain import compile_cache
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(compilation_cache, "get_file_cache", compilation_cache.get_file_cache)
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
     jax.config.update("jax_compilation_cache_dir", None)
-    cache.enable_compilation_cache()
+    compile_cache.enable_compilation_cache()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()
     yield Path(jax.config.jax_compilation_cache_dir)
@@ -78,7 +78,7 @@ def test_it_is_loaded_not_compiled(folder, monkeypatch):
 
 
 def test_a_full_disk_is_no_reason_to_stop(tmp_path, capfd, monkeypatch):
-    full = programs.CheckedCache(tmp_path)
+    full = compile_cache.CheckedCache(tmp_path)
 
     def write(path, content):
         path.touch()
@@ -92,11 +92,11 @@ def test_a_full_disk_is_no_reason_to_stop(tmp_path, capfd, monkeypatch):
 
 def test_many_write_the_same_one(tmp_path):
     """Readers find nothing or all of it, whoever writes."""
-    write = ("import sys; from jaxtrain.programs import CheckedCache\n"
+    write = ("import sys; from jaxtrain.compile_cache import CheckedCache\n"
              "for n in range(200): CheckedCache(sys.argv[1]).put(f'key{n}', b'x' * 200_000)")
     writers = [subprocess.Popen([sys.executable, "-c", write, tmp_path], env={**os.environ, "PYTHONPATH": str(ROOT)})
                for _ in range(2)]
-    reader = programs.CheckedCache(tmp_path)
+    reader = compile_cache.CheckedCache(tmp_path)
     try:
         while any(writer.poll() is None for writer in writers):
             for n in range(200):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.cli import COMMANDS
+from jaxtrain.flags import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

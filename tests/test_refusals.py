@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import jaxtrain as jt
-from jaxtrain import refusals
+from jaxtrain import validation
 
 DOCS = Path(__file__).parent.parent / "docs/parallelism.md"
 
@@ -17,14 +17,14 @@ def build(**overrides):
     return jt.build(config, devices=m.data * m.fsdp * m.stage * m.context * m.expert * m.tensor)
 
 
-@pytest.mark.parametrize("row", refusals.TABLE, ids=lambda row: row.combination)
+@pytest.mark.parametrize("row", validation.TABLE, ids=lambda row: row.combination)
 def test_each_row_refuses_its_example_and_not_the_nearest_that_works(row):
     with pytest.raises(jt.UserError) as refusal:
         build(**row.example)
     axis = row.key.replace("AXIS", "tensor")
-    assert refusal.value.key == axis and refusals.explains(refusal.value), str(refusal.value)
+    assert refusal.value.key == axis and validation.explains(refusal.value), str(refusal.value)
     build(**(row.example | row.instead)).lower()
 
 
 def test_the_docs_have_the_table():
-    assert refusals.table() in DOCS.read_text(), f"docs/parallelism.md must have this table:\n{refusals.table()}"
+    assert validation.table() in DOCS.read_text(), f"docs/parallelism.md must have this table:\n{validation.table()}"

@@ -18,14 +18,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.build import Run, build
-from jaxtrain.checkpoint import Checkpoints, store, verify
-from jaxtrain.config_file import load_config
+from jaxtrain.checkpoint import Checkpoints, manager, verify
+from jaxtrain.config.load import load_config
+from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
-from jaxtrain.resilience import exits
-from jaxtrain.resilience.interrupt import Interrupt, before_the_loop
+from jaxtrain.run import Run, build
+from jaxtrain.trainer.shutdown import Interrupt, before_the_loop
 from tests.tiny import SLOW, tiny_flags, wait_for_checkpoint, wait_for_lines
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 STEPS = 12
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=3", "checkpoint.every=3"]
-STATUS = {signal.SIGTERM: exits.SAVED, signal.SIGINT: exits.INTERRUPTED}
+STATUS = {signal.SIGTERM: exit_codes.SAVED, signal.SIGINT: exit_codes.INTERRUPTED}
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_second_interrupt_ends_at_once(flags, tmp_path):
     assert "Traceback" not in err and Checkpoints(tmp_path / "checkpoints").latest() is None
 
 
-@pytest.mark.parametrize("times, status", [(3, exits.DONE), (100, exits.RESTART)])
+@pytest.mark.parametrize("times, status", [(3, exit_codes.DONE), (100, exit_codes.RESTART)])
 def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, capsys, times, status):
     """The last save is tried again; if it comes to nothing, the next start does the last steps again."""
     looks, usage = iter(range(times)), shutil.disk_usage
@@ -144,10 +144,10 @@ def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, 
         ended = last.exists() and f'{{"step": {STEPS}, ' in last.read_text()
         return type(usage(path))(0, 0, 0) if ended and next(looks, None) is not None else usage(path)
 
-    monkeypatch.setattr(store, "AGAIN_S", (0.01,) * 5)
-    monkeypatch.setattr(store.shutil, "disk_usage", full)
+    monkeypatch.setattr(manager, "AGAIN_S", (0.01,) * 5)
+    monkeypatch.setattr(manager.shutil, "disk_usage", full)
     assert main([*flags, f"--workdir={tmp_path}/work"]) == status
-    if status != exits.DONE:
+    if status != exit_codes.DONE:
         assert "checkpoint: step 12 could not be saved in" in capsys.readouterr().err.splitlines()[-1]
         monkeypatch.undo()
         assert main([*flags, f"--workdir={tmp_path}/work"]) == 0
@@ -164,9 +164,9 @@ def test_a_storage_that_does_not_answer_at_the_end(flags, straight, tmp_path, mo
             raise OSError(number, os.strerror(number))
         return usage(path)
 
-    monkeypatch.setattr(store, "AGAIN_S", (0.01,) * 5)
-    monkeypatch.setattr(store.shutil, "disk_usage", broken)
-    assert main([*flags, f"--workdir={tmp_path}/work"]) == exits.DONE
+    monkeypatch.setattr(manager, "AGAIN_S", (0.01,) * 5)
+    monkeypatch.setattr(manager.shutil, "disk_usage", broken)
+    assert main([*flags, f"--workdir={tmp_path}/work"]) == exit_codes.DONE
     assert capsys.readouterr().err.count("could not be saved (") == 3
     assert_same_run(flags, tmp_path / "work", straight)
 
@@ -183,10 +183,10 @@ def test_sigterm_ends_the_wait_for_a_disk_that_is_full(flags, tmp_path, monkeypa
             os.kill(os.getpid(), signal.SIGTERM)
         sleep(0.01)
 
-    monkeypatch.setattr(store, "AGAIN_S", (1000,) * 5)
-    monkeypatch.setattr(store.shutil, "disk_usage", full)
+    monkeypatch.setattr(manager, "AGAIN_S", (1000,) * 5)
+    monkeypatch.setattr(manager.shutil, "disk_usage", full)
     monkeypatch.setattr(time, "sleep", waiting)
-    assert main([*flags, f"--workdir={tmp_path}/work"]) == exits.RESTART
+    assert main([*flags, f"--workdir={tmp_path}/work"]) == exit_codes.RESTART
     err = capsys.readouterr().err
     assert err.count("the last step is in memory only; saving it again in 1000 s") == 1
     assert err.count("checkpoint 12 could not be saved") == 2  # the second one after the signal
@@ -399,7 +399,7 @@ def build(config, **parts):
     pathlib.Path(sys.argv[-1].partition("=")[2], "here").touch()
     time.sleep(100)
 
-importlib.import_module("jaxtrain.train").build = build
+importlib.import_module("jaxtrain.trainer.loop").build = build
 sys.exit(main())
 """
     started = subprocess.Popen([sys.executable, "-c", waiting, *flags, f"--workdir={tmp_path}"], text=True,
@@ -412,13 +412,13 @@ sys.exit(main())
         err = started.communicate(timeout=60)[1]
     finally:
         started.kill()
-    assert started.returncode == exits.SAVED
+    assert started.returncode == exit_codes.SAVED
     assert err == "stopped outside of the loop; run the same command again to resume\n"
 
 
 def test_sigterm_behind_the_last_step_changes_nothing(flags, tmp_path, monkeypatch):
     """As from a supervisor that has just decided to start with more processes: there is nothing to start again."""
-    sample = importlib.import_module("jaxtrain.sample")
+    sample = importlib.import_module("jaxtrain.hub.generate")
     monkeypatch.setattr(sample, "sample", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM) or "")
     assert main([*flags, "--config.train.sample_tokens=1", f"--workdir={tmp_path / 'work'}"]) == 0
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.sample import sample
+from jaxtrain.hub.generate import sample
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain import sharding
-from jaxtrain.sharding import parameter_sharding, spread, without_trivial_axes
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.rules import parameter_sharding, spread, without_trivial_axes
 
 CUBE = dict(data=2, fsdp=2, tensor=2)
 
@@ -112,7 +112,7 @@ def test_constrain_lays_out_and_refuses_what_does_not_divide():
 
 
 def test_importing_a_module_does_not_hide_the_function_of_its_name():
-    import jaxtrain.build
-    import jaxtrain.train  # noqa: F401
+    import jaxtrain.run
+    import jaxtrain.trainer.loop  # noqa: F401
 
     assert callable(jt.build) and callable(jt.train)

@@ -10,12 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain import checkpoint, sharding
-from jaxtrain.build import build
-from jaxtrain.config_file import load_config
+from jaxtrain import checkpoint
+from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.train import train
+from jaxtrain.run import build
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.trainer.loop import train
 
 ROOT = Path(__file__).parents[1]
 
@@ -186,7 +187,7 @@ def test_a_run_longer_than_its_sources_is_refused(keys, tmp_path, capsys):
 
 
 def test_a_corpus_without_evaluation_is_trained_without(keys, tmp_path, capsys):
-    from jaxtrain.data.prepare import Options, prepare
+    from jaxtrain.data.prepare.prepare import Options, prepare
 
     prepare(documents(tmp_path / "texts"), tmp_path / "corpus", Options(eval_fraction=0))
     train(config(keys, **{"data.mixture": {}, "data.stages": [{"from_step": 50, "seq_len": 64, "global_batch_size": 4}],
@@ -240,7 +241,7 @@ def test_rows_that_change_have_the_gradients_of_one_device(keys, tmp_path, rows,
 
 
 def talks(folder) -> str:
-    from jaxtrain.data.prepare import Options, prepare
+    from jaxtrain.data.prepare.prepare import Options, prepare
 
     (folder / "talks.jsonl").write_text("".join(json.dumps({"messages": [
         {"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} " * (1 + i % 7)}]}) + "\n"

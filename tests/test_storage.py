@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import storage
-from jaxtrain.data.prepare import Options, main, prepare
+from jaxtrain.data.prepare.prepare import Options, main, prepare
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +181,7 @@ def test_paths_do_not_touch_fsspec(tmp_path):
         path = sys.argv[1]
         assert storage.read(path, 1, 3) == b"23" and storage.open(path).read() == storage.fetched(path).read()
         assert storage.size(path) == 5 and storage.exists(path) and isinstance(storage.stamp(path), int)
-        from jaxtrain.data.inputs import find_tasks, read
+        from jaxtrain.data.formats.inputs import find_tasks, read
         assert [text.content for text in read(find_tasks([path])[0][0], "text")] == [b"12345"]
     """
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "x.txt")], check=True, cwd=ROOT)
@@ -252,7 +252,7 @@ def test_input_that_changes_between_two_runs_is_read_again(bucket, tmp_path, mon
 
     write("one")
     with monkeypatch.context() as killed:
-        killed.setattr("jaxtrain.data.prepare._finish", lambda *_: 1 / 0)
+        killed.setattr("jaxtrain.data.prepare.prepare._finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare([f"{bucket}/a.txt"], tmp_path / "out", Options(eval_fraction=0))
     write("two")
@@ -261,7 +261,7 @@ def test_input_that_changes_between_two_runs_is_read_again(bucket, tmp_path, mon
 
 
 def test_input_that_changes_while_it_is_read_is_noticed(bucket, tmp_path, monkeypatch):
-    from jaxtrain.data import inputs
+    from jaxtrain.data.formats import inputs
 
     (tmp_path / "a.txt").write_text("one")
     storage.put(tmp_path / "a.txt", f"{bucket}/a.txt")

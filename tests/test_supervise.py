@@ -12,17 +12,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxtrain import supervise
+from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError
+from jaxtrain.launch.supervisor import child_processes
+from jaxtrain.launch.supervisor import supervisor as supervise
 from jaxtrain.observe.events import events
-from jaxtrain.resilience import children, exits
 
 ROOT = Path(__file__).parents[1]
 # What the processes do is a list of actions for each "attempt:rank", "rank" or "else".
 FAKE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from jaxtrain.resilience import lifeline
+from jaxtrain.distributed import heartbeat
 
 given = dict(word[2:].partition("=")[::2] for word in sys.argv[1:] if word.startswith("--"))
 workdir, rank = Path(given["workdir"]), given.get("process_id", "0")
@@ -30,7 +31,7 @@ attempt = max(int(entry.name) for entry in (workdir / "logs").iterdir() if entry
 plan = json.loads((workdir / "plan.json").read_text())
 actions = plan.get(f"{attempt}:{rank}", plan.get(rank, plan.get("else", ["exit 0"])))
 if "mute" not in actions:
-    lifeline.hold()
+    heartbeat.hold()
 (workdir / f"tmp-{rank}").write_text(str(os.getpid()))
 (workdir / f"tmp-{rank}").rename(workdir / f"pid-{attempt}-{rank}")
 
@@ -124,7 +125,7 @@ def test_all_reach_the_end(run, tmp_path):
     assert (tmp_path / "logs/1/process-1.log").read_text() == "not on the terminal\n"
 
 
-@pytest.mark.parametrize("code", [exits.MISTAKE, exits.STOPPED, exits.INTERRUPTED])
+@pytest.mark.parametrize("code", [exit_codes.MISTAKE, exit_codes.STOPPED, exit_codes.INTERRUPTED])
 def test_what_is_not_started_again(run, tmp_path, code):
     status, err = ended(run({"else": [f"say because of {code}", f"exit {code}"]}))
     assert status == code and kinds(tmp_path) == ["attempt", "ended"]
@@ -159,7 +160,7 @@ def test_a_crash_loop_is_given_up(run, tmp_path):
     plan = {"1": ["meet 2", "raise Gloo all-reduce failed: Connection closed by peer"],
             "2": ["meet 1", "outlive 1", "raise the disk is gone"], "else": ["await never"]}
     code, err = ended(run(plan, "--max_restarts=2", processes=3))
-    assert code == exits.STOPPED
+    assert code == exit_codes.STOPPED
     assert kinds(tmp_path) == ["attempt", "restart"] * 3 + ["gave_up"]
     end = err[err.index("gave up: 3 attempts in a row without a new step"):]
     assert "first to fail: process 2 crashed (exit status 1): RuntimeError: the disk is gone" in end
@@ -172,7 +173,8 @@ def test_progress_makes_a_loop_none(run, tmp_path):
     assert code == 0 and kinds(tmp_path).count("restart") == 4
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, exits.SAVED), (signal.SIGINT, exits.INTERRUPTED)])
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, exit_codes.SAVED),
+                                            (signal.SIGINT, exit_codes.INTERRUPTED)])
 def test_a_signal_is_passed_on(run, tmp_path, number, status):
     process = run({"else": ["save", "await never"]})
     until(lambda: all((tmp_path / f"ready-1-{rank}").exists() for rank in range(2)))
@@ -188,7 +190,7 @@ def test_a_second_interrupt_ends_at_once(run, tmp_path):
     process.send_signal(signal.SIGTERM)
     until(lambda: "saved" in (tmp_path / "logs/1/process-0.log").read_text())
     process.send_signal(signal.SIGINT)
-    assert ended(process)[0] == exits.SAVED  # what the first signal asked for
+    assert ended(process)[0] == exit_codes.SAVED  # what the first signal asked for
     assert not alive((tmp_path / "pid-1-1").read_text())
 
 
@@ -196,7 +198,7 @@ def test_two_in_one_folder(run, tmp_path):
     first = run({"else": ["save", "await never"]}, processes=1)
     until((tmp_path / "ready-1-0").exists)
     code, err = ended(run({}))
-    assert code == exits.MISTAKE and f"--workdir: another supervisor works in {tmp_path}; end that one" in err
+    assert code == exit_codes.MISTAKE and f"--workdir: another supervisor works in {tmp_path}; end that one" in err
     assert first.poll() is None
 
 
@@ -220,7 +222,7 @@ def test_the_silent_are_blamed_where_their_peers_notice_first(run, tmp_path):
     time.sleep(supervise._MUTE + 2)
     (tmp_path / "go").touch()
     code, err = ended(process)
-    assert code == exits.STOPPED and "first to fail: process 1 gave no sign of life" in err
+    assert code == exit_codes.STOPPED and "first to fail: process 1 gave no sign of life" in err
     assert "SIGKILL" not in err
 
 
@@ -266,12 +268,12 @@ def test_nobody_is_left_behind(run, tmp_path):
     until(lambda: not any(map(alive, pids)))
 
 
-def test_the_lifeline_alone_ends_a_process(tmp_path):
+def test_the_heartbeat_alone_ends_a_process(tmp_path):
     """Where there is no prctl: when the other end of the socket is gone."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(children, "die_with_parent", lambda: None)
-        child = children.start([sys.executable, "-c", "from jaxtrain.resilience import lifeline; import time; "
-                                "lifeline.hold(); print(1, flush=True); time.sleep(1000)"], 0, 0, tmp_path / "log",
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(child_processes, "die_with_parent", lambda: None)
+        child = child_processes.start([sys.executable, "-c", "from jaxtrain.distributed import heartbeat; import time; "
+                                "heartbeat.hold(); print(1, flush=True); time.sleep(1000)"], 0, 0, tmp_path / "log",
                                {**os.environ, "PYTHONPATH": str(ROOT)})
         stack.callback(child.kill)
         until(lambda: (tmp_path / "log").read_text())
@@ -294,13 +296,13 @@ def test_what_a_process_started_ends_with_it(run, tmp_path):
     ({"CUDA_VISIBLE_DEVICES": ""}, 2, [None, None]),
 ])
 def test_accelerators_are_shared_out(environment, processes, expected):
-    found = children.shares(environment, processes)
+    found = child_processes.shares(environment, processes)
     assert [share.get("CUDA_VISIBLE_DEVICES") for share in found] == expected
 
 
 def test_accelerators_that_do_not_divide():
     with pytest.raises(UserError, match="--processes: 2 processes cannot share 3 GPUs evenly; choose a divisor of 3"):
-        children.shares({"CUDA_VISIBLE_DEVICES": "0,1,2"}, 2)
+        child_processes.shares({"CUDA_VISIBLE_DEVICES": "0,1,2"}, 2)
 
 
 @pytest.mark.parametrize("words, message", [
@@ -315,7 +317,7 @@ def test_accelerators_that_do_not_divide():
     (["--config=x.py"], "unrecognized arguments"),
 ])
 def test_mistakes(words, message, capsys):
-    assert supervise.main(words) == exits.MISTAKE
+    assert supervise.main(words) == exit_codes.MISTAKE
     assert message in capsys.readouterr().err
 
 
@@ -330,4 +332,4 @@ def test_the_parent_is_light():
     (130, "was stopped by Ctrl-C (exit status 130)"), (255, "crashed (exit status 255)"),
     (-34, "was killed by SIGRTMIN"), (-40, "was killed by signal 40")])
 def test_statuses_in_words(code, words):
-    assert exits.words(code) == words
+    assert exit_codes.words(code) == words

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # Training that takes its time over each batch, so that something can be done to it in the middle: SLOW % seconds.
 SLOW = """
 import sys, time
-from jaxtrain.build import Run
+from jaxtrain.run import Run
 from jaxtrain.main import main
 
 def slowly(self, batches, step, placed=Run.placed):

@@ -143,7 +143,7 @@ def truth(session: Session) -> None:
     """Losses and gradients of tiny families against those that a CPU computed in float32."""
     import jax
 
-    from jaxtrain.cache import enable_compilation_cache
+    from jaxtrain.compile_cache import enable_compilation_cache
     from tools import accelerator_truth as figures
 
     enable_compilation_cache()

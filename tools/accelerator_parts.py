@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.config import OptimizerConfig
-from jaxtrain.loss import cross_entropy
+from jaxtrain.config.schema import OptimizerConfig
+from jaxtrain.kernels.cross_entropy import cross_entropy
 from jaxtrain.models.attention import attend
-from jaxtrain.optim import make_optimizer, make_schedule
-from jaxtrain.plan import kernels
+from jaxtrain.plan.trace import kernels
+from jaxtrain.train_step.optimizers import make_optimizer, make_schedule
 from tools.accelerator_blocks import Session, median_seconds
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.config import DataConfig
+from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import load_corpus
-from jaxtrain.data.batches import train_batches
-from jaxtrain.data.prepare import Options, prepare
+from jaxtrain.data.loading.batches import train_batches
+from jaxtrain.data.prepare.prepare import Options, prepare
 
 ROOT = Path(__file__).parents[1]
 T, BATCH, ROWS = 4096, 8, 2000
@@ -109,7 +109,7 @@ def peak(text: Path, tokenizer: str, output: Path) -> float:
     """Memory at most of a process that prepares the text, in MiB."""
     script = """
 import sys
-from jaxtrain.data.prepare import Options, prepare
+from jaxtrain.data.prepare.prepare import Options, prepare
 prepare([sys.argv[1]], sys.argv[3], Options(tokenizer=sys.argv[2]))
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))"""
     done = subprocess.run([sys.executable, "-c", script, text, tokenizer, output], capture_output=True, text=True,

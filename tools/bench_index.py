@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.data import Batches, PackedRows, Tokens
-from jaxtrain.data.corpus import Shard
-from jaxtrain.data.fitting import cached_plan
-from jaxtrain.data.packing import FittedRows
+from jaxtrain.data.corpus.corpus import Shard
+from jaxtrain.data.loading.best_fit import cached_plan
+from jaxtrain.data.loading.packing import FittedRows
 
 SEEKS = 1000
 

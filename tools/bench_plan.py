@@ -11,8 +11,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from jaxtrain.config import Config
-from jaxtrain.config_file import load_config
+from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import Config
 from jaxtrain.plan.compiler import compile_step
 from jaxtrain.plan.estimate import Estimate, estimate
 from jaxtrain.plan.targets import TARGETS

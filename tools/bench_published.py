@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from jaxtrain.config_file import load_config
+from jaxtrain.config.load import load_config
 from jaxtrain.models import attention
-from jaxtrain.plan import kernels
 from jaxtrain.plan.estimate import Estimate, estimate
 from jaxtrain.plan.targets import TARGETS, GiB, Target
+from jaxtrain.plan.trace import kernels
 
 ROOT = Path(__file__).parents[1]
 LLAMA2 = {"model.vocab_size": 32000, "model.rope_theta": 10_000.0, "model.rope_scaling": 1.0}

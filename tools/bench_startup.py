@@ -75,7 +75,8 @@ def print_first_step(times: int = 5) -> None:
 
 
 def print_import_time(times: int = 5) -> None:
-    run = "import jaxtrain.main, jaxtrain.cache, jaxtrain.distributed, jaxtrain.train, ml_collections, grain"
+    run = ("import jaxtrain.main, jaxtrain.compile_cache, jaxtrain.distributed.processes, jaxtrain.trainer.loop, "
+           "ml_collections, grain")
     codes = {
         "python alone": "", "import jax": "import jax", "import jaxtrain": "import jaxtrain",
         "all that a run imports before its first step": run}

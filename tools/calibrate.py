@@ -35,10 +35,11 @@ from jax.sharding import PartitionSpec as P
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jaxtrain.cli import Parser, command  # noqa: E402
 from jaxtrain.errors import UserError, say  # noqa: E402
+from jaxtrain.flags import Parser, command  # noqa: E402
 from jaxtrain.models import attention  # noqa: E402
-from jaxtrain.plan import kernels, targets  # noqa: E402
+from jaxtrain.plan import targets  # noqa: E402
+from jaxtrain.plan.trace import kernels  # noqa: E402
 
 # Linear layers: rows, width of what goes in, width of what comes out.
 LLM = ((8192, 4096, 14336), (8192, 14336, 4096), (8192, 4096, 4096), (8192, 4096, 6144), (8192, 8192, 28672),
@@ -88,7 +89,7 @@ def planned(sizes: dict[str, Any], dtype: str, devices: int) -> list[Row]:
         work = kernels.flops(kernels.FORWARD, shapes) + kernels.flops(kernels.BACKWARD, shapes)
         rows.append(Row("attention", dtype, (B, T, H, G, K), work))
     rows += [Row("memory", "float32", (size,), 2.0 * size) for size in sizes["memory"]]
-    if devices > 1:  # bytes and steps as jaxtrain/plan/links.py counts them
+    if devices > 1:  # bytes and steps as jaxtrain/plan/cost/links.py counts them
         for kind in KINDS:
             ways = 2 if kind == "all-reduce" else 1
             steps = min(ways * (devices - 1), 4 * math.log2(devices) + 2)

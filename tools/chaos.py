@@ -1,6 +1,6 @@
 """python tools/chaos.py --storms=100: real multi-process training under seeded storms, compared with a calm run.
 
-Each storm trains under `jaxtrain.supervise` with 2 to 4 processes and does to it what its seed says (chaos_faults.py).
+Each storm trains under `jaxtrain supervise` with 2 to 4 processes and does to it what its seed says (chaos_faults.py).
 In the end the parameters, every loss and every token count must be those of the calm run, to the bit (within 1e-6
 where the mesh changed meanwhile), and the ledger must add up to the wall time. Prints a line a storm, and a table:
 seconds to recover and steps lost by fault.

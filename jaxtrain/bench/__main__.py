@@ -17,8 +17,8 @@ import sys
 import warnings
 from typing import Any
 
-from jaxtrain.cli import add_process_flags, command, overrides_of, parser_of
 from jaxtrain.errors import UserError, say
+from jaxtrain.flags import add_process_flags, command, overrides_of, parser_of
 
 
 @command()
@@ -64,20 +64,20 @@ def main(argv: list[str] | None) -> None:
         if all("failed" in record for record in found):
             raise SystemExit(1)
         return
-    from jaxtrain import distributed
     from jaxtrain.bench import records
+    from jaxtrain.distributed import processes
 
     try:
         record = measured(flags, overrides, argv)
     except Exception as error:  # behind this the other processes, if there are any, would wait for this one
-        distributed.fail(2 if isinstance(error, UserError) else 1, error)
+        processes.fail(2 if isinstance(error, UserError) else 1, error)
         raise
-    if distributed.process() == 0:
+    if processes.process() == 0:
         if "failed" not in record:
             print(shown(record), end="", flush=True)
         if flags.json:
             records.append(flags.json, record)
-    distributed.leave(0)
+    processes.leave(0)
     if "failed" in record:
         say(record["failed"])
         raise SystemExit(1)
@@ -87,31 +87,32 @@ def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[st
     """The record of one measurement."""
     import jax
 
-    from jaxtrain import cache, distributed
+    from jaxtrain import compile_cache
     from jaxtrain.bench import contenders, records
     from jaxtrain.bench.compare import compare
     from jaxtrain.bench.measurement import measure
-    from jaxtrain.build import build
-    from jaxtrain.config_file import load_config
-    from jaxtrain.plan import here
+    from jaxtrain.config.load import load_config
+    from jaxtrain.distributed import processes
+    from jaxtrain.plan import preflight
+    from jaxtrain.run import build
 
     names = contenders.named(flags.compare)
     if names and flags.profile:
         raise UserError("--profile", "a comparison is not traced", "leave one of them out")
     if names and flags.targets:
         raise UserError("--targets", "a comparison predicts nothing", "leave one of them out")
-    cache.enable_compilation_cache()
-    distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
-    if names and distributed.processes() > 1:
+    compile_cache.enable_compilation_cache()
+    processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
+    if names and processes.processes() > 1:
         raise UserError("--compare", "several processes take no turns", "compare in one process")
     config = load_config(flags.config, overrides)
-    distributed.agree(config)
+    processes.agree(config)
     if config.mesh.auto:
-        config = here.resolve(config, jax.devices())
+        config = preflight.resolve(config, jax.devices())
     run = build(config)
     contenders.refuse(names, run)
-    distributed.connect(config.resilience.start_limit)
-    if flags.targets is None and (predicted := here.check(run)) and jax.process_index() == 0:
+    processes.connect(config.resilience.start_limit)
+    if flags.targets is None and (predicted := preflight.check(run)) and jax.process_index() == 0:
         say(predicted)
     record = {"what": "compare" if names else "run", "label": flags.label,
               "name": flags.name or " ".join([flags.config, *(f"{key}={value}" for key, value in overrides.items())]),

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxtrain.bench.contenders import apart, contenders
 from jaxtrain.bench.measurement import Steps, summary, training
-from jaxtrain.build import Run
+from jaxtrain.run import Run
 
 BLOCKS = 20
 PAUSE = 0.1  # seconds between blocks: the threads of the one before no longer spin

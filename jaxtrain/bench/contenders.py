@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.build import Run
-from jaxtrain.config import ModelConfig
+from jaxtrain.config.schema import ModelConfig
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.run import Run
 
 
 @dataclass

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Mapping
 
+from jaxtrain.plan.cost.time import said
 from jaxtrain.plan.instructions import CONTAINERS, Instruction, Program
-from jaxtrain.plan.time import said
 
 ATTENTION, HEAD, OPTIMIZER, MATMUL = "attention", "loss head", "optimizer", "matmul"
 ELEMENTWISE, CONTROL, COPIES, OTHER = "elementwise", "control flow", "copies", "other programs"

@@ -13,16 +13,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain import distributed, observe
+from jaxtrain import observe
 from jaxtrain.bench.profile import profile
-from jaxtrain.build import Run
 from jaxtrain.data import prefetch
+from jaxtrain.distributed import processes
 from jaxtrain.errors import UserError, say
 from jaxtrain.plan import targets
 from jaxtrain.plan.compiler import memory_of
 from jaxtrain.plan.estimate import Estimate, estimate
-from jaxtrain.state import TrainState
-from jaxtrain.train import constants
+from jaxtrain.run import Run
+from jaxtrain.train_step.state import TrainState
+from jaxtrain.trainer.loop import constants
 
 TRACED = 3  # steps of a profile
 
@@ -38,7 +39,7 @@ class Steps:
 
 
 class Training:
-    """The loop of `jaxtrain.train` without checkpoints, evaluation and protection: what makes a step, and its metrics.
+    """The training loop without checkpoints, evaluation and protection: what makes a step, and its metrics.
 
     Batches come from the loader's thread, metrics are read one step late by the writer's. `tools/bench_protection.py`
     measures what the rest costs.
@@ -110,7 +111,7 @@ def training(run: Run, steps: int, one_shape: bool = False) -> Iterator[tuple[Tr
     with (
         tempfile.TemporaryDirectory(prefix="jaxtrain-bench-") as folder,
         prefetch(batches, 0, steps, lambda step, batches: run.placed(batches, step), run.config.data.prefetch) as each,
-        contextlib.closing(Training(run, run.init(), distributed.met(
+        contextlib.closing(Training(run, run.init(), processes.met(
             each, "first step", run.config.resilience.start_limit), Path(folder), steps)) as loop,
     ):
         yield loop, compiled

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import get_type_hints
 
 from jaxtrain.bench import records, tables
-from jaxtrain.config import Config
+from jaxtrain.config.families import FAMILIES
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, nearest, say
-from jaxtrain.families import FAMILIES
 
 
 def combinations(words: Iterable[str]) -> Iterator[dict[str, str]]:

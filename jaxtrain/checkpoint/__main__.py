@@ -12,8 +12,8 @@ import argparse
 import sys
 
 from jaxtrain.checkpoint.inspect import diff, restore_to, show, verified
-from jaxtrain.cli import Parser, command, parser_of
 from jaxtrain.errors import UserError
+from jaxtrain.flags import Parser, command, parser_of
 
 
 @command()

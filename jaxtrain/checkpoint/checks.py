@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import verify
-from jaxtrain.checkpoint.quiet import innermost
+from jaxtrain.checkpoint.orbax.orbax_logging import innermost
+from jaxtrain.distributed.coordination import exchange, together
 from jaxtrain.errors import UserError
-from jaxtrain.exchange import exchange, together
 
 
 class Checks:

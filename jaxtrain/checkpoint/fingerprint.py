@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.hosts import fetched
+from jaxtrain.sharding.host_memory import fetched
 
 Words = tuple[int, int]
 

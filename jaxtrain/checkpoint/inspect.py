@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.checkpoint import pieces, snapshots, verify
+from jaxtrain.checkpoint import verify
+from jaxtrain.checkpoint.local import pieces, snapshots
+from jaxtrain.checkpoint.local.snapshots import Taken
 from jaxtrain.checkpoint.mirror import Mirror
-from jaxtrain.checkpoint.snapshots import Taken
+from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
-from jaxtrain.resilience.alone import locked
 from jaxtrain.resilience.watchdog import heartbeats
 
 _ASIDE = ".set_aside"

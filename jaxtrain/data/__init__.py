@@ -17,23 +17,30 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxtrain.data.bucketing import BucketedBatches
-    from jaxtrain.data.cache import load_corpus
-    from jaxtrain.data.corpus import Corpus, Tokens
-    from jaxtrain.data.loader import Batches, prefetch
-    from jaxtrain.data.opening import open_corpus
-    from jaxtrain.data.packing import PackedRows
-    from jaxtrain.data.sequences import SequenceCorpus, Sequences, open_sequences
-    from jaxtrain.data.source import Document, find_documents
-    from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
-    from jaxtrain.data.unpacked import DocumentRows, SequenceRows
+    from jaxtrain.data.corpus.corpus import Corpus, Tokens
+    from jaxtrain.data.corpus.open import open_corpus
+    from jaxtrain.data.corpus.sequences import SequenceCorpus, Sequences, open_sequences
+    from jaxtrain.data.corpus.text_cache import load_corpus
+    from jaxtrain.data.corpus.text_source import Document, find_documents
+    from jaxtrain.data.loading.bucketing import BucketedBatches
+    from jaxtrain.data.loading.document_rows import DocumentRows, SequenceRows
+    from jaxtrain.data.loading.loader import Batches, prefetch
+    from jaxtrain.data.loading.packing import PackedRows
+    from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
-_HOME = {
-    "BucketedBatches": "bucketing", "load_corpus": "cache", "Corpus": "corpus", "Tokens": "corpus", "Batches": "loader",
-    "prefetch": "loader", "open_corpus": "opening", "PackedRows": "packing", "SequenceCorpus": "sequences",
-    "Sequences": "sequences", "open_sequences": "sequences", "Document": "source", "find_documents": "source",
-    "Tokenizer": "tokenizer", "load_tokenizer": "tokenizer", "DocumentRows": "unpacked", "SequenceRows": "unpacked",
+_NAMES = {  # module: what it gives
+    "corpus.corpus": ["Corpus", "Tokens"],
+    "corpus.open": ["open_corpus"],
+    "corpus.sequences": ["SequenceCorpus", "Sequences", "open_sequences"],
+    "corpus.text_cache": ["load_corpus"],
+    "corpus.text_source": ["Document", "find_documents"],
+    "loading.bucketing": ["BucketedBatches"],
+    "loading.document_rows": ["DocumentRows", "SequenceRows"],
+    "loading.loader": ["Batches", "prefetch"],
+    "loading.packing": ["PackedRows"],
+    "tokenizers.tokenizer": ["Tokenizer", "load_tokenizer"],
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [  # imported when first used: a run pays for what it reads
     "Batches", "BucketedBatches", "Corpus", "Document", "DocumentRows", "PackedRows", "SequenceCorpus", "SequenceRows",

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cli import command, parser_of
-from jaxtrain.data import files
-from jaxtrain.data.corpus import SPLITS
-from jaxtrain.data.inputs import extra
-from jaxtrain.data.opening import read_manifest
-from jaxtrain.data.provenance import LISTS, described
+from jaxtrain.data.corpus import atomic_files
+from jaxtrain.data.corpus.corpus import SPLITS
+from jaxtrain.data.corpus.open import read_manifest
+from jaxtrain.data.formats.inputs import extra
+from jaxtrain.data.prepare.provenance import LISTS, described
 from jaxtrain.errors import UserError
+from jaxtrain.flags import command, parser_of
 
 
 def datasheet(folder: Path, describe: Sequence[str] = ()) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _protocol(manifest: dict[str, Any]) -> list[str]:
 
 def _sources(manifest: dict[str, Any]) -> str:
     pieces = [piece for task in manifest["inputs"] for piece in task]
-    hashed = files.digest([[piece["name"], piece["start"], piece.get("sha256")] for piece in pieces])
+    hashed = atomic_files.digest([[piece["name"], piece["start"], piece.get("sha256")] for piece in pieces])
     return (f"{len({piece['name'] for piece in pieces}):,} files, {sum(piece['size'] for piece in pieces):,} bytes; "
             f"manifest.json names each with its sha256, and all together have the sha256 {hashed}.")
 
@@ -66,7 +66,7 @@ def _files(mlc: Any, folder: Path, manifest: dict[str, Any]) -> list[Any]:
               for name, sha256 in shard["sha256"].items()}
     try:
         for name in filter(None, ("manifest.json", manifest["tokenizer"]["file"])):
-            hashes[name] = files.file_digest(folder / name)
+            hashes[name] = atomic_files.file_digest(folder / name)
         sizes = {name: (folder / name).stat().st_size for name in hashes}
     except OSError as error:
         raise UserError("CORPUS", f"{error.filename} cannot be read ({error.strerror})", "prepare the corpus again"
@@ -88,7 +88,7 @@ def main(argv: list[str] | None) -> None:
     path = Path(flags.output).expanduser() if flags.output else folder / "croissant.json"
     sheet = datasheet(folder, flags.describe)
     try:
-        with files.written(path) as file:
+        with atomic_files.written(path) as file:
             file.write((json.dumps(sheet, indent=1, ensure_ascii=False, default=str) + "\n").encode())
     except OSError as error:
         raise UserError("--output", f"{path} cannot be written ({error.strerror})", "name another file") from error

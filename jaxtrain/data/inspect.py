@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.cli import command, overrides_of, parser_of
-from jaxtrain.config import DataConfig
-from jaxtrain.config_file import load_config
-from jaxtrain.data.batches import eval_batches, train_batches
-from jaxtrain.data.cache import load_corpus
-from jaxtrain.data.corpus import Tokens
-from jaxtrain.data.origins import origins
-from jaxtrain.data.passed_over import PassedOver, remaining
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import DataConfig
+from jaxtrain.data.corpus.corpus import Tokens
+from jaxtrain.data.corpus.origins import origins
+from jaxtrain.data.corpus.text_cache import load_corpus
+from jaxtrain.data.loading.batches import eval_batches, train_batches
+from jaxtrain.data.loading.skipped_batches import PassedOver, remaining
+from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.flags import command, overrides_of, parser_of
 
 COLOURS = (153, 157, 223, 183, 216, 159)  # of one document after another
 GREY = 240  # what carries no loss

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxtrain import storage
-from jaxtrain.cli import command, parser_of
-from jaxtrain.data import files
-from jaxtrain.data.corpus import SPLITS
-from jaxtrain.data.opening import read_manifest
-from jaxtrain.data.progress import Line
+from jaxtrain.data.corpus import atomic_files
+from jaxtrain.data.corpus.corpus import SPLITS
+from jaxtrain.data.corpus.open import read_manifest
+from jaxtrain.data.prepare.prepare_progress import Line
 from jaxtrain.errors import UserError
+from jaxtrain.flags import command, parser_of
 
 THREADS = 8  # files under way at a time
 AGAIN = 3  # times a file is sent that does not arrive as it is
@@ -39,7 +39,7 @@ def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
               for name, sha256 in shard["sha256"].items()}
     if file := manifest["tokenizer"]["file"]:
         with _readable(folder / file):
-            wanted[file] = files.file_digest(folder / file)
+            wanted[file] = atomic_files.file_digest(folder / file)
     sent = 0
     with ThreadPoolExecutor(THREADS) as pool:
         under_way = [pool.submit(_put, folder / name, storage.join(url, name), sha256, there.get(name))
@@ -51,7 +51,8 @@ def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
         finally:
             pool.shutdown(cancel_futures=True)
     last = folder / "manifest.json"
-    return sent + _put(last, storage.join(url, "manifest.json"), files.file_digest(last), there.get("manifest.json"))
+    digest = atomic_files.file_digest(last)
+    return sent + _put(last, storage.join(url, "manifest.json"), digest, there.get("manifest.json"))
 
 
 def _put(path: Path, url: str, sha256: str, there: int | None) -> bool:
@@ -60,7 +61,7 @@ def _put(path: Path, url: str, sha256: str, there: int | None) -> bool:
         right = path.stat().st_size == there and _digest(url) == sha256
         if right:
             return False
-        if files.file_digest(path) != sha256:
+        if atomic_files.file_digest(path) != sha256:
             raise UserError("CORPUS", f"{path} is corrupt: its sha256 is not the manifest's",
                             "prepare the corpus again")
     for _ in range(AGAIN):

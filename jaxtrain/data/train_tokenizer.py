@@ -11,13 +11,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxtrain.cli import command, parser_of
-from jaxtrain.data import files, inputs
-from jaxtrain.data.conversations import Example
-from jaxtrain.data.inputs import Text
-from jaxtrain.data.tokenizer import load_tokenizer
-from jaxtrain.data.vocabulary import ENDS
+from jaxtrain.data.corpus import atomic_files
+from jaxtrain.data.formats import inputs
+from jaxtrain.data.formats.conversations import Example
+from jaxtrain.data.formats.inputs import Text
+from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
+from jaxtrain.data.tokenizers.vocabulary import ENDS
 from jaxtrain.errors import UserError
+from jaxtrain.flags import command, parser_of
 
 EOD = ENDS[0]
 # Words with the space before them, punctuation, space: as GPT-2 splits text, but for digits, which stand alone.
@@ -74,7 +75,7 @@ def main(argv: list[str] | None) -> None:
     content = train(texts(flags.input, flags.field, flags.bytes), flags.vocab_size, flags.special_tokens)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with files.written(output) as file:
+        with atomic_files.written(output) as file:
             file.write(content.encode())
     except OSError as error:
         reason = f"{output} cannot be written ({error.strerror})"

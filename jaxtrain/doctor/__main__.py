@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxtrain.cli import Parser, command, parser_of
 from jaxtrain.doctor import child, devices, environment, files, machine, network, nvidia, speed, versions
 from jaxtrain.doctor.finding import Finding, guarded
 from jaxtrain.errors import UserError
+from jaxtrain.flags import Parser, command, parser_of
 
 _WITHOUT, _WITH = 55.0, 240.0  # seconds in all without an accelerator, and with one
 

@@ -26,7 +26,7 @@ def main() -> None:
             say(tpu_chips=hardware_utils.num_available_tpu_chips_and_device_id()[0],
                 libtpu=bool(cloud_tpu_init.get_tpu_library_path()))
         with contextlib.suppress(Exception):
-            from jaxtrain.cache import cache_dir
+            from jaxtrain.compile_cache import cache_dir
 
             say(cache=str(getattr(jax.config, "jax_compilation_cache_dir", None) or cache_dir()))
         found = jax.local_devices()

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from flax import nnx
 
+from jaxtrain.config.families import ModelConfig
 from jaxtrain.errors import UserError, nearest
-from jaxtrain.families import ModelConfig
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.deepseek_v3 import deepseek_v3
 from jaxtrain.models.gpt2 import gpt2

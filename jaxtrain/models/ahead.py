@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain import sharding
 from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, RMSNorm
+from jaxtrain.sharding import rules as sharding
 
 
 class Ahead(nnx.Module):

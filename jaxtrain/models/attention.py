@@ -10,11 +10,11 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain import sharding
 from jaxtrain.errors import UserError
-from jaxtrain.models.functions import softmax
+from jaxtrain.kernels.functions import softmax
 from jaxtrain.models.layers import RESIDUAL, Linear, RMSNorm
 from jaxtrain.parallel import context as parallel
+from jaxtrain.sharding import rules as sharding
 
 HEADS = ("batch", "seq", "act_heads", "act_head_dim")
 KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain import sharding
 from jaxtrain.models.ahead import Ahead
 from jaxtrain.models.attention import Rotary
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.moe import MoE, totals
+from jaxtrain.sharding import rules as sharding
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from flax import nnx
 
-from jaxtrain.families import DeepseekV3Config
+from jaxtrain.config.families import DeepseekV3Config
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.llama import rotary_decoder
 from jaxtrain.models.mla import LatentAttention

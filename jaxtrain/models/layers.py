@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain import sharding
-from jaxtrain.models.functions import gelu, layer_norm, rms_norm, swiglu
-from jaxtrain.parallel import deferred
-from jaxtrain.parallel.deferred import Deferred
+from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, swiglu
+from jaxtrain.parallel.pipeline import deferred
+from jaxtrain.parallel.pipeline.deferred import Deferred
 from jaxtrain.parallel.vocab import lookup
-from jaxtrain.sharding import Names
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.rules import Names
 
 RESIDUAL: Names = ("batch", "block_seq", "act_embed")  # between blocks
 INSIDE: Names = ("batch", "seq", "act_embed")  # at the entrance of attention and MLP

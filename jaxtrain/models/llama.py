@@ -5,7 +5,7 @@ from functools import partial
 
 from flax import nnx
 
-from jaxtrain.families import ExpertsConfig, LlamaConfig
+from jaxtrain.config.families import ExpertsConfig, LlamaConfig
 from jaxtrain.models.ahead import Ahead
 from jaxtrain.models.attention import Attention, Rotary
 from jaxtrain.models.decoder import Block, Compute, Decoder, remat

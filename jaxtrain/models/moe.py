@@ -14,12 +14,12 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import sharding
-from jaxtrain.families import ExpertsConfig
+from jaxtrain.config.families import ExpertsConfig
 from jaxtrain.models.layers import INSIDE, RESIDUAL, SwiGLU, param
 from jaxtrain.models.router import capacity, route
 from jaxtrain.parallel.experts import through_experts
 from jaxtrain.parallel.rows import Row
+from jaxtrain.sharding import rules as sharding
 
 WIDEN = ("experts", "expert_embed", "expert_mlp")
 NARROW = ("experts", "expert_mlp", "expert_embed")

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.families import ExpertsConfig
-from jaxtrain.models.functions import softmax
+from jaxtrain.config.families import ExpertsConfig
+from jaxtrain.kernels.functions import softmax
 from jaxtrain.parallel.rows import Row
 
 F32 = jnp.float32

@@ -13,14 +13,14 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtrain.config import Config
-from jaxtrain.data.stages import stages
+from jaxtrain.config.data_stages import stages
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
-from jaxtrain.loss import distillation_loss
+from jaxtrain.kernels.cross_entropy import distillation_loss
 from jaxtrain.models import Compute, Decoder, make_model
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import MakeObjective
-from jaxtrain.state import Skeleton
+from jaxtrain.train_step.state import Skeleton
 
 TEACHER = "teacher"  # the key of its parameters among the frozen ones
 
@@ -77,7 +77,7 @@ class Distillation(NextToken):
         """Return the teacher's parameters from the newest checkpoint of its workdir."""
         if self.workdir is None:
             return None
-        from jaxtrain.checkpoint.load import load_params
+        from jaxtrain.checkpoint.restore import load_params
 
         return {TEACHER: load_params(self.workdir, abstract[TEACHER])}
 

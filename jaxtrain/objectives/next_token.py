@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain import partition
-from jaxtrain.config import Config
-from jaxtrain.loss import cross_entropy
+from jaxtrain.config.schema import Config
+from jaxtrain.kernels.cross_entropy import cross_entropy
 from jaxtrain.models import Decoder, moe
 from jaxtrain.models.ahead import with_second_targets
 from jaxtrain.parallel.context import arrange
-from jaxtrain.parallel.stage import Parts
-from jaxtrain.state import Skeleton
+from jaxtrain.parallel.pipeline.stage import Parts
+from jaxtrain.train_step import partition
+from jaxtrain.train_step.state import Skeleton
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxtrain.config import Config
-from jaxtrain.parallel.stage import Parts
-from jaxtrain.state import Skeleton
+from jaxtrain.config.schema import Config
+from jaxtrain.parallel.pipeline.stage import Parts
+from jaxtrain.train_step.state import Skeleton
 
 
 class Objective(Protocol):

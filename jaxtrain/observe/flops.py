@@ -2,7 +2,7 @@
 
 import re
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config.schema import ModelConfig
 
 # Dense bfloat16 FLOP/s of one JAX device; the first pattern found in `device_kind` counts. Where the vendor prints the
 # figure with 2:4 sparsity, half of it stands here.

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.cli import command, parser_of
 from jaxtrain.errors import UserError
+from jaxtrain.flags import command, parser_of
 
 CATEGORIES = {  # in the order of the table
     "step": "steps that count",

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config import Config, DataConfig
-from jaxtrain.data import stages
+from jaxtrain.config import data_stages
+from jaxtrain.config.schema import Config, DataConfig
 from jaxtrain.errors import UserError
 from jaxtrain.versions import git_commit, version_of
 
@@ -138,7 +138,7 @@ def _without_places(mixture: Any) -> Any:
 
 
 def _history(data: DataConfig, manifests: Mapping[str, str], done: int) -> Any:
-    return json.loads(json.dumps(stages.history(data, manifests, done)))
+    return json.loads(json.dumps(data_stages.history(data, manifests, done)))
 
 
 def _free(section: str, key: str, config: Config) -> bool:

@@ -23,9 +23,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import sharding
 from jaxtrain.parallel import tiles
 from jaxtrain.parallel.tiles import Tokens, merge
+from jaxtrain.sharding import rules as sharding
 
 F32 = jnp.float32
 AXIS = "context"

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain import sharding
-from jaxtrain.families import ModelConfig
+from jaxtrain.config.families import ModelConfig
+from jaxtrain.sharding import rules as sharding
 
 
 def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, kept_NK: jax.Array,
@@ -57,7 +57,7 @@ def filled(c: ModelConfig, devices: int) -> float:
 
 def _mlp(gate_LDF, up_LDF, down_LFD, x_RD, weights_R, sizes_L):
     """Each row through its expert, times its weight; rows are sorted by expert."""
-    from jaxtrain.models.functions import swiglu  # models import this file
+    from jaxtrain.kernels.functions import swiglu  # models import this file
 
     act_RF = swiglu(*(lax.ragged_dot(x_RD, w_LDF, sizes_L) for w_LDF in (gate_LDF, up_LDF)))
     # Weighed here, not behind `down`, whose result then need not be kept for the backward pass.

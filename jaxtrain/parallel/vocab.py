@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import sharding
+from jaxtrain.sharding import rules as sharding
 
 
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxtrain.config import Config
+    from jaxtrain.config.schema import Config
     from jaxtrain.plan.search import Found
 
 

@@ -10,15 +10,16 @@ import argparse
 import math
 import sys
 
-from jaxtrain.cli import command, overrides_of, parser_of
-from jaxtrain.config_file import load_config
+from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError, nearest
-from jaxtrain.plan import html, targets
+from jaxtrain.flags import command, overrides_of, parser_of
+from jaxtrain.plan import targets
+from jaxtrain.plan.cost.time import said
 from jaxtrain.plan.estimate import Estimate, change, estimate
+from jaxtrain.plan.report import html
+from jaxtrain.plan.report.table import explained, table
 from jaxtrain.plan.search import fastest_mesh, search
-from jaxtrain.plan.table import explained, table
-from jaxtrain.plan.time import said
-from jaxtrain.precision import DTYPES
+from jaxtrain.train_step.precision import DTYPES
 
 GB = 1e9
 

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.build import Run, build
-from jaxtrain.config import Config
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
-from jaxtrain.mesh import AXES, make_mesh
 from jaxtrain.plan import hlo
 from jaxtrain.plan.targets import Target
-from jaxtrain.report import in_hosts
+from jaxtrain.run import Run, build
+from jaxtrain.sharding.mesh import AXES, make_mesh
+from jaxtrain.train_step.report import in_hosts
 
 # What the compiler is told of a chip, in the text form of XLA's GpuTargetConfigProto.
 _GPU = """gpu_device_info {{

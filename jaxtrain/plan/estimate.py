@@ -8,15 +8,16 @@ from typing import Any
 
 import jax
 
-from jaxtrain import sharding
-from jaxtrain.build import Run, build
-from jaxtrain.config import AXES, Config
-from jaxtrain.mesh import axis_sizes
+from jaxtrain.config.schema import AXES, Config
 from jaxtrain.observe.flops import flops_per_token
 from jaxtrain.parallel import experts
-from jaxtrain.plan import kernels, memory, reader, time
+from jaxtrain.plan.cost import memory, time
 from jaxtrain.plan.targets import Target
-from jaxtrain.report import in_hosts, matmul_parameters, total
+from jaxtrain.plan.trace import kernels, reader
+from jaxtrain.run import Run, build
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.mesh import axis_sizes
+from jaxtrain.train_step.report import in_hosts, matmul_parameters, total
 
 
 @dataclass(frozen=True)

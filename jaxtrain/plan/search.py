@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxtrain import precision
-from jaxtrain.build import build
-from jaxtrain.config import Config
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
-from jaxtrain.plan import rough
+from jaxtrain.plan.cost import rough
 from jaxtrain.plan.estimate import Estimate, change, divisors, estimate, gigabytes
 from jaxtrain.plan.targets import Target
+from jaxtrain.run import build
+from jaxtrain.train_step import precision
 
 REMATS = ("none", "attention_and_dots", "attention", "full")  # the more is kept, the less is computed twice
 
@@ -81,7 +81,7 @@ class Found:
         return text
 
     def __str__(self) -> str:
-        from jaxtrain.plan.table import table
+        from jaxtrain.plan.report.table import table
 
         return table(self)
 

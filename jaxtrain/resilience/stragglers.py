@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.distributed.coordination import Board
 from jaxtrain.errors import say
-from jaxtrain.exchange import Board
 from jaxtrain.observe import events
 
 RUNNING = 3  # windows that a process must be slow, or well again, before that is said

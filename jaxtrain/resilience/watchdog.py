@@ -24,10 +24,10 @@ from typing import Any
 
 import jax
 
-from jaxtrain import distributed
-from jaxtrain.config import ResilienceConfig
+from jaxtrain.config.schema import ResilienceConfig
+from jaxtrain.distributed import exit_codes
+from jaxtrain.distributed import processes as distributed
 from jaxtrain.observe import events
-from jaxtrain.resilience import exits
 
 TICK = 1.0  # seconds between two looks
 PATIENCE = 20.0  # seconds for what a process writes down about itself
@@ -162,7 +162,7 @@ class Watchdog:
         writing.start()
         writing.join(timeout=PATIENCE)
         distributed.see_off(PATIENCE)
-        self._leave(exits.RESTART)
+        self._leave(exit_codes.RESTART)
         return True
 
     def _write_down(self, why: str, where: str, cause: str) -> None:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain import sharding
 from jaxtrain.bench import compare, contenders
+from jaxtrain.sharding import rules as sharding
 
 STEPS = 200
 FAMILIES = {

@@ -16,7 +16,7 @@ import sys, time, jax, numpy as np
 from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec as P
 import orbax.checkpoint as ocp
-from jaxtrain.checkpoint import Checkpoints, fingerprint, store
+from jaxtrain.checkpoint import Checkpoints, fingerprint, manager
 folder, address, me, what, who = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 jax.distributed.initialize(address, num_processes=3, process_id=me)
 w = np.arange(24, dtype=np.float32)
@@ -52,7 +52,7 @@ def read(parts, original=fingerprint.read):
 
 ocp.StandardCheckpointHandler.async_save = save
 ocp.CompositeCheckpointHandler.finalize = finalize
-store.fingerprint.read = read
+manager.fingerprint.read = read
 checkpoints = Checkpoints(folder)
 for step in (1, 2, 3, 4, 5):
     checkpoints.save(step, state)

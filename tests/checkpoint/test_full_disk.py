@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import Checkpoints, store, verify
+from jaxtrain.checkpoint import Checkpoints, manager, verify
 from jaxtrain.errors import UserError
 from jaxtrain.observe import Constants, MetricsWriter
 from jaxtrain.observe.events import events
@@ -38,12 +38,13 @@ def small(tmp_path):
 @pytest.fixture
 def unseen(monkeypatch):
     """As with a quota: the file system says that there is room."""
-    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
+    monkeypatch.setattr(manager.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
 
 
 def fails(checkpoints, step, reason):
     checkpoints.save(step, state_of(step))
-    with pytest.raises(store.NotSaved, match=f"^checkpoint: step {step} could not be saved in .*{reason}.*; make room"):
+    told = f"^checkpoint: step {step} could not be saved in .*{reason}.*; make room"
+    with pytest.raises(manager.NotSaved, match=told):
         checkpoints.wait()
 
 
@@ -115,10 +116,10 @@ def test_lines_that_never_find_room_are_told_at_the_end(small):
 
 def test_what_will_not_fit_is_not_begun(tmp_path, monkeypatch, capfd):
     checkpoints = Checkpoints(tmp_path / "c")
-    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 19))
+    monkeypatch.setattr(manager.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 19))
     fails(checkpoints, 1, r"524,288 bytes are free, of 1,048,580")
     assert list((tmp_path / "c").iterdir()) == []
-    with pytest.raises(store.NotSaved, match="step 1 could not be saved"):
+    with pytest.raises(manager.NotSaved, match="step 1 could not be saved"):
         checkpoints.close()
 
 
@@ -128,7 +129,7 @@ def test_what_may_go_makes_room(tmp_path, monkeypatch, capfd):
         checkpoints.save(step, state_of(step))
     checkpoints.close()
     fewer = Checkpoints(tmp_path / "c", keep=1)
-    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    monkeypatch.setattr(manager.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     fails(fewer, 4, "0 bytes are free")
     assert verify.steps(tmp_path / "c") == [3]
 

@@ -14,7 +14,7 @@ import pytest
 from jaxtrain.checkpoint import Checkpoints, Snapshots, verify
 from jaxtrain.checkpoint.__main__ import main
 from jaxtrain.checkpoint.mirror import Mirror
-from jaxtrain.resilience.alone import locked
+from jaxtrain.distributed.run_lock import locked
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 ABSTRACT = {"w": jax.ShapeDtypeStruct((64, 8), np.float32, sharding=HERE),

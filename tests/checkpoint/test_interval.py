@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import interval
-from jaxtrain.checkpoint.interval import FIRST, MOST, PROCESS_MTBF, SPARE, Saves, daly
-from jaxtrain.config import CheckpointConfig
-from jaxtrain.config_file import make_config
+from jaxtrain.checkpoint import save_policy
+from jaxtrain.checkpoint.save_policy import FIRST, MOST, PROCESS_MTBF, SPARE, Saves, daly
+from jaxtrain.config.load import make_config
+from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import UserError
 from jaxtrain.observe.events import events
 from jaxtrain.observe.goodput import Incarnation
@@ -187,7 +187,7 @@ def test_process_0_decides_for_all(tmp_path, monkeypatch):
     found = []
     for process, pace in ((0, 1.0), (1, 3.0)):  # whatever the other one's clock says
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        monkeypatch.setattr(interval, "_PLANS", iter(range(10_000)))
+        monkeypatch.setattr(save_policy, "_PLANS", iter(range(10_000)))
         found.append(list(Run(tmp_path, pace=pace, mtbf_hours=1).until(1000)))
     assert found[0] == found[1] and len(found[0]) > 5
     assert len(service) < 10 + len(found[0])  # a word for each save, and few before the first

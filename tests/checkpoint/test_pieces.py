@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint import pieces
-from jaxtrain.checkpoint.pieces import Damaged
+from jaxtrain.checkpoint.local import pieces
+from jaxtrain.checkpoint.local.pieces import Damaged
 
 LEAVES = {"a": ((8, 12), jnp.float32), "b": ((16,), jnp.bfloat16), "c": ((), jnp.int32), "d": ((4, 2, 8), jnp.bool_)}
 

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtrain.checkpoint import Checkpoints, retention, verify
-from jaxtrain.checkpoint.quiet import innermost
+from jaxtrain.checkpoint.manager import NotSaved
+from jaxtrain.checkpoint.orbax.orbax_logging import innermost
 from jaxtrain.checkpoint.retention import best_of, dispensable
-from jaxtrain.checkpoint.store import NotSaved
 from jaxtrain.observe.events import events
 
 

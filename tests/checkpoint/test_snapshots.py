@@ -16,12 +16,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.build import build
-from jaxtrain.checkpoint import Checkpoints, Snapshots, snapshots
-from jaxtrain.config_file import load_config
+from jaxtrain.checkpoint import Checkpoints, Snapshots
+from jaxtrain.checkpoint.local import snapshots
+from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
+from jaxtrain.run import build
 from tests.tiny import SLOW, free_address, tiny_flags, wait_for_checkpoint, wait_for_lines
 
 ROOT = Path(__file__).parents[2]

@@ -213,12 +213,13 @@ def test_killed_in_the_midst_of_a_save(tmp_path):
     code = """
 import os, signal, sys, time, jax, jax.numpy as jnp
 from types import SimpleNamespace
-from jaxtrain.checkpoint import Checkpoints, late
+from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint.orbax import deferred_json
 store = Checkpoints(sys.argv[1])
 state = {"w": jnp.arange(1 << 24, dtype=jnp.float32), "step": jnp.int32(1)}
 store.save(1, state)
 store.wait()
-late.json = SimpleNamespace(dumps=lambda content: time.sleep(100))  # without it nothing is complete
+deferred_json.json = SimpleNamespace(dumps=lambda content: time.sleep(100))  # without it nothing is complete
 store.save(2, jax.tree.map(lambda x: x + 1, state))
 while not any("tmp" in name for name in os.listdir(sys.argv[1])):
     time.sleep(0.01)
@@ -245,17 +246,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtrain.checkpoint import Checkpoints, verify
-from jaxtrain.checkpoint import late
+from jaxtrain.checkpoint.orbax import deferred_json
 from jaxtrain.errors import UserError
-from jaxtrain.exchange import together
+from jaxtrain.distributed.coordination import together
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", num_processes=2, process_id=int(sys.argv[3]))
 where = NamedSharding(jax.make_mesh((4,), ("data",)), P("data"))
 w = np.arange(32, dtype=np.float32)
 state = {"w": jax.make_array_from_callback(w.shape, where, lambda index: w[index])}
 store = Checkpoints(sys.argv[1])
 target = {"w": jax.ShapeDtypeStruct((32,), np.float32, sharding=where)}
-written, json = [], late.json
-late.json = SimpleNamespace(dumps=lambda content: written.append(content) or json.dumps(content))
+written, json = [], deferred_json.json
+deferred_json.json = SimpleNamespace(dumps=lambda content: written.append(content) or json.dumps(content))
 store.save(1, state, {"n": 1})
 store.wait()
 # One process writes the fingerprint: another would empty it for a moment, when it may be read back.

@@ -4,7 +4,7 @@
 
 draws meshes of all six axes, rules, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions,
 offloading, frozen parameters, packing, model families, tied and untied tables, scanned and unrolled layers; training,
-and of some evaluation. What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.refusals
+and of some evaluation. What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.validation
 documents. A case fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the
 config that shows it again.
 """
@@ -107,7 +107,7 @@ def _truth(model: Any, packing: bool, z_loss: float) -> tuple[Any, ...]:
     from flax import nnx
 
     from jaxtrain.models import make_model
-    from jaxtrain.state import Skeleton
+    from jaxtrain.train_step.state import Skeleton
     from tests.numerics import reference
 
     init = jax.jit(lambda key: Skeleton.of(make_model(model, rngs=nnx.Rngs(params=key))).params())
@@ -129,7 +129,8 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     import numpy as np
 
     import jaxtrain as jt
-    from jaxtrain import partition, sharding
+    from jaxtrain.sharding import rules as sharding
+    from jaxtrain.train_step import partition
     from tests.numerics import reference
 
     config = config_of(keys)
@@ -184,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     import jax
 
     import jaxtrain as jt
-    from jaxtrain.refusals import explains
+    from jaxtrain.validation import explains
 
     rng, seen, counts = random.Random(args.seed), set(), collections.Counter()
     while counts["ok"] + counts["failed"] < (1 if args.case else args.cases):

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data import files
-from jaxtrain.data.opening import FORMAT
-from jaxtrain.data.shards import Origin, ShardWriter
-from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.data.corpus import atomic_files
+from jaxtrain.data.corpus.open import FORMAT
+from jaxtrain.data.corpus.shard_writer import Origin, ShardWriter
+from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer
 
 
 def corpus(folder: Path, shards: int = 2, tokens: int = 1_300_000, seed: int = 0) -> Path:
@@ -29,5 +29,5 @@ def corpus(folder: Path, shards: int = 2, tokens: int = 1_300_000, seed: int = 0
     manifest = {"format": FORMAT, "plan": "", "dtype": "<u2", "probes": [], "splits": splits, "tokenizer": {
         "name": "bytes", "fingerprint": ByteTokenizer.fingerprint, "file": "", "eod": "", "bos": "",
         "vocab_size": 257}}
-    files.write_json(folder / "manifest.json", manifest | {"sha256": files.digest(manifest)})
+    atomic_files.write_json(folder / "manifest.json", manifest | {"sha256": atomic_files.digest(manifest)})
     return folder

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.data import Batches
-from jaxtrain.data.ahead import Ahead
+from jaxtrain.data.loading.readahead import Ahead
 
 
 class Numbered:

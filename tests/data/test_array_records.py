@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from jaxtrain.data.inputs import find_tasks, read
-from jaxtrain.data.prepare import Options, main, prepare
+from jaxtrain.data.formats.inputs import find_tasks, read
+from jaxtrain.data.prepare.prepare import Options, main, prepare
 
 TEXTS = [f"document {i}: " + "é word\n" * (i % 13 * 40) for i in range(100)]
 
@@ -45,7 +45,7 @@ def write(path: Path, records: list[bytes], options: str = "group_size:1") -> Pa
 @pytest.mark.parametrize("task_bytes", [1, 3000, 2**26])
 @pytest.mark.parametrize("name", ["a.array_record", "a.array_record-00003-of-00010", "a.arrayrecord"])
 def test_every_form_gives_every_document_once_and_in_order(tmp_path, monkeypatch, form, task_bytes, name):
-    monkeypatch.setattr("jaxtrain.data.array_records.TOGETHER", 500)
+    monkeypatch.setattr("jaxtrain.data.formats.array_record.TOGETHER", 500)
     path = write(tmp_path / name, [FORMS[form](text) for text in TEXTS], "group_size:7")
     tasks = find_tasks([str(path)], task_bytes)
     found = [text for task in tasks for piece in task for text in read(piece, "text")]

@@ -8,8 +8,8 @@ import pytest
 import soundfile
 
 from jaxtrain import storage
-from jaxtrain.data.audio import BLOCK, Audio, log_mel
-from jaxtrain.data.prepare_sequences import prepare_sequences
+from jaxtrain.data.prepare_sequences.audio import BLOCK, Audio, log_mel
+from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
 from jaxtrain.errors import UserError
 
 
@@ -127,7 +127,7 @@ def test_what_is_not_there_for_now_is_not_left_out(tmp_path):
 def test_a_text_that_changed_while_unfinished_is_read_again(tmp_path, monkeypatch):
     write(tmp_path / "in/a.wav", clip(0.1), text="old")
     with monkeypatch.context() as killed:
-        killed.setattr("jaxtrain.data.work.complete", lambda *_: 1 / 0)
+        killed.setattr("jaxtrain.data.prepare.job.complete", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare_sequences([str(tmp_path / "in")], tmp_path / "out", Audio("text", eval_fraction=0))
     (tmp_path / "in/a.txt").write_text("new")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.data import BucketedBatches, DocumentRows, Tokens
-from jaxtrain.data.bucketing import SMALL, choose, equal_sizes, padding
-from jaxtrain.data.corpus import Shard
+from jaxtrain.data.corpus.corpus import Shard
+from jaxtrain.data.loading.bucketing import SMALL, choose, equal_sizes, padding
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -228,7 +228,7 @@ def test_a_document_a_row_with_the_columns_of_packed_rows(longest):
 
 def test_processes_of_their_own_give_the_same_bytes(tmp_path):
     """Two that share nothing but a corpus: what each reads, put together, is the global batch."""
-    from jaxtrain.data.prepare import Options, prepare
+    from jaxtrain.data.prepare.prepare import Options, prepare
 
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": "ab " * (i % 23)}) + "\n" for i in range(300)))
     corpus = prepare([str(tmp_path / "in.jsonl")], tmp_path / "corpus", Options(eval_fraction=0, task_bytes=2000))

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.config import DataConfig
-from jaxtrain.data import cache, load_corpus
+from jaxtrain.config.schema import DataConfig
+from jaxtrain.data import load_corpus
+from jaxtrain.data.corpus import text_cache
 from jaxtrain.errors import UserError
 
 FILES = {"a.txt": "first é\n", "b/c.txt": "second\n", "d.txt": "third\n", "e.txt": "fourth\n"}
@@ -32,9 +33,10 @@ def folders(config) -> list[Path]:
 
 def start(code: str, config: DataConfig) -> subprocess.Popen:
     """Run `code` in a process of its own."""
-    script = ("import os, signal, time\nfrom pathlib import Path\nfrom jaxtrain.config import DataConfig\n"
-              f"from jaxtrain.data import cache, load_corpus\nconfig = {config!r}\n" + textwrap.dedent(code))
-    env = {**os.environ, "PYTHONPATH": str(Path(cache.__file__).parents[2])}
+    script = ("import os, signal, time\nfrom pathlib import Path\nfrom jaxtrain.config.schema import DataConfig\n"
+              "from jaxtrain.data.corpus import text_cache as cache\n"
+              f"from jaxtrain.data import load_corpus\nconfig = {config!r}\n" + textwrap.dedent(code))
+    env = {**os.environ, "PYTHONPATH": str(Path(text_cache.__file__).parents[3])}
     return subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True)
 
 
@@ -68,14 +70,14 @@ def test_manifest_tokens_and_offsets_say_the_same(config):
 def test_tokenised_once_and_again_only_when_something_changes(config, monkeypatch):
     first = load_corpus(config)
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "_build", lambda *_: pytest.fail("built again"))
+        patch.setattr(text_cache, "_build", lambda *_: pytest.fail("built again"))
         assert load_corpus(config).manifest_hash == first.manifest_hash
     seen = {first.path}
     for change in (lambda: Path(config.source, "a.txt").write_text("changed"),
                    lambda: Path(config.source, "a.txt").rename(Path(config.source, "renamed.txt")),
                    lambda: object.__setattr__(config, "eval_fraction", 0.7),
-                   lambda: monkeypatch.setattr(cache.load_tokenizer("bytes").__class__, "fingerprint", "other"),
-                   lambda: monkeypatch.setattr(cache, "FORMAT", 2)):
+                   lambda: monkeypatch.setattr(text_cache.load_tokenizer("bytes").__class__, "fingerprint", "other"),
+                   lambda: monkeypatch.setattr(text_cache, "FORMAT", 2)):
         change()
         seen.add(load_corpus(config).path)
     assert len(seen) == 6
@@ -90,14 +92,14 @@ def test_identity_does_not_know_where_the_text_lies(config, tmp_path):
 
 def test_sources_are_read_once_per_process(config, monkeypatch):
     load_corpus(config)
-    monkeypatch.setattr("jaxtrain.data.source._read", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("jaxtrain.data.corpus.text_source._read", lambda *_: pytest.fail("read again"))
     load_corpus(config)
 
 
 @pytest.mark.parametrize("call", ["rename", "fsync"])
 def test_an_interrupted_build_leaves_nothing(config, monkeypatch, call):
     with monkeypatch.context() as patch:
-        patch.setattr(cache.os, call, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(text_cache.os, call, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             load_corpus(config)
     assert not list(Path(config.cache_dir, "data").iterdir())

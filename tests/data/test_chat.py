@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxtrain.data import load_tokenizer
-from jaxtrain.data.chat import Chat
-from jaxtrain.data.conversations import Example
-from jaxtrain.data.prepare import main
+from jaxtrain.data.chat.templates import Chat
+from jaxtrain.data.formats.conversations import Example
+from jaxtrain.data.prepare.prepare import main
 from jaxtrain.data.train_tokenizer import train
 from jaxtrain.errors import UserError
 

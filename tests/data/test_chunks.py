@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.data.chunks import ChunkCache
+from jaxtrain.data.corpus.chunk_cache import ChunkCache
 
 SIZE = 1000
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config import DataConfig
+from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import PackedRows, open_corpus
-from jaxtrain.data.batches import rows
-from jaxtrain.data.conversations import Example, Unusable, example_of, format_of
+from jaxtrain.data.formats.conversations import Example, Unusable, example_of, format_of
 from jaxtrain.data.inspect import main as inspect
-from jaxtrain.data.prepare import Options, main, prepare
+from jaxtrain.data.loading.batches import rows
+from jaxtrain.data.prepare.prepare import Options, main, prepare
 from jaxtrain.data.train_tokenizer import main as train_tokenizer
 from jaxtrain.errors import UserError
 from tests.data.test_array_records import write as write_array_record
@@ -302,7 +302,7 @@ def test_preferences_cannot_be_learnt_whole_even_if_only_found_out_later(tmp_pat
 def test_opening_notices_a_tokenizer_that_learns_other_tokens(tmp_path, monkeypatch):
     made = prepare([str(write(tmp_path / "a.jsonl", talks(9)))], tmp_path / "out", Options(eval_fraction=0))
     open_corpus(made.path)
-    from jaxtrain.data.specials import Specials
+    from jaxtrain.data.tokenizers.special_tokens import Specials
 
     whole = Specials.encode
     monkeypatch.setattr(Specials, "encode", lambda self, texts: [

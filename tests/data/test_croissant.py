@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from jaxtrain.data import open_corpus
 from jaxtrain.data.croissant import main
-from jaxtrain.data.prepare import Options, prepare
+from jaxtrain.data.prepare.prepare import Options, prepare
 
 TOLD = ("description=Letters of a family", "data_biases=one family only", "creator=The family",
         "date_published=2026-01-31", "cite_as=Letters (2026)", "url=https://example.org/letters")
@@ -47,7 +47,7 @@ def test_inputs_are_named_with_their_hashes_by_piece_where_they_were_cut(tmp_pat
 def test_the_commit_is_told_but_does_not_change_what_the_data_is(tmp_path, source, monkeypatch):
     hashes = []
     for commit in ("one", "two"):
-        monkeypatch.setattr("jaxtrain.data.provenance.git_commit", lambda commit=commit: commit)
+        monkeypatch.setattr("jaxtrain.data.prepare.provenance.git_commit", lambda commit=commit: commit)
         corpus = prepare([str(source)], tmp_path / commit, Options())
         assert json.loads((corpus.path / "manifest.json").read_text())["code"]["git_commit"] == commit
         hashes.append(open_corpus(corpus.path).manifest_hash)

@@ -8,13 +8,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxtrain.config import DataConfig
-from jaxtrain.data import stages
-from jaxtrain.data.batches import train_batches
-from jaxtrain.data.corpus import Corpus, Shard, Tokens
-from jaxtrain.data.loader import Batches
-from jaxtrain.data.packing import PackedRows
-from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.config import data_stages
+from jaxtrain.config.schema import DataConfig
+from jaxtrain.data.corpus.corpus import Corpus, Shard, Tokens
+from jaxtrain.data.loading.batches import train_batches
+from jaxtrain.data.loading.loader import Batches
+from jaxtrain.data.loading.packing import PackedRows
+from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer
 from jaxtrain.errors import UserError
 
 END = 256
@@ -114,7 +114,7 @@ def test_each_token_is_seen_as_often_as_the_epochs_say(case):
     for step in range(steps):
         batch = batches[step]
         seen.update(batch["targets"][batch["weights"] > 0].tolist())
-    unit = stages.stages(chosen)[0].unit
+    unit = data_stages.stages(chosen)[0].unit
     for name, epochs in batches.epochs(steps).items():
         part = data.part(name).train
         places = np.arange(part.num_tokens)
@@ -236,4 +236,4 @@ def test_far_steps_cost_what_near_ones_do():
 ])
 def test_what_cannot_be_is_refused(keys, message):
     with pytest.raises(UserError, match=message):
-        stages.stages(config(**keys))
+        data_stages.stages(config(**keys))

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jaxtrain import storage
-from jaxtrain.config import DataConfig
+from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import load_corpus
-from jaxtrain.data.batches import rows, train_batches
+from jaxtrain.data.corpus.shard_writer import CHUNK
+from jaxtrain.data.loading.batches import rows, train_batches
 from jaxtrain.data.publish import publish
-from jaxtrain.data.shards import CHUNK
 from jaxtrain.errors import UserError
 from tests.data import made
 

@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from jaxtrain.data.inputs import Ids, Text
-from jaxtrain.data.near import Near
-from jaxtrain.data.prepare import Options, prepare
+from jaxtrain.data.cleaning.near_duplicates import Near
+from jaxtrain.data.formats.inputs import Ids, Text
+from jaxtrain.data.prepare.prepare import Options, prepare
 
 RNG = random.Random(0)
 WORDS = [f"word{i}" for i in range(5000)]
@@ -114,7 +114,7 @@ def test_bands_find_nine_pairs_in_ten_at_the_threshold(threshold):
 
 
 def test_signatures_are_made_once_and_again_when_the_input_changed(tmp_path, monkeypatch):
-    from jaxtrain.data import duplicates
+    from jaxtrain.data.prepare import duplicates
 
     one, two = fresh(), fresh()
     (tmp_path / "in").mkdir()
@@ -124,7 +124,7 @@ def test_signatures_are_made_once_and_again_when_the_input_changed(tmp_path, mon
     sign = duplicates.sign_task
     monkeypatch.setattr(duplicates, "sign_task", lambda number, *rest: signed.append(number) or sign(number, *rest))
     with monkeypatch.context() as killed:
-        killed.setattr("jaxtrain.data.prepare._finish", lambda *_: 1 / 0)
+        killed.setattr("jaxtrain.data.prepare.prepare._finish", lambda *_: 1 / 0)
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 prepare([str(tmp_path / "in")], tmp_path / "out", options)

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from jaxtrain.data import engines
-from jaxtrain.data.prepare import Options, begin, main, plan_tasks, prepare, tokenize_shard
+from jaxtrain.data.prepare import engines
+from jaxtrain.data.prepare.prepare import Options, begin, main, plan_tasks, prepare, tokenize_shard
 from jaxtrain.errors import UserError
 from tests.data.test_on_slurm import files, write
 
@@ -34,7 +34,7 @@ def test_tasks_called_one_by_one_are_not_done_again(tmp_path, monkeypatch):
     for number in (5, 1, 1, 0, 3, 6, 2, 4):
         assert tokenize_shard(number, tasks[number], tmp_path / "got", options, plan) == number
     with monkeypatch.context() as done:
-        done.setattr("jaxtrain.data.prepare.tokenize_shard", lambda *_: pytest.fail("done again"))
+        done.setattr("jaxtrain.data.prepare.prepare.tokenize_shard", lambda *_: pytest.fail("done again"))
         got = prepare(source, tmp_path / "got", options)
     assert files(got.path) == files(prepare(source, tmp_path / "want", options).path)
     assert not begin(tmp_path / "got", options, plan)
@@ -57,7 +57,7 @@ def test_a_machine_with_another_tokenizer_is_found(tmp_path):
     source, options = [str(write(tmp_path / "a.jsonl"))], Options(task_bytes=3000)
     tasks, plan, options = plan_tasks(source, options)
     with pytest.MonkeyPatch.context() as there:
-        there.setattr("jaxtrain.data.tokenizer.ByteTokenizer.fingerprint", "another")
+        there.setattr("jaxtrain.data.tokenizers.tokenizer.ByteTokenizer.fingerprint", "another")
         begin(tmp_path / "out", options, plan)
         tokenize_shard(2, tasks[2], tmp_path / "out", options, plan)
     with pytest.raises(UserError, match="--tokenizer: bytes is another one on some machine"):
@@ -73,7 +73,7 @@ def test_a_killed_worker_is_one_line_and_nothing_is_lost(tmp_path, monkeypatch, 
     flags = [f"--input={write(tmp_path / 'a.jsonl')}", f"--output={tmp_path / 'out'}", "--task_bytes=3000",
              "--workers=2"]
     with monkeypatch.context() as broken:
-        broken.setattr("jaxtrain.data.prepare.tokenize_shard", die)
+        broken.setattr("jaxtrain.data.prepare.prepare.tokenize_shard", die)
         assert main(flags) == 2
     error = capsys.readouterr().err
     assert error.startswith("--workers: a worker was killed") and error.count("\n") == 1

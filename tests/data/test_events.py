@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxtrain import storage
-from jaxtrain.data.events import Events
-from jaxtrain.data.prepare_sequences import prepare_sequences
+from jaxtrain.data.prepare_sequences.event_streams import Events
+from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
 from jaxtrain.errors import UserError
 
 
@@ -112,7 +112,7 @@ def test_missing_values(tmp_path):
 def test_a_changed_input_is_read_again(tmp_path, monkeypatch):
     table = random_table(4)
     with monkeypatch.context() as killed:
-        killed.setattr("jaxtrain.data.work.complete", lambda *_: 1 / 0)
+        killed.setattr("jaxtrain.data.prepare.job.complete", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare_sequences([write(tmp_path / "in", table)], tmp_path / "out", EVENTS)
     table["item"] = [item.replace("i", "j") for item in table["item"]]  # of the same size
@@ -125,10 +125,10 @@ def test_a_changed_input_is_read_again(tmp_path, monkeypatch):
 def test_what_was_spread_before_a_kill_is_not_read_again(tmp_path, monkeypatch):
     source = write(tmp_path / "in", random_table(5))
     with monkeypatch.context() as killed:
-        killed.setattr("jaxtrain.data.prepare_sequences.make_shard", lambda *_: 1 / 0)
+        killed.setattr("jaxtrain.data.prepare_sequences.prepare_sequences.make_shard", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare_sequences([source], tmp_path / "out", EVENTS)
-    monkeypatch.setattr("jaxtrain.data.events.spread_task", lambda *_: 1 / 0)
+    monkeypatch.setattr("jaxtrain.data.prepare_sequences.event_streams.spread_task", lambda *_: 1 / 0)
     assert len(prepare_sequences([source], tmp_path / "out", EVENTS).train) > 20
 
 

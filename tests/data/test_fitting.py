@@ -5,11 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxtrain.config import DataConfig
-from jaxtrain.data import fitting, load_corpus
-from jaxtrain.data.batches import eval_batches, rows, train_batches
-from jaxtrain.data.corpus import Shard, Tokens
-from jaxtrain.data.packing import FittedRows
+from jaxtrain.config.schema import DataConfig
+from jaxtrain.data import load_corpus
+from jaxtrain.data.corpus.corpus import Shard, Tokens
+from jaxtrain.data.loading import best_fit
+from jaxtrain.data.loading.batches import eval_batches, rows, train_batches
+from jaxtrain.data.loading.packing import FittedRows
 from jaxtrain.errors import UserError
 
 EOD = 9
@@ -30,7 +31,7 @@ def split(lengths, per_shard=7):
 def test_every_token_is_predicted_once_from_its_own_document(seed, seq_len):
     rng = np.random.default_rng(seed)
     tokens, documents = split(rng.integers(1, 90, size=int(rng.integers(2, 60))))
-    made = FittedRows(tokens, plan := fitting.plan(tokens, seq_len), seq_len)
+    made = FittedRows(tokens, plan := best_fit.plan(tokens, seq_len), seq_len)
     seen, whole = [], 0
     for i in range(len(made)):
         row = made[i]
@@ -51,9 +52,9 @@ def one_by_one(lengths, room) -> list[list[int]]:
     """Each piece, longest first, where it leaves the least room; the rows, each with its lengths."""
     rows: list[list[int]] = []
     for length in sorted(lengths, reverse=True):
-        fitting = [row for row in rows if room - sum(row) >= length]
-        if fitting:
-            min(fitting, key=lambda row: room - sum(row)).append(length)
+        wide = [row for row in rows if room - sum(row) >= length]
+        if wide:
+            min(wide, key=lambda row: room - sum(row)).append(length)
         else:
             rows.append([length])
     return rows
@@ -66,7 +67,7 @@ def test_each_piece_goes_where_it_leaves_the_least_room(seed):
     room = int(rng.integers(1, 40))
     lengths = rng.integers(1, room + 1, int(rng.integers(1, 200))) // rng.integers(1, 4)
     tokens, _ = split(np.maximum(lengths, 1) + 1)
-    plan = fitting.plan(tokens, room)
+    plan = best_fit.plan(tokens, room)
     counts, starts, of_pieces = plan.pieces(np.arange(len(plan)))
     rows = [sorted(row.tolist(), reverse=True) for row in np.split(of_pieces, np.cumsum(counts)[:-1])]
     assert sorted(map(sum, rows)) == sorted(map(sum, one_by_one(np.maximum(lengths, 1).tolist(), room)))
@@ -76,24 +77,24 @@ def test_each_piece_goes_where_it_leaves_the_least_room(seed):
 def test_rows_are_nearly_full():
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 1.2, 20_000), 2, None).astype(int)
     tokens = Tokens((Shard(np.zeros(lengths.sum(), np.uint16), np.cumsum([0, *lengths])),), 0)
-    assert fitting.plan(tokens, 2048).fill > 0.999
+    assert best_fit.plan(tokens, 2048).fill > 0.999
 
 
 def test_a_plan_is_kept_and_a_broken_one_made_again(tmp_path, monkeypatch):
     tokens, _ = split(range(1, 40))
-    first = fitting.cached_plan(tokens, 16, tmp_path, "them")
+    first = best_fit.cached_plan(tokens, 16, tmp_path, "them")
     path, = tmp_path.iterdir()
     with monkeypatch.context() as once:
-        once.setattr(fitting, "plan", lambda *_: pytest.fail("planned again"))
-        once.setattr(fitting, "_sort", lambda *_: pytest.fail("planned again"))
-        again = fitting.cached_plan(tokens, 16, tmp_path, "them")
+        once.setattr(best_fit, "plan", lambda *_: pytest.fail("planned again"))
+        once.setattr(best_fit, "_sort", lambda *_: pytest.fail("planned again"))
+        again = best_fit.cached_plan(tokens, 16, tmp_path, "them")
     rows = np.arange(len(first))
     assert all(map(np.array_equal, first.pieces(rows), again.pieces(rows))) and first.cut == again.cut
-    assert all(map(np.array_equal, first.pieces(rows), fitting.plan(tokens, 16).pieces(rows)))
+    assert all(map(np.array_equal, first.pieces(rows), best_fit.plan(tokens, 16).pieces(rows)))
     content = path.read_bytes()
     path.unlink()  # what is mapped stays as it was
     path.write_bytes(content[:-100])
-    third = fitting.cached_plan(tokens, 16, tmp_path, "them")
+    third = best_fit.cached_plan(tokens, 16, tmp_path, "them")
     assert np.array_equal(first.starts, third.starts) and len(list(tmp_path.iterdir())) == 1
 
 
@@ -114,16 +115,16 @@ def test_a_run_may_choose_it(tmp_path):
 def test_nothing_to_predict_is_refused(tmp_path):
     tokens, _ = split([1, 1])
     with pytest.raises(UserError, match="nothing to predict"):
-        FittedRows(tokens, fitting.plan(tokens, 4), 4)
+        FittedRows(tokens, best_fit.plan(tokens, 4), 4)
     with pytest.raises(UserError, match="nothing to predict"):
-        FittedRows(tokens, fitting.cached_plan(tokens, 4, tmp_path, "them"), 4)
+        FittedRows(tokens, best_fit.cached_plan(tokens, 4, tmp_path, "them"), 4)
 
 
 def test_documents_looked_at_a_few_at_a_time_make_the_same_plan(monkeypatch):
     tokens, _ = split(np.random.default_rng(0).integers(1, 90, 100), per_shard=30)
-    whole = fitting.plan(tokens, 16)
-    monkeypatch.setattr(fitting, "CHUNK", 4)
-    parts = fitting.plan(tokens, 16)
+    whole = best_fit.plan(tokens, 16)
+    monkeypatch.setattr(best_fit, "CHUNK", 4)
+    parts = best_fit.plan(tokens, 16)
     assert all(map(np.array_equal, whole.pieces(np.arange(len(whole))), parts.pieces(np.arange(len(parts)))))
 
 
@@ -132,14 +133,14 @@ def test_a_plan_that_cannot_be_kept_is_made_all_the_same(tmp_path, monkeypatch):
         raise OSError(28, "no space")
 
     tokens, _ = split(range(1, 40))
-    monkeypatch.setattr(fitting.os, "posix_fallocate", full)
-    kept_not = fitting.cached_plan(tokens, 16, tmp_path, "them")
-    assert np.array_equal(kept_not.starts, fitting.plan(tokens, 16).starts) and not list(tmp_path.iterdir())
+    monkeypatch.setattr(best_fit.os, "posix_fallocate", full)
+    kept_not = best_fit.cached_plan(tokens, 16, tmp_path, "them")
+    assert np.array_equal(kept_not.starts, best_fit.plan(tokens, 16).starts) and not list(tmp_path.iterdir())
 
 
 def test_several_rows_at_once_are_the_rows_one_by_one():
     tokens, _ = split(np.random.default_rng(0).integers(1, 90, 50))
-    rows = FittedRows(tokens, fitting.plan(tokens, 64), 64)
+    rows = FittedRows(tokens, best_fit.plan(tokens, 64), 64)
     numbers = [3, 0, 3, len(rows) - 1]
     for name, column in rows.take(numbers).items():
         assert column.tolist() == [rows[i][name].tolist() for i in numbers] and column.flags.c_contiguous

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxtrain.data import prepare as prepare_module
-from jaxtrain.data import prepare_sequences
-from jaxtrain.data.prepare import Options, main, prepare
+from jaxtrain.data.prepare import prepare as prepare_module
+from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.prepare_sequences import prepare_sequences
 
 
 def texts(corpus) -> list[str]:
@@ -76,7 +76,7 @@ def test_a_table_with_a_broken_row_group_is_named(tmp_path, source, capsys):
 
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_a_file_that_goes_away_meanwhile_is_named(tmp_path, source, capsys, monkeypatch, when):
-    from jaxtrain.data import inputs
+    from jaxtrain.data.formats import inputs
 
     (source / "a.txt").write_text("x")
     plan, read = prepare_module.plan_tasks, inputs.read

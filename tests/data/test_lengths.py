@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from jaxtrain.data import lengths
-from jaxtrain.data.prepare import Options, main, prepare
+from jaxtrain.data.corpus import lengths
+from jaxtrain.data.prepare.prepare import Options, main, prepare
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.data import Batches, loader, prefetch
+from jaxtrain.data import Batches, prefetch
+from jaxtrain.data.loading import loader
 from jaxtrain.errors import UserError
 
 
@@ -200,7 +201,7 @@ def test_importing_the_package_leaves_grain_alone():
 
 
 def run(script: str) -> None:
-    root = Path(loader.__file__).parents[2]
+    root = Path(loader.__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=root, capture_output=True, text=True,
                           timeout=120)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from jaxtrain.data.mixture import BLOCK, Mixture
+from jaxtrain.data.loading.mixture import BLOCK, Mixture
 from jaxtrain.errors import UserError
 
 ENDLESS = [math.inf] * 3

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.data import tasks
-from jaxtrain.data.on_ray import Ray
-from jaxtrain.data.prepare import Options, main, prepare
-from jaxtrain.data.tasks import tokenize_shard
+from jaxtrain.data.prepare import tasks
+from jaxtrain.data.prepare.on_ray import Ray
+from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.prepare.tasks import tokenize_shard
 from jaxtrain.errors import UserError
 from tests.data.test_on_slurm import files, write
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.data.prepare import Options, main, prepare, prepare_part
-from jaxtrain.data.tasks import tokenize_shard
+from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
+from jaxtrain.data.prepare.tasks import tokenize_shard
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["--task_bytes=3000", "--eval_fraction=0.1"]
@@ -92,16 +92,16 @@ def test_with_deduplication_parts_are_compared_before_they_become_tokens(tmp_pat
 
 def test_a_part_that_comes_too_late_says_nothing(tmp_path, monkeypatch):
     """All was finished by somebody else while it was at its task: on a file system without locks."""
-    monkeypatch.setattr("jaxtrain.data.work.fcntl", None)
+    monkeypatch.setattr("jaxtrain.data.prepare.job.fcntl", None)
     source, options = [str(write(tmp_path / "it's.jsonl"))], Options(eval_fraction=0.1, task_bytes=3000)
 
     def late(number, *rest):
         with monkeypatch.context() as now:
-            now.setattr("jaxtrain.data.prepare.tokenize_shard", tokenize_shard)
+            now.setattr("jaxtrain.data.prepare.prepare.tokenize_shard", tokenize_shard)
             prepare(source, tmp_path / "out", options)
         return tokenize_shard(number, *rest)
 
-    monkeypatch.setattr("jaxtrain.data.prepare.tokenize_shard", late)
+    monkeypatch.setattr("jaxtrain.data.prepare.prepare.tokenize_shard", late)
     prepare_part(source, tmp_path / "out", options, "0/7")
     monkeypatch.undo()
     assert files(tmp_path / "out") == wanted(tmp_path)

@@ -4,7 +4,7 @@ import grain
 import numpy as np
 import pytest
 
-from jaxtrain.data.order import Order
+from jaxtrain.data.loading.order import Order
 from jaxtrain.errors import UserError
 
 

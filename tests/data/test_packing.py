@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.data import PackedRows, Tokens
-from jaxtrain.data.corpus import Shard
+from jaxtrain.data.corpus.corpus import Shard
 from jaxtrain.errors import UserError
 
 EOD = 256

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxtrain.data.loader import Batches
-from jaxtrain.data.passed_over import FILE, PassedOver, remaining
+from jaxtrain.data.loading.loader import Batches
+from jaxtrain.data.loading.skipped_batches import FILE, PassedOver, remaining
 from jaxtrain.errors import UserError
 
 

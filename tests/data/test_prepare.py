@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.config import DataConfig
+from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import PackedRows, load_corpus, open_corpus
-from jaxtrain.data.inputs import find_tasks, read
-from jaxtrain.data.prepare import Options, main, prepare
-from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.data.formats.inputs import find_tasks, read
+from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +124,7 @@ def test_deduplication_notices_input_that_changed_between_two_runs(tmp_path, mon
     sources = [str(first), str(second)]
     options = Options(eval_fraction=0, task_bytes=first.stat().st_size, deduplicate=True)
     with monkeypatch.context() as killed:
-        killed.setattr("jaxtrain.data.prepare._finish", lambda *_: 1 / 0)
+        killed.setattr("jaxtrain.data.prepare.prepare._finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare(sources, tmp_path / "out", options)
     write(first, ["one", "ten"])
@@ -228,14 +228,14 @@ def test_a_run_reads_the_corpus_with_its_tokenizer(tmp_path, tokenizer):
 def test_an_unfinished_corpus_is_refused_and_a_finished_one_is_kept(tmp_path, monkeypatch):
     source, output, options = str(write(tmp_path / "a.jsonl")), tmp_path / "out", Options(task_bytes=900)
     with monkeypatch.context() as broken:
-        broken.setattr("jaxtrain.data.prepare._finish", lambda *_: 1 / 0)
+        broken.setattr("jaxtrain.data.prepare.prepare._finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare([source], output, options)
     with pytest.raises(UserError, match="is not finished; run the same prepare command again"):
         load_corpus(DataConfig(source=str(output)))
     prepare([source], output, options)
     before = files(output)
-    monkeypatch.setattr("jaxtrain.data.prepare.tokenize_shard", lambda *_: pytest.fail("done again"))
+    monkeypatch.setattr("jaxtrain.data.prepare.prepare.tokenize_shard", lambda *_: pytest.fail("done again"))
     prepare([source], output, options)
     assert files(output) == before
     with pytest.raises(UserError, match="holds another corpus"):
@@ -257,7 +257,7 @@ def test_a_flipped_byte_is_found_and_the_file_named(tmp_path, end):
 
 def test_a_tokenizer_that_changed_is_found(tmp_path, tokenizer, monkeypatch):
     corpus = prepare([str(write(tmp_path / "a.jsonl"))], tmp_path / "out", Options(tokenizer=str(tokenizer)))
-    from jaxtrain.data.tokenizer import JsonTokenizer
+    from jaxtrain.data.tokenizers.tokenizer import JsonTokenizer
 
     with monkeypatch.context() as silent:  # as a library that begins to add a token
         encode = JsonTokenizer.encode_many

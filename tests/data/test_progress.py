@@ -4,9 +4,9 @@ import io
 
 import pytest
 
-from jaxtrain.data import progress
-from jaxtrain.data.inputs import Piece
-from jaxtrain.data.progress import Line, Progress
+from jaxtrain.data.formats.inputs import Piece
+from jaxtrain.data.prepare import prepare_progress
+from jaxtrain.data.prepare.prepare_progress import Line, Progress
 
 TASKS = [(Piece("a", "a", "text", 0, size, size),) for size in (10_000_000, 20_000_000, 30_000_000, 40_000_000)]
 
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(prepare_progress.time, "monotonic", lambda: now[0])
     return now
 
 

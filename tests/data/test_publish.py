@@ -46,7 +46,7 @@ def test_the_manifest_is_last_and_a_second_time_sends_nothing(network, bucket, c
 def test_a_tokenizer_goes_along(bucket, tmp_path):
     from tokenizers import Tokenizer, models
 
-    from jaxtrain.data.prepare import Options, prepare
+    from jaxtrain.data.prepare.prepare import Options, prepare
 
     (tmp_path / "a.txt").write_text("aaa")
     Tokenizer(models.BPE({"a": 0, "</s>": 1}, [])).save(str(tmp_path / "tokenizer.json"))
@@ -158,7 +158,7 @@ def test_the_command_says_what_it_did(corpus, capsys):
 
 
 def test_a_folder_behind_a_url_need_not_be_there(tmp_path):
-    from jaxtrain.data.prepare import Options, prepare
+    from jaxtrain.data.prepare.prepare import Options, prepare
 
     (tmp_path / "a.txt").write_text("some text " * 50)
     made = prepare(str(tmp_path / "a.txt"), tmp_path / "made", Options(eval_fraction=0))

@@ -8,8 +8,8 @@ import pytest
 import sentencepiece
 
 from jaxtrain.data import open_corpus
-from jaxtrain.data.prepare import Options, main, prepare
-from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError
 
 TEXTS = ["The theme of the thesis.\n\n\n  It's HERE'S, don't\t 1234 tokens\r\n", "naïve größe 日本語 🙂", " ", "  two",

@@ -7,13 +7,13 @@ import zlib
 import numpy as np
 import pytest
 
-from jaxtrain.data import shards
-from jaxtrain.data.shards import Origin, ShardWriter
+from jaxtrain.data.corpus import shard_writer
+from jaxtrain.data.corpus.shard_writer import Origin, ShardWriter
 
 
 @pytest.mark.parametrize("chunk", [2, 16, 1000])
 def test_tokens_hashes_and_checksums_are_those_of_the_files(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(shards, "CHUNK", chunk)
+    monkeypatch.setattr(shard_writer, "CHUNK", chunk)
     documents = [np.arange(n, dtype=np.uint32) for n in (3, 0, 1, 40, 7)]
     writer = ShardWriter(tmp_path / "train-00000", np.dtype("<u2"), end=99, trained=True)
     for i, ids in enumerate(documents):

@@ -14,10 +14,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from jaxtrain.data import open_corpus, work
-from jaxtrain.data.inputs import Ids, Text
-from jaxtrain.data.prepare import Options, main, prepare
-from jaxtrain.data.steps import Steps
+from jaxtrain.data import open_corpus
+from jaxtrain.data.cleaning.cleaning_steps import Steps
+from jaxtrain.data.formats.inputs import Ids, Text
+from jaxtrain.data.prepare import job
+from jaxtrain.data.prepare.prepare import Options, main, prepare
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -230,7 +231,7 @@ def step(document):
         jsonl(tmp_path / f"in/{i}.jsonl", f"a{i}", "same")
     options = Options(eval_fraction=0, steps=("own_steps:step",), deduplicate="exact", task_bytes=34)
     with monkeypatch.context() as killed:
-        killed.setattr("jaxtrain.data.prepare._finish", lambda *_: 1 / 0)
+        killed.setattr("jaxtrain.data.prepare.prepare._finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare([str(tmp_path / "in")], tmp_path / "out", options)
     assert (tmp_path / "calls").read_text() == "a0 same a1 same a2 same "
@@ -268,8 +269,8 @@ def test_a_list_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch, at, ded
 
     options = Options(eval_fraction=0, steps=(f"blocklist={listed}",), deduplicate=deduplicate, task_bytes=1)
     if not at:
-        begun = work.begun
-        monkeypatch.setattr(work, "begun", lambda *rest: listed.write_text("two") and begun(*rest))
+        begun = job.begun
+        monkeypatch.setattr(job, "begun", lambda *rest: listed.write_text("two") and begun(*rest))
     with pytest.raises(UserError, match=r"--steps: what it names is another one .* delete .* and run again"):
         prepare([source], tmp_path / "out", options, say=edit)
 

@@ -12,9 +12,9 @@ import tiktoken
 import tiktoken_ext.openai_public as public
 
 from jaxtrain.data import open_corpus
-from jaxtrain.data.prepare import Options, prepare
-from jaxtrain.data.tiktoken_ranks import SCHEMES
-from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.data.prepare.prepare import Options, prepare
+from jaxtrain.data.tokenizers.tiktoken_ranks import SCHEMES
+from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError
 
 TEXTS = ["The theme of the thesis.\n\n\n  It's HERE'S, don't\t 12345678 tokens\r\n", "", " ", "a\0b",

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.data import token_files
-from jaxtrain.data.inputs import find_tasks, read
-from jaxtrain.data.prepare import Options, main, prepare
+from jaxtrain.data.formats import token_files
+from jaxtrain.data.formats.inputs import find_tasks, read
+from jaxtrain.data.prepare.prepare import Options, main, prepare
 from jaxtrain.errors import UserError
 
 EOD = 256
@@ -200,7 +200,7 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, names, flags, word
 def test_what_lies_beside_is_watched_and_hashed_too(tmp_path, monkeypatch, write, beside):
     source, options = folder(tmp_path, write), Options(eval_fraction=0, task_bytes=2**26)
     with monkeypatch.context() as killed:
-        killed.setattr("jaxtrain.data.prepare._finish", lambda *_: 1 / 0)
+        killed.setattr("jaxtrain.data.prepare.prepare._finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare([source], tmp_path / "out", options)
     path = tmp_path / "in" / beside

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxtrain.data import open_corpus
-from jaxtrain.data import tokenizer as tokenizers_of_ours
-from jaxtrain.data.prepare import Options, main, prepare
-from jaxtrain.data.tokenizer import JsonTokenizer, load_tokenizer
+from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.tokenizers import tokenizer as tokenizers_of_ours
+from jaxtrain.data.tokenizers.tokenizer import JsonTokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 
 TEXTS = ["the first", "a <s> that <|endoftext|> somebody wrote", "größe 日本 🙂", "  two\n"]
@@ -95,7 +95,7 @@ def test_a_begin_that_is_lost_is_noticed(tmp_path, tokenizers, monkeypatch):
         open_corpus(tmp_path / "lost")
     np.array([70, 71, 1], "<u2").tofile(tmp_path / "a.bin")  # nor where tokens are copied
     with monkeypatch.context() as lost:
-        lost.setattr("jaxtrain.data.tasks.begun", lambda ids, tokenizer: ids)
+        lost.setattr("jaxtrain.data.prepare.tasks.begun", lambda ids, tokenizer: ids)
         with pytest.raises(UserError, match="has documents without <s> in front"):
             prepare([str(tmp_path / "a.bin")], tmp_path / "copied", replace(options, token_dtype="uint16"))
     made = prepare([str(tmp_path / "a.txt")], tmp_path / "out", options)
@@ -126,7 +126,7 @@ def test_a_mistake_is_one_line(tmp_path, tokenizers, capsys, flags, words):
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package):
     (tmp_path / name).write_bytes(b"YQ== 0\n" if package == "tiktoken" else b"x")
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr("jaxtrain.data.tiktoken_ranks._ranks", lambda *_: {b"a": 0})
+    monkeypatch.setattr("jaxtrain.data.tokenizers.tiktoken_ranks._ranks", lambda *_: {b"a": 0})
     with pytest.raises(UserError, match=rf"needs the package {package}; pip install 'jaxtrain\[data\]'"):
         load_tokenizer(name if ":" in name else str(tmp_path / name))
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.data import prepare_sequences, work
-from jaxtrain.data.audio import Audio
-from jaxtrain.data.prepare import Options, main, prepare, prepare_part
+from jaxtrain.data.prepare import job
+from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
+from jaxtrain.data.prepare_sequences import prepare_sequences
+from jaxtrain.data.prepare_sequences.audio import Audio
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -74,18 +75,18 @@ def test_another_command_goes_on_only_where_nothing_was_done(tmp_path):
 
 def test_what_was_deleted_meanwhile_is_no_mistake(tmp_path):
     out = tmp_path / "out"
-    with work.begun(out, "plan", "format") as left:
+    with job.begun(out, "plan", "format") as left:
         assert left
         (out / "a.partial").write_bytes(b"")
         shutil.rmtree(out / "unfinished")
-        work.complete(out, {"format": "format", "plan": "plan"}, {})
+        job.complete(out, {"format": "format", "plan": "plan"}, {})
     assert [path.name for path in out.iterdir()] == ["manifest.json"]
-    with work.begun(out, "plan", "format") as left:
+    with job.begun(out, "plan", "format") as left:
         assert not left
 
 
 def test_sequences_are_held_too(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/0.wav").write_bytes(b"RIFF")
-    with work.begun(tmp_path / "out", "plan", prepare_sequences.FORMAT), pytest.raises(UserError, match="somebody"):
+    with job.begun(tmp_path / "out", "plan", prepare_sequences.FORMAT), pytest.raises(UserError, match="somebody"):
         prepare_sequences.prepare_sequences([str(tmp_path / "in")], tmp_path / "out", Audio())

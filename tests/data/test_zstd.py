@@ -5,8 +5,8 @@ import io
 import pytest
 import zstandard
 
-from jaxtrain.data.prepare import Options, main, prepare
-from jaxtrain.data.zstd import opened
+from jaxtrain.data.formats.zstd import opened
+from jaxtrain.data.prepare.prepare import Options, main, prepare
 
 LINES = b"".join(b'{"text": "line %d"}\n' % i for i in range(20_000))
 FRAME = zstandard.ZstdCompressor().compress(LINES)

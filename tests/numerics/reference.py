@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain import partition
-from jaxtrain.mesh import AXES
-from jaxtrain.state import TrainState
+from jaxtrain.sharding.mesh import AXES
+from jaxtrain.train_step import partition
+from jaxtrain.train_step.state import TrainState
 from tests.numerics import plain_experts
 
 VOCAB, SEQ, BATCH, STEPS, LAYERS = 64, 16, 32, 20, 2
@@ -94,7 +94,7 @@ def start_from(run: jt.Run, params):
 
 
 def _scale():
-    from jaxtrain.precision import LossScale
+    from jaxtrain.train_step.precision import LossScale
     return jax.tree.map(np.asarray, LossScale.initial())
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain import sharding
 from jaxtrain.models.ahead import with_second_targets
+from jaxtrain.sharding import rules as sharding
 from tests.composition import fuzz
 from tests.numerics import reference
 

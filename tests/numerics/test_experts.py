@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.mesh import AXES
+from jaxtrain.sharding.mesh import AXES
 from tests.numerics import reference
 
 STEPS = 4

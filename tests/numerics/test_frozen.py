@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain import partition
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import TARGETS
+from jaxtrain.train_step import partition
 from tests.numerics import reference
 
 FREEZE = ("embed/*", "blocks/layer/attention/*")

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.build import build
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.config_file import load_config
-from jaxtrain.hosts import HOST
+from jaxtrain.config.load import load_config
 from jaxtrain.main import main
 from jaxtrain.plan.estimate import change
+from jaxtrain.run import build
+from jaxtrain.sharding.host_memory import HOST
 from tests.numerics import reference
 from tests.tiny import tiny_flags
 

@@ -3,7 +3,7 @@
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.sharding import CONFIG_KEYS
+from jaxtrain.sharding.rules import CONFIG_KEYS
 from tests.numerics import reference
 
 MESH = (2, 2, 2)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.precision import LossScale
+from jaxtrain.train_step.precision import LossScale
 from tests.numerics import reference
 
 CUBE = (2, 2, 2)

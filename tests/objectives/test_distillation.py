@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.loss import distillation_loss
+from jaxtrain.kernels.cross_entropy import distillation_loss
 from jaxtrain.objectives.distillation import distillation
 from tests.numerics import reference
 

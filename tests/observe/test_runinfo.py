@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxtrain.config_file import make_config
+from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
 from jaxtrain.observe import check_workdir, write_run_files
 

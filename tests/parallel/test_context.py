@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain import sharding
 from jaxtrain.models.attention import attend
 from jaxtrain.parallel import context, tiles
 from jaxtrain.plan import hlo
+from jaxtrain.sharding import rules as sharding
 from tests.numerics import reference
 
 STRATEGIES = ("ring", "gather", "ulysses")

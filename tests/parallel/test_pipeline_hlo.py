@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.plan import hlo
-from jaxtrain.plan.device_groups import device_groups
+from jaxtrain.plan.trace.device_groups import device_groups
 from tests.numerics import reference
 
 F32 = 4

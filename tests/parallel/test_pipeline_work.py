@@ -10,7 +10,7 @@ from collections import Counter
 import jax
 import pytest
 
-from jaxtrain import sharding
+from jaxtrain.sharding import rules as sharding
 from tests.numerics import reference
 
 ROWS, LAYERS = 3, 8  # rows of one micro-batch: 48 tokens, a size that no weight has

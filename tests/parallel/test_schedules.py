@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.config import PipelineConfig
+from jaxtrain.config.schema import PipelineConfig
 from jaxtrain.errors import UserError
 from jaxtrain.parallel import schedules
-from jaxtrain.parallel.pipeline import make_schedules
+from jaxtrain.parallel.pipeline.pipeline import make_schedules
 from jaxtrain.parallel.schedules import Column as C
 from jaxtrain.parallel.schedules import Hop, Op, make
 from jaxtrain.parallel.schedules.__main__ import main

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxtrain.config_file import load_config
+from jaxtrain.config.load import load_config
 from jaxtrain.plan.compiler import compile_step
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import TARGETS

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.config_file import load_config
-from jaxtrain.mesh import AXES
+from jaxtrain.config.load import load_config
 from jaxtrain.parallel import experts
-from jaxtrain.plan import reader, rough
+from jaxtrain.plan.cost import rough
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import TARGETS
+from jaxtrain.plan.trace import reader
+from jaxtrain.sharding.mesh import AXES
 
 ROWS, WIDTH, WIDER, COUNT = 512, 64, 160, 4
 ONE = 2 * ROWS * WIDTH * WIDER  # FLOP of a product in which each row goes through one expert

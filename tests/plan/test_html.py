@@ -8,9 +8,10 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import UserError
-from jaxtrain.plan import drawing, html, scaling, search, targets
+from jaxtrain.plan import search, targets
 from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.estimate import change, estimate
+from jaxtrain.plan.report import drawing, html, scaling
 
 VOID = {"meta"}
 TITLE = '<script>alert("1 & 2")</script>'

@@ -7,11 +7,11 @@ import jax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config_file import load_config
-from jaxtrain.plan import here, search, targets
+from jaxtrain.config.load import load_config
+from jaxtrain.plan import preflight, search, targets
 from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.estimate import change, estimate, gigabytes
-from jaxtrain.plan.table import explained, keys, milliseconds
+from jaxtrain.plan.report.table import explained, keys, milliseconds
 
 TINY = {"mesh.fsdp": 1, "train.accumulation": 1, "data.global_batch_size": 16}
 
@@ -60,7 +60,7 @@ def test_keeping_more_for_the_backward_pass_takes_more_memory_and_less_time():
 def test_the_state_is_counted_to_the_byte():
     config = tiny(mesh__fsdp=4, mesh__data=2)
     guess, run = estimate(config, targets.TARGETS["h100"], 8), jt.build(config, devices=8)
-    from jaxtrain.report import total
+    from jaxtrain.train_step.report import total
 
     assert guess.memory["parameters"] == total(run.abstract.params)
     assert guess.memory["optimizer"] == total(run.abstract.opt_state)
@@ -68,15 +68,15 @@ def test_the_state_is_counted_to_the_byte():
 
 
 def test_an_offloaded_state_takes_the_hosts_memory_and_the_time_of_its_way():
-    from jaxtrain.report import total
+    from jaxtrain.train_step.report import total
 
     config, target = tiny(mesh__fsdp=4, mesh__data=2), targets.TARGETS["h100"]
-    here, away = (estimate(change(config, {"optimizer.offload": offload}), target, 8) for offload in (False, True))
+    kept, away = (estimate(change(config, {"optimizer.offload": offload}), target, 8) for offload in (False, True))
     state = total(jt.build(config, devices=8).abstract.opt_state)
     scalars = away.memory["optimizer"]
     assert 0 < scalars <= 16 and away.host == state - scalars
-    assert away.bytes < here.bytes - 0.9 * away.host
-    assert here.host == 0 and "copies from and to hosts" not in here.time.parts
+    assert away.bytes < kept.bytes - 0.9 * away.host
+    assert kept.host == 0 and "copies from and to hosts" not in kept.time.parts
     assert away.time.parts["copies from and to hosts"] == pytest.approx(2 * away.host / target.host)
 
 
@@ -139,12 +139,12 @@ def test_what_cannot_fit_is_refused_with_what_does(monkeypatch):
     need = estimate(run.config, targets.TARGETS["h100"], 8).bytes
     monkeypatch.setattr(targets, "here", lambda devices=None: _small(0.6 * need))
     with pytest.raises(jt.UserError, match=r"train\.check_memory: a step would take about") as refusal:
-        here.check(run)
+        preflight.check(run)
     fix = dict(word.split("=") for word in refusal.value.fix.removeprefix("use ").split())
     changed = change(run.config, {key: type(_at(run.config, key))(value) for key, value in fix.items()})
     assert estimate(changed, _small(0.6 * need), 8).fits
     monkeypatch.setattr(targets, "here", lambda devices=None: _small(2 * need))
-    assert "predicted: " in here.check(run)
+    assert "predicted: " in preflight.check(run)
 
 
 def test_what_the_hosts_cannot_hold_is_refused(monkeypatch):
@@ -155,10 +155,10 @@ def test_what_the_hosts_cannot_hold_is_refused(monkeypatch):
             targets.TARGETS["h100"], host_memory=room * state / 0.8))
         asked = dataclasses.replace(run, config=change(run.config, {"resilience.replay_every": replays}))
         if fits:
-            assert "predicted: " in here.check(asked)
+            assert "predicted: " in preflight.check(asked)
         else:
             with pytest.raises(jt.UserError, match=r"optimizer\.offload: it takes .* GB of the host's memory"):
-                here.check(asked)
+                preflight.check(asked)
 
 
 def _at(config, key):
@@ -172,12 +172,12 @@ def test_devices_that_nobody_knows_stop_no_run(monkeypatch):
 
     run = jt.build(tiny(mesh__data=8))
     monkeypatch.setattr(targets, "here", unknown)
-    assert "nothing is known of 'GPU 9000'" in here.check(run)
+    assert "nothing is known of 'GPU 9000'" in preflight.check(run)
 
 
 def test_a_check_can_be_turned_off(monkeypatch):
     monkeypatch.setattr(targets, "here", lambda devices=None: _small(1e6))
-    assert "predicted: " in here.check(jt.build(tiny(mesh__data=8, train__check_memory=False)))
+    assert "predicted: " in preflight.check(jt.build(tiny(mesh__data=8, train__check_memory=False)))
 
 
 @pytest.mark.parametrize(("words", "said"), [

@@ -8,12 +8,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.config import Config
-from jaxtrain.config_file import load_config
-from jaxtrain.plan import links, targets, time
+from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import Config
+from jaxtrain.plan import targets
+from jaxtrain.plan.cost import links, time
 from jaxtrain.plan.estimate import estimate
-from jaxtrain.plan.program import Block, Collective, Op, Value
 from jaxtrain.plan.targets import Link, Target
+from jaxtrain.plan.trace.program import Block, Collective, Op, Value
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ALL = {"matmul": 1.0, "attention": 1.0, "memory": 1.0, "links": 1.0, "overlap": 1.0}

@@ -10,14 +10,14 @@ import threading
 
 import pytest
 
+from jaxtrain.distributed import exit_codes, run_lock
+from jaxtrain.distributed.run_lock import locked
 from jaxtrain.main import main
-from jaxtrain.resilience import alone, exits
-from jaxtrain.resilience.alone import locked
 from tests.tiny import tiny_flags
 
 HOLD = """
 import sys
-from jaxtrain.resilience.alone import locked
+from jaxtrain.distributed.run_lock import locked
 with locked(sys.argv[1], 0):
     print("held", flush=True)
     sys.stdin.read()
@@ -48,15 +48,15 @@ def test_the_other_is_named_and_nothing_stale_remains(other, tmp_path):
 
 
 def test_a_run_is_refused_where_another_one_works(other, tmp_path, tmp_path_factory, cache, capsys, monkeypatch):
-    monkeypatch.setattr(alone, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 1.0)
     flags = [*tiny_flags(tmp_path_factory, ["train.steps=1", "mesh.data=8", "checkpoint.every=0"]),
              f"--workdir={tmp_path}"]
-    assert main(flags) == exits.RESTART
+    assert main(flags) == exit_codes.RESTART
     err = capsys.readouterr().err
     assert f"--workdir: another run works in {tmp_path} (process {other.pid} " in err and "waiting up to 1 s" in err
     assert not (tmp_path / "metrics.jsonl").exists() and not (tmp_path / "config.json").exists()
     # One that ends meanwhile is waited for.
-    monkeypatch.setattr(alone, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 60.0)
     threading.Timer(1.0, other.kill).start()
     assert main(flags) == 0
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 1
@@ -81,8 +81,8 @@ def test_a_full_disk_costs_the_name_only(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(exits.Ended), locked(tmp_path, 0) as found:
+    with pytest.raises(exit_codes.Ended), locked(tmp_path, 0) as found:
         assert found == ""
         with locked(tmp_path, 0) as found:
             assert found == "a process that has just begun"
-        raise exits.Ended(76, "of the run itself")
+        raise exit_codes.Ended(76, "of the run itself")

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import sharding
-from jaxtrain.resilience.anomalies import ENOUGH, SIZE, History
-from jaxtrain.step import make_step
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step.anomaly import ENOUGH, SIZE, History
+from jaxtrain.train_step.step import make_step
 from tests.numerics import reference
 
 

@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.hosts import HOST
-from jaxtrain.resilience.bits import compile_hashes
-from jaxtrain.resilience.bits import hash_bits as hash_once
+from jaxtrain.resilience.corruption.device_hashes import compile_hashes
+from jaxtrain.resilience.corruption.device_hashes import hash_bits as hash_once
+from jaxtrain.sharding.host_memory import HOST
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "float8_e4m3fn"])

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from jaxtrain.config_file import make_config
+from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
-from jaxtrain.mesh import AXES
-from jaxtrain.resilience import elastic
+from jaxtrain.plan import elastic
+from jaxtrain.sharding.mesh import AXES
 
 TINY = {"model.num_layers": 2, "model.embed_dim": 48, "model.num_heads": 6, "model.vocab_size": 384,
         "data.seq_len": 48, "data.global_batch_size": 24}

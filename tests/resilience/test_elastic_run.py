@@ -24,7 +24,7 @@ TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "dat
 TRAIN = """
 import hashlib, os, sys, time
 import jax
-from jaxtrain.build import Run
+from jaxtrain.run import Run
 from jaxtrain.main import main
 
 file = os.open(sys.argv.pop(1), os.O_WRONLY | os.O_APPEND | os.O_CREAT)

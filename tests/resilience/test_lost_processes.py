@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.distributed import exit_codes
 from jaxtrain.observe import events
-from jaxtrain.resilience import exits
 from tests.tiny import free_address, tiny_flags
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "dat
 # Process 1 does something at a step, and waits before it restores.
 RUN = """
 import os, sys, time
-from jaxtrain.build import Run
+from jaxtrain.run import Run
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.main import main
 
@@ -93,7 +93,7 @@ def test_killed(flags, tmp_path, processes, devices, victim):
         if victim == 0 and status == -signal.SIGABRT:  # JAX saw it first: it is told of its coordinator, too
             continue
         found = re.search(rf"process {victim} \({re.escape(NAME)}\) is gone( \([^)]*\))?: process {i} ends", said)
-        assert status == exits.RESTART and found, said
+        assert status == exit_codes.RESTART and found, said
         assert "Traceback" not in said
     if victim:
         assert {(event["kind"], event["peer"]) for event in events.events(tmp_path)
@@ -105,7 +105,8 @@ def test_one_fails(flags, tmp_path):
     with started(flags, tmp_path, what="raise OSError('the disk is on fire')") as run:
         (status, said), (failed, reason) = ended(run)
     assert failed == 1 and reason.count("OSError: the disk is on fire") >= 1 and "Traceback" in reason
-    assert status == exits.RESTART and f"process 1 ({NAME}) failed (OSError: the disk is on fire): process 0" in said
+    assert status == exit_codes.RESTART
+    assert f"process 1 ({NAME}) failed (OSError: the disk is on fire): process 0" in said
     assert "Traceback" not in said
 
 
@@ -114,7 +115,7 @@ def test_one_hangs(flags, tmp_path):
     keys = ["--config.resilience.hang_floor=8", "--config.resilience.hang_factor=1"]
     with started([*flags, *keys], tmp_path, what="time.sleep(1000)") as run:
         ends = ended(run)
-    assert [status for status, _ in ends] == [exits.RESTART] * 2, ends
+    assert [status for status, _ in ends] == [exit_codes.RESTART] * 2, ends
     assert all(f"process 1 ({NAME}) did not begin step 7, where the others wait" in said for _, said in ends), ends
     first, second = sorted((tmp_path / "hangs").iterdir(), key=lambda path: path.name.partition("process")[2])
     assert "in odd" in second.read_text() and "in odd" not in first.read_text()
@@ -148,5 +149,5 @@ def test_one_never_comes(flags, tmp_path, who):
     with started(flags, tmp_path, of=[who], JAXTRAIN_JOIN_TIMEOUT="8") as run:
         (status, said), = ended(run)
     reason = ("process 1 finds nobody at 127.0.0.1:", "not all of the 2 processes came to 127.0.0.1:")[who == 0]
-    assert status == exits.RESTART and said.startswith(f"--coordinator: {reason}")
+    assert status == exit_codes.RESTART and said.startswith(f"--coordinator: {reason}")
     assert said.count("\n") == 1

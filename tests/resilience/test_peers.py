@@ -8,12 +8,12 @@ import time
 import jax
 import pytest
 
-from jaxtrain import distributed
-from jaxtrain.config_file import make_config
+from jaxtrain.config.load import make_config
+from jaxtrain.distributed import exit_codes, peers
+from jaxtrain.distributed import processes as distributed
+from jaxtrain.distributed.peers import Peers
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
-from jaxtrain.resilience import exits, peers
-from jaxtrain.resilience.peers import Peers
 
 
 class Store(dict):
@@ -79,7 +79,7 @@ def test_a_killed_process_ends_all_by_name(victim, tmp_path, capfd):
     run.die(victim)
     others = {0, 1, 2} - {victim}
     ended = run.ended(others)  # what is left of the victim, in this one process, may end as well
-    assert {other: ended[other] for other in others} == dict.fromkeys(others, exits.RESTART)
+    assert {other: ended[other] for other in others} == dict.fromkeys(others, exit_codes.RESTART)
     said = capfd.readouterr().err
     for other in others:
         assert f"process {victim} ({socket.gethostname()}) is gone: process {other} ends, to be started again" in said
@@ -98,7 +98,7 @@ def test_a_silent_process_ends_all_by_name(victim, monkeypatch, capfd):
     end = time.monotonic() + 60
     while not others <= set(run.ends) and time.monotonic() < end:
         time.sleep(0.01)
-    assert {run.ends.get(other) for other in others} == {exits.RESTART}
+    assert {run.ends.get(other) for other in others} == {exit_codes.RESTART}
     assert f"process {victim} ({socket.gethostname()}) is gone (silent for " in capfd.readouterr().err
 
 
@@ -112,7 +112,7 @@ def test_a_run_that_ends_well_ends_nobody(first, capfd):
     assert run.ends == {} and capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("status, expected", [(1, exits.RESTART), (exits.MISTAKE, exits.MISTAKE)])
+@pytest.mark.parametrize("status, expected", [(1, exit_codes.RESTART), (exit_codes.MISTAKE, exit_codes.MISTAKE)])
 def test_a_failure_is_told_with_its_reason(status, expected, capfd):
     run = Run()
     run.peers[1].fail(status, "OSError: the disk is on fire")
@@ -126,14 +126,14 @@ def test_who_lost_a_connection_waits_until_its_reason_is_named(capfd):
     run = Run()
     run.peers[1].fail(1, "OSError: the disk is on fire")
     run.peers[0].wait_for_news(0.05)  # less than it takes the thread that heard
-    assert run.ends[0] == exits.RESTART and "failed (OSError: the disk is on fire)" in capfd.readouterr().err
+    assert run.ends[0] == exit_codes.RESTART and "failed (OSError: the disk is on fire)" in capfd.readouterr().err
 
 
 def test_the_same_failure_everywhere_is_told_by_each(monkeypatch, capfd):
     monkeypatch.setattr(peers, "_PATIENCE", 2.0)
     run = Run()
     for one in run.peers.values():
-        one.fail(exits.MISTAKE, "the same mistake")
+        one.fail(exit_codes.MISTAKE, "the same mistake")
     time.sleep(3)
     assert run.ends == {} and capfd.readouterr().err == ""
 
@@ -143,7 +143,7 @@ def test_all_write_down_a_hang(capfd):
     for one in run.peers.values():
         one.on_hang = heard.append  # returns None: it was not at it
     run.peers[2].hang("no progress for 99 seconds")
-    assert run.ended({0, 1}) == {0: exits.RESTART, 1: exits.RESTART}
+    assert run.ended({0, 1}) == {0: exit_codes.RESTART, 1: exit_codes.RESTART}
     assert heard == [f"process 2 ({socket.gethostname()}) saw no progress for 99 seconds"] * 2
 
 

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.build import build
-from jaxtrain.config_file import load_config
+from jaxtrain.config.load import load_config
 from jaxtrain.observe.events import events
-from jaxtrain.resilience.accusations import Accusations, Corrupted
-from jaxtrain.resilience.replays import Replays
+from jaxtrain.resilience.corruption.replays import Replays
+from jaxtrain.resilience.corruption.suspects import Accusations, Corrupted
+from jaxtrain.run import build
 from tests.resilience.faults import flipped_somewhere
 
 ROOT = Path(__file__).parents[2]

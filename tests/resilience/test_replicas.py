@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.main import main
-from jaxtrain.mesh import make_mesh
 from jaxtrain.observe.events import events
-from jaxtrain.resilience.accusations import Accusations, Corrupted
-from jaxtrain.resilience.replays import Replays
-from jaxtrain.resilience.replicas import LAG, Replicas
+from jaxtrain.resilience.corruption.replays import Replays
+from jaxtrain.resilience.corruption.replicas import LAG, Replicas
+from jaxtrain.resilience.corruption.suspects import Accusations, Corrupted
+from jaxtrain.sharding.mesh import make_mesh
 from tests.resilience.faults import flipped, flipped_somewhere
 from tests.tiny import free_address, tiny_flags
 
@@ -145,7 +145,7 @@ FAULTY = """
 import sys
 import jax
 from jaxtrain.main import main
-from jaxtrain.resilience.replays import Replays
+from jaxtrain.resilience.corruption.replays import Replays
 from tests.resilience.faults import flipped_somewhere
 
 def run(self, step, compiled, state, batch, healthy=Replays.run):

@@ -15,18 +15,18 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.build import build
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.config import ResilienceConfig
-from jaxtrain.config_file import load_config
-from jaxtrain.data.loader import Batches
-from jaxtrain.data.passed_over import FILE, PassedOver
+from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import ResilienceConfig
+from jaxtrain.data.loading.loader import Batches
+from jaxtrain.data.loading.skipped_batches import FILE, PassedOver
+from jaxtrain.distributed import exit_codes
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
-from jaxtrain.resilience import exits
-from jaxtrain.resilience.anomalies import History
-from jaxtrain.resilience.rollback import GivenUp, Guard, RolledBack
 from jaxtrain.resilience.watchdog import Watchdog
+from jaxtrain.run import build
+from jaxtrain.train_step.anomaly import History
+from jaxtrain.trainer.rollback import GivenUp, Guard, RolledBack
 from tests.tiny import free_address, tiny_flags
 
 ROOT = Path(__file__).parents[2]
@@ -98,11 +98,11 @@ def never_saw(flags, tmp_path_factory):
 def test_rolled_back(flags, never_saw, poison, tmp_path, capsys, monkeypatch):
     live = []
 
-    def counting(workdir, checkpoints, settle=sys.modules["jaxtrain.train"].settle):
+    def counting(workdir, checkpoints, settle=sys.modules["jaxtrain.trainer.loop"].settle):
         live.append(sum(array.nbytes for array in jax.live_arrays()))
         return settle(workdir, checkpoints)
 
-    monkeypatch.setattr(sys.modules["jaxtrain.train"], "settle", counting)
+    monkeypatch.setattr(sys.modules["jaxtrain.trainer.loop"], "settle", counting)
     poison("strange", {BAD})
     assert main([*flags, *words(resilience__spikes="rollback"), f"--workdir={tmp_path}"]) == 0
     before, after = live
@@ -147,9 +147,9 @@ def assert_went_nearly_as(flags, workdir, never_saw):
 
 KILLED = """
 import os, signal, sys
-import jaxtrain.train
+import jaxtrain.trainer.loop
 import numpy as np
-from jaxtrain.data.loader import Batches
+from jaxtrain.data.loading.loader import Batches
 from jaxtrain.main import main
 
 def poisoned(self, step, indices, rows=Batches.rows):
@@ -158,7 +158,7 @@ def poisoned(self, step, indices, rows=Batches.rows):
         batch["targets"] = np.full_like(batch["targets"], 319)
     return batch
 
-train = sys.modules["jaxtrain.train"]
+train = sys.modules["jaxtrain.trainer.loop"]
 
 def killed(workdir, checkpoints, settle=train.settle, turns=[]):
     turns.append(workdir)
@@ -216,7 +216,7 @@ def test_asked_to_stop_while_it_goes_back(flags, never_saw, poison, tmp_path, mo
     monkeypatch.setattr(Guard, "_roll_back", stopped)
     poison("strange", {BAD})
     keys = words(resilience__spikes="rollback")
-    assert main([*flags, *keys, f"--workdir={tmp_path}"]) == exits.SAVED
+    assert main([*flags, *keys, f"--workdir={tmp_path}"]) == exit_codes.SAVED
     assert Checkpoints(tmp_path / "checkpoints").latest() == 33
     assert main([*flags, *keys, f"--workdir={tmp_path}"]) == 0
     assert_went_as(flags, tmp_path, never_saw)
@@ -251,7 +251,7 @@ def test_skipped(flags, poison, tmp_path):
     pytest.param(8, dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2), id="product", marks=pytest.mark.slow)])
 def test_on_any_mesh_the_same_is_decided(flags, never_saw, poison, tmp_path, monkeypatch, devices, mesh):
     here = functools.partial(build, devices=jax.devices()[:devices])
-    monkeypatch.setattr(sys.modules["jaxtrain.train"], "build", here)
+    monkeypatch.setattr(sys.modules["jaxtrain.trainer.loop"], "build", here)
     poison("strange", {BAD})
     assert main([*flags, *words(resilience__spikes="rollback", **mesh), f"--workdir={tmp_path}"]) == 0
     assert decisions(tmp_path) == [("skip", BAD + 1), ("rollback", BAD + 1)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain.resilience.staff import Order, Staff
+from jaxtrain.launch.supervisor.slots import Order, Staff
 
 
 @pytest.fixture

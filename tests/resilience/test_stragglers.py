@@ -102,7 +102,7 @@ def test_one_process_with_several_devices(tmp_path, monkeypatch, capfd):
 STEPS = 90
 SLOW = """
 import sys, time, jax
-from jaxtrain.build import Run
+from jaxtrain.run import Run
 from jaxtrain.main import main
 from jaxtrain.resilience import stragglers
 

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.config import ResilienceConfig
+from jaxtrain.config.schema import ResilienceConfig
+from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
-from jaxtrain.resilience import exits, watchdog
+from jaxtrain.resilience import watchdog
 from jaxtrain.resilience.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]
 QUICK = """
 import ctypes, os, signal, sys, threading, time
-from jaxtrain.config import ResilienceConfig
+from jaxtrain.config.schema import ResilienceConfig
 from jaxtrain.resilience import watchdog
 
 watchdog.TICK, watchdog.GRACE = 0.05, {grace}
@@ -57,7 +58,7 @@ def end(process):
 def test_a_hang_between_steps(tmp_path):
     events.record(tmp_path, "something_before")
     status, out, error = end(run(tmp_path))
-    assert (status, out) == (exits.RESTART, "")
+    assert (status, out) == (exit_codes.RESTART, "")
     assert "process 0 (" in error and "hangs in phase 'train': no progress for" in error and "in the_hang" in error
     (stacks,) = (tmp_path / "hangs").iterdir()
     text = stacks.read_text()
@@ -71,7 +72,7 @@ def test_a_hang_between_steps(tmp_path):
 
 
 def test_a_hang_before_the_first_step_has_its_own_limit(tmp_path):
-    assert end(run(tmp_path, body="the_hang()", start_limit=1.0))[0] == exits.RESTART
+    assert end(run(tmp_path, body="the_hang()", start_limit=1.0))[0] == exit_codes.RESTART
     assert end(run(tmp_path, body="the_hang()", hang="time.sleep(3)"))[:2] == (0, "went on\n")
 
 
@@ -91,7 +92,7 @@ def test_an_error_whose_closing_hangs_is_not_lost(tmp_path):
            "        stack.callback(the_hang); steps(dog); raise OSError('the real reason')"
     # The callback is pushed outside of training(), so it runs behind it, as the checkpoints' closing does.
     status, _, error = end(run(tmp_path, body=body))
-    assert status == exits.RESTART and "hangs in phase 'failure'" in error and "OSError: the real reason" in error
+    assert status == exit_codes.RESTART and "hangs in phase 'failure'" in error and "OSError: the real reason" in error
 
 
 def test_a_process_that_was_stopped_did_not_hang(tmp_path):

@@ -17,21 +17,21 @@ import numpy as np
 import pytest
 
 from jaxtrain import observe
-from jaxtrain.build import Run, build
-from jaxtrain.checkpoint import Checkpoints, store
-from jaxtrain.config_file import load_config
+from jaxtrain.checkpoint import Checkpoints, manager
+from jaxtrain.config.load import load_config
 from jaxtrain.data import Batches
-from jaxtrain.data.passed_over import PassedOver
-from jaxtrain.resilience.interrupt import Interrupt
-from jaxtrain.resilience.replays import Replays
-from jaxtrain.resilience.replicas import Replicas
-from jaxtrain.resilience.rollback import Guard
+from jaxtrain.data.loading.skipped_batches import PassedOver
+from jaxtrain.resilience.corruption.replays import Replays
+from jaxtrain.resilience.corruption.replicas import Replicas
 from jaxtrain.resilience.stragglers import Stragglers
 from jaxtrain.resilience.watchdog import Watchdog
+from jaxtrain.run import Run, build
+from jaxtrain.trainer.rollback import Guard
+from jaxtrain.trainer.shutdown import Interrupt
 from tests.tiny import tiny_flags
 
 pytestmark = pytest.mark.usefixtures("cache")
-loop = importlib.import_module("jaxtrain.train")  # `from jaxtrain import train` would give the function
+loop = importlib.import_module("jaxtrain.trainer.loop")  # `from jaxtrain import train` would give the function
 
 # Nothing follows steps 1 and 5; evaluations follow 2 and 4, a save follows 3, and both follow 6.
 STEPS, SAVE_EVERY, EVAL_EVERY = 6, 3, 2
@@ -243,7 +243,7 @@ def test_a_save_that_fails_is_repeated_only_at_the_end(run, tmp_path, monkeypatc
             return type(usage(path))(0, 0, 0) if 1 <= saves <= 3 else usage(path)
 
         monkeypatch.setattr(shutil, "disk_usage", full)
-        monkeypatch.setattr(store, "AGAIN_S", (0.001,) * 5)
+        monkeypatch.setattr(manager, "AGAIN_S", (0.001,) * 5)
         loop.train(run, tmp_path / "work")
     # A wait between two saves asks whether to stop, since a signal ends it.
     assert recorder.events == turns(1) + at(STEPS, *END) + at(STEPS, "stop agreed", "saved") * 2

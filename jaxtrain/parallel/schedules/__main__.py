@@ -7,8 +7,8 @@
 import argparse
 import sys
 
-from jaxtrain.cli import parser_of
 from jaxtrain.errors import UserError
+from jaxtrain.flags import parser_of
 from jaxtrain.parallel.schedules import drawing
 from jaxtrain.parallel.schedules.files import from_file
 from jaxtrain.parallel.schedules.making import NAMES, make

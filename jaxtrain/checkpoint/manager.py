@@ -1,0 +1,524 @@
+"""Checkpoints of a pytree on any mesh: a layer over Orbax that checks what it wrote, and again before it loads.
+
+On disk a checkpoint is `directory/STEP/` with a flat mapping from paths such as `params/layers/query` to arrays, a JSON
+`meta`, and the fingerprint that the arrays had on the devices. Tree structure (dataclasses, optax's tuples, None) is
+not stored: it comes from the state that is restored. After a checkpoint is committed a thread reads it back and, if it
+holds what was saved, makes it good (`verify.py`); only good ones let older ones go, and only good ones are chosen.
+What is damaged is renamed to `STEP.damaged`: never chosen again, and not lost.
+"""
+
+import contextlib
+import errno
+import functools
+import itertools
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint import fingerprint, verify
+from jaxtrain.checkpoint.checks import Checks
+from jaxtrain.checkpoint.mirror import FETCHING, Mirror
+from jaxtrain.checkpoint.orbax.barrier import Barrier
+from jaxtrain.checkpoint.orbax.orbax_logging import innermost, no_echoes, orbax
+from jaxtrain.checkpoint.restore import Damaged, Extras, load, unreadable
+from jaxtrain.checkpoint.retention import best_of, dispensable
+from jaxtrain.checkpoint.trees import describe, flatten
+from jaxtrain.distributed import exit_codes
+from jaxtrain.distributed.coordination import exchange, together
+from jaxtrain.errors import UserError
+from jaxtrain.observe.events import tell
+
+AGAIN_S = (1, 2, 4, 8, 16, 32, *[60] * 8)  # seconds until the last save of a run is tried again
+_MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)  # at a first save
+_PATIENCE_S = 20.0  # what `close` waits for a checkpoint that is being read back; the next start does it otherwise
+_names = map("checkpoint/{}".format, itertools.count())  # of what is exchanged; all make the same calls
+_DAMAGED, _ABANDONED, _DELETED, _TEMPORARY = ".damaged", ".abandoned", ".deleted", ".orbax-checkpoint-tmp"
+
+
+class NotSaved(exit_codes.Ended):
+    """The newest save is not on disk: what was done since the one before is done again by the next start."""
+
+    def __init__(self, step: int, directory: Path, reason: str):
+        super().__init__(exit_codes.RESTART, f"checkpoint: step {step} could not be saved in {directory} ({reason}); "
+                         "make room or mend the storage, and run the same command again")
+
+
+class Checkpoints:
+    """The checkpoints of one run. In a multi-process run every process makes all calls, at the same steps."""
+
+    def __init__(self, directory: str | Path, keep: int = 2, *, keep_every: int = 0, best: str = "",
+                 verify: str = "full", mirror: str = "", extras: Extras = MappingProxyType({})):
+        """Costs nothing: `directory` is made, and left-overs in it are cleaned up, when it is first written.
+
+        Args:
+            keep: how many of the last good ones are kept.
+            keep_every: those of every so many steps are kept for ever; 0: none.
+            best: a metric of metrics.jsonl, beside `directory`, by which the lowest is kept too; "": none.
+            verify: what is checked before a good one is loaded: "full", the sha256 of its files, or their "sizes".
+            mirror: a path or URL where each good one is copied to, and fetched from when it is lost here; "": none.
+            extras: for each entry of the state's `extras`, what makes its value for checkpoints that lack it.
+        """
+        self._extras = extras
+        self._directory = Path(directory).absolute()
+        self._keep, self._keep_every, self._best = keep, keep_every, best
+        self._checks = Checks(self._directory, hashes=verify == "full")
+        self.on_good: list[Callable[[int, Path], None]] = []  # called in the background with each new good checkpoint
+        self._mirror = Mirror(directory, mirror, self.keeping) if mirror else None
+        if self._mirror and jax.process_index() == 0:
+            self.on_good.append(self._mirror.copy)
+        self._jobs: list[_Job] = []
+        self._checked: int | None = None  # what `newest` has just found good
+        self._passed_over: set[int] = set()  # what is damaged and could not be renamed
+        self._failure: NotSaved | None = None  # why the newest save is not on disk
+        self._retaining = threading.Lock()
+
+    def latest(self) -> int | None:
+        """The newest committed step, good or not."""
+        return max(verify.steps(self._directory), default=None)
+
+    def steps(self) -> list[int]:
+        """All committed steps, good or not, in order."""
+        return verify.steps(self._directory)
+
+    def discard(self, above: int) -> None:
+        """Set the checkpoints of more than `above` steps aside: by one process, before anything is saved or restored.
+
+        They are deleted once the run has a good one beyond them.
+        """
+        for step in self.steps():
+            if step > above:
+                _rename(self._directory / str(step), _ABANDONED)
+        if self._mirror:  # or they would come back from there, should those here be lost
+            try:
+                self._mirror.hide(above)
+            except UserError as error:  # the next copy takes them away
+                self._tell("mirror_failed", f"copies of steps beyond {above} still count in the mirror ({error})",
+                           step=above, reason=str(error))
+
+    def newest(self, below: int | None = None) -> int | None:
+        """The newest good step (below one); checks its files, and passes over what is damaged, naming it.
+
+        A checkpoint that was committed but not read back yet is read back now. None: there is none (below that step).
+
+        Raises:
+            UserError: there are checkpoints, but none is good. To begin again is for a person to decide.
+        """
+        self._checked = None
+        candidates = exchange(verify.steps(self._directory), lambda found: found[0])
+        for step in reversed(candidates):
+            if step not in self._passed_over and (below is None or step < below):
+                problems = self._checks.of(step, next(_names))
+                if not problems:
+                    return self._found(step)
+                self._pass_over(step, problems)
+                if self._fetched(step):
+                    return self._found(step)
+        if below is None and (fetched := self._fetched(None)):
+            return self._found(fetched)
+        if below is None and (damaged := exchange(self._set_aside(), lambda found: found[0])):
+            raise UserError("checkpoint", f"of the checkpoints in {self._directory} none is good ({', '.join(damaged)};"
+                            " events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
+        return None
+
+    def _found(self, step: int) -> int:
+        self._checked = step
+        if self._mirror and jax.process_index() == 0:
+            self._mirror.copy(step)  # unless it is there, as after a run that ended in the middle of copying it
+        return step
+
+    def _fetched(self, step: int | None) -> int | None:
+        """From the mirror: this step, or its newest; None if it has none."""
+        if (mirror := self._mirror) is None:
+            return None
+
+        def fetch(_):
+            try:
+                return mirror.fetch(step)
+            except (UserError, OSError) as error:
+                if step is None:  # there is nothing else
+                    raise
+                reason = f"{error.key}: {error.reason}" if isinstance(error, UserError) else innermost(error)
+                self._tell("mirror_failed", f"checkpoint {step} cannot be fetched ({reason}); an older one is looked "
+                           "for", step=step, reason=reason)
+                return None
+
+        return exchange(None, fetch)
+
+    def restore_newest(self, abstract_state: Any, below: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
+        """-> (step, state, meta) of the newest good checkpoint that loads as it was saved; None: there is none.
+
+        `below`: go back to before that step. Checkpoints from there on belong to a past that is given up: they are
+        renamed to `STEP.abandoned`, and deleted once the run has a good one beyond them.
+
+        Raises:
+            UserError: the state is another one than this run's, or no checkpoint is good.
+        """
+        for job in self._jobs:  # what is being read back now may be the newest good one
+            job.thread.join()
+        while True:
+            checked, self._checked = self._checked, None
+            step = checked if checked is not None and below is None else self.newest(below)
+            self._checked = None
+            if step is None:
+                return None
+            try:
+                state, meta = load(self._directory / str(step), abstract_state, self._extras), self.meta(step)
+            except Damaged as damage:
+                self._pass_over(step, [str(damage)])
+                continue
+            if below is not None:
+                exchange(None, lambda _: [_rename(self._directory / str(other), _ABANDONED)
+                                             for other in verify.steps(self._directory) if other >= below])
+            return step, state, meta
+
+    def prepare(self, state: Any) -> None:
+        """Load and compile, before the loop, what the first save would otherwise wait for."""
+        orbax()
+        fingerprint.on_device(flatten(state))
+
+    def save(self, step: int, state: Any, meta: dict[str, Any] | None = None) -> float:
+        """Copy `state` off the devices and write it in the background; a step that exists is left as it is.
+
+        The state may be donated at once. Waits if the save before is still being written, or the one before that still
+        being read back. A save that fails is told and recorded, and the run goes on; `wait` and `close` raise if the
+        last one did.
+
+        Returns:
+            the seconds for which the caller was held up.
+        """
+        began = time.perf_counter()
+        self._wait_for_commits()
+        for job in self._jobs if self._failure else self._jobs[:-1]:  # a save that failed still makes room
+            job.thread.join()
+        self._jobs = self._jobs[-1:]
+        ocp, flat, folder = orbax(), flatten(state), self._directory / str(step)
+        refused = exchange(None, lambda _: self._preparation(folder, flat))
+        if refused:
+            self._failed(step, OSError(refused))
+            self._make_room(step)
+        if refused == "" and exchange(self.failed(), any) and not self._checks.of(step, next(_names)):
+            self._failure = None  # it came to be after all
+        if refused is not None:
+            return time.perf_counter() - began
+        from jaxtrain.checkpoint.orbax.deferred_json import LateJsonSave
+
+        # Orbax would wait for it too; but what is started before it is there may get in the way of its collectives.
+        jax.block_until_ready(flat)
+        parts, name = fingerprint.on_device(flat), next(_names)
+        shapes = {path: describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
+
+        def sums():
+            found = fingerprint.total(self._barrier.gather(fingerprint.read(parts)))
+            return {"step": step, "arrays": {path: [what, found.get(path)] for path, what in shapes.items()}}
+
+        def bring():  # process 0 writes the sums with its commit; the others bring theirs
+            if jax.process_index():
+                self._barrier.give(fingerprint.read(parts))
+
+        self._barrier.begin(name)
+        try:
+            self._saver.save(folder, args=ocp.args.Composite(
+                state=ocp.args.StandardSave(flat), meta=ocp.args.JsonSave(meta or {}), fingerprint=LateJsonSave(sums)))
+        except (OSError, ValueError) as error:  # what a storage says; mistakes of ours are other kinds
+            if jax.process_count() > 1:  # the others may be in the middle of it: all start again, rather than wait
+                raise OSError(f"checkpoint {step} could not be saved ({innermost(error)})") from error
+            self._drain()
+            self._failed(step, error)
+            self._make_room(step)
+            return time.perf_counter() - began
+        job = _Job(step, name)
+        job.thread = threading.Thread(target=self._finish, args=(job, bring), name="checkpoint", daemon=True)
+        self._jobs.append(job)
+        job.blocked_s = time.perf_counter() - began
+        job.thread.start()
+        return job.blocked_s
+
+    def restore(self, step: int, abstract_state: Any) -> Any:
+        """The state at `step`, as `abstract_state` (a pytree of `jax.ShapeDtypeStruct`) describes and shards it.
+
+        Raises:
+            UserError: names the first path whose shape or dtype is another in the checkpoint (Orbax would cast it in
+                silence), or says that the files cannot be read or do not hold what was saved.
+        """
+        try:
+            return load(self._directory / str(step), abstract_state, self._extras)
+        except Damaged as damage:
+            raise unreadable(self._directory / str(step), str(damage)) from None
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """What was saved beside the state at `step`."""
+        try:
+            return verify.saved_meta(self._directory / str(step))
+        except (OSError, ValueError) as error:
+            raise unreadable(self._directory / str(step), innermost(error)) from None
+
+    def failed(self) -> bool:
+        """Whether what was saved last did not come to be."""
+        return self._failure is not None
+
+    def writing(self) -> bool:
+        """Whether what was saved last is still on its way to disk."""
+        return any(not job.committed.is_set() for job in self._jobs)
+
+    def wait(self) -> None:
+        """Return when everything saved so far is on disk, read back and mirrored; raises if the last is not on disk."""
+        for job in self._jobs:
+            job.thread.join()
+        if self._mirror:
+            self._mirror.wait()
+        self._raise()
+
+    def insist(self, step: int, state: Any, meta: dict[str, Any] | None, pause: Callable[[float], bool]) -> None:
+        """Wait for the last save of a run, and while it fails make it again: the state is nowhere else.
+
+        Args:
+            pause: waits so many seconds; False, in all processes alike, if there is time for one more try only.
+
+        Raises:
+            NotSaved: it came to nothing.
+        """
+        for seconds in AGAIN_S:
+            try:
+                return self.wait()
+            except NotSaved:
+                self._tell("checkpoint_again", f"the last step is in memory only; saving it again in {seconds} s",
+                           step=step)
+                more = pause(seconds)
+                self.save(step, state, meta)
+                if not more:
+                    break
+        self.wait()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            self.close()
+        except NotSaved:
+            if error is None:  # else that is what is to be seen, or to go back for
+                raise
+
+    def close(self) -> None:
+        """Return when everything saved so far is on disk, and release Orbax's threads; raises if the last failed.
+
+        Reading back gets some seconds more; then it is left to the next start.
+        """
+        self._wait_for_commits()
+        for patience in (_PATIENCE_S, _PATIENCE_S):
+            for job in self._jobs:
+                job.thread.join(patience)
+            self._checks.stopping = True
+        if self._mirror:
+            self._mirror.close()
+        if "_saver" in self.__dict__:
+            self._saver.close()
+        self._raise()
+
+    # ------------------------------------------------------------------------------------------------------- the save
+
+    @functools.cached_property
+    def _saver(self):
+        from jaxtrain.checkpoint.orbax.deferred_json import LateJson
+
+        ocp = orbax()
+        handler = ocp.CompositeCheckpointHandler(
+            state=ocp.StandardCheckpointHandler(), meta=ocp.JsonCheckpointHandler(), fingerprint=LateJson())
+        return ocp.AsyncCheckpointer(handler, async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier))
+
+    @functools.cached_property
+    def _barrier(self):
+        return Barrier()
+
+    def _preparation(self, folder: Path, flat: dict[str, Any]) -> str | None:
+        """Make the directory clean -> None; or why nothing is to be saved: "" if it is there already."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            if folder.exists():
+                return ""
+            for entry in self._directory.iterdir():
+                if _TEMPORARY in entry.name or entry.name.endswith((_DELETED, FETCHING)):
+                    shutil.rmtree(entry, ignore_errors=True)
+            free, wanted = shutil.disk_usage(self._directory).free, sum(leaf.nbytes for leaf in flat.values())
+        except OSError as error:
+            if self._jobs or self._failure or error.errno not in _MISTAKES:
+                return f"{error.strerror}"  # it could be written before, and may be again
+            raise UserError("--workdir", f"{self._directory} cannot be written ({error.strerror})",
+                            "give a folder that can be") from None
+        # Compression saves a little. Better not to begin what cannot end: one process that fails holds up the others.
+        return f"{free:,} bytes are free, of {wanted:,}" if free < 0.8 * wanted else None
+
+    def _finish(self, job: "_Job", bring: Callable[[], Any]) -> None:
+        """What remains of a save, on a thread of its own: nothing that goes wrong here ends the run."""
+        began = time.perf_counter()
+        try:
+            failure = None
+            try:
+                bring()
+                with no_echoes():
+                    self._saver.wait_until_finished()
+            except Exception as error:
+                failure = error
+                with contextlib.suppress(Exception):  # the coordinator is gone: so will be everybody, soon
+                    self._barrier.fail(error, innermost(error))
+                self._drain()
+            finally:
+                self._commit(job, failure)
+            failures = together(f"{job.name}/saved", failure and innermost(failure), list)
+            if any(failures):
+                if not failure:
+                    self._failed(job.step, OSError(next(filter(None, failures))))
+                self._make_room(job.step)
+                return
+            committed = time.perf_counter()
+            problems = self._checks.read_back(job.step, job.name)
+            if problems:
+                self._pass_over(job.step, problems, f"{job.name}/damaged")
+                if job is self._jobs[-1]:
+                    self._failure = NotSaved(job.step, self._directory, problems[0])
+                return
+            self._tell("checkpoint", "", step=job.step, blocked_s=job.blocked_s, written_s=committed - began,
+                       verified_s=time.perf_counter() - committed)
+        except Exception as error:
+            self._tell("checkpoint_unverified", f"checkpoint {job.step} could not be read back "
+                       f"({innermost(error)}); the next start does it", step=job.step, reason=innermost(error))
+            return
+        try:
+            for callback in self.on_good:
+                callback(job.step, self._directory / str(job.step))
+            if jax.process_index() == 0:
+                self._retain()
+        except Exception as error:
+            self._tell("checkpoint_aftermath", f"checkpoint {job.step} is good, but what follows failed "
+                       f"({innermost(error)}); the next one tries again", step=job.step, reason=innermost(error))
+
+    def _drain(self) -> None:
+        """Behind a save that failed, until nobody of this process writes any more.
+
+        Orbax stops waiting at the first part that fails; and it holds more than one error, of which it would raise the
+        next one at the next save.
+        """
+        parts = list(getattr(self._saver._async_manager, "_commit_futures", None) or ())
+        while parts:
+            part = parts.pop()
+            if inner := getattr(part, "_futures", None):
+                parts += inner
+            else:
+                with contextlib.suppress(Exception):
+                    part.result()
+        for _ in range(9):
+            with contextlib.suppress(Exception):
+                self._saver.wait_until_finished()
+                return
+
+    def _commit(self, job: "_Job", failure: Exception | None) -> None:
+        try:
+            if failure:
+                self._failed(job.step, failure)
+            else:
+                self._failure = None
+        finally:
+            job.committed.set()
+
+    def _failed(self, step: int, error: Exception) -> None:
+        reason = innermost(error)
+        self._failure = NotSaved(step, self._directory, reason)
+        self._tell("checkpoint_failed", f"checkpoint {step} could not be saved ({reason}); the next save tries "
+                   "again", step=step, reason=reason)
+
+    def _make_room(self, step: int) -> None:
+        """Delete what there is of a save that failed, when nobody writes it any more, and what may go besides."""
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):
+                for entry in self._directory.glob(f"{step}{_TEMPORARY}*"):
+                    shutil.rmtree(entry, ignore_errors=True)
+                self._retain()
+
+    def keeping(self, good: list[int]) -> list[int]:
+        """Which of these steps stay, wherever they are."""
+        gone = dispensable(good, [], keep=self._keep, keep_every=self._keep_every, best=self._best_of(good))
+        return [step for step in good if step not in gone]
+
+    def _best_of(self, good: list[int]) -> int | None:
+        if self._best:
+            with contextlib.suppress(OSError, ValueError):
+                return best_of(good, self._directory.parent / "metrics.jsonl", self._best)
+        return None
+
+    def _retain(self) -> None:
+        """Delete what may go. A folder is renamed first: half of one is never taken for a checkpoint."""
+        with self._retaining:  # a save that fails makes room while the one before is being finished
+            steps = verify.steps(self._directory)
+            good = [step for step in steps if verify.good(self._directory, step)]
+            under_way = {job.step for job in self._jobs}
+            others = [step for step in steps if step not in good and step not in under_way]
+            gone = dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=self._best_of(good))
+            pinned = self._mirror.pinned if self._mirror else ()  # being copied: it goes the next time
+            for step in filter(lambda step: step not in pinned, gone):
+                _delete(self._directory / str(step))
+            for entry in self._directory.glob(f"*{_ABANDONED}*"):
+                if good and int(entry.name.partition(".")[0]) < good[-1]:
+                    _delete(entry)
+
+    # ------------------------------------------------------------------------------------------------ what is damaged
+
+    def _pass_over(self, step: int, problems: list[str], name: str | None = None) -> None:
+        """Say what is wrong with a checkpoint and put it where nobody chooses it again."""
+        folder = self._directory / str(step)
+
+        def put_aside(_):
+            try:
+                return str(_rename(folder, _DAMAGED))
+            except OSError:  # a folder that may be read only is looked at again next time
+                return str(folder)
+
+        aside = together(name or next(_names), None, put_aside)
+        if aside == str(folder):
+            self._passed_over.add(step)
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        self._tell("checkpoint_damaged", f"checkpoint {step} is damaged ({problems[0]}{more}); kept as {aside}",
+                   step=step, problems=problems, kept_as=aside)
+
+    def _set_aside(self) -> list[str]:
+        return sorted(path.name for path in self._directory.glob(f"*{_DAMAGED}*"))
+
+    def _wait_for_commits(self) -> None:
+        for job in self._jobs:
+            job.committed.wait()
+
+    def _raise(self) -> None:
+        if self._failure:
+            raise self._failure
+
+    def _tell(self, kind: str, sentence: str, **fields: Any) -> None:
+        if jax.process_index() == 0:
+            tell(self._directory.parent, kind, sentence, **fields)
+
+
+class _Job:
+    """A save under way."""
+
+    def __init__(self, step: int, name: str):
+        self.step, self.name, self.blocked_s = step, name, 0.0
+        self.committed = threading.Event()
+        self.thread = threading.Thread()
+
+
+def _delete(folder: Path) -> None:
+    """What is left of it, the next save deletes; which may be doing so already."""
+    shutil.rmtree(_rename(folder, _DELETED), ignore_errors=True)
+
+
+def _rename(folder: Path, ending: str) -> Path:
+    """Set a folder aside, under a name that is free."""
+    for number in itertools.count(1):
+        to = folder.with_name(f"{folder.name.partition('.')[0]}{ending}{f'.{number}' if number > 1 else ''}")
+        if not to.exists():
+            return folder.rename(to)
+    raise AssertionError

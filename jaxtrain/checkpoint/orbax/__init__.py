@@ -1,0 +1,1 @@
+"""What Orbax lacks for checkpoints that survive lost processes."""

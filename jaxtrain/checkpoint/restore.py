@@ -1,0 +1,140 @@
+"""The state out of a checkpoint, loaded by all processes and compared with the fingerprint that it was saved with."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.checkpoint import fingerprint, verify
+from jaxtrain.checkpoint.orbax.orbax_logging import innermost, no_echoes, orbax
+from jaxtrain.checkpoint.trees import describe, flatten
+from jaxtrain.distributed import processes
+from jaxtrain.distributed.coordination import exchange
+from jaxtrain.errors import UserError
+
+Extras = Mapping[str, Callable[[], Any]]
+
+
+class Damaged(Exception):
+    """A checkpoint does not hold what was saved."""
+
+
+def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({})) -> Any:
+    """Return the state in `folder`, as `abstract_state` describes and shards it; every process makes the call.
+
+    `extras`: for each entry of the state's `extras` what it is at step 0, which a checkpoint without that entry gets.
+
+    Raises:
+        Damaged: in all processes, if one of them cannot read it or what they read is not what was saved.
+        UserError: a shape or dtype is another one there; Orbax would cast it in silence.
+    """
+    ocp, wanted = orbax(), flatten(abstract_state)
+    loaded, sums, empty, problem = {}, {}, {}, ""
+    try:
+        with no_echoes():
+            # Without the barrier in which the others would wait for one that cannot read.
+            me = jax.process_index()
+            alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+            reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.StandardCheckpointHandler()),
+                                      multiprocessing_options=alone)
+            saved: Any = reader.metadata(folder).item_metadata
+            if saved is None or saved.state is None:
+                raise FileNotFoundError("it holds no state")
+            known = {path.split("/")[1] for path in saved.state.tree if path.startswith("extras/")}
+            new = flatten({"extras": {name: make() for name, make in extras.items() if name not in known}})
+            empty = {path: _placed(new[path], leaf.sharding) for path, leaf in wanted.items() if path in new}
+            there = {path: leaf for path, leaf in wanted.items() if path not in empty}
+            _compare(folder, saved.state.tree, there)
+            arrays = ocp.args.StandardRestore(there)
+            loaded = reader.restore(folder, args=ocp.args.Composite(state=arrays))["state"] | empty
+            sums = verify.saved_fingerprint(folder)
+    except UserError:
+        raise
+    except Exception as error:
+        if processes.broken(error):
+            raise  # a process is gone: that says nothing about the checkpoint
+        problem = innermost(error)
+    if problem := exchange(problem, lambda all: next(filter(None, all), "")):
+        raise Damaged(problem)
+    flat = {path: loaded[path] for path in wanted}
+    now = exchange(fingerprint.read(fingerprint.on_device(flat)), fingerprint.total)
+    for path, found in now.items():
+        if path not in empty and sums.get(path, (None, None))[1] != found:
+            raise Damaged(f"array {path} has other content than when it was saved")
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), list(flat.values()))
+
+
+def load_params(workdir: str | Path, abstract: Any) -> Any:
+    """Return the parameters of the newest checkpoint in a workdir, as `abstract` describes and shards them.
+
+    Every process makes the call. Parameters that were frozen there count too; another dtype is cast.
+
+    Raises:
+        UserError: there is no checkpoint, it lacks a parameter or has another shape, or its content is damaged.
+    """
+    directory = Path(workdir).absolute() / "checkpoints"
+    steps = exchange(verify.steps(directory), lambda found: found[0])
+    if not steps:
+        raise UserError("checkpoint", f"there is none in {directory}", "give the workdir of a run that saved one")
+    folder, wanted = directory / str(steps[-1]), flatten(abstract)
+    ocp, problem, named, loaded, sums = orbax(), "", {}, {}, {}
+    try:
+        with no_echoes():
+            me = jax.process_index()
+            alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+            reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(
+                multiprocessing_options=alone)), multiprocessing_options=alone)
+            metadata: Any = reader.metadata(folder).item_metadata
+            saved = metadata.state.tree
+            for path, leaf in wanted.items():
+                key = next((key for key in (f"params/{path}", f"frozen/{path}") if key in saved), "")
+                if not key or tuple(saved[key].shape) != tuple(leaf.shape):
+                    there = describe(saved[key]) if key else "missing"
+                    raise UserError(path, f"is {there} in the checkpoint {folder} and {describe(leaf)} in this model",
+                                    "give the config with which it was trained")
+                named[path] = key
+            item = {key: jax.ShapeDtypeStruct(wanted[path].shape, saved[key].dtype, sharding=wanted[path].sharding)
+                    for path, key in named.items()}
+            restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+            loaded = reader.restore(folder, args=ocp.args.Composite(state=ocp.args.PyTreeRestore(
+                item, restore_args=restore_args, partial_restore=True)))["state"]
+            sums = verify.saved_fingerprint(folder)
+    except UserError:
+        raise
+    except Exception as error:
+        if processes.broken(error):
+            raise
+        problem = innermost(error)
+    if problem := exchange(problem, lambda all: next(filter(None, all), "")):
+        raise unreadable(folder, problem)
+    now = exchange(fingerprint.read(fingerprint.on_device({key: loaded[key] for key in named.values()})),
+                   fingerprint.total)
+    if wrong := next((key for key, found in now.items() if sums.get(key, (None, None))[1] != found), None):
+        raise unreadable(folder, f"array {wrong} has other content than when it was saved")
+    leaves = [loaded[named[path]].astype(leaf.dtype) for path, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def _compare(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for path in [*wanted, *saved]:
+        ours, theirs = (describe(tree[path]) if path in tree else "missing" for tree in (wanted, saved))
+        if ours != theirs:
+            raise UserError(path, f"is {theirs} in the checkpoint {folder} and {ours} in this run",
+                            "build the model and optimizer of that checkpoint, or give another --workdir")
+
+
+def _placed(value: Any, where: Any) -> jax.Array:
+    """An array that every process knows, placed without asking the others."""
+    whole = np.asarray(value)
+    return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
+
+
+def unreadable(folder: Path, reason: str) -> UserError:
+    """What to say of a checkpoint that a person asked for and that cannot be read."""
+    if not folder.is_dir():
+        return UserError("checkpoint", f"there is no {folder}", "see which steps that directory has")
+    return UserError("checkpoint", f"{folder} cannot be read ({reason})",
+                     "move it away, and the run resumes from the checkpoint before it")

@@ -1,0 +1,153 @@
+"""What changes while a run goes on, as `data.stages` says: weights of sources, length of rows, rows of a batch.
+
+A stage has what the one before it had, but for what it names. It begins at a step, or at the first step behind so many
+tokens. Where rows have several lengths, the longest is the *unit*: what is shuffled and counted, and read part after
+part by shorter rows. So a change of length within a run loses nothing and repeats nothing.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtrain.config.schema import DataConfig
+from jaxtrain.errors import UserError, nearest
+
+SOURCE_KEYS = ("source", "weight", "epochs")
+STAGE_KEYS = ("from_step", "from_tokens", "weights", "seq_len", "global_batch_size", "new_epoch")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One part of a mixture."""
+
+    name: str
+    source: str  # as data.source
+    weight: float  # its share of the rows, beside the weights of the others
+    epochs: float | None  # it drops out when it was seen so often; None: never
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps `start` until the next stage."""
+
+    start: int
+    seq_len: int
+    batch: int
+    weights: Mapping[str, float]  # of all sources; 0: not now
+    unit: int  # tokens that are shuffled as one: the longest row of this era
+    era: int  # how often all sources were begun anew
+
+
+def sources(config: DataConfig) -> tuple[Source, ...]:
+    """The mixture by name, in whatever order it was written, or the one source as a mixture."""
+    if not config.mixture:
+        return (Source("", config.source, 1.0, None),)
+    return tuple(_source(name, entry) for name, entry in sorted(config.mixture.items()))
+
+
+def stages(config: DataConfig) -> tuple[Stage, ...]:
+    """All stages, in order."""
+    weights = {source.name: source.weight for source in sources(config)}
+    if not any(weights.values()):
+        raise UserError("data.mixture", "all weights are 0", "give one source a weight")
+    seq_len, batch, start, tokens, era = config.seq_len, config.global_batch_size, 0, 0, 0
+    found = [(0, seq_len, batch, dict(weights), 0)]
+    for number, entry in enumerate(config.stages):
+        key = f"data.stages[{number}]"
+        _check(key, entry, STAGE_KEYS)
+        begins = _begin(key, entry, start, tokens, seq_len * batch)
+        tokens += (begins - start) * seq_len * batch
+        start = begins
+        seq_len, batch = _size(key, entry, "seq_len", seq_len), _size(key, entry, "global_batch_size", batch)
+        for name, weight in _mapping(f"{key}.weights", entry.get("weights", {})).items():
+            if name not in weights:
+                raise UserError(f"{key}.weights", f"data.mixture has no {name!r}", nearest(name, weights))
+            weights[name] = _number(f"{key}.weights.{name}", weight)
+        if not any(weights.values()):
+            raise UserError(f"{key}.weights", "all are 0", "give one source a weight")
+        if not isinstance(entry.get("new_epoch", False), bool):
+            raise UserError(f"{key}.new_epoch", f"{entry['new_epoch']!r} is not true or false", "use true or false")
+        era += entry.get("new_epoch", False)
+        found.append((start, seq_len, batch, dict(weights), era))
+    longest = {era: max(stage[1] for stage in found if stage[4] == era) for *_, era in found}
+    made = tuple(Stage(*stage[:4], unit=longest[stage[4]], era=stage[4]) for stage in found)
+    _check_units(config, made)
+    return made
+
+
+def history(config: DataConfig, manifests: Mapping[str, str], steps: int) -> Any:
+    """All that decides which rows the first `steps` steps had, in plain JSON. `manifests`: of each source."""
+    past = [stage for stage in stages(config) if stage.start < steps]
+    used = [one for one in sources(config) if any(stage.weights[one.name] for stage in past)]
+    return {"seed": config.seed, "packing": config.packing,
+            "sources": {one.name: [manifests.get(one.name), one.epochs] for one in used},
+            "stages": [[stage.start, stage.seq_len, stage.batch, stage.unit, stage.era,
+                        {name: weight for name, weight in stage.weights.items() if weight}] for stage in past]}
+
+
+def _source(name: str, entry: Any) -> Source:
+    key = f"data.mixture.{name}"
+    if isinstance(entry, int | float):  # short for a source that is its own name
+        entry = {"weight": entry}
+    _check(key, entry, SOURCE_KEYS)
+    source = entry.get("source", name)
+    if not isinstance(source, str):
+        raise UserError(f"{key}.source", f"{source!r} is not text", "give what data.source takes")
+    epochs = _number(f"{key}.epochs", entry.get("epochs", 0))
+    return Source(name, source, _number(f"{key}.weight", entry.get("weight", 1)), epochs or None)
+
+
+def _begin(key: str, entry: Mapping[str, Any], start: int, tokens: int, per_step: int) -> int:
+    """The step at which a stage begins, behind one that began at `start` after `tokens`."""
+    given = [name for name in ("from_step", "from_tokens") if name in entry]
+    if len(given) != 1:
+        raise UserError(key, "it does not say when it begins" if not given else "it says twice when it begins",
+                        "give from_step or from_tokens")
+    number = _number(f"{key}.{given[0]}", entry[given[0]])
+    if number != int(number):
+        raise UserError(f"{key}.{given[0]}", f"{number} is not a whole number", "give a whole number")
+    begins = int(number) if given[0] == "from_step" else start + math.ceil((number - tokens) / per_step)
+    if begins <= start:
+        raise UserError(f"{key}.{given[0]}", f"it begins at step {begins} and the stage before at {start}",
+                        "give stages in order, each at a step of its own")
+    return begins
+
+
+def _check_units(config: DataConfig, made: tuple[Stage, ...]) -> None:
+    for number, stage in enumerate(made):
+        key = "data" if not number else f"data.stages[{number - 1}]"
+        if stage.unit == stage.seq_len:
+            continue
+        if config.packing != "concat":
+            raise UserError("data.packing", f"{config.packing} plans rows of one length, and data.stages has several",
+                            "use concat, or new_epoch=true where the length changes")
+        if stage.unit % stage.seq_len or stage.batch % (stage.unit // stage.seq_len):
+            raise UserError(f"{key}.seq_len", f"{stage.batch} rows of {stage.seq_len} are no whole number of the "
+                            f"longest rows, {stage.unit}", "choose a length that divides the longest and a "
+                            "global_batch_size that the quotient divides")
+
+
+def _check(key: str, entry: Any, known: tuple[str, ...]) -> None:
+    for name in _mapping(key, entry):
+        if name not in known:
+            raise UserError(f"{key}.{name}", "there is no such key", nearest(name, known))
+
+
+def _mapping(key: str, entry: Any) -> Mapping[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise UserError(key, f"{entry!r} is not a mapping", "give keys and values")
+    return entry
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise UserError(key, f"{value!r} is no number", "give 0 or more")
+    return value
+
+
+def _size(key: str, entry: Mapping[str, Any], name: str, before: int) -> int:
+    value = entry.get(name, before)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{key}.{name}", f"{value!r} is no size", "give a whole number above 0")
+    return value

@@ -1,0 +1,165 @@
+"""The shape of a model: a dataclass for each family with just the fields that it reads. `model.name` picks the class.
+
+JAX is not imported here, so that a mistake in a config is told at once.
+"""
+
+from dataclasses import dataclass, fields
+
+from jaxtrain.config.checks import derive, not_negative, one_of, positive
+from jaxtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The fields that every decoder has."""
+
+    name: str = "gpt2"
+    vocab_size: int = 320
+    num_layers: int = 4
+    embed_dim: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 0  # 0: as many as num_heads
+    head_dim: int = 0  # 0: embed_dim / num_heads
+    mlp_dim: int = 0  # 0: 4 x embed_dim
+    max_seq_len: int = 1024
+    window: int = 0  # sliding attention window in tokens; 0: none
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = True
+
+    # No fields (they have no annotation): what a family without such a field has.
+    rope_head_dim = 0
+    value_head_dim = 0
+    num_experts = 0
+    experts_per_token = 0
+    expert_mlp_dim = 0
+    dense_layers = 0
+    capacity_factor = 0.0
+    router_bias_rate = 0.0
+    ahead_loss = 0.0
+
+    def __post_init__(self):
+        positive(self, "model", "vocab_size num_layers embed_dim num_heads max_seq_len norm_eps")
+        not_negative(self, "model", "num_kv_heads head_dim mlp_dim window")
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), int) and value >= 2**31:
+                raise UserError(f"model.{field.name}", f"{value} is no size of an array", "use less than 2^31")
+        if not self.head_dim and self.embed_dim % self.num_heads:
+            raise UserError("model.num_heads", f"{self.num_heads} does not divide model.embed_dim={self.embed_dim}",
+                            "choose a divisor or set model.head_dim")
+        derive(self, "num_kv_heads", self.num_heads)
+        derive(self, "head_dim", self.embed_dim // self.num_heads)
+        derive(self, "mlp_dim", 4 * self.embed_dim)
+        if self.num_heads % self.num_kv_heads:
+            raise UserError("model.num_kv_heads", f"{self.num_kv_heads} does not divide "
+                            f"model.num_heads={self.num_heads}", "choose a divisor of it")
+        if self.head_dim % 2:
+            raise UserError("model.head_dim", f"{self.head_dim} is odd", "rotary positions need an even head_dim")
+
+
+@dataclass(frozen=True)
+class Gpt2Config(ModelConfig):
+    """GPT-2: nothing beyond what every decoder has."""
+
+
+@dataclass(frozen=True)
+class LlamaConfig(ModelConfig):
+    """Llama and Qwen3: rotary positions, and a layer that looks ahead where asked for."""
+
+    name: str = "llama"
+    rope_theta: float = 10_000.0
+    rope_scaling: float = 1.0  # Llama-3.1 long-context factor; 1: none
+    rope_original_len: int = 8192  # the length rope_scaling extends
+    # pyrefly: ignore[bad-override]
+    ahead_loss: float = 0.0  # weight of the loss of one more layer that predicts the token after the next; 0: no layer
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "model", "rope_theta rope_scaling rope_original_len")
+        not_negative(self, "model", "ahead_loss")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig(LlamaConfig):
+    """Mixtral and Qwen3 with experts: Llama's fields, and those of the router and the experts."""
+
+    name: str = "mixtral"
+    # pyrefly: ignore[bad-override]
+    num_experts: int = 0  # routed experts of a layer; 0: dense layers
+    # pyrefly: ignore[bad-override]
+    experts_per_token: int = 2
+    # pyrefly: ignore[bad-override]
+    expert_mlp_dim: int = 0  # width of one expert; 0: mlp_dim
+    shared_experts: int = 0  # experts that every token passes through besides, as one of their summed width
+    # pyrefly: ignore[bad-override]
+    dense_layers: int = 0  # the first layers, which have a dense MLP of mlp_dim instead
+    router: str = "softmax"  # how logits become scores: "softmax" or "sigmoid"
+    normalize_router: bool = True  # whether the weights of a token's experts are made to add up to 1
+    router_scale: float = 1.0  # what the weights are then multiplied by
+    expert_groups: int = 1  # a token's experts come from
+    expert_groups_used: int = 1  # so many of so many groups: those whose two best experts score highest
+    # pyrefly: ignore[bad-override]
+    router_bias_rate: float = 0.0  # step of the bias that evens out expert load (DeepSeek-V3); 0: no bias
+    balance_loss: float = 0.0  # coefficient of the load-balance loss of each row
+    router_z_loss: float = 0.0  # coefficient of the router logits' squared log-partition
+    # pyrefly: ignore[bad-override]
+    capacity_factor: float = 0.0  # what an expert takes of a row, over its even share; 0: all (nothing is dropped)
+
+    def __post_init__(self):
+        super().__post_init__()
+        not_negative(self, "model", "num_experts expert_mlp_dim shared_experts dense_layers router_bias_rate "
+                                    "balance_loss router_z_loss capacity_factor")
+        derive(self, "expert_mlp_dim", self.mlp_dim)
+        self._check_experts()
+
+    def _check_experts(self):
+        one_of("model.router", self.router, ("softmax", "sigmoid"))
+        positive(self, "model", "experts_per_token router_scale expert_groups expert_groups_used")
+        if not self.num_experts:
+            for key, none in (("shared_experts", 0), ("dense_layers", 0), ("router_bias_rate", 0), ("balance_loss", 0),
+                              ("router_z_loss", 0), ("capacity_factor", 0), ("expert_groups", 1)):
+                if getattr(self, key) != none:
+                    raise UserError(f"model.{key}", "the model has no experts", f"set {key}={none}")
+            return
+        if self.dense_layers >= self.num_layers:
+            raise UserError("model.dense_layers", f"{self.dense_layers} of {self.num_layers} layers leaves no layer "
+                            "for the experts", "lower it or set model.num_experts=0")
+        if self.num_experts % self.expert_groups:
+            raise UserError("model.expert_groups", f"{self.expert_groups} does not divide "
+                            f"model.num_experts={self.num_experts}", "choose a divisor of it")
+        if self.expert_groups_used > self.expert_groups:
+            raise UserError("model.expert_groups_used", f"{self.expert_groups_used} exceeds "
+                            f"model.expert_groups={self.expert_groups}", f"use {self.expert_groups} or fewer")
+        if self.experts_per_token > (reach := self.num_experts // self.expert_groups * self.expert_groups_used):
+            raise UserError("model.experts_per_token", f"{self.experts_per_token} exceeds the {reach} experts that a "
+                            "token may choose from", f"use {reach} or fewer")
+
+
+@dataclass(frozen=True)
+class DeepseekV3Config(ExpertsConfig):
+    """DeepSeek-V3: experts, and attention through latents."""
+
+    name: str = "deepseek_v3"
+    q_rank: int = 0  # width of the queries' latent; 0: none
+    kv_rank: int = 0  # width of the keys' and values' latent
+    # pyrefly: ignore[bad-override]
+    rope_head_dim: int = 0  # how much of a head turns with positions, beside head_dim that does not
+    # pyrefly: ignore[bad-override]
+    value_head_dim: int = 0  # 0: head_dim
+
+    def __post_init__(self):
+        super().__post_init__()
+        not_negative(self, "model", "q_rank kv_rank rope_head_dim value_head_dim")
+        if not self.kv_rank:
+            raise UserError("model.kv_rank", "deepseek_v3 needs a latent", "give its width, such as 512")
+        if self.rope_head_dim < 2 or self.rope_head_dim % 2:
+            raise UserError("model.rope_head_dim", f"{self.rope_head_dim} is no width that rotates",
+                            "give an even number, such as 64")
+        if self.num_kv_heads != self.num_heads:
+            raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",
+                            "leave it 0: latent attention has as many")
+        derive(self, "value_head_dim", self.head_dim)
+
+
+FAMILIES: dict[str, type[ModelConfig]] = {
+    "gpt2": Gpt2Config, "llama": LlamaConfig, "qwen3": LlamaConfig, "mixtral": ExpertsConfig,
+    "qwen3_moe": ExpertsConfig, "deepseek_v3": DeepseekV3Config}

@@ -1,0 +1,169 @@
+"""A config file and dotted overrides, read into a checked `Config`: every mistake in them is told in one sentence."""
+
+import ast
+import difflib
+import math
+import runpy
+import traceback
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+from jaxtrain.config.families import FAMILIES
+from jaxtrain.config.schema import AXES, Config
+from jaxtrain.errors import UserError, nearest
+
+
+def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+    """Read `path` (a config file, `:variant` appended if wanted) and apply overrides such as {"mesh.tensor": 2}."""
+    file, _, variant = str(path).partition(".py:")
+    file = Path(file if file.endswith(".py") else file + ".py")
+    if not file.is_file():
+        raise UserError("--config", f"there is no file {file}", "give the path of a config such as configs/gpt.py")
+    filled = _run(file, variant)
+    if hasattr(filled, "to_dict"):
+        filled = filled.to_dict()
+    if not isinstance(filled, dict):
+        raise UserError("--config", f"get_config of {file} returned {filled!r}", "return a ConfigDict with sections")
+    return make_config(filled, overrides)
+
+
+def _run(file: Path, variant: str) -> Any:
+    """What get_config of this file returns. The file is the user's, so whatever it raises is told in one line."""
+    try:
+        get_config = runpy.run_path(str(file)).get("get_config")
+        if get_config is None:
+            raise UserError("--config", f"{file} has no get_config function", "define get_config(variant=None)")
+        return get_config(variant) if variant else get_config()
+    except UserError:
+        raise
+    except Exception as error:
+        if type(error) is ValueError:  # the way to refuse a variant: in the file's own words
+            raise UserError("--config", str(error), f"see {file}") from error
+        frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        line = error.lineno if isinstance(error, SyntaxError) else frames[-1] if frames else None
+        raise UserError("--config", f"{file} raised {type(error).__name__}: {error}",
+                        f"see its line {line}" if line else "put it right") from error
+
+
+def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None) -> Config:
+    """A checked `Config` from nested dicts and dotted overrides; override values may be text, as on a command line."""
+    sections = {section.name: {} for section in fields(Config)}
+    for section, keys in values.items():
+        _known(section, sections, section)
+        if (section, keys) == ("mesh", "auto"):
+            keys = {"auto": True}
+        if not isinstance(keys, dict):
+            raise UserError(section, f"{keys!r} is not a section", "give a mapping from keys to values")
+        sections[section].update(keys)
+    for key, value in (overrides or {}).items():
+        section, _, name = key.partition(".")
+        if section not in sections:
+            whole = [f"{known}.{name}" for known, cls in get_type_hints(Config).items() for name in get_type_hints(cls)]
+            whole += [f"model.{field.name}" for cls in FAMILIES.values() for field in fields(cls)]
+            close = difflib.get_close_matches(key, whole, n=1)
+            raise UserError(key, "there is no such key",
+                            f"did you mean {close[0]!r}?" if close else nearest(section, sections))
+        if (key, value) == ("mesh", "auto"):  # whatever sizes the file has
+            kept = {name: value for name, value in sections["mesh"].items() if name not in AXES}
+            sections["mesh"] = {**kept, "auto": True}
+            continue
+        if not name:
+            raise UserError(section, "it is a section, not a key",
+                            f"give {section}.KEY=VALUE{' or mesh=auto' * (section == 'mesh')}")
+        if section == "mesh" and name.startswith("overrides."):
+            before = sections[section].get("overrides", {})
+            sections[section]["overrides"] = {**(before if isinstance(before, dict) else {}),
+                                              name.removeprefix("overrides."): str(value)}
+        elif section == "data" and name.startswith("mixture."):
+            sections[section]["mixture"] = _mixed(sections[section].get("mixture", {}), key, name.split(".")[1:], value)
+        else:
+            sections[section][name] = _Text(value) if isinstance(value, str) else value
+    types = get_type_hints(Config) | {"model": _family(sections["model"])}
+    return Config(**{section: _section(types[section], section, keys) for section, keys in sections.items()})
+
+
+def _mixed(before: Any, key: str, path: list[str], value: Any) -> dict[str, Any]:
+    """The mixture with NAME.weight, NAME.epochs or NAME.source set; `data.mixture.NAME=W` sets the weight."""
+    if len(path) > 2 or not all(path):
+        raise UserError(key, "there is no such key", "give data.mixture.NAME.weight=NUMBER")
+    before = _literal(before) if isinstance(before, _Text) else before
+    before = before if isinstance(before, dict) else {}
+    name, entry = path[0], before.get(path[0], {})
+    entry = dict(entry) if isinstance(entry, dict) else {"weight": entry}
+    if len(path) == 1 and isinstance(value := _literal(value), dict):
+        return {**before, name: {**entry, **value}}
+    what = path[1] if len(path) == 2 else "weight"
+    return {**before, name: {**entry, what: value if what == "source" else _literal(value)}}
+
+
+def diff(config: Config, base: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys on which two configs differ, as (value, base value)."""
+    a, b = config.to_dict(), base.to_dict()
+    return {f"{s}.{k}": (v, b[s].get(k)) for s, keys in a.items() for k, v in keys.items() if v != b[s].get(k)}
+
+
+class _Text(str):
+    """A value typed on the command line: a literal where the field wants one."""
+
+
+def _family(keys: dict[str, Any]) -> type:
+    """The class that model.name picks; a key that only other families have is refused here, with their names."""
+    name = keys.get("name", "gpt2")
+    if name not in FAMILIES:
+        raise UserError("model.name", f"there is no model {name!r}", nearest(str(name), FAMILIES))
+    own = {field.name for field in fields(FAMILIES[name])}
+    for key in keys:
+        having = [other for other, cls in FAMILIES.items() if key in {field.name for field in fields(cls)}]
+        if key not in own and having:
+            raise UserError(f"model.{key}", f"{name} has no such key", f"remove it, or use {' or '.join(having)}")
+    return FAMILIES[name]
+
+
+def _section(cls: type, section: str, keys: dict[str, Any]):
+    hints = get_type_hints(cls)
+    types = {field.name: hints[field.name] for field in fields(cls)}
+    for name in keys:
+        _known(name, types, f"{section}.{name}")
+    return cls(**{name: _coerce(f"{section}.{name}", value, types[name]) for name, value in keys.items()})
+
+
+def _coerce(key: str, value: Any, wanted: Any) -> Any:
+    if wanted == int | str:  # a number or a word
+        number = _literal(value) if isinstance(value, _Text) else value
+        wanted = str if isinstance(number, str) else int
+    wanted = get_origin(wanted) or wanted
+    if wanted is str:
+        if isinstance(value, str):
+            return str(value)
+    else:
+        if isinstance(value, _Text):
+            value = _literal(value)
+        if wanted is list and isinstance(value, tuple):
+            value = list(value)
+        if wanted is float and type(value) is int:
+            return float(value)
+        if wanted is int and type(value) is float and value.is_integer():
+            return int(value)  # 1e6 steps
+        if type(value) is wanted and (wanted is not float or math.isfinite(value)):
+            return value
+    raise UserError(key, f"{str(value)!r} is not {_KIND[wanted]}", f"give {_KIND[wanted]}")
+
+
+def _literal(text: Any) -> Any:
+    """What words on a command line say, where not text is wanted."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    except (ValueError, SyntaxError):
+        return str(text)
+
+
+_KIND = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", dict: "a mapping",
+         list: "a list"}
+
+
+def _known(name: str, known: Any, key: str) -> None:
+    if name not in known:
+        raise UserError(key, "there is no such key", nearest(name, known))

@@ -1,0 +1,271 @@
+"""The schema: one frozen dataclass per section. A config file only fills it; the user's override always wins."""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtrain.config.checks import derive, not_negative, one_of, positive
+from jaxtrain.config.families import Gpt2Config, ModelConfig
+from jaxtrain.errors import UserError
+
+AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")  # as in mesh.py, which imports JAX
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """How many devices each mesh axis spans (one may be -1: the rest), and the rules that map names onto them."""
+
+    auto: bool = False  # the planner chooses the sizes; written mesh=auto
+    data: int = -1
+    fsdp: int = 1
+    stage: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+    context_strategy: str = "auto"  # how attention crosses the parts of a sequence
+    rules: str = "fsdp_tp"
+    overrides: dict[str, str] = field(default_factory=dict, hash=False)  # logical name -> "axis", "a+b" or "none"
+
+    def __post_init__(self):
+        for axis in AXES:
+            if (size := getattr(self, axis)) < 1 and size != -1:
+                raise UserError(f"mesh.{axis}", f"{size} is no axis size", "give a positive number or -1")
+            if self.auto and size not in (1, -1):
+                raise UserError(f"mesh.{axis}", f"{size} stands beside mesh=auto", "leave one of them out")
+        if [getattr(self, axis) for axis in AXES].count(-1) > 1:
+            raise UserError("mesh", "more than one axis is -1", "give all axes but one a size")
+        one_of("mesh.context_strategy", self.context_strategy, ("auto", "ring", "gather", "ulysses"))
+        for name, axes in self.overrides.items():
+            if not isinstance(axes, str):
+                raise UserError(f"mesh.overrides.{name}", f"{axes!r} is not text", "give 'axis', 'a+b' or 'none'")
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How micro-batches pass the stages, where mesh.stage is more than 1."""
+
+    schedule: str = "1f1b"
+    microbatches: int = 0  # of each batch, or of each part of it under train.accumulation; 0: chosen, or the table's
+    chunks: int = 0  # of layers on each stage; 0: 2 for interleaved and zb_v, else 1, or the table's
+    overlap: bool = False  # give transfers between stages a tick of their own: hidden, for a longer bubble
+    table: str = ""  # a file with a schedule of one's own, CSV or JSON
+
+    def __post_init__(self):
+        one_of("pipeline.schedule", self.schedule, ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"))
+        not_negative(self, "pipeline", "microbatches chunks")
+        if not self.table:
+            derive(self, "chunks", 2 if self.schedule in ("interleaved", "zb_v") else 1)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text, how it becomes tokens, and how many of them make a step."""
+
+    source: str = "stdlib"  # the running interpreter's own library; else a prepared corpus, or a file or folder of text
+    tokenizer: str = "bytes"  # of text that is no prepared corpus
+    mixture: dict[str, Any] = field(default_factory=dict, hash=False)  # for source: name -> {source, weight, epochs}
+    stages: list[Any] = field(default_factory=list, hash=False)  # what changes at which step: docs/data-mixtures.md
+    packing: str = "concat"  # documents end to end, cut at rows; "best_fit": few are cut; "bucket": a document a row
+    buckets: list[int] = field(default_factory=list, hash=False)  # lengths of rows in buckets; none: chosen
+    seq_len: int = 256
+    global_batch_size: int = 16
+    seed: int = 0
+    eval_fraction: float = 0.05  # of the files; a single file is split by position
+    cache_dir: str = ""  # "": $JAXTRAIN_CACHE or ~/.cache/jaxtrain
+    cache_bytes: int = 2**36  # of a corpus in object storage that the local disk keeps, at most
+    corrupt: str = "fail"  # or "skip_and_count": rows that need what is corrupt carry no loss
+    prefetch: int = 2  # batches prepared ahead, on a background thread
+
+    def __post_init__(self):
+        positive(self, "data", "seq_len global_batch_size prefetch")
+        if self.prefetch > 1000:
+            raise UserError("data.prefetch", f"{self.prefetch} batches would fill the memory", "use 1000 or fewer")
+        if not 0 < self.eval_fraction < 1:
+            raise UserError("data.eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.05")
+        if self.mixture and self.source != DataConfig.source:
+            raise UserError("data.source", f"data.mixture names other sources than {self.source!r}", "leave it out")
+        if self.cache_bytes < 2**20:
+            raise UserError("data.cache_bytes", f"{self.cache_bytes} holds no chunk of tokens", f"use {2**20} or more")
+        one_of("data.corrupt", self.corrupt, ("fail", "skip_and_count"))
+        one_of("data.packing", self.packing, ("concat", "best_fit", "bucket"))
+        if self.buckets != sorted({size for size in self.buckets if type(size) is int and 0 < size <= self.seq_len}):
+            raise UserError("data.buckets", f"{self.buckets} are no rising lengths up to data.seq_len={self.seq_len}",
+                            "give whole numbers, the shortest first")
+        if self.packing == "bucket" and (self.mixture or self.stages):
+            raise UserError("data.packing", "bucket has rows of several lengths already", "use concat or best_fit with "
+                            "data.mixture and data.stages")
+        if self.buckets and self.packing != "bucket":
+            raise UserError("data.buckets", f"data.packing={self.packing} has none", "set data.packing=bucket")
+        one_of("data.tokenizer", self.tokenizer, ("bytes",))
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optax optimizer, its schedule, and how its state is sharded over the data axis."""
+
+    name: str = "adamw"
+    learning_rate: float = 1e-3
+    schedule: str = "cosine"
+    warmup_steps: int = 0
+    decay_fraction: float = 0.2  # the last part of a "wsd" schedule
+    final_fraction: float = 0.1  # of learning_rate, where the decay ends: behind the last step
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0  # 0: no clipping
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    zero_stage: int = 0
+    offload: bool = False  # between steps its state lies in the hosts' memory: slower, and less of the devices'
+
+    def __post_init__(self):
+        one_of("optimizer.name", self.name, ("adamw", "adafactor", "lion", "sgd", "muon"))
+        one_of("optimizer.schedule", self.schedule, ("cosine", "linear", "wsd", "constant"))
+        positive(self, "optimizer", "learning_rate eps")
+        not_negative(self, "optimizer", "warmup_steps weight_decay clip_norm final_fraction")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"optimizer.{name}", f"{getattr(self, name)} is not in [0, 1)", "try 0.9")
+        if not 0 < self.decay_fraction <= 1:
+            raise UserError("optimizer.decay_fraction", f"{self.decay_fraction} is not in (0, 1]", "try 0.2")
+        one_of("optimizer.zero_stage", self.zero_stage, (0, 1, 2, 3))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop and the compiled step."""
+
+    steps: int = 100
+    seed: int = 0
+    accumulation: int = 1  # micro-batches per step
+    precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU
+    attention: str = "auto"
+    check_memory: bool = True  # refuse, before anything is compiled, what the planner says cannot fit
+    expert_exchange: str = "auto"  # how tokens reach their experts: "gather" all, or "ragged" all-to-all
+    remat: str = "none"
+    unroll: int = 1  # layers per scan iteration; 0: all of them. With remat always 1
+    loss_chunks: int = 0  # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
+    z_loss: float = 0.0
+    log_every: int = 1
+    eval_every: int = 0  # 0: at the end only
+    eval_batches: int = 8
+    sample_tokens: int = 0  # length of the text sampled at the end
+    progress: bool = True
+    tensorboard: bool = False
+    freeze: list[str] = field(default_factory=list, hash=False)  # paths with wildcards, or logical axes, of parameters
+    trainable: list[str] = field(default_factory=list, hash=False)  # the same, of the only ones that are trained
+    frozen_dtype: str = ""  # in which frozen parameters rest; "": as the others
+
+    def __post_init__(self):
+        for key in ("freeze", "trainable"):
+            if wrong := [pattern for pattern in getattr(self, key) if not isinstance(pattern, str)]:
+                raise UserError(f"train.{key}", f"{wrong[0]!r} is not text", "give paths or logical axis names")
+        one_of("train.frozen_dtype", self.frozen_dtype, ("", "float32", "bfloat16", "float16"))
+        positive(self, "train", "accumulation log_every eval_batches")
+        not_negative(self, "train", "steps unroll loss_chunks z_loss eval_every sample_tokens")
+        for name in ("steps", "seed"):
+            if not -(2**31) <= getattr(self, name) < 2**31:
+                raise UserError(f"train.{name}", f"{getattr(self, name)} is more than 32 bits hold",
+                                "use less than 2^31")
+        one_of("train.precision", self.precision, ("auto", "float32", "bfloat16", "float16"))
+        one_of("train.attention", self.attention, ("auto", "xla", "cudnn"))
+        one_of("train.expert_exchange", self.expert_exchange, ("auto", "gather", "ragged"))
+        one_of("train.remat", self.remat, ("none", "full", "dots", "attention", "attention_and_dots"))
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save and how many to keep; the last step is always saved."""
+
+    every: int | str = "auto"  # so many steps; "auto": from what a save and a failure cost; 0: no save before the end
+    keep: int = 2  # the last so many that were read back and found good; nothing newer than them is ever deleted
+    keep_every: int = 0  # those of every so many steps stay for ever; 0: none
+    best: str = ""  # a metric, such as eval_loss, whose lowest checkpoint stays too; "": none
+    verify: str = "full"  # before one is loaded: "full" reads and hashes every file, "sizes" looks at their sizes only
+    mtbf_hours: float = 0.0  # mean time between failures, for "auto", before any was seen; 0: 3,700 over the processes
+    mirror: str = ""  # a path or URL (s3://bucket/run) to which good ones are copied too, and fetched from; "": none
+    # A second, faster tier: every so many steps each process keeps its part in this machine's memory, and a peer's.
+    local_every: int = 0  # 0: off, since it takes up to three times the state of host memory, and as much for the peer
+    local_dir: str = ""  # "": in /dev/shm or where temporary files go; may name variables: "$SLURM_TMPDIR"
+
+    def __post_init__(self):
+        if self.every != "auto" and not (isinstance(self.every, int) and self.every >= 0):
+            raise UserError("checkpoint.every", f"{self.every!r} is no number of steps", "give one, 0 or auto")
+        not_negative(self, "checkpoint", "mtbf_hours keep_every local_every")
+        positive(self, "checkpoint", "keep")
+        one_of("checkpoint.verify", self.verify, ("full", "sizes"))
+
+
+@dataclass(frozen=True)
+class ResilienceConfig:
+    """What is done about what goes wrong."""
+
+    elastic: bool = False  # another mesh where the declared one does not fit the devices; set by the supervisor
+    meshes: list[str] = field(default_factory=list, hash=False)  # such as "data=2,tensor=2", best first; none: derived
+    hang_factor: float = 20.0  # a step that takes so many times the median counts as hung; 0: nothing does
+    hang_floor: float = 120.0  # but none does before so many seconds
+    start_limit: float = 3600.0  # the same for what is not a step: start, compilation, evaluation, saving
+    spikes: str = "record"  # of loss or gradient norm; or "skip" the update, or "rollback" to before them
+    spike_z: float = 20.0  # robust standard deviations above the median of the last 128 steps that make a spike
+    max_skips: int = 10  # updates left out in a row before the run stops (with "rollback": goes back)
+    pass_over: int = 16  # batches that a rollback passes over: the spike's, and those before it
+    max_rollbacks: int = 10  # of the whole run, before it stops
+    check_every: int = 200  # steps between comparisons of devices that hold the same; before saves too; 0: never
+    replay_every: int = 0  # steps between ones that run twice and must give the same bits; 0: never
+    probe_every: float = 60.0  # seconds between comparisons of how fast processes and devices are; 0: never
+    straggler_factor: float = 1.25  # a process is named that makes steps so many times as long as its peers would
+
+    def __post_init__(self):
+        not_negative(self, "resilience", "check_every replay_every probe_every")
+        if self.straggler_factor <= 1:
+            raise UserError("resilience.straggler_factor", f"{self.straggler_factor} would name processes that are not "
+                            "slow", "give more than 1, such as 1.25")
+        one_of("resilience.spikes", self.spikes, ("record", "skip", "rollback"))
+        positive(self, "resilience", "spike_z max_skips pass_over")
+        not_negative(self, "resilience", "max_rollbacks")
+        not_negative(self, "resilience", "hang_factor")
+        positive(self, "resilience", "hang_floor start_limit")
+        for text in self.meshes:
+            parts = [part.strip().partition("=") for part in text.split(",")] if isinstance(text, str) else []
+            if not parts or any(axis not in AXES or not (size == "-1" or (size.isdecimal() and int(size)))
+                                for axis, _, size in parts):
+                raise UserError("resilience.meshes", f"{text!r} is no mesh", "write them as 'data=4,tensor=2'")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. What is not written in a config file has the default written here."""
+
+    model: ModelConfig = field(default_factory=Gpt2Config)  # model.name picks the class: jaxtrain/config/families.py
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+
+    def __post_init__(self):
+        if self.data.seq_len > self.model.max_seq_len:
+            raise UserError("data.seq_len", f"{self.data.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}",
+                            "lower it or raise model.max_seq_len")
+        if self.data.global_batch_size % self.train.accumulation:
+            raise UserError("data.global_batch_size", f"{self.data.global_batch_size} does not divide into "
+                            f"train.accumulation={self.train.accumulation} micro-batches",
+                            f"try {_round_up(self.data.global_batch_size, self.train.accumulation)}")
+        if self.optimizer.warmup_steps > self.train.steps:
+            raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
+                            f"train.steps={self.train.steps}", "warm up for fewer steps")
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain nested dicts, as written to `config.json`."""
+        return dataclasses.asdict(self)
+
+    def hash(self) -> str:
+        """Identifies the resolved config."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

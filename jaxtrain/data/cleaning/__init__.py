@@ -1,0 +1,1 @@
+"""Filters, cleaning steps and removal of near duplicates."""

@@ -1,0 +1,164 @@
+"""Steps that clean: each gives a document back, changed or not, or says why it is left out. Here they are put in a row.
+
+A step is a pure function. It may ask for fields of the record beside the text with an attribute `fields`. A row of
+steps is made anew for each task, so that a step which does keep something in mind still makes the same of every task.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.data.cleaning import filters
+from jaxtrain.data.cleaning.filters import Step
+from jaxtrain.data.corpus import atomic_files
+from jaxtrain.data.formats.inputs import Ids, Text, is_utf8
+from jaxtrain.errors import UserError, nearest
+from jaxtrain.versions import version_of
+
+FIX = f"name one of {', '.join(filters.STEPS)}, module:function or datatrove:CLASS(KEYWORD=VALUE)"
+
+
+class Steps:
+    """The steps that `names` tell, in order, and what they did to the documents that came by."""
+
+    def __init__(self, names: Sequence[str], watch: Callable[[int, Text, Text | str], None] | None = None):
+        self.steps = [(name, make(name)) for name in names]
+        self.watch = watch  # is told of every document that a step removes or changes
+        self.counts: list[dict[str, Any]] = [{"step": shown(name), "seen": 0, "changed": 0, "removed": {}}
+                                             for name in names]
+        self.fields = tuple(sorted({field for _, step in self.steps for field in getattr(step, "fields", ())}))
+
+    def __call__(self, document: Text | Ids) -> Text | Ids | str:
+        """The document after all steps, or why one of them left it out."""
+        if isinstance(document, Ids):
+            if self.steps:
+                raise UserError("--steps", f"{document.name} is tokens already", "clean the text they were made from")
+            return document
+        for i, (name, step) in enumerate(self.steps):
+            count, result = self.counts[i], _apply(name, step, document)
+            count["seen"] += 1
+            if isinstance(result, Text) and not result.content:
+                result = "nothing was left of it"
+            changed = isinstance(result, Text) and result.content != document.content
+            if self.watch and (changed or isinstance(result, str)):
+                self.watch(i, document, result)
+            if isinstance(result, str):
+                count["removed"][result] = count["removed"].get(result, 0) + 1
+                return f"{count['step']}: {result}"
+            count["changed"] += changed
+            document = result
+        return document
+
+
+def summed(rows: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What each step did in all tasks, from the counts of each."""
+    return [{"step": counts[0]["step"]} | added({key: some[key] for key in ("seen", "changed")} for some in counts)
+            | {"removed": added(some["removed"] for some in counts)} for counts in zip(*rows, strict=True)]
+
+
+def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Numbers of the same name together."""
+    result: dict[str, int] = {}
+    for some in counts:
+        for what, count in some.items():
+            result[what] = result.get(what, 0) + count
+    return result
+
+
+def _apply(name: str, step: Step, document: Text) -> Text | str:
+    try:
+        result = step(document)
+    except Exception as error:
+        raise UserError("--steps", f"{shown(name)} failed on {document.name} ({type(error).__name__}: {error})",
+                        "repair the step or leave it out") from error
+    if not isinstance(result, Text | str) or result == "":
+        raise UserError("--steps", f"{shown(name)} gave {result!r:.80} for {document.name}",
+                        "let it return the document, or as text why it is left out")
+    if isinstance(result, Text) and result.content is not document.content and not _is_text(result.content):
+        raise UserError("--steps", f"{shown(name)} gave {result.content!r:.80} as the content of {document.name}",
+                        "let it be bytes of UTF-8")
+    return result
+
+
+def _is_text(content: Any) -> bool:
+    return isinstance(content, bytes) and is_utf8(content)
+
+
+def make(name: str) -> Step:
+    """The step that a word of the command line means: NAME, NAME=ARGUMENT, module:function or datatrove:CLASS(...)."""
+    word, equals, argument = name.partition("=")
+    try:
+        if name.startswith("datatrove:"):
+            return filters.datatrove(name.partition(":")[2])
+        found: Any = _find(word)
+        if not equals and ":" in word and not isinstance(found, type):
+            return found
+        factory: Callable[..., Step] = found
+        return factory(argument) if equals else factory()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError("--steps", f"{shown(name)} cannot be made ({type(error).__name__}: {error})",
+                        "give it the argument that it needs") from error
+
+
+def _find(word: str) -> Any:
+    module, colon, function = word.partition(":")
+    if not colon:
+        if word not in filters.STEPS:
+            raise UserError("--steps", f"there is no step {word!r}", f"{nearest(word, filters.STEPS)}; or {FIX}")
+        return filters.STEPS[word]
+    try:
+        found = getattr(_imported(module), function)
+    except Exception as error:  # a module may fail in any way while it is imported
+        raise UserError("--steps", f"{word} cannot be imported ({type(error).__name__}: {error})", FIX) from error
+    if not callable(found):
+        raise UserError("--steps", f"{word} is no function", FIX)
+    return found
+
+
+_IMPORTED: dict[str, tuple[Any, str | None]] = {}  # modules of steps, and what their files were
+
+
+def _imported(name: str) -> Any:
+    """A module; again, if its file has changed since: what runs is what its hash says."""
+    module = importlib.import_module(name)
+    now = _code_digest(module)
+    known, before = _IMPORTED.get(name, (module, now))
+    _IMPORTED[name] = module, now
+    return importlib.reload(module) if known is module and before != now else module
+
+
+def _code_digest(module: Any) -> str | None:
+    file = getattr(module, "__file__", None)
+    return atomic_files.file_digest(Path(file)) if file else None
+
+
+def shown(name: str) -> str:
+    """The name without the folder of a file that it mentions: the same wherever that lies."""
+    word, equals, argument = name.partition("=")
+    return f"{word}{equals}{Path(argument).name}" if _is_file(name) else name
+
+
+def identity(name: str) -> dict[str, str | None]:
+    """What a step does follows from this: its name, the code that it stands in, its file and the library behind it."""
+    make(name)  # a mistake shows here, before anything is read
+    return told(name)
+
+
+def told(name: str) -> dict[str, str | None]:
+    """The identity of a step that was made."""
+    step: dict[str, str | None] = {"step": shown(name)}
+    word, _, argument = name.partition("=")
+    is_plugin = ":" in word and not name.startswith("datatrove:")
+    step["code"] = _code_digest(_imported(word.partition(":")[0]) if is_plugin else filters)
+    if _is_file(name):
+        step["file"] = atomic_files.file_digest(Path(argument).expanduser())
+    package = "datatrove" if name.startswith("datatrove:") else filters.PACKAGES.get(word)
+    return step | ({package: version_of(package)} if package else {})
+
+
+def _is_file(name: str) -> bool:
+    argument = name.partition("=")[2]
+    return not name.startswith("datatrove:") and bool(argument) and Path(argument).expanduser().is_file()

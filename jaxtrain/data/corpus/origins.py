@@ -1,0 +1,44 @@
+"""Where a row's documents come from: the file, and the place within it."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data.corpus.corpus import Corpus, Tokens
+from jaxtrain.data.corpus.open import read_manifest
+
+PLACES = {"text": "", "jsonl": "byte", "parquet": "row"}  # what a number within a piece counts; else documents
+
+
+def origins(corpus: Corpus, split: str, source: str, rows: Any, number: int | None) -> list[str]:
+    """Of each document of row `number` of `rows`, which are those of one source: where it is from, in words."""
+    if number is None or not hasattr(rows, "places"):
+        return []
+    return [_from(corpus, split, source, place) for place in rows.places(number)]
+
+
+def _from(corpus: Corpus, split: str, source: str, place: int) -> str:
+    """Of the document that has the token at this place of the split of a source, or of all sources (end to end)."""
+    for name, part in corpus.parts.items():
+        tokens: Tokens = getattr(part, split)
+        if name == source or (not source and place < tokens.num_tokens):
+            return f"{name}: {_origin(part, split, *tokens.document(place))}"
+        place -= 0 if source else tokens.num_tokens
+    return _origin(corpus, split, *getattr(corpus, split).document(place))
+
+
+def _origin(corpus: Corpus, split: str, shard: int, document: int) -> str:
+    manifest = json.loads((corpus.path / "manifest.json").read_bytes())
+    if "splits" not in manifest:  # text that was tokenised on first use: a document is a file, or a part of it
+        file = manifest[split]["files"][document]
+        return file["name"] + (f" from byte {file['start']}" if file["start"] else "")
+    manifest = read_manifest(corpus.path)
+    entry = manifest["splits"][split]["shards"][shard]
+    origin = np.load(corpus.path / f"{entry['name']}.origins.npy", mmap_mode="r")[document]
+    piece = manifest["inputs"][entry["task"]][origin["piece"]]
+    name, kind, place = piece["name"], piece["kind"], int(origin["place"])
+    if kind == "jsonl" and name.endswith((".gz", ".zst")):
+        return f"{name} line {place}"
+    group = f" group {piece['start']}" if kind == "parquet" else ""
+    return f"{name}{group} {PLACES.get(kind, 'document')} {place}".removesuffix("  0")

@@ -1,0 +1,141 @@
+"""A corpus in object storage: small files are kept in the cache folder, tokens come in chunks as rows ask for them.
+
+Every chunk is checked against its checksum in the manifest before anything of it is used, when it is fetched and when
+this process first finds it in the cache.
+"""
+
+import functools
+import hashlib
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain import storage
+from jaxtrain.data.corpus import atomic_files
+from jaxtrain.data.corpus.chunk_cache import ChunkCache
+from jaxtrain.data.corpus.corruption import Damage, Lost
+from jaxtrain.data.corpus.shard_writer import CHUNK
+from jaxtrain.errors import UserError
+
+THREADS = 16  # that wait for the network
+AGAIN = 3  # times a chunk is fetched that arrives corrupt
+FIX = "publish the corpus again, or set data.corrupt=skip_and_count"
+
+
+class RemoteColumn:
+    """The numbers in an object, read by stretches: what a memory map is to a file."""
+
+    def __init__(self, url: str, dtype: np.dtype, length: int, crc32: str, sha256: str, cache: ChunkCache, spare: bool):
+        self.damage = Damage(url, dtype, length, crc32)
+        self._url, self._sha256, self._cache, self._spare = url, sha256, cache, spare
+        self._checked: set[int] = set()  # chunks in the cache that this process has seen right
+        self._lock, self._coming = threading.Lock(), dict[int, Future]()
+
+    def __len__(self) -> int:
+        return self.damage.length
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        start, stop, _ = where.indices(len(self))
+        numbers = self.damage.chunks(start, stop) if stop > start else range(0)
+        start, stop = start * self.damage.dtype.itemsize, stop * self.damage.dtype.itemsize
+        parts = [self._part(n, max(start - n * CHUNK, 0), min(stop - n * CHUNK, CHUNK)) for n in numbers]
+        return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), self.damage.dtype)
+
+    def _part(self, number: int, start: int, stop: int) -> bytes:
+        if number in self.damage.bad:
+            raise Lost(self._url)
+        key = f"{self._sha256}-{number}"
+        if number in self._checked and (part := self._cache.read(key, start, stop)) is not None:
+            return part
+        with self._lock:
+            theirs = self._coming.get(number)
+            ours = self._coming.setdefault(number, Future())
+        if theirs:
+            return theirs.result()[start:stop]
+        try:
+            ours.set_result(self._whole(number, key))
+        except BaseException as error:
+            ours.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                del self._coming[number]
+        return ours.result()[start:stop]
+
+    def _whole(self, number: int, key: str) -> bytes:
+        first, last = self.damage.edges(number)
+        content = self._cache.read(key, 0, last - first)
+        if content is None or not self.damage.intact(number, content):
+            content = self._fetch(number, first, last)
+            self._cache.write(key, content)
+        self._checked.add(number)
+        return content
+
+    def _fetch(self, number: int, first: int, last: int) -> bytes:
+        for _ in range(AGAIN):
+            content = storage.read(self._url, first, last)
+            if self.damage.intact(number, content):
+                return content
+        if self._spare:
+            self.damage.add([number])
+            raise Lost(self._url)
+        raise UserError("data.source", f"{self._url} is corrupt: bytes {first} to {last} are not what its manifest "
+                        f"says, fetched {AGAIN} times", FIX)
+
+
+@functools.lru_cache
+def _chunks(folder: Path, limit: int) -> ChunkCache:
+    """One for all sources of a process, which share its room."""
+    return ChunkCache(folder, limit)
+
+
+class Store:
+    """A corpus behind a URL, of which the small files are in a folder here."""
+
+    def __init__(self, url: str, manifest: dict[str, Any], cache: Path | None, cache_bytes: int, spare: bool):
+        if not cache:
+            raise UserError("data.source", f"{url} is fetched, and there is no folder to keep it in", "name a cache")
+        self._url, self._spare = url, spare
+        self._sizes = {found.name: found.size for found in storage.find(url)}
+        self._chunks = _chunks(cache / "chunks", cache_bytes)
+        self.folder = cache / "remote" / manifest["sha256"][:32]
+        wanted: list[tuple[str, str | None]] = [
+            (name, sha256) for split in manifest["splits"].values() for shard in split["shards"]
+            for name, sha256 in shard["sha256"].items() if name.endswith((".offsets.npy", ".origins.npy"))]
+        if file := manifest["tokenizer"]["file"]:
+            wanted.append((file, None))  # checked by what it does
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with ThreadPoolExecutor(THREADS) as pool:
+                list(pool.map(lambda one: self._fetch(*one), wanted))
+            atomic_files.write_json(self.folder / "manifest.json", manifest)
+        except OSError as error:
+            raise UserError("data.cache_dir", f"{self.folder} cannot be written ({error.strerror or error})",
+                            "name a writable folder with room, here or in $JAXTRAIN_CACHE") from error
+
+    def column(self, shard: dict[str, Any], name: str, dtype: np.dtype) -> RemoteColumn:
+        """What is not there, or not as long as it was, is refused or known to be lost."""
+        column = RemoteColumn(storage.join(self._url, name), dtype, shard["tokens"], shard["crc32"][name],
+                              shard["sha256"][name], self._chunks, self._spare)
+        size, there = shard["tokens"] * dtype.itemsize, self._sizes.get(name, -1)
+        if there != size and not self._spare:
+            what = "is not there" if there < 0 else f"has {there} bytes instead of {size}"
+            raise UserError("data.source", f"{storage.join(self._url, name)} {what}", FIX)
+        column.damage.add(n for n in column.damage.chunks(0, len(column)) if column.damage.edges(n)[1] > there)
+        return column
+
+    def _fetch(self, name: str, sha256: str | None) -> None:
+        path = self.folder / name
+        if sha256 and path.exists() and atomic_files.file_digest(path) == sha256:
+            return
+        for _ in range(AGAIN):
+            content = storage.read(storage.join(self._url, name))
+            if sha256 in (None, hashlib.sha256(content).hexdigest()):
+                with atomic_files.written(path) as file:
+                    file.write(content)
+                return
+        raise UserError("data.source", f"{storage.join(self._url, name)} is corrupt: its sha256 is not the manifest's",
+                        "publish the corpus again")

@@ -1,0 +1,1 @@
+"""The file formats that text and tokens are read from."""

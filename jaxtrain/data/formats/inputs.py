@@ -1,0 +1,350 @@
+"""Where documents come from: text, JSON lines, Parquet, ArrayRecord, tokens; cut into tasks of bounded size.
+
+What the tasks are follows from names and sizes alone: the same on every machine, for any number of workers.
+"""
+
+import dataclasses
+import gzip
+import hashlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jaxtrain import storage
+from jaxtrain.data.formats import array_record, token_files, zstd
+from jaxtrain.data.formats.conversations import FIELDS, Unusable, example_of, format_of
+from jaxtrain.errors import UserError
+
+JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
+PACKED = (".gz", ".zst")
+RECORDS = ("jsonl", "parquet", "records json")  # kinds of pieces that may hold more than text
+FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .array_record or tokens"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one file: bytes, JSON lines (those that begin in it), row groups, records or tokens."""
+
+    name: str  # path relative to its input, with forward slashes
+    path: str
+    kind: str  # text, jsonl, parquet, records and their form, tokens and their type
+    start: int
+    stop: int
+    size: int  # of the stretch as it is stored, in bytes
+
+    def identity(self) -> dict[str, Any]:
+        """What it is, wherever it lies."""
+        return {key: value for key, value in asdict(self).items() if key != "path"}
+
+
+@dataclass(frozen=True)
+class Text:
+    """One document."""
+
+    name: str  # the piece, and the place within it
+    content: bytes  # UTF-8; of a record that is no text, conversations.Example as bytes
+    place: int = 0  # the byte or (compressed) line where it begins, its row in the group, its number, or 0
+    record: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)  # what was asked for beside it
+
+
+@dataclass(frozen=True)
+class Ids:
+    """One document that is tokens already."""
+
+    name: str
+    ids: np.ndarray  # without an end
+    place: int = 0  # its number, or the token where it begins
+
+
+def find_tasks(inputs: str | Sequence[str], task_bytes: int = 2**26, token_dtype: str = "") -> list[tuple[Piece, ...]]:
+    """All pieces in order of input and name; neighbours share a task while they are small."""
+    pieces = find_pieces(inputs, task_bytes, token_dtype)
+    if not pieces:
+        raise UserError("--input", f"{inputs if isinstance(inputs, str) else ', '.join(inputs)} has no files", FIX)
+    return cut([(piece,) for piece in pieces], task_bytes)
+
+
+def find_pieces(inputs: str | Sequence[str], task_bytes: int, token_dtype: str = "",
+                ends: str | tuple[str, ...] = "") -> list[Piece]:
+    """In order of input and name; of files whose names end so, whatever the case."""
+    inputs = [inputs] if isinstance(inputs, str | Path) else inputs
+    return [piece for source in inputs for name, path, size in _files(str(source)) if name.lower().endswith(ends)
+            for piece in _pieces(name, path, size, task_bytes, token_dtype)]
+
+
+def cut(groups: Iterable[tuple[Piece, ...]], task_bytes: int) -> list[tuple[Piece, ...]]:
+    """Tasks of whole groups in their order; a group that is larger than a task has one of its own."""
+    tasks: list[list[Piece]] = [[]]
+    room = task_bytes
+    for group in groups:
+        size = sum(piece.size for piece in group)
+        if tasks[-1] and size > room:
+            tasks.append([])
+            room = task_bytes
+        tasks[-1] += group
+        room -= size
+    return [tuple(task) for task in tasks]
+
+
+def _files(source: str) -> list[tuple[str, str, int]]:
+    """Name, path or URL, and size of each."""
+    if storage.is_url(source):
+        return [(file.name, file.path, file.size) for file in storage.find(source)]
+    root = Path(source).expanduser()
+    if not root.exists():
+        raise UserError("--input", f"{source} does not exist", FIX)
+    if root.is_file():
+        return [(root.name, str(root), root.stat().st_size)]
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [Path(folder, name) for name in files if not name.startswith(".")]
+    return sorted((path.relative_to(root).as_posix(), str(path), path.stat().st_size)
+                  for path in found if path.is_file())
+
+
+def _pieces(name: str, path: str, size: int, task_bytes: int, token_dtype: str) -> Iterator[Piece]:
+    if name.endswith(".parquet"):
+        groups = parquet_file(path).metadata
+        for i in range(groups.num_row_groups):
+            yield Piece(name, path, "parquet", i, i + 1, groups.row_group(i).total_byte_size)
+    elif array_record.NAME.search(name):
+        for form, start, stop, stored in array_record.stretches(storage.here(path), task_bytes, _array_record()):
+            yield Piece(name, path, f"records {form}", start, stop, stored)
+    elif token_files.is_beside(path):
+        return
+    elif token_files.is_token_file(path):
+        tokens = token_files.open_tokens(path, token_dtype)
+        for start, stop, stored in tokens.stretches(task_bytes):
+            yield Piece(name, path, f"tokens {tokens.dtype.name}", start, stop, stored)
+    elif name.endswith(JSONL):
+        # What is compressed cannot be entered in the middle.
+        step = max(size, 1) if name.endswith(PACKED) else task_bytes
+        for start in range(0, size, step):
+            yield Piece(name, path, "jsonl", start, min(start + step, size), min(step, size - start))
+    elif size:
+        yield Piece(name, path, "text", 0, size, size)
+
+
+def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str] = (),
+         form: str = "text") -> Iterator[Text | Ids | str]:
+    """Its documents in order; a string instead of one says why it was left out (a record without text is an error).
+
+    `eod` is the id that ends documents in files of tokens; without one these are passed over. `beside` names fields of
+    a record that come along with its text where it has them. `form` is one of conversations.FORMATS.
+    """
+    if form != "text" and piece.kind not in RECORDS:
+        if not piece.start:  # once a file
+            yield f"{piece.name}: no records"
+    elif piece.kind == "text":
+        content = storage.read(piece.path)
+        if b"\0" in content[:8192] or not is_utf8(content):
+            yield f"{piece.name}: not UTF-8 text"
+        else:
+            yield Text(piece.name, content)
+    elif piece.kind == "jsonl":
+        yield from _json_lines(piece, field, beside, form)
+    elif piece.kind.startswith("records"):
+        yield from _records(piece, field, beside, form)
+    elif piece.kind.startswith("tokens"):
+        if eod is not None:
+            tokens = token_files.open_tokens(piece.path, piece.kind.split()[1])
+            for place, ids in tokens.documents(piece.start, piece.stop, eod):
+                yield Ids(piece.name, ids, place)
+    else:
+        yield from _rows(piece, field, beside, form)
+
+
+def is_utf8(content: bytes) -> bool:
+    """Whether it can be text."""
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _json_lines(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
+    packed = piece.name.endswith(PACKED)
+    with _opened(piece) as file:
+        at, number = piece.start, 0
+        if at:  # a line that begins before is the business of the piece before
+            file.seek(at - 1)
+            at += len(file.readline()) - 1
+        while (packed or at < piece.stop) and (line := file.readline()):
+            number += 1
+            where = f"{piece.name}, byte {at}" if piece.start else f"{piece.name}, line {number}"
+            if line.strip():
+                place = number if packed else at
+                if form == "text":
+                    content, record = _fields(line, field, where, beside)
+                    yield Text(where, content, place, record)
+                else:
+                    yield _example(_record(line, where), form, where, place, beside)
+            at += len(line)
+
+
+def _opened(piece: Piece) -> BinaryIO:
+    if piece.name.endswith(".gz"):
+        return io.BufferedReader(gzip.open(storage.open(piece.path), "rb"))  # type: ignore[arg-type]
+    if piece.name.endswith(".zst"):
+        return zstd.opened(storage.open(piece.path), extra("zstandard", ".zst"))
+    return storage.open(piece.path)
+
+
+def _record(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise UserError("--input", f"{where} is no JSON object ({error})", "repair it") from error
+
+
+def _example(record: Any, form: str, where: str, place: int, beside: Sequence[str]) -> Text | str:
+    try:
+        content = example_of(record, form, where)
+        return Text(where, content, place, {key: record[key] for key in beside if key in record})
+    except Unusable as reason:
+        return f"{where}: {reason}"
+
+
+def _fields(line: bytes, field: str, where: str, beside: Sequence[str]) -> tuple[bytes, dict[str, Any]]:
+    try:
+        record = json.loads(line)
+        text = record[field]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        reason = f"has no field {field!r}" if isinstance(error, KeyError) else f"is no JSON object ({error})"
+        raise UserError("--input", f"{where} {reason}", "repair it, or name the field with --field") from error
+    if not isinstance(text, str):
+        raise UserError("--input", f"{where}: {field!r} is no text", "name another field with --field")
+    content = text.encode(errors="replace")  # lone surrogates
+    return content, {name: record[name] for name in beside if name in record}
+
+
+def find_format(tasks: Iterable[tuple[Piece, ...]], field: str) -> str:
+    """What the first record looks like."""
+    for piece in (piece for task in tasks for piece in task):
+        if piece.kind == "parquet":
+            return format_of(set(parquet_file(piece.path).schema_arrow.names), field, piece.name)
+        if piece.kind in RECORDS:
+            with readable(piece.path):
+                line = _first(piece)
+            record = _record(line, f"{piece.name}, its first record,")
+            return format_of(set(record) if isinstance(record, dict) else set(), field, piece.name)
+    return "text"
+
+
+def _first(piece: Piece) -> bytes:
+    if piece.kind != "jsonl":
+        return next(array_record.records(storage.here(piece.path), 0, 1, _array_record()))[1]
+    with _opened(piece) as file:
+        return next((line for line in file if line.strip()), b"{}")
+
+
+def _rows(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
+    file = parquet_file(piece.path)
+    names = file.schema_arrow.names
+    if form != "text":
+        columns = [name for name in dict.fromkeys([*FIELDS[form], *beside]) if name in names]
+        for row, record in enumerate(row_group(piece, columns, file).to_pylist()):
+            yield _example(_without_null(record), form, f"{piece.name}, row {row} of group {piece.start}", row, beside)
+        return
+    if field not in names:
+        raise UserError("--field", f"{piece.name} has no column {field!r}", f"it has {', '.join(names)}")
+    beside = [name for name in beside if name in names and name != field]
+    columns = row_group(piece, [field, *beside], file)
+    for row, (text, *others) in enumerate(zip(*(columns[name] for name in [field, *beside]), strict=True)):
+        where, content = f"{piece.name}, row {row} of group {piece.start}", text.as_py()
+        content = content.encode() if isinstance(content, str) else content
+        if content is None:
+            yield f"{piece.name}: no text"
+        elif not isinstance(content, bytes):
+            raise UserError("--input", f"{where}: {field!r} is no text", "name another field with --field")
+        elif not is_utf8(content):
+            yield f"{piece.name}: not UTF-8 text"
+        else:
+            yield Text(where, content, row, {name: other.as_py() for name, other in zip(beside, others, strict=True)})
+
+
+def _records(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
+    kind = piece.kind.split()[1]
+    for number, content in array_record.records(storage.here(piece.path), piece.start, piece.stop, _array_record()):
+        where, record = f"{piece.name}, record {number}", {}
+        if form != "text":
+            yield _example(_record(content, where), form, where, number, beside)
+            continue
+        if kind == "json":
+            content, record = _fields(content, field, where, beside)
+        elif kind != "text":
+            content = array_record.content(content, field, where)
+        yield Text(where, content, number, record) if is_utf8(content) else f"{piece.name}: not UTF-8 text"
+
+
+def _without_null(value: Any) -> Any:
+    """Parquet has every field of a struct in every row."""
+    if isinstance(value, dict):
+        return {key: _without_null(one) for key, one in value.items() if one is not None}
+    return [_without_null(one) for one in value] if isinstance(value, list) else value
+
+
+def content_hash(content: bytes | memoryview) -> bytes:
+    """16 bytes that stand for a document."""
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def parquet_file(path: str) -> Any:
+    """Opened by pyarrow."""
+    # A plain path is faster than a file.
+    parquet = extra("pyarrow.parquet", "Parquet")
+    with readable(path, extra("pyarrow", "Parquet").ArrowException):
+        return parquet.ParquetFile(storage.open(path) if storage.is_url(path) else path)
+
+
+def row_group(piece: Piece, columns: list[str], file: Any = None) -> Any:
+    """Some columns of a piece of Parquet, of a `file` that is open."""
+    with readable(piece.path, extra("pyarrow", "Parquet").ArrowException):
+        return (file or parquet_file(piece.path)).read_row_group(piece.start, columns=columns)
+
+
+def _array_record() -> Any:
+    return extra("array_record.python.array_record_module", "ArrayRecord files")
+
+
+def extra(module: str, what: str, key: str = "--input", group: str = "data") -> Any:
+    """A module of an optional package."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(key, f"{what} needs {module.partition('.')[0]}", f"pip install 'jaxtrain[{group}]'") from error
+
+
+@contextmanager
+def readable(path: str, *others: type[Exception]) -> Iterator[None]:
+    """Says which file it was that could not be read."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, *others) as error:
+        raise UserError("--input", f"{path} cannot be read ({error})", "replace the file") from error
+
+
+def stamps(task: Iterable[Piece]) -> list[Any]:
+    """What changes when the input of a task does."""
+    found = []
+    for piece in task:
+        with readable(piece.path):
+            found.append([piece.identity(), *map(storage.stamp, token_files.files_of(piece.path))])
+    return found
+
+
+def total_size(tasks: Iterable[tuple[Piece, ...]]) -> int:
+    """Bytes of all tasks, as stored."""
+    return sum(piece.size for task in tasks for piece in task)

@@ -1,0 +1,180 @@
+"""Best-fit packing: which pieces of documents share a row, planned once so that few documents are cut.
+
+Documents longer than a row are cut to rows and a rest; then the longest piece goes first, each into the row where it
+leaves the least room (Ding et al. 2024, arXiv 2404.10830). Pieces of one length are all the same to this, so a plan
+follows from how many there are of each length: some thousand groups of rows that look alike, however many documents
+there are. Which piece it is that stands at a place says its rank among those of its length.
+
+T: the row length. G: groups. I: items, `each` pieces of one length in each row of a group. P: pieces, by length.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.data.corpus import atomic_files
+from jaxtrain.data.corpus.corpus import Tokens
+
+VERSION = 1  # of the plan: another one where the same lengths give other rows
+CHUNK = 2**22  # documents that are looked at together: what bounds the memory
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Rows `rows[g]` to `rows[g + 1]` are of group g and have items `items[g]` to `items[g + 1]`.
+
+    A piece is a stretch of inputs, each followed by its target.
+    """
+
+    rows: np.ndarray  # [G + 1]
+    items: np.ndarray  # [G + 1]
+    lengths: np.ndarray  # [I] of the pieces
+    each: np.ndarray  # [I] pieces in each row
+    first: np.ndarray  # [I] the piece where the group's first row begins; its other rows follow
+    starts: np.ndarray  # [P] of each piece, in the tokens of the split; memory-mapped if it comes from the cache
+    cut: int  # documents that were cut
+
+    def __len__(self) -> int:
+        return int(self.rows[-1])
+
+    @property
+    def used(self) -> int:
+        """Places that hold a token."""
+        rows_I = np.repeat(np.diff(self.rows), np.diff(self.items))
+        return int((self.lengths * self.each * rows_I).sum())
+
+    @property
+    def fill(self) -> float:
+        """The share of places that hold a token, were all rows as long as the longest."""
+        longest = max(np.add.reduceat(self.lengths * self.each, self.items[:-1]), default=1)
+        return self.used / max(1, len(self) * longest)
+
+    def pieces(self, numbers_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """How many pieces each of these rows has, and all their starts and lengths, row by row."""
+        group_N = self.rows.searchsorted(numbers_N, "right") - 1
+        counts_N = self.items[group_N + 1] - self.items[group_N]
+        item = _ranges(self.items[group_N], counts_N)
+        each, before = self.each[item], np.repeat(numbers_N - self.rows[group_N], counts_N)
+        starts = self.starts[_ranges(self.first[item] + before * each, each)]
+        return np.add.reduceat(each, np.cumsum(counts_N) - counts_N), starts, np.repeat(self.lengths[item], each)
+
+
+def _ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """`counts` numbers from `first` on, one range behind the other."""
+    return np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
+
+
+def plan(tokens: Tokens, seq_len: int) -> Plan:
+    """Of all documents with at least one token to predict."""
+    counts_T, cut = _counts(tokens, seq_len)
+    starts = np.empty(counts_T.sum(), np.int64)
+    _sort(tokens, counts_T, starts)
+    return Plan(*_fit(counts_T), starts, cut)
+
+
+def pieces(tokens: Tokens, seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """Starts and lengths of whole rows and rests; documents that were cut. A last token is a target only."""
+    before = 0
+    for shard in tokens.shards:
+        for at in range(0, len(shard.offsets) - 1, CHUNK):
+            offsets = shard.offsets[at: at + CHUNK + 1]
+            inputs_D = np.diff(offsets) - 1
+            pieces_D = -(-inputs_D // seq_len)
+            within = _ranges(np.zeros_like(pieces_D), pieces_D) * seq_len
+            lengths = np.minimum(np.repeat(inputs_D, pieces_D) - within, seq_len)
+            yield np.repeat(offsets[:-1] + before, pieces_D) + within, lengths, int((pieces_D > 1).sum())
+        before += len(shard.tokens)
+
+
+def _counts(tokens: Tokens, seq_len: int) -> tuple[np.ndarray, int]:
+    """How many pieces there are of each length, and how many documents were cut."""
+    counts_T, all_cut = np.zeros(seq_len + 1, np.int64), 0
+    for _, lengths, cut in pieces(tokens, seq_len):
+        counts_T += np.bincount(lengths, minlength=seq_len + 1)
+        all_cut += cut
+    return counts_T, all_cut
+
+
+def _sort(tokens: Tokens, counts_T: np.ndarray, out: np.ndarray) -> None:
+    """Put the starts of all pieces in order of their lengths; those of one length stay in the order of the corpus."""
+    seq_len, next_T = len(counts_T) - 1, np.cumsum(counts_T) - counts_T
+    for starts, lengths, _ in pieces(tokens, seq_len):
+        order = np.argsort(lengths.astype(np.min_scalar_type(seq_len)), kind="stable")  # 16 bits: a radix sort
+        here_T = np.bincount(lengths, minlength=seq_len + 1)
+        out[np.arange(len(order)) + np.repeat(next_T - np.cumsum(here_T) + here_T, here_T)] = starts[order]
+        next_T += here_T
+
+
+def _fit(counts_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """-> rows, items, lengths, each, first of the plan.
+
+    Groups whose rows have equal room left are a stack; a bit set says which stacks are not empty, so that the tightest
+    one is the lowest bit from the length on. A row takes as many pieces of the length as fit: once it has one, it is
+    tighter than all others.
+    """
+    T, there = len(counts_T) - 1, 0
+    stacks: list[list[tuple[int, list[tuple[int, int, int]]]]] = [[] for _ in range(T + 1)]
+
+    def put(left: int, rows: int, items: list[tuple[int, int, int]], skip: int, *new: tuple[int, int, int]):
+        nonlocal there
+        if rows:
+            stacks[left].append((rows, [(length, each, first + skip * each) for length, each, first in items] + [*new]))
+            there |= 1 << left if left else 0
+
+    first_T = (np.cumsum(counts_T) - counts_T).tolist()
+    for length in np.flatnonzero(counts_T)[::-1].tolist():
+        first, count = first_T[length], int(counts_T[length])
+        while count:
+            if fitting := there >> length:
+                left = length + (fitting & -fitting).bit_length() - 1
+                rows, items = stacks[left].pop()
+                if not stacks[left]:
+                    there &= ~(1 << left)
+            else:
+                left, rows, items = T, -(-count // (T // length)), []
+            each = left // length
+            full = min(rows, count // each)
+            put(left - each * length, full, items, 0, (length, each, first))
+            first, count, rows = first + full * each, count - full * each, rows - full
+            if rows and count:  # not enough for another whole row
+                put(left - count * length, 1, items, full, (length, count, first))
+                full, rows, count = full + 1, rows - 1, 0
+            put(left, rows, items, full)
+    groups = [group for stack in stacks for group in stack]
+    items = np.array([item for _, items in groups for item in items], np.int64).reshape(-1, 3)
+    a, b, c = np.ascontiguousarray(items.T)
+    return np.cumsum([0, *(rows for rows, _ in groups)]), np.cumsum([0, *(len(items) for _, items in groups)]), a, b, c
+
+
+def cached_plan(tokens: Tokens, seq_len: int, folder: Path, identity: str) -> Plan:
+    """The plan, from `folder` if it was made before. `identity` stands for the tokens."""
+    path = folder / f"{atomic_files.digest([VERSION, identity, seq_len])[:32]}.plan"
+    try:
+        return _open(path)
+    except (OSError, ValueError, EOFError):
+        pass
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        counts_T, cut = _counts(tokens, seq_len)
+        with atomic_files.written(path) as file:
+            for array in (*_fit(counts_T), np.array([cut, counts_T.sum()])):
+                np.save(file, array)
+            at = file.tell()
+            file.flush()
+            # On a full disk an error here, where a store to the map would be the end of the process.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, at + 8 * max(1, int(counts_T.sum())))
+            _sort(tokens, counts_T, np.memmap(file.name, np.int64, "r+", at))
+        return _open(path)
+    except OSError:
+        return plan(tokens, seq_len)  # and again next time
+
+
+def _open(path: Path) -> Plan:
+    with open(path, "rb") as file:
+        rows, items, lengths, each, first, (cut, pieces) = (np.load(file) for _ in range(6))
+        starts = np.asarray(np.memmap(path, np.int64, "r", file.tell(), (int(pieces),)))
+        return Plan(rows, items, lengths, each, first, starts, int(cut))

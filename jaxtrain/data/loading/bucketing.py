@@ -1,0 +1,216 @@
+"""Batches of rows of about one length: each a document or sequence of its own, padded to the length of its bucket.
+
+Which rows a batch holds is a pure function of (lengths, options, step). In each epoch the rows of a bucket are
+permuted and cut to batches, and the batches of all buckets are permuted. What does not fill a batch of its bucket goes
+up to the next larger one, other rows in each epoch, so that every row comes exactly once an epoch; the last batch of
+the largest bucket is filled with rows of weight 0.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxtrain.data.loading.document_rows import Unpacked
+from jaxtrain.data.loading.readahead import Ahead
+from jaxtrain.errors import UserError
+
+CANDIDATES = 1024  # lengths that may become a bucket's: more would cost time and gain a tenth of a percent
+# Up to so many entries a permutation is made whole, by NumPy's frozen generator: Grain's, which gives any entry alone,
+# takes 17 ms over their number for each (2 ms of ten, 4 us of 4096).
+SMALL = 4096
+
+
+def choose(lengths: np.ndarray, count: int, multiple: int = 1) -> tuple[int, ...]:
+    """The `count` lengths, or fewer, all multiples of `multiple`, that pad least if each row takes the shortest it can.
+
+    V: lengths that occur, in rising order.
+    """
+    values_V, counts_V = np.unique(np.maximum(-(-lengths // multiple), 1) * multiple, return_counts=True)
+    if not len(values_V):
+        raise UserError("buckets", "there are no rows to choose lengths for", "give more data")
+    ends_V, steps_V = np.cumsum(counts_V), np.cumsum(counts_V * values_V)
+    if len(values_V) > CANDIDATES:
+        kept = np.unique(np.searchsorted(steps_V, np.linspace(0, steps_V[-1], CANDIDATES + 1)[1:]))
+        values_V, ends_V = values_V[kept], ends_V[kept]
+    before_V = np.concatenate([[0], ends_V[:-1]])
+    # places[i, j]: of rows i to j, in a bucket of length j
+    places_VV = np.where(np.arange(len(values_V))[:, None] <= np.arange(len(values_V)),
+                         (ends_V - before_V[:, None]) * values_V, np.iinfo(np.int64).max // 2)
+    least_V, froms = places_VV[0], []
+    for _ in range(min(count, len(values_V)) - 1):
+        through_VV = np.concatenate([[0], least_V[:-1]])[:, None] + places_VV
+        froms.append(through_VV.argmin(0))
+        least_V = through_VV.min(0)
+    chosen, at = [], len(values_V) - 1
+    for from_V in reversed(froms):
+        chosen.append(int(values_V[at]))
+        at = int(from_V[at]) - 1
+        if at < 0:
+            return tuple(reversed(chosen))
+    return tuple(reversed([*chosen, int(values_V[at])]))
+
+
+def padding(lengths: np.ndarray, buckets: Sequence[int]) -> float:
+    """The share of places that hold nothing, if all batches were full."""
+    places = np.asarray(buckets)[np.searchsorted(buckets, lengths)].sum()
+    return float(1 - lengths.sum() / places)
+
+
+def equal_sizes(buckets: Sequence[int], places: int, multiple: int = 1) -> list[int]:
+    """Rows for a batch of each bucket such that all have about as many `places`; each a multiple of `multiple`."""
+    return [max(1, places // (length * multiple)) * multiple for length in buckets]
+
+
+class BucketedBatches:
+    """`batches[step]`: the global batch at `step`, a dict of [size(step), ...] arrays, of rows of length(step).
+
+    `global_batch_size` is one number of rows for all buckets, or one for each. With `repeat` epochs follow each other
+    without end, each of `batches_per_epoch`; without there is one. Buckets that no row belongs to fall away. Of
+    `threads` see loader.Batches.
+    """
+
+    def __init__(self, rows: Unpacked, *, buckets: Sequence[int], global_batch_size: int | Sequence[int], seed: int,
+                 shuffle: bool = True, repeat: bool = True, threads: int = 0):
+        given = [global_batch_size] * len(buckets) if isinstance(global_batch_size, int) else list(global_batch_size)
+        _check(rows.lengths, buckets, given, seed)
+        bucket_of = np.searchsorted(buckets, rows.lengths).astype(np.uint8)
+        used = np.flatnonzero(np.bincount(bucket_of, minlength=len(buckets))).tolist()
+        self._rows = rows
+        self._lengths, self._sizes = [int(buckets[b]) for b in used], [int(given[b]) for b in used]
+        self._members = [np.flatnonzero(bucket_of == b) for b in used]
+        there, full = [], []  # rows of each bucket, those from below included; its batches
+        for b, (members, size) in enumerate(zip(self._members, self._sizes, strict=True)):
+            there.append(len(members) + (there[-1] - full[-1] * self._sizes[b - 1] if b else 0))
+            full.append(there[b] // size)
+        full[-1] = -(-there[-1] // self._sizes[-1])
+        self._there, self._full, self._ends = there, full, np.cumsum(full).tolist()
+        self._order = [_permutation(count, seed, b, shuffle) for b, count in enumerate(there)]
+        self.batches_per_epoch = self._ends[-1]
+        self._turns = _permutation(self.batches_per_epoch, seed, len(there), shuffle)
+        self.num_batches = None if repeat else self.batches_per_epoch  # None: no end
+        self.global_batch_size = max(self._sizes)
+        self._counted = 0, 0  # a step, and the tokens before it
+        self._ahead = Ahead(self._read, threads) if threads else None
+
+    def __getitem__(self, step: int) -> dict[str, np.ndarray]:
+        return self.rows(step, range(self.size(step)))
+
+    def length(self, step: int) -> int:
+        """Of the rows at `step`."""
+        return self._lengths[self._place(step)[0]]
+
+    def size(self, step: int) -> int:
+        """How many rows the global batch at `step` has."""
+        return self._sizes[self._place(step)[0]]
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """The (size, length) that batches may have, shortest first: each is compiled once."""
+        of_buckets = zip(self._sizes, self._lengths, self._full, strict=True)
+        return [(size, length) for size, length, full in of_buckets if full]
+
+    def shape(self, step: int) -> tuple[int, int]:
+        """Rows, and the length of a row, at this step."""
+        bucket = self._place(step)[0]
+        return self._sizes[bucket], self._lengths[bucket]
+
+    def tokens(self, step: int) -> int:
+        """Places in all batches before this step, padding included. Asked for step after step, it counts on."""
+        in_epoch = step % self.batches_per_epoch
+        per_epoch = sum(size * length * full for size, length, full in
+                        zip(self._sizes, self._lengths, self._full, strict=True))
+        last, counted = self._counted
+        first = step - in_epoch
+        if not first <= last <= step:
+            last, counted = first, first // self.batches_per_epoch * per_epoch
+        counted += sum(math.prod(self.shape(before)) for before in range(last, step))
+        self._counted = step, counted
+        return counted
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """How often all rows were gone through before this step."""
+        return {"": step / self.batches_per_epoch}
+
+    def origin(self, step: int, index: int) -> tuple[str, Unpacked, int | None]:
+        """-> the source of a row ("": the only one), its rows, and which of them it is; None: an empty row."""
+        return "", self._rows, self.numbers(step, [index])[0]
+
+    def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """What the batches of steps `start` to `stop` may have."""
+        return self.shapes if start < stop else []
+
+    def rows(self, step: int, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """Only these rows of the global batch at `step`: what one process reads of it."""
+        return self._ahead.rows(step, indices) if self._ahead else self._read(step, indices)
+
+    def _read(self, step: int, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        length, numbers = self.length(step), self.numbers(step, indices)
+        chosen = [self._empty(step, length) if i is None else self._rows.row(i, length) for i in numbers]
+        return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
+
+    def numbers(self, step: int, indices: Sequence[int] | np.ndarray) -> list[int | None]:
+        """Which rows of the data they are; None for one that only fills the batch."""
+        bucket, batch, epoch = self._place(step)
+        size = self._sizes[bucket]
+        found = []
+        for index in indices:
+            if not 0 <= index < size:
+                raise IndexError(f"row {index} of a batch of {size}")
+            place = batch * size + int(index)
+            found.append(self._number(bucket, place, epoch) if place < self._there[bucket] else None)
+        return found
+
+    def _empty(self, step: int, length: int) -> dict[str, np.ndarray]:
+        first, = self.numbers(step, [0])
+        assert first is not None  # no batch is empty
+        return {name: np.zeros_like(column) for name, column in self._rows.row(first, length).items()}
+
+    def _place(self, step: int) -> tuple[int, int, int]:
+        """-> bucket, batch within it, epoch."""
+        if step < 0 or (self.num_batches is not None and step >= self.num_batches):
+            raise IndexError(f"batch {step} of {self.num_batches}")
+        epoch = int(step) // self.batches_per_epoch
+        turn = self._turns(epoch, int(step) % self.batches_per_epoch)
+        bucket = int(np.searchsorted(self._ends, turn, "right"))
+        return bucket, turn - self._ends[bucket] + self._full[bucket], epoch
+
+    def _number(self, bucket: int, place: int, epoch: int) -> int:
+        """The row at a place of the bucket in this epoch, looked up below while it came from there."""
+        while True:
+            at, own = self._order[bucket](epoch, place), self._members[bucket]
+            if at < len(own):
+                return int(own[at])
+            bucket -= 1
+            place = self._full[bucket] * self._sizes[bucket] + at - len(own)
+
+
+def _permutation(count: int, seed: int, which: int, shuffle: bool) -> Callable[[int, int], int]:
+    """(epoch, place) -> number below `count`: another permutation in each epoch, each entry in O(1)."""
+    if not shuffle:
+        return lambda epoch, place: place
+    first = int(np.random.SeedSequence([seed, which]).generate_state(1)[0])
+    if count <= SMALL:
+        @functools.lru_cache(maxsize=2)
+        def whole(epoch: int) -> list[int]:
+            return np.random.RandomState((first + epoch) % 2**32).permutation(count).tolist()
+        return lambda epoch, place: whole(epoch)[place]
+    from grain.experimental import index_shuffle  # a second's import, that only a run which reads data pays
+
+    return lambda epoch, place: index_shuffle(place, max_index=count - 1, seed=(first + epoch) % 2**32, rounds=4)
+
+
+def _check(lengths: np.ndarray, buckets: Sequence[int], sizes: Sequence[int], seed: int) -> None:
+    if seed < 0:
+        raise UserError("data.seed", f"{seed} is negative", "use 0 or more")
+    if not len(lengths):
+        raise UserError("data.source", "it has no rows", "give more data")
+    if not 0 < len(buckets) <= 255 or any(np.diff(buckets) < 1) or buckets[0] < 1:
+        raise UserError("buckets", f"{list(buckets)} are no rising lengths", "give 1 to 255 of them, shortest first")
+    if len(sizes) != len(buckets) or min(sizes) < 1:
+        raise UserError("global_batch_size", f"{list(sizes)} are no numbers of rows for {len(buckets)} buckets",
+                        "give one number, or one for each bucket")
+    if lengths.max() > buckets[-1]:
+        raise UserError("buckets", f"the longest is {buckets[-1]} and a row has {lengths.max()}",
+                        "add a bucket for it, or cut what is longer")

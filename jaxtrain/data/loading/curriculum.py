@@ -1,0 +1,166 @@
+"""Batches of a run with several sources or stages: still a pure function of the data, the config and the step."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxtrain.config.data_stages import Source, Stage
+from jaxtrain.data.loading.loader import Rows, take
+from jaxtrain.data.loading.mixture import Mixture
+from jaxtrain.data.loading.order import Order
+from jaxtrain.data.loading.readahead import Ahead
+from jaxtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class _Era:
+    """Stages in which each source goes through its units once and again."""
+
+    mixture: Mixture
+    orders: list[Order]
+    epochs: list[float]  # of each source, before this era
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A stage, and what comes before it."""
+
+    stage: Stage
+    place: int  # of its era, at which it begins
+    tokens: int  # of all batches before it
+    rows: list[Rows]
+    per_unit: int  # rows in a unit
+
+    def place_at(self, step: int) -> int:
+        """Units of the era that are begun before this step."""
+        return self.place + (step - self.stage.start) * self.stage.batch // self.per_unit
+
+
+class Curriculum:
+    """`batches[step]`, as of loader.Batches, for stages over sources.
+
+    `rows(name, seq_len)` gives the rows of a source; a unit is `unit / seq_len` of these, one behind the other.
+    """
+
+    def __init__(self, sources: Sequence[Source], stages: Sequence[Stage], rows: Callable[[str, int], Rows], seed: int,
+                 threads: int = 0):
+        self.names = [source.name for source in sources]
+        limits = [source.epochs or math.inf for source in sources]
+        seeds = [seed if not name else _seed(seed, name) for name in self.names]
+        self._eras: list[_Era] = []
+        self._parts: list[_Part] = []
+        tokens, epochs = 0, [0.0] * len(self.names)
+        for era in range(stages[-1].era + 1):
+            mine = [stage for stage in stages if stage.era == era]
+            after = next((stage.start for stage in stages if stage.era > era), math.inf)
+            stops = [*(stage.start for stage in mine[1:]), after]
+            orders = [Order(len(rows(name, mine[0].unit)), one, True, era) for name, one in
+                      zip(self.names, seeds, strict=True)]
+            place, weights = 0, []
+            for stage, stop in zip(mine, stops, strict=True):
+                self._parts.append(_Part(stage, place, tokens, [rows(name, stage.seq_len) for name in self.names],
+                                         stage.unit // stage.seq_len))
+                weights.append((place, [stage.weights[name] for name in self.names]))
+                if stop < math.inf:
+                    place = self._parts[-1].place_at(int(stop))
+                    tokens += (int(stop) - stage.start) * stage.batch * stage.seq_len
+            left = [limit if limit == math.inf else math.floor((limit - before) * order.length + 1e-6)
+                    for limit, before, order in zip(limits, epochs, orders, strict=True)]
+            mixture = Mixture(self.names, weights, left, seed)
+            self._eras.append(_Era(mixture, orders, epochs))
+            if mixture.end < math.inf and place >= mixture.end:
+                break  # what comes behind has nothing to draw from
+            epochs = self._epochs(self._eras[-1], place)
+        self.num_batches = self._count()
+        self._ahead = Ahead(self._read, threads) if threads else None
+
+    def shape(self, step: int) -> tuple[int, int]:
+        """Rows, and tokens of a row, at this step."""
+        stage = self._at(step).stage
+        return stage.batch, stage.seq_len
+
+    def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Those that the batches of steps `start` to `stop` have, each once."""
+        begins = [part.stage.start for part in self._parts if start < part.stage.start < stop]
+        return list(dict.fromkeys(self.shape(step) for step in [start, *begins] if step < stop))
+
+    def tokens(self, step: int) -> int:
+        """Tokens in all batches before this step."""
+        part = self._at(step)
+        return part.tokens + (step - part.stage.start) * part.stage.batch * part.stage.seq_len
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """How often each source was gone through before this step."""
+        part = self._at(step)
+        return dict(zip(self.names, self._epochs(self._eras[part.stage.era], part.place_at(step)), strict=True))
+
+    def __getitem__(self, step: int) -> dict[str, np.ndarray]:
+        return self.rows(step, range(self.shape(step)[0]))
+
+    def rows(self, step: int, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """Only these rows of the global batch at `step`."""
+        return self._ahead.rows(step, indices) if self._ahead else self._read(step, indices)
+
+    def _read(self, step: int, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        part, (sources, numbers) = self._at(step), self.locate(step, indices)
+        batch: dict[str, np.ndarray] = {}
+        for source in np.unique(sources):
+            mine = sources == source
+            for name, column in take(part.rows[source], numbers[mine]).items():
+                if name not in batch:
+                    batch[name] = np.empty((len(sources), *column.shape[1:]), column.dtype)
+                batch[name][mine] = column
+        return batch
+
+    def _check(self, step: int, indices: Sequence[int] | np.ndarray) -> None:
+        if step < 0 or (self.num_batches is not None and step >= self.num_batches):
+            raise IndexError(f"batch {step} of {self.num_batches}")
+        part, within = self._at(step), np.asarray(indices)
+        for index in within[(within < 0) | (within >= part.stage.batch)]:
+            raise IndexError(f"row {index} of a batch of {part.stage.batch}")
+
+    def locate(self, step: int, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """-> of each of these rows of the batch the number of its source, and which row of the source it is."""
+        self._check(step, indices)
+        part, within = self._at(step), np.asarray(indices, np.int64)
+        units, pieces = np.divmod(within, part.per_unit)
+        sources, nths = self._eras[part.stage.era].mixture.locate(part.place_at(step) + units)
+        numbers = np.empty(len(within), np.int64)
+        for source in np.unique(sources):
+            mine = sources == source
+            order = self._eras[part.stage.era].orders[source]
+            numbers[mine] = order.rows(nths[mine]) * part.per_unit + pieces[mine]
+        return sources, numbers
+
+    def origin(self, step: int, index: int) -> tuple[str, Rows, int | None]:
+        """-> the source of a row, its rows, and which of them it is."""
+        sources, numbers = self.locate(step, [index])
+        return self.names[sources[0]], self._at(step).rows[sources[0]], int(numbers[0])
+
+    def _at(self, step: int) -> _Part:
+        return next(part for part in reversed(self._parts) if part.stage.start <= max(step, 0))
+
+    def _epochs(self, era: _Era, place: int) -> list[float]:
+        drawn = era.mixture.drawn(place)
+        return [before + units / order.length for before, units, order in
+                zip(era.epochs, drawn, era.orders, strict=True)]
+
+    def _count(self) -> int | None:
+        """Batches until the limits of all sources are reached; None: no end."""
+        end = self._eras[-1].mixture.end
+        if end == math.inf:
+            return None
+        part = next((part for part in reversed(self._parts) if part.stage.era == len(self._eras) - 1
+                     and part.place < end), None)
+        count = part.stage.start + int(end - part.place) * part.per_unit // part.stage.batch if part else 0
+        if not count:
+            raise UserError("data.mixture", "what its sources may give is less than one batch",
+                            "raise their weights or epochs")
+        return count
+
+
+def _seed(seed: int, name: str) -> int:
+    """Of one source: it does not change when others come or go."""
+    return int(np.random.SeedSequence([seed, *name.encode()]).generate_state(1)[0])

@@ -1,0 +1,168 @@
+"""Documents packed into rows of one length: concatenated and chopped, or by a plan. Row i is a pure function of i.
+
+T: the row length.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxtrain.data.corpus.corpus import Tokens
+from jaxtrain.data.loading.best_fit import Plan
+from jaxtrain.errors import UserError
+
+
+class PackedRows:
+    """Random access to rows of `seq_len` tokens; a document may end in one row and go on in the next.
+
+    A row is a dict of [T] arrays: `tokens`; `targets` (the token that follows each); `segments` (1, 2, ... per document
+    within the row, 0 for padding); `positions` (from 0 at each document and at each row); `weights` (0 where the target
+    belongs to another document, else 1). A last row that is not full is dropped, or padded with `pad_last`: then every
+    token but the first of each document is a target of weight 1 exactly once.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, pad_last: bool = False):
+        self._tokens, self._T = tokens, seq_len
+        targets = tokens.num_tokens - 1  # the very first token follows nothing
+        self._len = -(-targets // seq_len) if pad_last else targets // seq_len
+        if self._len < 1:
+            raise UserError("data.source", f"{tokens.num_tokens} tokens are too short for one row of data.seq_len="
+                            f"{seq_len} and its last target", "give more text or a smaller data.seq_len")
+
+    def __len__(self) -> int:
+        return self._len
+
+    @property
+    def fill(self) -> float:
+        """The share of places that hold a token."""
+        return min(1.0, (self._tokens.num_tokens - 1) / (self._len * self._T))
+
+    @property
+    def cut(self) -> int:
+        """Documents of which not all is in one row."""
+        count, before = 0, 0
+        for shard in self._tokens.shards:
+            edges = (shard.offsets + before) // self._T
+            # The last token of a document is a target only: it may be the first of the next row.
+            lasts = (shard.offsets[1:] + before - 2) // self._T
+            count += int((lasts > edges[:-1]).sum())
+            before += len(shard.tokens)
+        return count
+
+    def places(self, i: int) -> list[int]:
+        """Where each of its segments begins, in the tokens of the split."""
+        start, stop = i * self._T, min((i + 1) * self._T, self._tokens.num_tokens - 1)
+        return [start, *self._tokens.starts(start + 1, stop).tolist()]
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        return {name: column[0] for name, column in self.take([i]).items()}
+
+    def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """Several rows at once, [n, T] arrays."""
+        T, starts_N = self._T, _checked(numbers, self._len) * self._T
+        n, end, edges = len(starts_N), self._tokens.num_tokens, []
+        tokens, targets, weights = _empty(n, T)
+        weights[:] = 1
+        for row, start in enumerate(starts_N.tolist()):
+            stop = min(start + T + 1, end)
+            text = self._tokens.stored(start, stop)
+            size = len(text) - 1  # T, but for a padded last row
+            tokens[row, :size], targets[row, :size] = text[:-1], text[1:]
+            if size < T:  # every document ends in the end-of-document id, so the very last token is one
+                tokens[row, size:] = targets[row, size:] = text[-1]
+            if (trained := self._tokens.trained(start + 1, stop)) is not None:
+                weights[row, :size] = trained
+            # A segment begins with the row, and where documents do: in it, or right behind it (and is then empty).
+            edges += [starts_N[row: row + 1], self._tokens.starts(start + 1, stop)]
+        counts_N = 1 + np.fromiter(map(len, edges[1::2]), np.int64, n)
+        first_N, row_S = np.cumsum(counts_N) - counts_N, np.repeat(np.arange(n), counts_N)  # S: segments of all rows
+        within_S = np.concatenate(edges) - starts_N[row_S]
+        number_S = np.arange(1, len(row_S) + 1) - first_N[row_S]
+        begun_S = number_S > 1
+        weights[row_S[begun_S], within_S[begun_S] - 1] = 0  # the token before has a foreign target
+        segments, positions = _spread(number_S, within_S, row_S, n, T)
+        for row in np.flatnonzero(starts_N + T >= end):
+            for column in (segments, positions, weights):
+                column[row, end - 1 - starts_N[row]:] = 0
+        return _named(tokens, targets, segments, positions, weights)
+
+
+class FittedRows:
+    """Random access to rows of a plan: whole documents where they fit, padding (segment 0) where a row is not full."""
+
+    def __init__(self, tokens: Tokens, plan: Plan, seq_len: int):
+        if not len(plan):
+            raise UserError("data.source", f"{tokens.num_tokens} tokens have nothing to predict", "give more text")
+        self._tokens, self._plan, self._T = tokens, plan, seq_len
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    @property
+    def fill(self) -> float:
+        """The share of places that hold a token."""
+        return self._plan.used / (len(self) * self._T)
+
+    @property
+    def cut(self) -> int:
+        """Documents of which not all is in one row."""
+        return self._plan.cut
+
+    def places(self, i: int) -> list[int]:
+        """Where each of its segments begins, in the tokens of the split."""
+        return self._plan.pieces(np.array([i]))[1].tolist()
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        return {name: column[0] for name, column in self.take([i]).items()}
+
+    def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """Several rows at once, [n, T] arrays."""
+        T, n = self._T, len(numbers)
+        counts_N, starts, lengths = self._plan.pieces(_checked(numbers, len(self)))
+        counts_N += 1  # what is left of the row is a segment, too
+        row_S = np.repeat(np.arange(n), counts_N)
+        begin_N = np.cumsum(counts_N) - counts_N
+        number_S = np.arange(1, len(row_S) + 1) - begin_N[row_S]
+        piece_S = number_S < counts_N[row_S]
+        lengths_S = np.zeros(len(row_S), np.int64)
+        lengths_S[piece_S] = lengths
+        within_S = np.cumsum(lengths_S) - lengths_S
+        within_S -= within_S[begin_N][row_S]
+        tokens, targets, weights = _empty(n, T)
+        weights[:] = 1
+        places = row_S[piece_S], within_S[piece_S], lengths, starts
+        for row, at, length, start in zip(*(column.tolist() for column in places), strict=True):
+            text = self._tokens.stored(start, start + length + 1)
+            tokens[row, at: at + length], targets[row, at: at + length] = text[:-1], text[1:]
+            if (trained := self._tokens.trained(start + 1, start + length + 1)) is not None:
+                weights[row, at: at + length] = trained
+        segments, positions = _spread(number_S, within_S, row_S, n, T)
+        made = tokens, targets, segments, positions, weights
+        for row, at in enumerate(within_S[~piece_S].tolist()):
+            for column in made:
+                column[row, at:] = 0
+        return _named(*made)
+
+
+def _checked(numbers: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+    for number in numbers:
+        if not 0 <= number < length:
+            raise IndexError(f"row {number} of {length}")
+    return np.asarray(numbers, np.int64)
+
+
+def _empty(n: int, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, targets, weights: one block, for the memory of many small ones goes back and is cleared each time."""
+    tokens, targets, weights = np.empty((3, n, T), np.int32)
+    return tokens, targets, weights.view(np.float32)
+
+
+def _spread(number_S: np.ndarray, within_S: np.ndarray, row_S: np.ndarray, n: int, T: int) -> list[np.ndarray]:
+    """Segments and positions of n rows, from the number of each segment, where in its row it begins, and which row."""
+    lengths_S = np.diff(within_S + row_S * T, append=n * T)
+    segments, begins = (np.repeat(each_S.astype(np.int32), lengths_S).reshape(n, T) for each_S in (number_S, within_S))
+    return [segments, np.subtract(np.arange(T, dtype=np.int32), begins, out=begins)]
+
+
+def _named(*columns: np.ndarray) -> dict[str, np.ndarray]:
+    return dict(zip(("tokens", "targets", "segments", "positions", "weights"), columns, strict=True))

@@ -1,0 +1,53 @@
+"""Documents after all steps, kept on disk from the search for duplicates until they are tokenised: steps run once."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.data.corpus import atomic_files
+from jaxtrain.data.corpus.corpus import UNFINISHED
+from jaxtrain.data.corpus.shard_writer import Origin
+from jaxtrain.data.formats.inputs import Piece, Text, stamps
+
+
+@contextmanager
+def written(output: Path, number: int) -> Iterator[Callable[[Text, Origin], None]]:
+    """A function that keeps a document of the task."""
+    with atomic_files.written(_path(output, number)) as file:
+        def keep(text: Text, origin: Origin) -> None:
+            line = [origin.piece, origin.place, text.name, text.content.decode(), dict(text.record)]
+            file.write(json.dumps(line, default=str).encode() + b"\n")
+
+        yield keep
+
+
+def read(output: Path, number: int) -> Iterator[tuple[Text, Origin]]:
+    """What was kept of the task."""
+    with open(_path(output, number), "rb") as file:
+        for line in file:
+            piece, place, name, content, record = json.loads(line)
+            yield Text(name, content.encode(), place, record), Origin(piece, place)
+
+
+def write_note(output: Path, number: int, note: dict[str, Any]) -> None:
+    """Say, last, that all documents of a task were looked at, with its `plan` and the `stamps` of its input."""
+    atomic_files.write_json(_note_path(output, number), note)
+
+
+def read_note(output: Path, number: int, task: tuple[Piece, ...], plan: str) -> dict[str, Any] | None:
+    """None: nobody looked, or the input has changed since."""
+    try:
+        note = json.loads(_note_path(output, number).read_bytes())
+        return note if [note["plan"], note["stamps"]] == [plan, stamps(task)] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _path(output: Path, number: int) -> Path:
+    return output / UNFINISHED / f"{number:05}.cleaned.jsonl"
+
+
+def _note_path(output: Path, number: int) -> Path:
+    return output / UNFINISHED / f"{number:05}.signed.json"

@@ -1,0 +1,125 @@
+"""Which documents are the first of their kind: found before anything is tokenised, for it depends on all tasks.
+
+A task writes what is to be compared of its documents, once; then all are compared in this process, in the order of the
+input. That takes some 60 bytes of memory a document, however many bands there are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data.cleaning.cleaning_steps import Steps
+from jaxtrain.data.corpus import atomic_files
+from jaxtrain.data.corpus.corpus import UNFINISHED
+from jaxtrain.data.formats.conversations import Example
+from jaxtrain.data.formats.inputs import Ids, Text, stamps
+from jaxtrain.data.prepare import cleaned_store, engines
+from jaxtrain.data.prepare.engines import Engine
+from jaxtrain.data.prepare.prepare_progress import Progress
+from jaxtrain.data.prepare.tasks import Options, Task, chat_of, documents, key_of, made_by, verdicts_path
+
+
+def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, plan: str, workers: int | Engine,
+                    say: Callable[[str], None] = lambda line: None) -> None:
+    """Say of each task's documents which are like an earlier one, in the order of the input."""
+    sign_documents(tasks, range(len(tasks)), output, options, plan, workers, say)
+    keys = [np.load(_path(output, number, "keys"), mmap_mode="r") for number in range(len(tasks))]
+    starts = np.cumsum([0, *map(len, keys)])
+    verdicts, _, _ = compared(options, keys, partial(_columns, output, starts))
+    for number, some in enumerate(np.split(verdicts, starts[1:-1])):
+        with atomic_files.written(verdicts_path(output, number)) as file:
+            np.save(file, some)
+
+
+def compared(options: Options, keys: Sequence[np.ndarray], columns: Callable[[np.ndarray], Any],
+             ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """-> what is said of each document (tasks.ALIKE), which ones differ, and the first of these that each is like."""
+    different = _different(keys)
+    verdicts = np.ones(sum(map(len, keys)), np.uint8)
+    verdicts[different] = 0
+    first = np.arange(len(different))
+    if options.deduplicate == "near":
+        first = options.near.firsts(len(different), *columns(different))
+        verdicts[different[first != np.arange(len(first))]] = 2
+    return verdicts, different, first
+
+
+def signature(document: Text | Ids, options: Options) -> bytes:
+    """For options.near; of a conversation what is said in it."""
+    if isinstance(document, Text) and options.format != "text":
+        document = replace(document, content=Example.from_bytes(document.content).spoken().encode())
+    return options.near.signature(document)
+
+
+def sign_documents(tasks: Sequence[Task], numbers: Sequence[int], output: Path, options: Options, plan: str,
+                   workers: int | Engine, say: Callable[[str], None]) -> None:
+    """What is compared, of those of the tasks where it is not there yet."""
+    missing = [number for number in numbers if cleaned_store.read_note(output, number, tasks[number], plan) is None]
+    progress = Progress("duplicates", tasks, numbers, missing, say)
+    for number in engines.run(sign_task, tasks, missing, output, options, plan, workers):
+        progress.add(number)
+
+
+def _different(keys: Sequence[np.ndarray]) -> np.ndarray:
+    """The first document of each key, in order: by half a key, and among those by the other half."""
+    head, tail = (np.concatenate([np.zeros(0, "<u8"), *(some.view("<u8").reshape(-1, 2)[:, half] for some in keys)])
+                  for half in (0, 1))
+    order = np.lexsort((tail, head))  # stable: equal documents stay in the order of the input
+    head, tail = head[order], tail[order]
+    is_first = np.append(True, (head[1:] != head[:-1]) | (tail[1:] != tail[:-1]))[: len(order)]
+    return np.sort(order[is_first])
+
+
+def sign_task(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
+    """What is to be compared of a task's documents, in order; last the note that it is there."""
+    output, keys, signatures, left_out = Path(output), bytearray(), bytearray(), {}
+    note = {"plan": plan, "stamps": stamps(task), "left_out": left_out}
+    steps, chat = Steps(options.steps), chat_of(options)
+    note["by"] = made_by(options, chat)
+    with cleaned_store.written(output, number) as keep:
+        for found, origin in documents(task, options, left_out, steps, chat):
+            keys += key_of(found)
+            if options.deduplicate == "near":
+                signatures += signature(found, options)
+            if options.steps and isinstance(found, Text):
+                keep(found, origin)
+    columns = {"keys": np.frombuffer(bytes(keys), "V16")}
+    if options.deduplicate == "near":
+        columns["bands"], columns["marks"] = options.near.columns(bytes(signatures))
+    for name, column in columns.items():
+        with atomic_files.written(_path(output, number, name)) as file:
+            np.save(file, column)
+    cleaned_store.write_note(output, number, note | {"steps": steps.counts})
+    return number
+
+
+def _columns(output: Path, starts: np.ndarray, which: np.ndarray):
+    """Keys of a band, and marks, of `which` documents; read as they are asked for."""
+    tasks = range(len(starts) - 1)
+    places = np.searchsorted(which, starts)
+
+    def band(number: int) -> np.ndarray:
+        keys = np.empty(len(which), "<u8")
+        for task, a, b in zip(tasks, places[:-1], places[1:], strict=True):
+            keys[a:b] = np.load(_path(output, task, "bands"), mmap_mode="r")[number][which[a:b] - starts[task]]
+        return keys
+
+    def marks(some: np.ndarray) -> np.ndarray:
+        documents = which[some]
+        order = np.argsort(documents, kind="stable")
+        edges = np.searchsorted(documents[order], starts)
+        found = [np.load(_path(output, task, "marks"), mmap_mode="r")[documents[order[a:b]] - starts[task]]
+                 for task, a, b in zip(tasks, edges[:-1], edges[1:], strict=True) if a < b]
+        table = np.concatenate(found)
+        table[order] = table.copy()
+        return table
+
+    return band, marks
+
+
+def _path(output: Path, number: int, name: str) -> Path:
+    return output / UNFINISHED / f"{number:05}.{name}.npy"

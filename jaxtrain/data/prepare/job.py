@@ -1,0 +1,147 @@
+"""A folder that tasks fill, from nothing to its manifest: the same for text and for anything else."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from jaxtrain import storage
+from jaxtrain.data.corpus import atomic_files
+from jaxtrain.data.corpus.corpus import UNFINISHED
+from jaxtrain.data.corpus.open import read_manifest
+from jaxtrain.data.prepare import engines
+from jaxtrain.data.prepare.engines import Engine
+from jaxtrain.data.prepare.prepare_progress import Progress
+from jaxtrain.data.prepare.tasks import Task, read_ledger
+from jaxtrain.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # no Unix
+    fcntl = None
+
+Say = Callable[[str], None]
+
+
+def folder(output: str | Path) -> Path:
+    """Where the corpus shall be; a URL is none, of which a path would swallow a slash."""
+    if storage.is_url(output):
+        raise UserError("--output", f"{output} is no folder of this machine",
+                        "prepare into a folder, then send it there with jaxtrain.data.publish")
+    return Path(output).expanduser()
+
+
+@contextmanager
+def begun(output: Path, plan: str, format: str, alone: bool = True) -> Iterator[bool]:
+    """Hold the folder, which must hold nothing else; whether there is anything left to do.
+
+    One process holds it `alone`, or several share it that follow the same plan. The kernel lets go of it at a kill.
+    """
+    while not _complete(output, plan, format):
+        if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
+            raise UserError("--output", f"{output} is not empty", "name another folder")
+        path = output / UNFINISHED / "plan"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "a+")  # noqa: SIM115
+        except FileNotFoundError:
+            continue  # somebody has just finished
+        except OSError as error:
+            raise UserError("--output", f"{output} cannot be written ({error.strerror})", "name another folder"
+                            ) from error
+        with file:
+            _lock(file, output, alone)
+            if not _is_there(file, path) or _complete(output, plan, format):
+                continue
+            _follow(file, output, plan, alone)
+            yield True
+            return
+    shutil.rmtree(output / UNFINISHED, ignore_errors=True)  # a kill came when all was done
+    yield False
+
+
+def _complete(output: Path, plan: str, format: str) -> bool:
+    if not (output / "manifest.json").exists():
+        return False
+    if read_manifest(output, format)["plan"] != plan:
+        raise UserError("--output", f"{output} holds another corpus", "name another folder, or delete it")
+    return True
+
+
+def _lock(file: IO[str], output: Path, alone: bool) -> None:
+    """Where the system or the file system has no locks, it goes on without."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError("--output", f"somebody else is preparing {output}", "wait until they have ended, or name "
+                        "another folder") from error
+    except OSError:
+        pass
+
+
+def _is_there(file: IO[str], path: Path) -> bool:
+    """Whether nobody deleted it since it was opened."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _follow(file: IO[str], output: Path, plan: str, alone: bool) -> None:
+    """Write down the plan, or find it written: the first line counts, for several may write at once."""
+    if _first_line(file) not in ("", plan) and len(os.listdir(output / UNFINISHED)) == 1:  # no task was ever done
+        _lock(file, output, True)
+        file.truncate(0)
+    if not _first_line(file):
+        file.write(f"{plan}\n")
+        file.flush()
+    _lock(file, output, alone)
+    if _first_line(file) != plan:
+        raise UserError("--output", f"another command began in {output}, or its input has changed",
+                        "delete it, or name another folder")
+
+
+def _first_line(file: IO[str]) -> str:
+    file.seek(0)
+    return file.readline().strip()
+
+
+def run(what: str, do: Callable[..., int], tasks: Sequence[Task], missing: Sequence[int], output: Path, options: Any,
+        plan: str, workers: int | Engine, say: Say, ours: Sequence[int] | None = None) -> None:
+    """Do the missing tasks of ours (all, if it is not said which), and tell how it goes."""
+    progress = Progress(what, tasks, range(len(tasks)) if ours is None else ours, missing, say)
+    for number in engines.run(do, tasks, missing, output, options, plan, workers):
+        progress.add(number)
+
+
+def missing(tasks: Sequence[Task], numbers: Sequence[int], output: Path, plan: str) -> list[int]:
+    """Those of the tasks that are not done."""
+    return [number for number in numbers if not read_ledger(output, number, tasks[number], plan)]
+
+
+def ledgers(tasks: Sequence[Task], output: Path, plan: str) -> list[dict[str, Any]]:
+    """Of all tasks, which are done."""
+    found = [read_ledger(output, number, task, plan) for number, task in enumerate(tasks)]
+    if None in found:
+        raise UserError("--input", f"the input of task {found.index(None)} changed while it was read", "run again")
+    return [ledger for ledger in found if ledger]
+
+
+def complete(output: Path, manifest: dict[str, Any], code: dict[str, Any], **beside: Any) -> None:
+    """Write the manifest: with it the corpus is there. `code` and what else is `beside` do not identify the data."""
+    for partial in output.glob("*.partial"):  # of those who were killed
+        partial.unlink(missing_ok=True)
+    atomic_files.sync(output)
+    manifest = manifest | {"code": code, **beside, "sha256": atomic_files.digest(manifest)}
+    atomic_files.write_json(output / "manifest.json", manifest)
+    atomic_files.sync(output)
+    shutil.rmtree(output / UNFINISHED, ignore_errors=True)
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,55 @@
+"""A script that prepares a corpus on a Slurm cluster: an array of jobs, each for a part, then one that finishes.
+
+It needs nothing that runs meanwhile, and nothing but Slurm's own commands. What a job did not do, for it failed or
+never ran, the one that finishes does; submitted again, the script goes on.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from jaxtrain.flags import Parser
+
+SCRIPT = '''\
+#!/usr/bin/env bash
+# Prepares a corpus in @PARTS parts. To submit: bash THIS_FILE [flags of sbatch, such as --partition=cpu]
+#SBATCH --job-name=prepare
+#SBATCH --cpus-per-task=@WORKERS
+#SBATCH --requeue
+set -euo pipefail
+
+if [ "${1:-}" = run ]; then  # in a job: a part, where it is one of an array; else all that is missing
+  shift
+  cd @FOLDER
+  exec @COMMAND \\
+    --workers="$SLURM_CPUS_PER_TASK" ${SLURM_ARRAY_TASK_ID:+"--part=$SLURM_ARRAY_TASK_ID/@PARTS"} "$@"
+fi
+
+flags=(--parsable --kill-on-invalid-dep=yes "$@")
+submit() { local job; job=$(sbatch "${flags[@]}" "$@") && echo "${job%%;*}"; }
+@STAGES
+echo "job $tokens: @PARTS parts; job $last finishes, and its log has the summary"
+'''
+DUPLICATES = '''\
+hashes=$(submit --array=0-@LAST "$0" run --stage=duplicates)
+compared=$(submit --dependency=afterany:$hashes "$0" run --stage=duplicates)
+tokens=$(submit --dependency=afterok:$compared --array=0-@LAST "$0" run)
+'''
+TOKENS = '''\
+tokens=$(submit --array=0-@LAST "$0" run)
+'''
+LAST = 'last=$(submit --dependency=afterany:$tokens "$0" run)'
+
+
+def render(argv: Sequence[str], parts: int, workers: int, deduplicate: bool) -> str:
+    """The script that does what `prepare` with these flags would do in this folder, with this interpreter."""
+    ours = Parser(add_help=False)
+    for flag in ("--engine", "--parts", "--script", "--workers"):
+        ours.add_argument(flag)
+    command = [sys.executable, "-m", "jaxtrain.data.prepare", *ours.parse_known_args(argv)[1]]
+    script = SCRIPT.replace("@STAGES", (DUPLICATES if deduplicate else TOKENS) + LAST)
+    for name, value in (("LAST", parts - 1), ("PARTS", parts), ("WORKERS", workers),
+                        ("FOLDER", shlex.quote(os.getcwd())), ("COMMAND", shlex.join(command))):
+        script = script.replace(f"@{name}", str(value))
+    return script

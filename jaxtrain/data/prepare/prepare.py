@@ -1,0 +1,343 @@
+"""Tokenise text, once, into a corpus that runs read.
+
+    jaxtrain prepare --input jaxtrain docs --output=corpora/own --eval_fraction=0.1
+    jaxtrain prepare --input=jaxtrain --dry_run --sample=50 --steps pii quality language=en
+
+The work is a list of tasks that follows from the input alone. A kill costs the tasks that were under way, the same
+command goes on, and the result is the same to the byte for any number of workers, and any engine.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.data.chat.templates import BUILT_IN, TRAIN_ON, refuse_useless_masks
+from jaxtrain.data.cleaning.cleaning_steps import added, summed
+from jaxtrain.data.cleaning.filters import STEPS
+from jaxtrain.data.cleaning.near_duplicates import Near
+from jaxtrain.data.corpus import atomic_files, lengths
+from jaxtrain.data.corpus.corpus import SPLITS, Corpus
+from jaxtrain.data.corpus.open import FORMAT, open_corpus, read_manifest
+from jaxtrain.data.corpus.shard_writer import dtype_of
+from jaxtrain.data.formats import inputs
+from jaxtrain.data.formats.conversations import FORMATS
+from jaxtrain.data.prepare import job, on_slurm, provenance
+from jaxtrain.data.prepare.dry_run import dry_run
+from jaxtrain.data.prepare.duplicates import find_duplicates, sign_documents
+from jaxtrain.data.prepare.engines import Engine
+from jaxtrain.data.prepare.on_ray import Ray
+from jaxtrain.data.prepare.prepare_progress import Line
+from jaxtrain.data.prepare.tasks import ALIKE, Options, Task, chat_of, loaded, made_by, tokenize_shard, verdicts_path
+from jaxtrain.data.tokenizers.tokenizer import Tokenizer
+from jaxtrain.data.tokenizers.vocabulary import Vocabulary
+from jaxtrain.errors import UserError
+from jaxtrain.flags import command, parser_of
+
+
+def prepare(sources: Sequence[str], output: str | Path, options: Options, workers: int | Engine = 1,
+            say: Callable[[str], None] = lambda line: None) -> Corpus:
+    """Make the corpus, or what of it is missing, and open it; in so many processes, or through an engine."""
+    output = job.folder(output)
+    tasks, plan, options = plan_tasks(sources, options)
+    with _begun(output, options, plan) as anything_left:
+        if anything_left:
+            if options.deduplicate:  # first, for what a task may keep depends on all others
+                find_duplicates(tasks, output, options, plan, workers, say)
+            tokenize(tasks, range(len(tasks)), output, options, plan, workers, say)
+            _finish(output, tasks, plan, options, loaded(options.tokenizer, options.eod, options.bos))
+        else:
+            _refuse_other_input(output, tasks)
+    return open_corpus(output)
+
+
+def prepare_part(sources: Sequence[str], output: str | Path, options: Options, part: str = "", stage: str = "tokens",
+                 workers: int | Engine = 1, say: Callable[[str], None] = lambda line: None) -> None:
+    """Part "K/N" of a stage: every N-th task from K on. `prepare` does what is missing, and the manifest.
+
+    Parts share nothing but the folder, so they may run at once, twice, or not at all. Stage "duplicates" comes first,
+    if there is one; without a part it puts together what its parts found.
+    """
+    output = job.folder(output)
+    number, parts = _numbers(part) if part else (0, 1)
+    if stage == "duplicates" and not options.deduplicate:
+        raise UserError("--stage", "documents are compared with --deduplicate only", "add it, or leave --stage out")
+    tasks, plan, options = plan_tasks(sources, options)
+    mine = range(number, len(tasks), parts)
+    with _begun(output, options, plan, alone=False) as anything_left:
+        if not anything_left:
+            return
+        try:
+            if stage == "tokens":
+                if options.deduplicate and not all(verdicts_path(output, number).exists() for number in mine):
+                    raise UserError("--part", "it is not known yet which documents stay",
+                                    "run --stage=duplicates before")
+                tokenize(tasks, mine, output, options, plan, workers, say)
+            elif part:
+                sign_documents(tasks, mine, output, options, plan, workers, say)
+            else:
+                find_duplicates(tasks, output, options, plan, workers, say)
+        except FileNotFoundError:
+            if not (output / "manifest.json").exists():  # else, without locks, all was done while we were at it
+                raise
+
+
+def _numbers(part: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", part)
+    if not found or int(found[1]) >= int(found[2]):
+        raise UserError("--part", f"{part!r} is no part", "write 0/16 to 15/16")
+    return int(found[1]), int(found[2])
+
+
+def plan_tasks(sources: Sequence[str], options: Options) -> tuple[list[Task], str, Options]:
+    """The tasks, a hash of all that their tokens depend on, and options with nothing left open: `tokenize_shard`'s."""
+    loaded.cache_clear()  # its file may have changed since this process made another corpus
+    tasks = inputs.find_tasks(sources, options.task_bytes, options.token_dtype)
+    if options.token_dtype and not any(piece.kind.startswith("tokens") for task in tasks for piece in task):
+        raise UserError("--token_dtype", "the input has no files of tokens", "leave it out")
+    options = resolved(options, tasks)
+    tokenizer = loaded(options.tokenizer, options.eod, options.bos)
+    return tasks, atomic_files.digest(_plan(tasks, tokenizer, options)), options
+
+
+def resolved(options: Options, tasks: Sequence[Task]) -> Options:
+    """With the format that the first record has, if it was left open."""
+    if options.format != "auto":
+        return options
+    return replace(options, format=inputs.find_format(tasks, options.field))
+
+
+def begin(output: str | Path, options: Options, plan: str) -> bool:
+    """Make the folder, which must hold nothing else; whether there is anything left to do. It is not held."""
+    with _begun(job.folder(output), options, plan, alone=False) as anything_left:
+        return anything_left
+
+
+@contextmanager
+def _begun(output: Path, options: Options, plan: str, alone: bool = True) -> Iterator[bool]:
+    with job.begun(output, plan, FORMAT, alone) as anything_left:
+        tokenizer = loaded(options.tokenizer, options.eod, options.bos)
+        if anything_left and isinstance(tokenizer, Vocabulary):
+            with atomic_files.written(output / tokenizer.file) as file:
+                file.write(tokenizer.content)
+        yield anything_left
+
+
+def tokenize(tasks: Sequence[Task], numbers: Sequence[int], output: Path, options: Options, plan: str,
+             workers: int | Engine, say: Callable[[str], None]) -> None:
+    """Do those of the tasks that are not done."""
+    missing = job.missing(tasks, numbers, output, plan)
+    job.run("tokens", tokenize_shard, tasks, missing, output, options, plan, workers, say, numbers)
+
+
+def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
+    """All that the tokens depend on."""
+    chat = chat_of(options)
+    return {"format": FORMAT, "tokenizer": tokenizer.fingerprint, "options": options.identity(),
+            "chat": chat and chat.identity(),
+            "tasks": [[piece.identity() for piece in task] for task in tasks]}
+
+
+def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
+            tokenizer: Tokenizer) -> None:
+    """Put all ledgers together as the manifest: with it the corpus is there."""
+    chat = chat_of(options)
+    done = job.ledgers(tasks, output, plan)
+    for ledger in done:
+        if ledger["tokenizer"] != tokenizer.fingerprint:
+            raise UserError("--tokenizer", f"{options.tokenizer} is another one on some machine, or was for a while",
+                            f"make it the same everywhere, delete {output} and run again")
+    now = made_by(options, chat)
+    changed = [flag for ledger in done for by in ledger["by"] for flag in by if by[flag] != now[flag]]
+    if not changed and atomic_files.digest(_plan(tasks, tokenizer, options)) != plan:
+        changed = ["--chat_template" if chat else "--steps"]  # before the first task
+    if changed:
+        raise UserError(changed[0], "what it names is another one on some machine, or was changed meanwhile",
+                        f"make it the same everywhere, delete {output} and run again")
+    splits = {}
+    for split in SPLITS:
+        shards = [ledger["shards"][split] for ledger in done if ledger["shards"][split]["documents"]]
+        splits[split] = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
+        splits[split]["shards"] = shards
+    if options.masked:
+        refuse_useless_masks(splits, added(ledger["left_out"] for ledger in done))
+    manifest = {
+        "format": FORMAT, "plan": plan,
+        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
+                      "file": getattr(tokenizer, "file", ""), "eod": getattr(tokenizer, "eod_token", ""),
+                      "bos": getattr(tokenizer, "bos_token", "")},
+        "options": options.identity(), "chat": chat and chat.identity(),
+        "inputs": [[piece.identity() | ({"sha256": sha256} if sha256 else {})
+                    for piece, sha256 in zip(task, ledger["stored"], strict=True)]
+                   for task, ledger in zip(tasks, done, strict=True)],
+        "left_out": added(ledger["left_out"] for ledger in done), "steps": _steps(options, done),
+        "licences": _licences(options, done), "dtype": dtype_of(tokenizer).str, "splits": splits,
+        "probes": [probe for ledger in done for probe in ledger["probes"]],
+    }
+    job.complete(output, manifest, provenance.code(), stamps=_stamps(tasks))
+
+
+def _stamps(tasks: Sequence[Task]) -> str:
+    """Changes when any of the input does, or is only touched."""
+    return atomic_files.digest([inputs.stamps(task) for task in tasks])
+
+
+def _refuse_other_input(output: Path, tasks: Sequence[Task]) -> None:
+    """The plan knows names and sizes; where stamps are others too, the content decides."""
+    manifest = read_manifest(output)
+    if manifest.get("stamps") == _stamps(tasks):
+        return
+    for task, made in zip(tasks, manifest["inputs"], strict=True):
+        for piece, entry in zip(task, made, strict=True):
+            if provenance.digest(piece) != entry.get("sha256"):
+                raise UserError("--input", f"{piece.path} is not what {output} was made from",
+                                "delete that to make it again, or name another folder")
+
+
+def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each step did, in order; the search for duplicates comes last."""
+    steps = summed([ledger["steps"] for ledger in ledgers])
+    if options.deduplicate:
+        left_out = added(ledger["left_out"] for ledger in ledgers)
+        removed = {reason: left_out[reason] for reason in ALIKE if reason in left_out}
+        seen = sum(ledger["compared"] for ledger in ledgers)
+        steps.append({"step": f"deduplicate={options.deduplicate}", "seen": seen, "changed": 0, "removed": removed})
+    return steps
+
+
+def _licences(options: Options, ledgers: list[dict[str, Any]]) -> dict[str, int]:
+    """Documents that stayed, by licence, as far as it was told."""
+    kept = sum(shard["documents"] for ledger in ledgers for shard in ledger["shards"].values())
+    counted = added(ledger["licences"] for ledger in ledgers)
+    return counted if options.licence_field else {options.licence_of: kept} if options.licence_of else {}
+
+
+# ------------------------------------------------------------------------------------------------------ command line
+
+@command("stopped; the same command goes on")
+def main(argv: list[str] | None) -> None:
+    """Exit status 0: the corpus, or the part, is complete; 2: the user's mistake, in one line."""
+    flags = parse(argv)
+    options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
+                      flags.task_bytes, token_dtype=flags.token_dtype, bos="" if flags.bos == "none" else flags.bos,
+                      format=flags.format,
+                      chat_template=flags.chat_template, train_on=flags.train_on,
+                      steps=tuple(flags.steps), licence_of=flags.licence_of, describe=tuple(flags.describe),
+                      near=Near(flags.near_threshold, flags.near_permutations, flags.near_shingle))
+    if flags.dry_run:
+        tasks, _, options = plan_tasks(flags.input, options)
+        print(dry_run(tasks, options, flags.sample))
+        return
+    picture = Path(flags.histogram).expanduser() if flags.histogram else None
+    if picture:
+        lengths.check_picture(picture)
+    if flags.engine == "slurm":
+        print(_script(flags, options, sys.argv[1:] if argv is None else argv))
+        return
+    with Line(sys.stderr) as say:
+        if flags.part or flags.stage != "tokens":
+            prepare_part(flags.input, flags.output, options, flags.part, flags.stage, _engine(flags), say)
+            return
+        corpus = prepare(flags.input, flags.output, options, _engine(flags), say)
+    print(summary(corpus))
+    if picture:
+        lengths.draw(corpus, picture)
+
+
+def _engine(flags: argparse.Namespace) -> int | Engine:
+    if flags.engine == "ray":
+        return Ray(flags.ray_address, flags.workers)
+    return flags.workers or job.cores()
+
+
+def _script(flags: argparse.Namespace, options: Options, argv: Sequence[str]) -> str:
+    """What to submit, or where it lies."""
+    job.folder(flags.output)
+    tasks, _, _ = plan_tasks(flags.input, options)  # so that mistakes are told here and now
+    script = on_slurm.render(argv, min(flags.parts or 16, len(tasks)), flags.workers or 1, flags.deduplicate)
+    if not flags.script:
+        return script.rstrip()
+    try:
+        Path(flags.script).expanduser().write_text(script)
+    except OSError as error:
+        raise UserError("--script", f"{flags.script} cannot be written ({error.strerror})", "name another file"
+                        ) from error
+    return f"bash {flags.script} submits {len(tasks):,} tasks"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The flags."""
+    parser = parser_of("prepare", __doc__)
+    parser.add_argument("--input", nargs="+", required=True, help="files or folders: text, .jsonl[.gz|.zst], .parquet")
+    parser.add_argument("--output", default="", help="the corpus; then give it to a run as --config.data.source")
+    parser.add_argument("--tokenizer", default=Options.tokenizer,
+                        help="'bytes', the path of a tokenizer.json, .tiktoken[:SCHEME] or .model, or tiktoken:NAME")
+    parser.add_argument("--eod", default="", help="the token that ends a document; found for well-known vocabularies")
+    parser.add_argument("--bos", default="none", help="the token that we put in front of each document, or none")
+    parser.add_argument("--field", default=Options.field, help="which field of a JSON record or Parquet row is text")
+    parser.add_argument("--token_dtype", default="", help="of files of tokens without a header: uint16, uint32, ...")
+    parser.add_argument("--format", default=Options.format, help=f"of records: auto, {', '.join(FORMATS)}")
+    parser.add_argument("--chat_template", default="", help=f"a jinja file, or {', '.join(BUILT_IN)}; default: the "
+                        "one beside the tokenizer")
+    parser.add_argument("--train_on", default=Options.train_on, help=f"turns that are learnt: {', '.join(TRAIN_ON)}")
+    parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction,
+                        help=f"share of documents kept for evaluation; default: {Options.eval_fraction:g}")
+    parser.add_argument("--steps", nargs="+", default=[], help=f"{', '.join(STEPS)}, module:function, datatrove:CLASS")
+    parser.add_argument("--deduplicate", nargs="?", const="exact", default=False, choices=("exact", "near"),
+                        help="keep the first only of documents that are equal, or nearly")
+    parser.add_argument("--near_threshold", type=float, default=Near.threshold, help="Jaccard similarity of shingles")
+    parser.add_argument("--near_permutations", type=int, default=Near.permutations, help="of a signature")
+    parser.add_argument("--near_shingle", type=int, default=Near.shingle, help="words of a shingle")
+    parser.add_argument("--licence_of", default="", help="of the whole input (SPDX), or record:FIELD to count a field")
+    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="for the datasheet")
+    parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")
+    parser.add_argument("--dry_run", action="store_true", help="write nothing; say what would be left out or changed")
+    parser.add_argument("--sample", type=int, default=0, help="documents of a dry run, from all over; default: all")
+    parser.add_argument("--workers", type=int, default=0, help="tasks at a time; default: all cores")
+    parser.add_argument("--engine", choices=["local", "ray", "slurm"], default="local",
+                        help="who does the tasks: processes here, a Ray cluster, or jobs of Slurm, in a script")
+    parser.add_argument("--ray_address", default="", help="host:port of a cluster, 'auto', or 'local': one for this")
+    parser.add_argument("--parts", type=int, default=0, help="jobs of Slurm at a time, of --workers each; default: 16")
+    parser.add_argument("--script", default="", help="where the script goes, instead of standard output")
+    parser.add_argument("--part", default="", help="K/N: only every N-th task from K on; run without it to finish")
+    parser.add_argument("--stage", choices=["duplicates", "tokens"], default="tokens",
+                        help="of --part: what its tasks have in common, with --deduplicate, or their tokens")
+    parser.add_argument("--histogram", help="draw the lengths of documents into this PNG")
+    flags = parser.parse_args(argv)
+    for name in ("workers", "parts"):
+        if getattr(flags, name) < 0:
+            raise UserError(f"--{name}", f"{getattr(flags, name)} is no number of them", "use 1 or more")
+    for name, engine in (("ray_address", "ray"), ("parts", "slurm"), ("script", "slurm")):
+        if getattr(flags, name) and flags.engine != engine:
+            raise UserError(f"--{name}", f"--engine={flags.engine} has none", f"add --engine={engine}, or leave it out")
+    if flags.engine == "slurm" and (flags.part or flags.stage != "tokens"):
+        raise UserError("--engine", "the script itself deals out parts", "leave --part and --stage out")
+    if flags.sample < 0 or (flags.sample and not flags.dry_run):
+        raise UserError("--sample", f"{flags.sample} is for nothing", "give a number of documents along with --dry_run")
+    if not flags.output and not flags.dry_run:
+        raise UserError("--output", "it is missing", "name the folder that the corpus shall be, or give --dry_run")
+    return flags
+
+
+def summary(corpus: Corpus) -> str:
+    """Counts, and how long documents are."""
+    lines = [f"{corpus.path}: tokenizer {corpus.tokenizer.name}, {corpus.tokenizer.vocab_size:,} ids"]
+    for split in SPLITS:
+        tokens: Any = getattr(corpus, split)
+        lines.append(f"{split:<6}{tokens.num_documents:>14,} documents {tokens.num_tokens:>18,} tokens "
+                     f"{tokens.num_bytes:>18,} bytes")
+    if not corpus.eval.num_documents:
+        lines.append("no document fell to evaluation, so runs will not evaluate: give a larger --eval_fraction")
+    manifest = read_manifest(corpus.path)
+    if manifest["chat"] and (tokens := corpus.train.num_tokens + corpus.eval.num_tokens):
+        learnt = sum(shard.get("learnt", shard["tokens"]) for split in SPLITS
+                     for shard in manifest["splits"][split]["shards"])
+        lines.append(f"format {manifest['options']['format']}, chat template {manifest['chat']['name'] or 'none'}: "
+                     f"{learnt / tokens:.1%} of the tokens are learnt")
+    lines += [f"changed: {step['changed']:,} ({step['step']})" for step in manifest.get("steps", ()) if step["changed"]]
+    lines += [f"left out: {count:,} ({reason})" for reason, count in manifest["left_out"].items()]
+    return "\n".join([*lines, lengths.histogram(corpus)])

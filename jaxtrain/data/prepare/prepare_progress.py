@@ -1,0 +1,65 @@
+"""How far the work is: a line that is rewritten in a terminal; elsewhere a new one every few seconds."""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TextIO
+
+from jaxtrain.data.formats.inputs import total_size
+from jaxtrain.data.prepare.tasks import Task
+
+
+class Progress:
+    """Share, rate and time left of those of the tasks that are ours; what was done before counts for the share only."""
+
+    def __init__(self, what: str, tasks: Sequence[Task], ours: Sequence[int], missing: Sequence[int],
+                 say: Callable[[str], None]):
+        self.what, self.say, self.of = what, say, len(ours)
+        self.sizes = {number: total_size([tasks[number]]) for number in ours}
+        self.total, self.left = sum(self.sizes.values()), sum(self.sizes[number] for number in missing)
+        self.tasks, self.before = len(ours) - len(missing), self.left
+        self.started = time.monotonic()
+        if missing:
+            say(f"{what}: {self.tasks:,} of {self.of:,} tasks")
+
+    def add(self, number: int) -> None:
+        """A task is done."""
+        self.tasks += 1
+        self.left -= self.sizes[number]
+        rate = max(1, self.before - self.left) / max(1e-9, time.monotonic() - self.started)
+        self.say(f"{self.what}: {self.tasks:,} of {self.of:,} tasks, {1 - self.left / max(1, self.total):.1%}, "
+                 f"{rate / 1e6:.2f} MB/s, {timedelta(seconds=round(self.left / rate))} left")
+
+
+class Line:
+    """Says one line at a time: on a terminal in place of the one before, elsewhere not sooner than `every` seconds.
+
+    The last one is always said, unless there is an error to be said instead.
+    """
+
+    def __init__(self, stream: TextIO, every: float = 5.0):
+        self.stream, self.every, self.terminal = stream, every, stream.isatty()
+        self.spoke = time.monotonic()
+        self.held = ""  # what is still to be said, if nothing newer comes
+
+    def __call__(self, text: str) -> None:
+        """Say it now, or keep it until the end or something newer."""
+        self.held = text
+        if self.terminal:
+            self._print(f"\r\x1b[2K{text[:shutil.get_terminal_size().columns - 1]}", end="")
+        elif time.monotonic() - self.spoke >= self.every:
+            self._print(text)
+            self.held, self.spoke = "", time.monotonic()
+
+    def __enter__(self) -> "Line":
+        return self
+
+    def __exit__(self, error, *_) -> None:
+        if self.terminal:
+            self._print("\r\x1b[2K" if error else "", end="" if error else "\n")
+        elif self.held and not error:
+            self._print(self.held)
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        print(text, end=end, file=self.stream, flush=True)

@@ -1,0 +1,1 @@
+"""Preparation of audio clips and event tables as sequences."""

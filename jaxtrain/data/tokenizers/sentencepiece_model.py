@@ -1,0 +1,64 @@
+"""SentencePiece's models, as Llama 2, Gemma and T5 have them.
+
+A model says itself how it changes text before it cuts it: some drop line ends or put unknown characters on one id.
+Whatever it is, `decode` of `encode` is the text only where the model keeps it.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.data.tokenizers.vocabulary import ENDS, Vocabulary, library, read_file, threads, uint32, without_metaspace
+from jaxtrain.errors import UserError
+
+
+class SentencePieceTokenizer(Vocabulary):
+    """A .model, run by the `sentencepiece` library."""
+
+    file = "tokenizer.model"
+
+    def __init__(self, path: Path, eod: str = "", bos: str = ""):
+        self.content, self.name = read_file(path), path.name
+        processor = library("sentencepiece", path).SentencePieceProcessor
+        try:
+            if not self.content:
+                raise ValueError  # which the library takes for a model still to come
+            self._model = model = processor(model_proto=self.content)
+            self.vocab_size = model.vocab_size()
+        except (RuntimeError, ValueError) as error:
+            raise UserError("data.tokenizer", f"{path} is no model of SentencePiece's", "name another file") from error
+        own = [model.id_to_piece(model.eos_id())] if model.eos_id() >= 0 else ENDS
+        self.settle(path, hashlib.sha256(self.content).hexdigest(), eod, bos, own)
+        self._lengths = np.array([self._byte_length(id) for id in range(self.vocab_size)])
+        # Where a text begins so, `decode` takes away the space that the model puts there.
+        self._begins = np.array([model.id_to_piece(id).startswith("▁") and model.decode([id])[:1] != " "
+                                 for id in range(self.vocab_size)])
+
+    def id_of(self, token: str) -> int | None:
+        """Of control tokens only: all others, user-defined ones too, may be made of text."""
+        id = self._model.piece_to_id(token)
+        return id if self._model.id_to_piece(id) == token and self._model.is_control(id) else None
+
+    def encode_many(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """All at once, on as many threads as there are."""
+        decoded = [text.decode(errors="replace") for text in texts]
+        found = self._model.encode(decoded, out_type=int, add_bos=False, add_eos=False, num_threads=threads())
+        return [uint32(ids) for ids in found]
+
+    def decode(self, ids: Iterable[int], specials: bool = False) -> str:
+        """Readable text; control tokens are left out."""
+        return self._model.decode([id for id in map(int, ids) if 0 <= id < self.vocab_size])
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """From a table."""
+        return int(self._lengths[ids].sum()) - bool(len(ids) and self._begins[ids[0]])
+
+    def _byte_length(self, id: int) -> int:
+        model = self._model
+        if model.is_control(id) or model.is_unused(id):
+            return 0
+        if model.is_unknown(id):
+            return len(model.decode([id]).encode())
+        return 1 if model.is_byte(id) else without_metaspace(model.id_to_piece(id))

@@ -1,0 +1,134 @@
+"""Files of ranks, as tiktoken and Llama 3 have them: a token in base64 and its rank on each line, and nothing more.
+
+How text is split before tokens are merged, and which special tokens follow the ranks, is known by the name of a scheme.
+"""
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.data.tokenizers.vocabulary import Vocabulary, library, read_file, threads, uint32
+from jaxtrain.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How text is split, and where special tokens stand, counted from behind the last rank."""
+
+    pattern: str
+    special: dict[str, int]
+
+
+_WORD, _SPACE = r"[^\r\n\p{L}\p{N}]?", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = Scheme(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", {"<|endoftext|>": 0})
+_LLAMA3 = rf"{_SHORT}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
+_GPT4 = _LLAMA3.replace(_SPACE, rf"\s+$|{_SPACE}")  # space that ends a text stays together, line ends or not
+_GPT4O = (rf"{_WORD}[{_UPPER}]*[{_LOWER}]+{_SHORT}?|{_WORD}[{_UPPER}]+[{_LOWER}]*{_SHORT}?|\p{{N}}{{1,3}}|"
+          rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}")
+SCHEMES = {
+    "gpt2": _GPT2,
+    "r50k_base": _GPT2,
+    "cl100k_base": Scheme(_GPT4, {"<|endoftext|>": 1, "<|fim_prefix|>": 2, "<|fim_middle|>": 3, "<|fim_suffix|>": 4,
+                                  "<|endofprompt|>": 20}),
+    "o200k_base": Scheme(_GPT4O, {"<|endoftext|>": 1, "<|endofprompt|>": 20}),
+    "llama3": Scheme(_LLAMA3, {"<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|start_header_id|>": 6,
+                             "<|end_header_id|>": 7, "<|eot_id|>": 9, "<|reserved_special_token_247|>": 255}),
+}
+_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*")
+
+
+def are_ranks(content: bytes) -> bool:
+    """Whether a file begins as one of ranks does."""
+    return bool(_LINE.fullmatch(content[:1000].partition(b"\n")[0]))
+
+
+class TiktokenTokenizer(Vocabulary):
+    """Ranks, run by the `tiktoken` library."""
+
+    def __init__(self, path: Path, scheme: str = "", eod: str = "", bos: str = "", content: bytes | None = None):
+        self.content = read_file(path) if content is None else content
+        scheme = scheme or path.stem
+        if scheme not in SCHEMES:
+            raise UserError("data.tokenizer", f"{path} does not say how text is split and {scheme!r} is no scheme",
+                            f"write {path}:SCHEME, {nearest(scheme, SCHEMES)}")
+        ranks = _ranks(path, self.content)
+        behind = 1 + max(ranks.values())
+        pattern, special = SCHEMES[scheme].pattern, SCHEMES[scheme].special
+        self._special = {token: behind + place for token, place in special.items()}
+        self._encoding = library("tiktoken", path).Encoding(
+            scheme, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self._special)
+        self.name, self.file, self.vocab_size = path.name, f"{scheme}.tiktoken", self._encoding.max_token_value + 1
+        self._lengths = np.zeros(self.vocab_size, np.int64)
+        self._lengths[list(ranks.values())] = [len(token) for token in ranks]
+        canonical = [pattern.encode(), *(b"%d %s" % (rank, token.hex().encode()) for token, rank in ranks.items())]
+        self.settle(path, hashlib.sha256(b"\n".join(canonical)).hexdigest(), eod, bos)
+
+    def id_of(self, token: str) -> int | None:
+        """Of special tokens only: all others may be made of text."""
+        return self._special.get(token)
+
+    def encode_many(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """On as many threads as there are, for the library lets go of Python's lock."""
+        if threads() == 1 or len(texts) < 2:
+            return [self._encode(text) for text in texts]
+        with ThreadPoolExecutor(threads()) as pool:
+            return list(pool.map(self._encode, texts))
+
+    def _encode(self, text: bytes) -> np.ndarray:
+        # Not encode_to_numpy: before 0.11 it made special tokens of text whatever it was told.
+        return uint32(self._encoding.encode_ordinary(text.decode(errors="replace")))
+
+    def decode(self, ids: Iterable[int], specials: bool = False) -> str:
+        """Readable text; special tokens are left out, or spelt with `specials`."""
+        spelt = set(self._special.values()) if specials else set()
+        return self._encoding.decode([id for id in map(int, ids) if self._length(id) > 0 or id in spelt])
+
+    def _length(self, id: int) -> int:
+        return int(self._lengths[id]) if 0 <= id < self.vocab_size else 0
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """From a table."""
+        return int(self._lengths[ids].sum())
+
+
+def named(name: str, eod: str, bos: str) -> TiktokenTokenizer:
+    """One that tiktoken has in its cache, or fetches."""
+    if name not in SCHEMES or name == "llama3":
+        raise UserError("data.tokenizer", f"there is no tiktoken:{name}", nearest(name, SCHEMES.keys() - {"llama3"}))
+    get_encoding = library("tiktoken", f"tiktoken:{name}").get_encoding
+    try:
+        encoding = get_encoding(name)
+    except (OSError, ValueError) as error:  # what its client raises without a network is an OSError
+        raise UserError("data.tokenizer", f"tiktoken cannot fetch {name} ({type(error).__name__})",
+                        f"name a file of ranks: PATH:{name}") from error
+    ranks = sorted((rank, token) for token, rank in encoding._mergeable_ranks.items())
+    content = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in ranks)
+    return TiktokenTokenizer(Path(f"{name}.tiktoken"), name, eod, bos, content)
+
+
+def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
+    """In their order."""
+    ranks = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            ranks[binascii.a2b_base64(token, strict_mode=True)] = int(rank)
+        except ValueError as error:
+            raise UserError("data.tokenizer", f"{path}, line {number} is no token in base64 with its rank",
+                            "replace the file") from error
+    bytes_ = sum(bytes([i]) in ranks for i in range(256))
+    if bytes_ < 256 or len(set(ranks.values())) < len(ranks):
+        raise UserError("data.tokenizer", f"{path} has {bytes_} of 256 bytes and {len(set(ranks.values()))} ranks for "
+                        f"{len(ranks)} tokens", "every byte and token has a rank of its own; replace the file")
+    return dict(sorted(ranks.items(), key=lambda item: item[1]))

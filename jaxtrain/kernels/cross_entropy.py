@@ -1,0 +1,148 @@
+"""Losses of a language-model head that never hold all logits: against tokens, and against a teacher's predictions.
+
+Tokens pass through the head in chunks. When a gradient is wanted, each chunk's gradient is computed while its logits
+are there: three matmuls in all, nothing computed twice, nothing of size tokens x vocabulary kept. The vocabulary may be
+split over mesh axes; weight gradients are summed over the batch's devices once, after the last chunk.
+
+Shape suffixes: B batch, T sequence, N tokens, D embedding, V vocabulary.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.sharding import rules as sharding
+
+F32 = jnp.float32
+
+
+@jax.named_scope("loss_head")  # where jaxtrain.bench looks for its time
+def cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, *,
+                  z_loss: float = 0.0, chunks: int = 0) -> jax.Array:
+    """The sum over tokens of weight x (cross-entropy + z_loss x log-partition squared), in float32.
+
+    A weight of 0 ignores a token. `chunks` is how many pieces the tokens on one device take; 0 chooses by size.
+    """
+    return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0)
+
+
+@jax.named_scope("loss_head")
+def distillation_loss(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array,
+                      teacher_BTC: jax.Array, teacher_head_CV: jax.Array, *, soft: float, temperature: float = 1.0,
+                      z_loss: float = 0.0, chunks: int = 0) -> jax.Array:
+    """The sum over tokens of weight x ((1 - soft) x `cross_entropy` + soft x temperature squared x KL divergence).
+
+    The divergence is that of the student's prediction from the teacher's, both made softer by `temperature`: Hinton,
+    Vinyals and Dean (arXiv 1503.02531). Nothing flows back into the teacher, whose final activations and output
+    projection are given; C is its width.
+    """
+    teacher = jax.lax.stop_gradient((teacher_BTC, teacher_head_CV))
+    return _summed(x_BTD, head_DV, targets_BT, weights_BT, teacher, z_loss, chunks, soft, temperature)
+
+
+def default_chunks(tokens: int, vocab: int) -> int:
+    """Few chunks where logits are small; else enough that one chunk's are under 2 % of all, but 256 tokens at least."""
+    if tokens * vocab * 4 <= 2**26:
+        return 1
+    wanted = max(1, min(64, tokens // 256))
+    above = next(n for n in range(wanted, tokens + 1) if tokens % n == 0)
+    # Lengths with few divisors: rather larger chunks than a great many tiny ones.
+    return above if above <= 4 * wanted else next(n for n in range(wanted, 0, -1) if tokens % n == 0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def _summed(x, head, targets, weights, teacher, *options):
+    return _run(x, head, targets, weights, teacher, options, gradients=False)[0]
+
+
+def _forward(x, head, targets, weights, teacher, *options):
+    loss, dx, dhead = _run(x, head, targets, weights, teacher, options, gradients=True)
+    return loss, (dx, dhead, jnp.zeros((), head.dtype))
+
+
+def _backward(z_loss, chunks, soft, temperature, saved, g):
+    dx, dhead, head = saved
+    return (g * dx).astype(dx.dtype), (g * dhead).astype(head.dtype), None, None, None
+
+
+_summed.defvjp(_forward, _backward)
+
+
+def _run(x, head, targets, weights, teacher, options, gradients) -> Any:
+    local = partial(_local, options=options, gradients=gradients)
+    if sharding.activation_spec() is None:
+        return local(x, head, targets, weights, teacher, (), ())
+    batch, seq, vocab = map(sharding.split_by, ("batch", "seq", "act_vocab"))
+    tokens, x_spec, head_spec = P(batch, seq), P(batch, seq, None), P(None, vocab)
+    batch_axes = sharding.axes_of(batch) + sharding.axes_of(seq)
+    return sharding.island(
+        partial(local, batch_axes=batch_axes, vocab_axes=sharding.axes_of(vocab)),
+        in_specs=(x_spec, head_spec, tokens, tokens, (x_spec, head_spec)[:len(teacher)]),
+        out_specs=(P(), x_spec, head_spec) if gradients else (P(),),
+    )(x, head, targets, weights, teacher)
+
+
+def _local(x_BTD, head_DV, targets_BT, weights_BT, teacher, batch_axes, vocab_axes, *, options, gradients) -> Any:
+    """One device's share: its tokens against its part of the vocabulary."""
+    z_loss, chunks, soft, temperature = options
+    N, D, V = targets_BT.size, *head_DV.shape
+    chunks = chunks or default_chunks(N, V)
+    first = lax.axis_index(vocab_axes) * V if vocab_axes else 0
+    over_vocab = partial(lax.psum, axis_name=vocab_axes) if vocab_axes else lambda value: value
+    largest = partial(lax.pmax, axis_name=vocab_axes) if vocab_axes else lambda value: value
+    over_batch = partial(lax.psum, axis_name=batch_axes) if batch_axes else lambda value: value
+
+    def log_partition(logits_NV):
+        top_N = largest(logits_NV.max(-1))
+        return top_N + jnp.log(over_vocab(jnp.exp(logits_NV - top_N[:, None]).sum(-1)))
+
+    def against_tokens(logits_NV, target_N, weight_N):
+        """-> summed loss, and its gradient for the logits."""
+        lse_N = log_partition(logits_NV)
+        hit_NV = (target_N - first)[:, None] == jnp.arange(V)
+        correct_N = over_vocab(jnp.where(hit_NV, logits_NV, 0).sum(-1))
+        loss = (weight_N * (lse_N - correct_N + z_loss * jnp.square(lse_N))).sum()
+        pull_N = weight_N * (1 + 2 * z_loss * lse_N)
+        return loss, pull_N[:, None] * jnp.exp(logits_NV - lse_N[:, None]) - jnp.where(hit_NV, weight_N[:, None], 0)
+
+    def against_teacher(logits_NV, teacher_NV, weight_N):
+        """The same of the divergence."""
+        q_NV, p_NV = (x_NV / temperature - log_partition(x_NV / temperature)[:, None]
+                      for x_NV in (logits_NV, teacher_NV))
+        divergence_N = over_vocab((jnp.exp(p_NV) * (p_NV - q_NV)).sum(-1))
+        scale_N = weight_N * temperature
+        return (scale_N * temperature * divergence_N).sum(), scale_N[:, None] * (jnp.exp(q_NV) - jnp.exp(p_NV))
+
+    def chunk(carry, inputs) -> Any:
+        loss, dhead_DV = carry
+        x_ND, target_N, weight_N, *teacher_NC = inputs
+        logits_NV = jnp.dot(x_ND, head_DV, preferred_element_type=F32)
+        one, dlogits_NV = against_tokens(logits_NV, target_N, weight_N)
+        for y_NC in teacher_NC:
+            teacher_NV = jnp.dot(y_NC, teacher[1], preferred_element_type=F32)
+            other, dother_NV = against_teacher(logits_NV, teacher_NV, weight_N)
+            one, dlogits_NV = (1 - soft) * one + soft * other, (1 - soft) * dlogits_NV + soft * dother_NV
+        loss += one
+        if not gradients:
+            return (loss, dhead_DV), None
+        dlogits_NV = dlogits_NV.astype(x_ND.dtype)
+        dx_ND = over_vocab(jnp.dot(dlogits_NV, head_DV.T, preferred_element_type=F32)).astype(x_ND.dtype)
+        dhead_DV = dhead_DV + jnp.dot(x_ND.T, dlogits_NV, preferred_element_type=F32)
+        return (loss, dhead_DV), dx_ND
+
+    inputs = (x_BTD.reshape(chunks, -1, D), targets_BT.reshape(chunks, -1), weights_BT.reshape(chunks, -1),
+              *(y_BTC.reshape(chunks, -1, y_BTC.shape[-1]) for y_BTC in teacher[:1]))
+    start: Any = (jnp.zeros((), F32), jnp.zeros((D, V), F32) if gradients else None)
+    if chunks == 1:  # no loop: small models on CPU
+        (loss, dhead_DV), dx = chunk(start, jax.tree.map(lambda a: a[0], inputs))
+    else:
+        (loss, dhead_DV), dx = lax.scan(chunk, start, inputs)
+    if not gradients:
+        return (over_batch(loss),)
+    # A sum over tokens may be too large for float16 until the backward pass has divided it.
+    dtype = F32 if head_DV.dtype == jnp.float16 else head_DV.dtype
+    return over_batch(loss), dx.reshape(x_BTD.shape), over_batch(dhead_DV).astype(dtype)

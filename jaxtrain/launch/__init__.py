@@ -1,0 +1,1 @@
+"""How processes are started on machines."""

@@ -1,0 +1,129 @@
+"""The training processes of one host, as their supervisor holds them: started, heard, ended, never left behind."""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxtrain.distributed import exit_codes, heartbeat
+from jaxtrain.errors import UserError
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(eq=False)
+class Child:
+    """One process. `rank` is its number in the run, `slot` its place (and its accelerators) on this host."""
+
+    rank: int
+    slot: int
+    log: Path
+    process: subprocess.Popen
+    line: socket.socket
+    heard: float = field(default_factory=time.monotonic)  # when it last gave a sign of life
+    died: float | None = None
+    cut_off: bool = False  # we ended it: what it died of says nothing
+
+    @property
+    def code(self) -> int | None:
+        """As of the last `look`."""
+        return self.process.returncode
+
+    def look(self) -> None:
+        """Hear what it said, see whether it has ended."""
+        if self.died is None and self.process.poll() is not None:
+            self.died = time.monotonic()
+        with contextlib.suppress(OSError):
+            if self.line.recv(4096, socket.MSG_DONTWAIT):
+                self.heard = time.monotonic()
+
+    def send(self, number: int) -> None:
+        """A signal, if it is still there."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def dump_stacks(self) -> None:
+        """Ask where it stands; not of a program to which the signal would mean its end."""
+        if self.died is None and signal.SIGUSR1 in _caught(self.process.pid):
+            self.send(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """End it and whatever it started. Returns when it is gone."""
+        self.cut_off = self.cut_off or self.process.poll() is None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.look()
+
+    def words(self) -> str:
+        """Who it is and how it ended."""
+        assert self.code is not None
+        return f"process {self.rank} {exit_codes.words(self.code)}"
+
+
+def start(command: Sequence[str], rank: int, slot: int, log: Path, environment: Mapping[str, str]) -> Child:
+    """Start one, its output in `log`."""
+    ours, theirs = socket.socketpair()
+    with theirs, open(log, "wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()],
+            env={**environment, heartbeat.VARIABLE: str(theirs.fileno()), "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which passes it on
+            preexec_fn=die_with_parent())
+    return Child(rank, slot, log, process, ours)
+
+
+def shares(environment: Mapping[str, str], processes: int) -> list[dict[str, str]]:
+    """What each process's environment has besides, so that every accelerator of this host belongs to one of them."""
+    nothing: list[dict[str, str]] = [{} for _ in range(processes)]
+    if processes == 1 or environment.get("JAX_PLATFORMS") == "cpu":
+        return nothing
+    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        gpus = [name for name in visible.split(",") if name]
+    elif shutil.which("nvidia-smi"):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+        gpus = [str(n) for n in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
+    else:
+        gpus = []
+    if not gpus:
+        return nothing
+    if len(gpus) % processes:
+        raise UserError("--processes", f"{processes} processes cannot share {len(gpus)} GPUs evenly",
+                        f"choose a divisor of {len(gpus)}")
+    each = len(gpus) // processes
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each: (i + 1) * each])} for i in range(processes)]
+
+
+def die_with_parent():
+    """For the child, before it becomes the program: Linux kills it with us, even if it is stopped by then.
+
+    Elsewhere the lifeline alone does it.
+    """
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # found here: between fork and exec little is allowed
+
+    def before_exec() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it happened just before
+            os._exit(1)
+
+    return before_exec
+
+
+def _caught(pid: int) -> set[int]:
+    """The signals that a process handles by itself; none where nobody can tell."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return set()
+    mask = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt")), 0)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}

@@ -1,0 +1,66 @@
+"""Which of several dead processes was the cause, and the few lines of its log that tell why."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtrain.distributed import exit_codes
+from jaxtrain.launch.supervisor.child_processes import Child
+
+# What processes say that died because another one did.
+_CONSEQUENCE = re.compile(
+    r"Gloo|coordination service|CoordinationService|Connection (closed|reset) by peer|Socket closed|heartbeat"
+    r"|Shutdown barrier|distributed service detected|waiting \d+ms for recv|NCCL")
+_EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w]*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning|Iteration)\b.*")
+_FATAL = re.compile(r"^(F\d{4} .*|Fatal Python error.*|.*(?:Segmentation fault|Bus error|out of memory|"
+                    r"RESOURCE_EXHAUSTED).*)", re.I)
+_NOISE = re.compile(r"SimplifiedTraceback|JaxStackTrace")
+
+
+def first(children: Sequence[Child]) -> Child | None:
+    """Who failed first: by time, but an end that only follows from a peer's is nobody's cause."""
+    failed = sorted((child for child in children if child.code and not child.cut_off),
+                    key=lambda child: child.died or 0.0)
+    causes = [child for child in failed if not follows(child)]
+    return (causes or failed or [None])[0]
+
+
+def follows(child: Child) -> bool:
+    """Whether it ended on purpose, or because another one did."""
+    if child.code in (exit_codes.RESTART, exit_codes.SAVED):
+        return True
+    if child.code in exit_codes.FINAL:
+        return False
+    if child.code is not None and child.code < 0 and child.code != -6:
+        return False  # killed from outside; SIGABRT is how JAX's own service ends a process
+    return bool(_CONSEQUENCE.search(error_line(child.log) or "\n".join(last_lines(child.log, 5))))
+
+
+def last_lines(log: Path, count: int = 12, size: int = 2**16) -> list[str]:
+    """The end of a log, without the redrawing of progress lines."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - size))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    lines = [line.rpartition("\r")[2].rstrip() for line in text.splitlines()]
+    return [line for line in lines if line][-count:]
+
+
+def error_line(log: Path) -> str:
+    """The one line of a log that says what happened; "" if none does."""
+    lines = last_lines(log, count=2000)
+    for pattern in (_EXCEPTION, _FATAL):
+        found = [line for line in lines if pattern.match(line) and not _NOISE.search(line)]
+        if found:
+            return found[-1][:400]
+    return ""
+
+
+def verdict(child: Child, why: str = "") -> str:
+    """The first failure, so that nobody has to look for it; `why` where its exit status does not say it."""
+    lines = "\n".join(f"  | {line}" for line in last_lines(child.log))
+    error = error_line(child.log)
+    return "\n".join([f"first to fail: {why or child.words()}" + (f": {error}" if error else ""),
+                      *([f"the end of {child.log}:", lines] if lines else [f"{child.log} is empty"])])

@@ -1,0 +1,411 @@
+"""Start processes as one run, and restart them when one dies or hangs.
+
+    jaxtrain supervise --processes=2 -- --config=configs/gpt.py:tiny --workdir=runs/two
+
+Starts N processes of `jaxtrain train` on this host as one run, with the flags that follow `--`. When one dies or falls
+silent it ends the others and starts all again, until the last step is reached, the user made a mistake, or nothing
+helps. The exit status is the run's.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtrain import errors
+from jaxtrain.distributed import exit_codes
+from jaxtrain.errors import UserError
+from jaxtrain.flags import command, parser_of, training_flags, workdir_of
+from jaxtrain.launch.supervisor import child_processes, failure_report
+from jaxtrain.launch.supervisor.child_processes import Child
+from jaxtrain.launch.supervisor.progress_file import Steps
+from jaxtrain.launch.supervisor.slots import Order, Staff
+from jaxtrain.observe.events import record
+
+_TICK = 0.2  # seconds between two looks; a death is seen at once
+_OWN_END = 30.0  # seconds for the others to end by themselves behind one that ended on purpose
+_STACKS = 2.0  # seconds for the others to say where they stand behind one that died
+_WORDS = 10.0  # seconds for the others to write that down behind one that gave up
+_JUMP = 5.0  # seconds by which a clock is set, and not put right bit by bit
+_FRESH = 300.0  # seconds in which that may end a process
+_ROOM = 2**20  # bytes that a start needs for its logs and records
+_MUTE = 5.0  # seconds without a sign of life, when others give up, of who made them do so
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and those of the run."""
+    parser = parser_of("supervise", __doc__,
+                       usage="%(prog)s [--processes=N ...] -- --config=FILE [flags of jaxtrain train]")
+    parser.add_argument("--processes", type=int, default=1, help="how many, on this host; default: 1")
+    parser.add_argument("--min_processes", type=int, help="go on with so few when others keep dying; default: all")
+    parser.add_argument("--max_restarts", type=int, default=5,
+                        help="restarts in a row without a new step until it gives up; default: 5")
+    parser.add_argument("--max_backoff", type=float, default=60.0,
+                        help="seconds between two attempts, at most; default: 60")
+    parser.add_argument("--silent", type=float, default=300.0,
+                        help="seconds without a sign of life until a process counts as hung; 0: for ever; default: 300")
+    parser.add_argument("--lost_after", type=int, default=2,
+                        help="deaths in a row until a process is left out; default: 2")
+    parser.add_argument("--retry_lost", type=float, default=600.0,
+                        help="seconds until one that was left out is taken back; default: 600")
+    parser.add_argument("--coordinator", help="host:port of node 0, in a run on several hosts")
+    parser.add_argument("--nodes", type=int, default=1, help="hosts, each with a supervisor of its own; default: 1")
+    parser.add_argument("--node_rank", type=int, default=0, help="which of the hosts this is, from 0")
+    parser.add_argument("--program", nargs="+", help=argparse.SUPPRESS)  # for tests: instead of jaxtrain.main
+    words = list(argv)
+    split = words.index("--") if "--" in words else len(words)
+    flags, rest = parser.parse_args(words[:split]), words[split + 1:]
+    flags.min_processes = flags.processes if flags.min_processes is None else flags.min_processes
+    if flags.processes < 1:
+        raise UserError("--processes", f"{flags.processes} is no number of processes", "give 1 or more")
+    if not 1 <= flags.min_processes <= flags.processes:
+        raise UserError("--min_processes", f"{flags.min_processes} is not between 1 and --processes={flags.processes}",
+                        "give a number that is")
+    if not 0 <= flags.node_rank < flags.nodes:
+        raise UserError("--node_rank", f"{flags.node_rank} is not below --nodes={flags.nodes}", "number them from 0")
+    if (flags.nodes > 1) != bool(flags.coordinator):
+        raise UserError("--coordinator", f"--nodes={flags.nodes} " + ("has none" if flags.nodes > 1 else "needs none"),
+                        "give host:port of node 0 to the supervisors of all nodes, or to none")
+    if flags.nodes > 1 and flags.min_processes < flags.processes:
+        raise UserError("--min_processes", "a run on several hosts cannot change its size", "leave it out")
+    for flag in ("max_restarts", "max_backoff", "silent", "retry_lost"):
+        if getattr(flags, flag) < 0:
+            raise UserError(f"--{flag}", f"{getattr(flags, flag)} is negative", "give 0 or more")
+    if flags.lost_after < 1:
+        raise UserError("--lost_after", f"{flags.lost_after} is no number of deaths", "give 1 or more")
+    return flags, rest
+
+
+class End:
+    """How an attempt ended."""
+
+    def __init__(self, team: list[Child], silent: Child | None, mute: Child | None, resized: str, jumped: float = 0.0):
+        failures = filter(None, [failure_report.first(team)])
+        silent = silent or (mute if all(map(failure_report.follows, failures)) else None)
+        self.resized = resized  # why the run is to have another size, if that is what ended it
+        self.logs = team[0].log.parent
+        self.done = all(child.code == exit_codes.DONE for child in team)
+        self.since = min(child.died or 0.0 for child in team)
+        self.culprit = silent or failure_report.first(team)
+        # Whose slot is to blame: not of those that only followed, or ended on purpose.
+        self.lost = self.culprit if self.culprit and (silent or not failure_report.follows(self.culprit)) else None
+        hanging = next((child for child in team if child.cut_off), team[0])
+        self.why = (f"process {silent.rank} gave no sign of life" if silent else self.culprit.words() if self.culprit
+                    else f"process {hanging.rank} did not end with the others")
+        if jumped and self.culprit and self.culprit.code == -signal.SIGABRT and not self.lost:
+            # JAX's own service, which goes by that clock, ended all.
+            self.why = f"the wall clock was set by {jumped:+.0f} s, and JAX took that for processes that fell silent"
+        self.verdict = failure_report.verdict(self.culprit, self.why if silent else "") if self.culprit else self.why
+
+
+class Supervisor:
+    """One host's share of a run."""
+
+    def __init__(self, flags: argparse.Namespace, rest: list[str]):
+        wanted, _ = training_flags(rest)  # a mistake in them is told here, once
+        for name in ("coordinator", "num_processes", "process_id"):
+            if getattr(wanted, name) is not None:
+                raise UserError(f"--{name}", "the supervisor gives it to each process", "leave it out behind --")
+        self.flags, self.rest, self.workdir = flags, rest, workdir_of(wanted).absolute()
+        self._logs = self.workdir / "logs" / (f"node-{flags.node_rank}" if flags.nodes > 1 else "")
+        self.shares = child_processes.shares(os.environ, flags.processes)
+        self.staff = Staff(flags.processes, flags.min_processes, self._fits, flags.lost_after, flags.retry_lost)
+        self.order = Order(self.workdir / "processes", flags.min_processes, flags.processes, say)
+        self.steps = Steps(self.workdir / "metrics.jsonl")
+        self.asked: int | None = None  # the signal that ends the run
+        self._at_once = False  # a second Ctrl-C came
+        self._signals: list[int] = []  # come, and not yet passed on
+        self._asking: subprocess.Popen | None = None
+        self._fitting: set[int] | None = None
+
+    # ----------------------------------------------------------------------------------------------- attempt by attempt
+    def run(self) -> int:
+        """Until there is a reason to end; returns the exit status."""
+        failures = 0  # in a row, without a new step
+        down: tuple[float, str] | None = None  # since when the run stands still, and why
+        while True:
+            if not self._room():
+                return self._asked_status(exit_codes.SAVED)
+            best, end = self.steps.best, self._attempt(down)
+            code = (end.culprit.code if end.culprit else 0) or 0
+            if end.done:
+                return exit_codes.DONE
+            if self.asked:
+                if code not in (0, exit_codes.SAVED, exit_codes.INTERRUPTED):
+                    say(end.verdict)
+                return self._asked_status(code)
+            if code and code in exit_codes.FINAL:
+                self._record("ended", code=code, why=end.verdict.partition("\n")[0])
+                say(end.verdict)
+                return code
+            down = end.since, end.resized or end.why
+            if end.resized:
+                failures = 0
+                continue
+            failures = 0 if self.steps.best > best else failures + 1
+            if end.lost is not None and self.staff.died(end.lost.slot):
+                say(f"process {end.lost.rank} keeps dying: the run goes on without it, and takes it back in "
+                    f"{self.flags.retry_lost:.0f} s, or when a number is written to {self.workdir / 'processes'}")
+                self._record("process_lost", slot=end.lost.slot)
+                failures = 0
+            self._record("restart", why=end.why, failures=failures, step=self.steps.newest)
+            if failures > self.flags.max_restarts:
+                say(f"gave up: {failures} attempts in a row without a new step")
+                say(end.verdict)
+                self._record("gave_up", attempts=failures, why=end.why)
+                return exit_codes.STOPPED
+            pause = min(self.flags.max_backoff, 2.0 ** (failures - 1)) * random.uniform(0.5, 1.5) if failures else 0.0
+            say(f"{end.why}; starting again" + (f" in {pause:.1f} s" if pause else "") + f"; logs: {end.logs}")
+            self._sleep(pause)
+            if self.asked:
+                return self._asked_status(exit_codes.SAVED)
+
+    def _asked_status(self, code: int) -> int:
+        """Behind a signal to us. What was saved is saved, whatever happened on the way out."""
+        if code in (exit_codes.MISTAKE, exit_codes.STOPPED):
+            return code
+        return exit_codes.INTERRUPTED if self.asked == signal.SIGINT else exit_codes.SAVED
+
+    def _attempt(self, down: tuple[float, str] | None) -> "End":
+        """Start all and watch them to their end."""
+        slots, logs = self.staff.wanted(), _next_folder(self._logs)
+        coordinator = self.flags.coordinator or f"127.0.0.1:{_free_port()}"
+        self.steps.look()
+        self.steps.begin()
+        self._record("attempt", attempt=int(logs.name), slots=slots, step=self.steps.newest)
+        team: list[Child] = []
+        silent = mute = None
+        patience, resized, clocks, jumped, jumped_at = 0.0, "", time.time() - time.monotonic(), 0.0, 0.0
+        try:
+            for i, slot in enumerate(slots):
+                team.append(self._start(i, slot, len(slots), coordinator, logs))
+            shown = _Tail(team[0].log)
+            while any(child.died is None for child in team):
+                self._wait()
+                shown.pump()
+                if abs(jump := time.time() - time.monotonic() - clocks) > _JUMP:
+                    clocks, jumped, jumped_at = clocks + jump, jump, time.monotonic()
+                self.steps.look()
+                if self.steps.again and self.staff.elastic:
+                    self._ask_what_fits()
+                if down and self.steps.again:
+                    self._recovered(*down)
+                    down = None
+                for child in team:
+                    child.look()
+                if self._at_once:
+                    break
+                while self._signals:
+                    number = self._signals.pop(0)
+                    for child in team:
+                        child.send(number)
+                if ended := [child for child in team if child.died is not None]:
+                    if not patience:  # the first of them
+                        on_purpose = all(child.code in (*exit_codes.FINAL, exit_codes.SAVED) for child in ended)
+                        mute = self._silent(team, _MUTE)
+                        gave_up = all(child.code == exit_codes.RESTART for child in ended) and not mute
+                        patience = _OWN_END if on_purpose else _WORDS if gave_up else _STACKS
+                        if not on_purpose:
+                            for child in team:
+                                child.dump_stacks()
+                    if time.monotonic() - min(child.died or 0.0 for child in ended) > patience:
+                        break
+                elif quiet := self._silent(team, self.flags.silent):
+                    silent = quiet
+                    silent.kill()
+                elif not resized and not self.asked and (resized := self._resize(slots)):
+                    say(f"{resized}: saving first")
+                    for child in team:
+                        child.send(signal.SIGTERM)
+            shown.pump()
+        finally:
+            for child in team:
+                child.kill()
+                child.line.close()
+        return End(team, silent, mute, resized, jumped if time.monotonic() - jumped_at < _FRESH else 0.0)
+
+    def _start(self, i: int, slot: int, count: int, coordinator: str, logs: Path) -> Child:
+        rank = self.flags.node_rank * self.flags.processes + i
+        total = count * self.flags.nodes
+        where = [f"--coordinator={coordinator}", f"--num_processes={total}", f"--process_id={rank}"]
+        elastic = ["--config.resilience.elastic=true"] if self.staff.elastic else []
+        program = self.flags.program or [sys.executable, "-m", "jaxtrain.main"]
+        environment = {**os.environ, **self.shares[slot], "JAXTRAIN_FULL_PROCESSES": str(self.flags.processes)}
+        command = [*program, *elastic, *self.rest, *(where if total > 1 else [])]
+        return child_processes.start(command, rank, slot, logs / f"process-{rank}.log", environment)
+
+    # -------------------------------------------------------------------------------------------------- what is noticed
+    def _silent(self, team: list[Child], seconds: float) -> Child | None:
+        """Who lives and gave no sign of it for so long (0: for ever)."""
+        quiet = min((child for child in team if child.died is None), key=lambda child: child.heard, default=None)
+        return quiet if quiet and seconds and time.monotonic() - quiet.heard > seconds else None
+
+    def _resize(self, slots: list[int]) -> str:
+        """Why the run is to go on with other processes than these; "" if it is not."""
+        if (number := self.order.new()) is not None:
+            self.staff.ask(number)
+            self._record("ordered", processes=number)
+        if not self.staff.elastic or (wanted := self.staff.wanted()) == slots:
+            return ""
+        return f"{len(wanted)} instead of {len(slots)} processes"
+
+    def _room(self) -> bool:
+        """Wait while the disk is too full to start anything. Whether nobody ended the run meanwhile."""
+        said = False
+        while not self.asked and shutil.disk_usage(self.workdir).free < _ROOM:
+            if not said:
+                say(f"{self.workdir} has no room for a start; it waits until there is some")
+                said = True
+            self._sleep(_TICK)
+        return not self.asked
+
+    def _recovered(self, since: float, why: str) -> None:
+        seconds = time.monotonic() - since
+        say(f"recovered in {seconds:.1f} s: {why}, and all train again")
+        self._record("recovered", seconds=seconds, why=why, step=self.steps.newest)
+
+    def _fits(self, processes: int) -> bool:
+        """Whether a mesh fits so many. Before anything has run nobody knows how many devices a process has."""
+        if not (self.workdir / "run.json").exists():
+            return False
+        if self._fitting is None:
+            self._ask_what_fits()
+            assert self._asking
+            answers, refusals = self._asking.communicate()
+            if self._asking.returncode:
+                say(refusals.strip() or "with how many processes the run could go on is not known yet")
+                self._asking = None  # the next time
+                return False
+            self._fitting = {int(line.split()[0]) for line in answers.splitlines()}
+            if refusals:
+                say(refusals.strip())
+            self._record("fitting", processes=sorted(self._fitting))
+        return processes in self._fitting
+
+    def _ask_what_fits(self) -> None:
+        """Another process finds out, since it takes JAX; when a process is lost, the answer is there already."""
+        if self._asking is None:
+            command = [sys.executable, "-m", "jaxtrain.plan.elastic", f"--least={self.flags.min_processes}",
+                       f"--full={self.flags.processes}", f"--workdir={self.workdir}", "--", *self.rest]
+            self._asking = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, text=True,
+                                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                            preexec_fn=child_processes.die_with_parent())
+
+    @contextlib.contextmanager
+    def alone(self):
+        """Two of us would train two runs into one folder. The kernel opens the lock when we end, however we do."""
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            lock = open(self._logs / "lock", "w")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise UserError("--workdir", f"{self._logs} cannot be written ({error.strerror})",
+                            "give a folder that can be") from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError("--workdir", f"another supervisor works in {self.workdir}",
+                                "end that one or give another folder") from None
+            yield
+
+    # ---------------------------------------------------------------------------------------------------------- waiting
+    def _wait(self) -> None:
+        """Until something may have happened: a child's end and a signal to us come through the pipe."""
+        with contextlib.suppress(BlockingIOError):
+            if select.select([self._wakeups], [], [], _TICK)[0]:
+                self._wakeups.recv(4096)
+
+    def _sleep(self, seconds: float) -> bool:
+        """Whether it was not cut short."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.asked:
+            self._wait()
+        return not self.asked
+
+    @contextlib.contextmanager
+    def listening(self):
+        """Take signals: the first is passed on, so that all save; a second Ctrl-C ends all at once.
+
+        A terminal that is closed is a reason to save, too, unless we are to outlive it (nohup).
+        """
+        self._wakeups, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._received) for number in numbers}
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        pipe = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            if self._asking:
+                self._asking.kill()
+            signal.set_wakeup_fd(pipe)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _received(self, number: int, frame) -> None:
+        if self.asked is None:
+            self._signals.append(number if number == signal.SIGINT else signal.SIGTERM)
+        elif number == signal.SIGINT:
+            self._at_once = True
+        self.asked = self.asked or number
+
+    def _record(self, kind: str, **fields) -> None:
+        with contextlib.suppress(OSError):  # a full disk is no reason to stop watching
+            record(self.workdir, kind, **{"process": "supervisor", **fields})
+
+
+class _Tail:
+    """Shows what is added to a log."""
+
+    def __init__(self, path: Path):
+        self._file = open(path, "rb")  # noqa: SIM115 (lives as long as the attempt)
+
+    def pump(self) -> None:
+        while new := self._file.read(2**16):
+            sys.stderr.buffer.write(new)
+            sys.stderr.flush()
+
+
+def say(text: str) -> None:
+    """To whoever watches."""
+    errors.say(f"supervise: {text}")
+
+
+def _next_folder(logs: Path) -> Path:
+    """logs/N, one higher than what is there."""
+    number = max((int(entry.name) for entry in logs.iterdir() if entry.name.isdecimal()), default=0) + 1
+    (folder := logs / str(number)).mkdir()
+    return folder
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until there is a reason to end. `resilience/exits.py` tells what the exit status means."""
+    status = exit_codes.DONE
+
+    @command(stopped="stopped at once; what was saved before is kept")
+    def supervised(argv: list[str] | None) -> None:
+        nonlocal status
+        supervisor = Supervisor(*parse(sys.argv[1:] if argv is None else argv))
+        with supervisor.alone(), supervisor.listening():
+            status = supervisor.run()
+
+    return supervised(argv) or status

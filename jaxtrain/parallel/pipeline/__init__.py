@@ -1,0 +1,1 @@
+"""Pipeline parallelism: one executor for any schedule."""

@@ -1,0 +1,211 @@
+"""One executor for every pipeline schedule: the ticks of its table, run by all stages at once.
+
+The executor is a `jax.shard_map` that is manual over every axis but `tensor`. So each device works on its own tokens
+with its own stage's layers; tensor parallelism, and the islands of context and expert parallelism, go on inside. What a
+stage does at a tick stands in a table, and it does it in a branch: collectives in there join devices of one stage only.
+Between stages there is one permutation to the right and one to the left a tick, outside all branches.
+
+A stage keeps the inputs of its chunks and computes the rest again in B: one forward pass more than without a pipeline.
+Weight gradients are added up where they are made, and summed over devices once, after the last tick.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.schema import Config, PipelineConfig
+from jaxtrain.parallel import schedules
+from jaxtrain.parallel.pipeline.stage import Parts, Stage, Sums
+from jaxtrain.parallel.pipeline.stage_placement import Placement
+from jaxtrain.parallel.schedules import Schedule
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step import partition
+
+MANUAL = ("data", "fsdp", "context", "expert", "stage")
+F32 = jnp.float32
+
+
+def count_microbatches(config: Config, stages: int, batch_shards: int) -> int:
+    """How many micro-batches pass the stages: as many as asked for, the table's, or a divisor of a device's rows."""
+    c = config.pipeline
+    if c.table and not c.microbatches:
+        return schedules.from_file(c.table, stages, 0, c.chunks, latency=2 if c.overlap else 1).microbatches
+    rows = config.data.global_batch_size // config.train.accumulation // batch_shards
+    # Four a stage leave a bubble of about a fifth; more of them make small matrix products.
+    chosen = max(n for n in range(1, max(1, min(rows, 4 * stages)) + 1) if rows % n == 0)
+    return c.microbatches or chosen
+
+
+def make_schedules(c: PipelineConfig, stages: int, microbatches: int) -> tuple[Schedule, Schedule]:
+    """The schedules that a config asks for: of training, and of evaluation."""
+    latency = 2 if c.overlap else 1
+    if c.table:
+        train = schedules.from_file(c.table, stages, microbatches, c.chunks, latency=latency)
+    else:  # in lockstep a tick lasts as long as its longest operation, hence pairs of F and B, or B and W apart
+        pairs = not c.schedule.startswith("zb")
+        train = schedules.make(c.schedule, stages, microbatches, c.chunks, paired=pairs, latency=latency)
+    return train, schedules.forward_only(stages, microbatches, train.chunks, latency=latency, position=train.position)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The loss, and its gradients, of a model whose layers are spread over stages."""
+
+    parts: Parts
+    schedule: Schedule
+    evaluation: Schedule  # forward only
+    rules: sharding.Rules
+    axes: Any  # logical names of the trained parameters
+    frozen_axes: Any  # and of those that are not trained
+    at_rest: Any  # partition specs of the gradients
+
+    def gradient(self, params: Any, frozen: Any, batch: Any, scale: Any) -> tuple[tuple[jax.Array, jax.Array, Sums],
+                                                                                  Any]:
+        """-> (summed loss with penalties, weight, further sums), and the float32 gradient of `params`.
+
+        It is the gradient of `scale` times the mean loss; `frozen` parameters have none.
+        """
+        given, batch = self.parts.prepare(partition.merge(params, frozen), batch)
+        weight = self.parts.weight(batch)
+        (loss, penalty), sums, layers, outer = self._run(self.schedule, partition.like(given, params),
+                                                         partition.without(given, params), batch,
+                                                         scale / jnp.maximum(weight, 1e-8))
+        placement = Placement.of(self.parts.stacks, self.schedule.position)
+        grads = {key: jax.tree.map(partial(placement.from_stages, key), layers[key], self.at_rest[key])
+                 for key in layers}
+        return (loss + penalty, weight, sums), grads | outer
+
+    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
+        """Summed loss with penalties, its weight, and further sums. `params`: trained and frozen ones."""
+        params, batch = self.parts.prepare(params, batch)
+        (loss, penalty), sums, *_ = self._run(self.evaluation, {}, params, batch, jnp.zeros((), F32))
+        return loss + penalty, self.parts.weight(batch), sums
+
+    def _run(self, schedule: Schedule, params: Any, frozen: Any, batch: Any, seed: jax.Array) -> Any:
+        placement, all_axes = Placement.of(self.parts.stacks, schedule.position), partition.merge(
+            self.axes, self.frozen_axes)
+
+        def in_use(params):
+            """-> layers by stage, everything else, and how the gradients of both are laid out."""
+            plan = {key: jax.tree.map(partial(_Plan.of, self.rules, key in self.parts.stacks),
+                                      partition.like(all_axes[key], params[key]),
+                                      is_leaf=lambda x: isinstance(x, tuple)) for key in params}
+            layers = {key: jax.tree.map(lambda w, plan, key=key: placement.to_stages(key, w, plan.in_use),
+                                        params[key], plan[key]) for key in self.parts.stacks if key in params}
+            outer = {key: jax.tree.map(lambda w, plan: jax.reshard(w, plan.in_use), params[key], plan[key])
+                     for key in params if key not in layers}
+            return (layers, outer), tuple({key: plan[key] for key in part} for part in (layers, outer))
+
+        trained, plans = in_use(params)
+        frozen, frozen_plans = in_use(frozen)
+        layer_plan, outer_plan = plans
+        batch = {key: sharding.micro_batches(x, schedule.microbatches) for key, x in batch.items()}
+        different = _token_axes(self.rules)
+
+        def on_device(trained, frozen, batch, seed):
+            stage = lax.axis_index("stage")
+            (layers, outer), (frozen_layers, frozen_outer) = trained, frozen
+            mine, frozen_mine = (jax.tree.map(lambda w: w[0], tree) for tree in (layers, frozen_layers))
+            work = Stage(self.parts, schedule, stage, placement.real(stage), mine, outer, (frozen_mine, frozen_outer),
+                         batch, seed, self._products())
+            done = work.run()
+            losses = [_island(lambda x: _sum(x, (*different, "stage")), done[key]) for key in ("loss", "penalty")]
+            sums = jax.tree.map(partial(_island, lambda x: _sum(x, different)[None], new=1), done["sums"])
+            if "B" not in schedule.kinds:
+                return losses, sums, {}, {}
+            return (losses, sums, jax.tree.map(_reduced, work.layer_gradients(done), layer_plan),
+                    jax.tree.map(_reduced, done["outer_grads"], outer_plan))
+
+        outs = [jax.tree.map(lambda plan: plan.manual_at_rest, part) for part in (layer_plan, outer_plan)]
+        tokens = P(None, *(_manual(sharding.split_by(name)) for name in ("batch", "seq")))
+        losses, sums, layers, outer = jax.shard_map(
+            on_device, axis_names=set(MANUAL), check_vma=False,
+            in_specs=(*(jax.tree.map(lambda plan: plan.manual_in_use, part) for part in (plans, frozen_plans)),
+                      tokens, P()),
+            out_specs=(P(), P("stage"), *(outs if "B" in schedule.kinds else ({}, {}))))(trained, frozen, batch, seed)
+        last = list(self.parts.stacks)[-1]
+        sums = jax.tree.map(lambda x: placement.from_stages(last, x, P(*(None,) * (x.ndim - 2))), sums)
+        return losses, sums, layers, outer
+
+    def _products(self) -> frozenset:
+        """The weights of plain products (`layers.Linear`), whose gradients a schedule may put off."""
+        stacked = {key: self.axes[key] for key in self.parts.stacks if key in self.axes}
+        flat = jax.tree_util.tree_flatten_with_path(stacked, is_leaf=lambda x: isinstance(x, tuple))[0]
+        flat = [(tuple(key.key for key in path), names) for path, names in flat]
+        return frozenset(path for path, names in flat if path[-1] == "kernel" and "router" not in names)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How one parameter lies in use, and how its gradient is summed over devices and laid out as at rest."""
+
+    stacked: bool
+    in_use: P  # without the dimension of layers
+    scatter: tuple[tuple[str, ...], ...]  # of each dimension: the axes that the gradient is summed and split over
+    sum: tuple[str, ...]  # the axes that it is only summed over
+
+    @classmethod
+    def of(cls, rules: sharding.Rules, stacked: bool, names: sharding.Names) -> "_Plan":
+        mesh, names = jax.sharding.get_abstract_mesh(), names[1:] if stacked else names
+        in_use, at_rest = (sharding.without_trivial_axes(rules.spec(names, gathered=gathered), mesh)
+                           for gathered in (True, False))
+        kept = [sharding.axes_of(entry) for entry in in_use]
+        # A dimension that tensor splits in use is left whole here: the order of pieces would be another.
+        scatter = tuple(() if "tensor" in mine else tuple(axis for axis in sharding.axes_of(entry) if axis not in mine)
+                        for mine, entry in zip(kept, at_rest, strict=True))
+        done = {axis for axes in (*kept, *scatter) for axis in axes}
+        different = _token_axes(rules) if stacked else (*_token_axes(rules), "stage")
+        rest = tuple(axis for axis in different if mesh.shape[axis] > 1 and axis not in done)
+        return cls(stacked, in_use, scatter, rest)
+
+    @property
+    def manual_in_use(self) -> P:
+        """The manual axes of the weight."""
+        return P(*self._front, *map(_manual, self.in_use))
+
+    @property
+    def manual_at_rest(self) -> P:
+        """The manual axes of the gradient."""
+        return P(*self._front, *((_manual(entry, new)) for entry, new in zip(self.in_use, self.scatter, strict=True)))
+
+    @property
+    def _front(self) -> tuple:
+        return ("stage", None, None) if self.stacked else ()  # stages, chunks, slots
+
+    def reduce(self, grad: jax.Array) -> jax.Array:
+        """One device's gradient to its part of the sum."""
+        for dim, axes in enumerate(self.scatter, start=2 * self.stacked):
+            if axes:
+                grad = lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+        grad = _sum(grad, self.sum)
+        return grad[None] if self.stacked else grad
+
+
+def _token_axes(rules: sharding.Rules) -> tuple[str, ...]:
+    """The manual axes whose devices see different tokens. (`tensor`, should a rule say so, is in the types.)"""
+    return tuple(axis for axis in MANUAL if axis in rules.tokens)
+
+
+def _reduced(grad: jax.Array, plan: _Plan) -> jax.Array:
+    return _island(plan.reduce, grad, new=plan.stacked)
+
+
+def _island(f: Callable[[jax.Array], jax.Array], x: jax.Array, new: int = 0) -> jax.Array:
+    """`f` where `tensor` is manual too; it may put a new dimension in front."""
+    spec = jax.typeof(x).sharding.spec
+    return sharding.island(f, (spec,), P(*(None,) * new, *spec))(x)
+
+
+def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return lax.psum(x, axes) if axes else x
+
+
+def _manual(entry: Any, more: tuple[str, ...] = ()) -> Any:
+    """What of one entry of a spec is manual, and `more`."""
+    return (*(axis for axis in sharding.axes_of(entry) if axis in MANUAL), *more) or None

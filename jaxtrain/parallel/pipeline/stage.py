@@ -1,0 +1,241 @@
+"""What one stage of a pipeline does at a tick: receive, F, B, W, send. One device's program, among manual axes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtrain.parallel.pipeline.deferred import Deferred, Ledger, Path, put, take
+from jaxtrain.parallel.schedules import Column, Hop, Schedule, table
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step import partition
+
+F32 = jnp.float32
+Sums = dict[str, jax.Array]
+Carry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model cut in three; of each stack of layers, the parameters may hold any number."""
+
+    stacks: Mapping[str, int]  # the keys of parameters that are stacks, in order, and how many layers each has
+    # All parameters, trained and frozen, and a whole batch -> those that the other parts need, and the batch for them.
+    prepare: Callable[[Any, Any], tuple[Any, Any]]
+    weight: Callable[[Any], jax.Array]  # of a prepared batch, what to divide the summed loss by
+    begin: Callable[[Any, Any], jax.Array]  # parameters, batch -> activations
+    # parameters, activations, batch, which layers are real -> activations, summed penalty, further sums for each layer
+    # of the last stack
+    middle: Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, jax.Array, Sums]]
+    end: Callable[[Any, jax.Array, Any], jax.Array]  # parameters, activations, batch -> summed loss
+
+    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
+        """Return the summed loss, its weight and further sums, one part after the other: without a pipeline."""
+        params, batch = self.prepare(params, batch)
+        x, penalty, sums = self.middle(params, self.begin(params, batch), batch, None)
+        return self.end(params, x, batch) + penalty, self.weight(batch), sums
+
+
+class Stage:
+    """The layers of one stage and its part of the table; `run` goes through all ticks and returns what was added up.
+
+    `layers` are the trained parameters of its layers and `outer` those of everything else; `frozen` is a pair of the
+    same kinds, which have no gradients.
+    """
+
+    def __init__(self, parts: Parts, schedule: Schedule, stage: jax.Array, real: Mapping[str, Any], layers: Any,
+                 outer: Any, frozen: tuple[Any, Any], batch: Any, seed: jax.Array, deferrable: frozenset[Path]):
+        self.parts, self.real, self.layers, self.outer, self.batch, self.seed = parts, real, layers, outer, batch, seed
+        self.frozen_layers, self.frozen_outer = frozen
+        self.stages, self.latency, self.last, self.kinds = (
+            schedule.stages, schedule.latency, schedule.last, schedule.kinds)
+        self.table = table(schedule)
+        self.trash = {"acts": self.table.activations, "grads": self.table.gradients, "pairs": self.table.weight_slots}
+        self.position = jnp.asarray(np.array(schedule.position, np.int32))[stage]
+        self.rows = jnp.asarray(self.table.op)[:, stage]
+        self.empty = self._activation()
+        self.ledgers = {key: Ledger() for key in parts.stacks}
+        if "W" in self.kinds:  # look once which products there are
+            weights, micro = pick(self.layers, 0), pick(self.batch, 0)
+            looking = put(weights, self._deferred(take(weights, deferrable)[1], dict.fromkeys(deferrable)))
+            jax.eval_shape(lambda: self.middle(0, looking, self.empty, micro))
+
+    def run(self) -> Carry:
+        """All ticks."""
+        return lax.scan(self.tick, self.start(), self.rows)[0]
+
+    def start(self) -> Carry:
+        """Empty slots and zero sums."""
+        def slots(tree, name):
+            return jax.tree.map(lambda x: lax.broadcast(x, (self.trash[name] + 1,)), tree)
+
+        micro, none = pick(self.batch, 0), jnp.zeros((), F32)
+        sums = jax.eval_shape(lambda: self.middle(0, pick(self.layers, 0), self.empty, micro)[2])
+        carry = dict(acts=slots(self.empty, "acts"), right=self.empty, left=self.empty, loss=none, penalty=none,
+                     sums=jax.tree.map(lambda a: jnp.zeros((self.position.size, *a.shape), F32), sums))
+        if "B" in self.kinds:
+            rest, kernels = take(jax.tree.map(lambda w: jnp.zeros_like(w, F32), self.layers), self.rooms())
+            carry |= dict(
+                grads=slots(self.empty, "grads"), rest_grads=rest, kernel_grads=kernels,
+                outer_grads=jax.tree.map(lambda w: jnp.zeros_like(w, F32), self.outer))
+        if "W" in self.kinds:
+            carry |= dict(pairs=slots(self.rooms(), "pairs"))
+        return carry
+
+    def tick(self, carry: Carry, row: jax.Array) -> tuple[Carry, None]:
+        """Receive what neighbours sent in the tick before; do what the table says; leave what is to be sent."""
+        came = {ring: lax.ppermute(carry[ring], "stage", [(i, (i + step) % self.stages) for i in range(self.stages)])
+                for ring, step in (("right", 1), ("left", -1))}
+        if self.latency == 1:
+            carry = self.receive(carry, row, came)
+        for kind, do in zip("FBW", (self.forward, self.backward, self.weigh), strict=True):
+            if kind in self.kinds:
+                carry = lax.cond(row[Column[f"{kind}_ON"]] > 0, do, lambda carry, _: carry, carry, row)
+        if self.latency == 2:  # nothing above had to wait for the transfer
+            carry = self.receive(carry, row, came)
+        return carry, None
+
+    # ------------------------------------------------------------------------------------------------ the operations
+    def forward(self, carry: Carry, row: jax.Array) -> Carry:
+        """F: keep the chunk's input, send its output. At the end there is none: B computes it for itself."""
+        chunk, micro = row[Column.F_CHUNK], pick(self.batch, row[Column.F_MB])
+        here, weights = self.position[chunk], pick(self.layers, chunk)
+        x = lax.cond(here == 0, lambda: self.parts.begin(self.all_of(chunk, weights, self.outer), micro),
+                     lambda: pick(carry["acts"], row[Column.F_IN]))
+        if "B" in self.kinds:
+            carry = self.store(carry, "acts", x, row, Column.F_IN)
+            y = lax.cond(here == self.last, lambda: x, lambda: self.middle(chunk, weights, x, micro)[0])
+        else:
+            y, penalty, sums = self.middle(chunk, weights, x, micro)
+            end = lax.cond(here == self.last,
+                           lambda: self.parts.end(self.all_of(chunk, weights, self.outer), y, micro),
+                           lambda: jnp.zeros((), F32))
+            carry |= self.told(carry, chunk, end, penalty, sums)
+        return self.send(carry, "F", y, row)
+
+    def backward(self, carry: Carry, row: jax.Array) -> Carry:
+        """B: the chunk again, at the end the loss, then gradients: the input's is sent, the weights' are added up.
+
+        With W in the schedule, products of a weight are put off: only their inputs and output gradients are kept.
+        """
+        chunk, micro = row[Column.B_CHUNK], pick(self.batch, row[Column.B_MB])
+        here, weights = self.position[chunk], pick(self.layers, chunk)
+        rest, kernels = take(weights, self.rooms())
+
+        def middle(rest, rooms, x):
+            y, penalty, sums = self.middle(chunk, put(rest, self._deferred(kernels, rooms)), x, micro)
+            return (y, penalty), sums
+
+        (y, penalty), pull, sums = jax.vjp(middle, rest, self.rooms(), pick(carry["acts"], row[Column.B_IN]),
+                                           has_aux=True)
+
+        def at_the_end(grads):
+            end, pull = jax.vjp(lambda outer, y: self.parts.end(self.all_of(chunk, weights, outer), y, micro),
+                                self.outer, y)
+            d_outer, dy = pull(self.seed)
+            return end, add(grads, d_outer), dy
+
+        def elsewhere(grads):
+            return jnp.zeros((), F32), grads, pick(carry["grads"], row[Column.B_GRAD])
+
+        end, outer_grads, dy = lax.cond(here == self.last, at_the_end, elsewhere, carry["outer_grads"])
+        d_rest, pairs, dx = pull((dy, self.seed))
+
+        def at_the_beginning(grads):
+            _, pull = jax.vjp(lambda outer: self.parts.begin(self.all_of(chunk, weights, outer), micro), self.outer)
+            return add(grads, pull(dx)[0])
+
+        outer_grads = lax.cond(here == 0, at_the_beginning, lambda grads: grads, outer_grads)
+        carry |= self.told(carry, chunk, end, penalty, sums) | dict(
+            rest_grads=add_at(carry["rest_grads"], chunk, d_rest), outer_grads=outer_grads)
+        return self.send(self.store(carry, "pairs", pairs, row, Column.B_STORE), "B", dx, row)
+
+    def weigh(self, carry: Carry, row: jax.Array) -> Carry:
+        """W: the products that B put off."""
+        chunk, pairs = row[Column.W_CHUNK], pick(carry["pairs"], row[Column.W_FROM])
+        _, kernels = take(pick(self.layers, chunk), self.rooms())
+        grads = {}
+        for key, ledger in self.ledgers.items():
+            if not ledger.products:  # all of its products are frozen
+                continue
+            mine = [path for path in ledger.products if path[0] == key]
+            grads |= ledger.gradients({path: kernels[path] for path in mine}, {path: pairs[path] for path in mine})
+        return carry | dict(kernel_grads=add_at(carry["kernel_grads"], chunk, grads))
+
+    def told(self, carry: Carry, chunk: Any, end: jax.Array, penalty: jax.Array, sums: Sums) -> Carry:
+        """What a chunk adds to the totals."""
+        return dict(loss=carry["loss"] + end, penalty=carry["penalty"] + penalty,
+                    sums=add_at(carry["sums"], chunk, sums))
+
+    # -------------------------------------------------------------------------------------------- slots and neighbours
+    def receive(self, carry: Carry, row: jax.Array, came: Mapping[str, jax.Array]) -> Carry:
+        """Put what came into its slots."""
+        for ring, x in came.items():
+            carry = self.store(carry, "acts", x, row, Column[f"{ring.upper()}_ACT"])
+            carry = self.store(carry, "grads", x, row, Column[f"{ring.upper()}_GRAD"])
+        return carry
+
+    def send(self, carry: Carry, kind: str, x: jax.Array, row: jax.Array) -> Carry:
+        """Leave an output for the ring that takes it, or in a slot where the next chunk is the stage's own."""
+        to, ways = row[Column[f"{kind}_TO"]], set(self.table.op[..., Column[f"{kind}_TO"]].flat) - {Hop.NOWHERE}
+        for ring, hop in (("right", Hop.RIGHT), ("left", Hop.LEFT)):
+            if hop in ways:  # what is sent without need goes to a slot for trash
+                carry |= {ring: x if ways == {hop} else jnp.where(to == hop, x, carry[ring])}
+        return self.store(carry, "acts" if kind == "F" else "grads", x, row, Column[f"{kind}_SELF"])
+
+    def store(self, carry: Carry, slots: str, x: Any, row: jax.Array, column: Column) -> Carry:
+        """Put `x` into the slot that a column names; nothing where it never names one."""
+        if slots not in carry or (self.table.op[..., column] == self.trash[slots]).all():
+            return carry
+        return carry | {slots: jax.tree.map(
+            lambda slots, x: lax.dynamic_update_index_in_dim(slots, x, row[column], 0), carry[slots], x)}
+
+    # -------------------------------------------------------------------------------------------------------- weights
+    def middle(self, chunk: Any, weights: Any, x: jax.Array, micro: Any) -> tuple[jax.Array, jax.Array, Sums]:
+        """The layers of one chunk."""
+        real = {key: None if mask is None else mask[chunk] for key, mask in self.real.items()}
+        return self.parts.middle(self.all_of(chunk, weights, self.outer), x, micro, real)
+
+    def all_of(self, chunk: Any, weights: Any, outer: Any) -> Any:
+        """Trained and frozen parameters of one chunk, and of everything that is not a layer."""
+        return partition.merge(outer, self.frozen_outer, weights, pick(self.frozen_layers, chunk))
+
+    def layer_gradients(self, carry: Carry) -> Any:
+        """Of all layers of the stage, from the final carry."""
+        return put(carry["rest_grads"], carry["kernel_grads"])
+
+    def rooms(self) -> dict[Path, Any]:
+        """Room for the pairs of one chunk; nothing where the schedule has no W."""
+        return {path: room for key, ledger in self.ledgers.items()
+                if ledger.products
+                for path, room in ledger.room((len(jax.tree.leaves(self.layers[key])[0][0]),)).items()}
+
+    def _deferred(self, kernels: Mapping[Path, jax.Array], rooms: Mapping[Path, Any]) -> dict[Path, Deferred]:
+        return {path: Deferred(kernel, rooms[path], self.ledgers[path[0]], path)
+                for path, kernel in kernels.items()}
+
+    def _activation(self) -> jax.Array:
+        """Zeros like what passes between chunks."""
+        weights, micro = pick(self.layers, 0), pick(self.batch, 0)
+        x = jax.eval_shape(lambda: self.parts.begin(self.all_of(0, weights, self.outer), micro))
+        return sharding.constrain(jnp.zeros(x.shape, x.dtype), "batch", "block_seq", "act_embed")
+
+
+def pick(tree: Any, index: Any) -> Any:
+    """Element `index` of every array's first dimension."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
+
+
+def add(total: Any, more: Any) -> Any:
+    """Leaf by leaf, in the dtype of the total."""
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
+
+
+def add_at(total: Any, index: Any, more: Any) -> Any:
+    """`more` onto element `index` of the totals' first dimension."""
+    return jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(
+        a, lax.dynamic_index_in_dim(a, index, 0, keepdims=False) + b.astype(a.dtype), index, 0), total, more)

@@ -1,0 +1,76 @@
+"""Which stage holds which layers, and the way there and back: [layers, ...] to [stages, chunks, slots, ...]."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.parallel.schedules import Position
+from jaxtrain.sharding.rules import axes_of
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Of each stack of layers: the layer in each slot of each chunk of each stage, or -1 where the slot stays empty."""
+
+    layers: Mapping[str, np.ndarray]  # [stages, chunks, slots]
+
+    @classmethod
+    def of(cls, stacks: Mapping[str, int], position: Position) -> "Placement":
+        """Layers in order over the chunks in order, as evenly as they go; the first and last chunk have other work."""
+        place = np.array(position)
+        parts, total = place.size, sum(stacks.values())
+        sizes = np.full(parts, total // parts)
+        spare = [*range(1, parts - 1), 0, parts - 1]
+        sizes[spare[:total % parts]] += 1
+        ends, found, first = np.cumsum(sizes), {}, 0
+        for key, count in stacks.items():
+            mine = [[layer - first for layer in range(end - size, end) if first <= layer < first + count]
+                    for end, size in zip(ends, sizes, strict=True)]
+            slots = max(map(len, mine))
+            padded = np.array([layers + [-1] * (slots - len(layers)) for layers in mine])
+            found[key], first = padded[place], first + count
+        return cls(found)
+
+    @property
+    def even(self) -> bool:
+        """Whether each stage has the part of each stack that an even split of its layers gives it."""
+        return all((layers.reshape(-1) == np.arange(layers.size)).all() for layers in self.layers.values())
+
+    def real(self, stage: jax.Array) -> dict[str, Any]:
+        """Of each stack: which slots [chunks, slots] of a stage hold a layer; None where all do."""
+        return {key: jax.numpy.asarray(layers >= 0)[stage] if (layers < 0).any() else None
+                for key, layers in self.layers.items()}
+
+    def to_stages(self, key: str, weight: jax.Array, in_use: P) -> jax.Array:
+        """A stacked weight, as it lies at rest, as [stages, chunks, slots, ...] in use."""
+        slots, (over, *spec) = self.layers[key].shape, jax.typeof(weight).sharding.spec
+        spec = [_without(entry, "data") for entry in spec]
+        if self.even and "stage" in axes_of(over):  # nothing moves between stages
+            weight = jax.reshard(weight, P("stage", *spec))
+            weight = jax.lax.reshape(weight, (*slots, *weight.shape[1:]), out_sharding=P("stage", None, None, *spec))
+        else:  # one exchange: from a part of each layer to each layer of a part
+            weight = jax.reshard(weight, P(None, *spec))
+            weight = weight.at[np.maximum(self.layers[key], 0)].get(out_sharding=P(None, None, None, *spec))
+            weight = jax.reshard(weight, P("stage", None, None, *(_without(entry, "stage") for entry in spec)))
+        return jax.reshard(weight, P("stage", None, None, *in_use))
+
+    def from_stages(self, key: str, gradient: jax.Array, at_rest: P) -> jax.Array:
+        """The way back: a stacked array as it lies at rest."""
+        layers, spec = self.layers[key], jax.typeof(gradient).sharding.spec[3:]
+        whole = (layers.size, *gradient.shape[3:])
+        if self.even and "stage" in axes_of(at_rest[0]):
+            return jax.reshard(jax.lax.reshape(gradient, whole, out_sharding=P("stage", *spec)), at_rest)
+        spec = [_without(entry, "data") for entry in at_rest[1:]]
+        gradient = jax.reshard(gradient, P("stage", None, None, *(_without(entry, "stage") for entry in spec)))
+        gradient = jax.reshard(gradient, P(None, None, None, *spec))
+        gradient = jax.lax.reshape(gradient, whole, out_sharding=P(None, *spec))
+        slot_of = np.argsort(np.where(layers < 0, layers.size, layers), axis=None)[:layers.max() + 1]
+        return jax.reshard(gradient.at[slot_of].get(out_sharding=P(None, *spec)), at_rest)
+
+
+def _without(entry: Any, axis: str) -> Any:
+    return tuple(other for other in axes_of(entry) if other != axis) or None

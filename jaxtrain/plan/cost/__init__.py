@@ -1,0 +1,1 @@
+"""Estimates of the memory and time that a traced step takes on given hardware."""

@@ -1,0 +1,151 @@
+"""How much of a device's memory a step takes at most, and by what: how long each array of the program lives.
+
+A compiler does not write down what it can compute where it is used. So arrays that come from element-wise operations
+take memory only where something else than such operations reads them; what they come from lives until then.
+"""
+
+from dataclasses import dataclass, field
+
+from jaxtrain.plan.trace.program import Block, Op, Value
+
+# What reads arrays through whatever computes them; everything else wants them in memory.
+READS_THROUGH = ("reduce_", "argmax", "argmin")
+
+
+@dataclass
+class Peak:
+    """Bytes at the worst moment, beyond the arguments of the block, and the arrays that live then."""
+
+    bytes: int = 0
+    values: list[Value] = field(default_factory=list)
+
+
+def peak(block: Block, donated: int = 0) -> Peak:
+    """Of a step whose first so many arguments may be overwritten by its results; beyond all its arguments."""
+    return _Life(block, block.inputs[:donated]).peak()
+
+
+class Reads:
+    """Which values of a block are in memory, and which of those every operation reads through what is not."""
+
+    def __init__(self, block: Block):
+        self.block = block
+        self.inputs = set(map(id, block.inputs))
+        self.made: set[int] = set()  # values that are in memory, by id
+        self._sources: dict[int, frozenset] = {}
+        for op in block.ops:
+            if op.made == "real":
+                self.made.update(id(value) for value in op.outputs)
+        for op in block.ops:
+            if op.made == "real" and not op.name.startswith(READS_THROUGH):
+                for value in op.inputs:
+                    self._need(value)
+        for value in block.outputs:
+            self._need(value)
+        for op in block.ops:
+            if op.name in ("add", "add_any"):
+                self._add_in_place(op)
+
+    def _add_in_place(self, op: Op) -> None:
+        """A product that is added to a sum which a loop carries: matmuls add to what is there."""
+        products = [value for value in op.inputs if value.op is not None and value.op.name == "dot_general"]
+        sums = [value for value in op.inputs if id(value) in self.inputs]
+        if len(products) == 1 and sums and sum(products[0] in other.inputs for other in self.block.ops) == 1:
+            self.made.discard(id(products[0]))
+
+    def _need(self, value: Value) -> None:
+        value = _behind_views(value)
+        if id(value) not in self.inputs and value.op is not None:
+            self.made.add(id(value))
+
+    def sources(self, value: Value) -> frozenset:
+        """The arrays in memory that it is computed from, or itself."""
+        if id(value) in self._sources:
+            return self._sources[id(value)]
+        if id(value) in self.inputs or id(value) in self.made or value.op is None:
+            found = frozenset((value,))
+        else:
+            found = frozenset().union(*map(self.sources, value.op.inputs)) if value.op.inputs else frozenset()
+        self._sources[id(value)] = found
+        return found
+
+    def writes(self, op: Op) -> list[Value]:
+        """Its results that are in memory."""
+        return [value for value in op.outputs if id(value) in self.made]
+
+    def of(self, op: Op) -> frozenset:
+        """The arrays in memory that it reads."""
+        return frozenset().union(*map(self.sources, op.inputs)) if op.inputs else frozenset()
+
+    def bytes(self, op: Op) -> int:
+        """Read and written, where its result is in memory; nothing else is an operation of its own."""
+        if op.name == "dynamic_update_slice":  # in its place
+            return 2 * op.inputs[1].bytes
+        written = self.writes(op)
+        return sum(value.bytes for value in (*self.of(op), *written)) if written else 0
+
+
+class _Life:
+    def __init__(self, block: Block, donated: list[Value], stacked: int | None = None):
+        """`donated`: inputs that results may overwrite; `stacked`: from which output on they go into stacks at once."""
+        self.block, self.donated = block, donated
+        self.stacked = len(block.outputs) if stacked is None else stacked
+        self.reads = Reads(block)
+
+    def peak(self) -> Peak:
+        """Walk through the block once."""
+        ops = [op for op in self.block.ops if op.made == "real" or self.reads.writes(op)]
+        reads = [self.reads.of(op).union(*map(self.reads.sources, op.beside)) for op in ops]
+        last = {id(value): at for at, values in enumerate(reads) for value in values}
+        for value in self.block.outputs[:self.stacked]:
+            last.update((id(source), len(ops)) for source in self.reads.sources(value))
+        theirs = {id(value): value for value in self.donated if id(value) in last}
+        live = dict(theirs)
+        now = given = sum(value.bytes for value in live.values())
+        worst = Peak()
+        for at, (op, values) in enumerate(zip(ops, reads, strict=True)):
+            fresh = self.reads.writes(op)
+            dying = [value for value in values if last[id(value)] == at and id(value) in live]
+            inner = self._inside(op)
+            replaced = [value for value in dying if id(value) in _overwritten(self.reads, op)]
+            room = sum(value.bytes for value in replaced)
+            bytes_ = now - given + max(0, sum(value.bytes for value in fresh) - room) + inner.bytes
+            if bytes_ > worst.bytes:
+                gone = {*theirs, *(id(value) for value in replaced)}
+                mine = [value for key, value in live.items() if key not in gone]
+                worst = Peak(bytes_, [*mine, *fresh, *inner.values])
+            for value in fresh:
+                if id(value) in last:
+                    live[id(value)] = value
+                    now += value.bytes
+            for value in dying:
+                now -= live.pop(id(value)).bytes
+        return worst
+
+    def _inside(self, op: Op) -> Peak:
+        carried = slice(op.consts, op.consts + op.carried)
+        found = [_Life(body, body.inputs[carried] if op.name == "scan" else [],
+                       op.carried if op.name == "scan" else None).peak() for body in op.bodies]
+        worst = max(found, key=lambda one: one.bytes, default=Peak())
+        if op.name == "cond":  # what a branch returns is what the operation returns
+            return Peak(max(0, worst.bytes - sum(value.bytes for value in op.outputs)))
+        return worst
+
+
+def _behind_views(value: Value) -> Value:
+    while value.op is not None and value.op.made == "view":
+        value = value.op.inputs[0]
+    return value
+
+
+def _overwritten(reads: Reads, op: Op) -> set[int]:
+    """Arguments whose place its result may take where nobody needs them any more: of a loop, what it carries."""
+    if op.made != "real" or op.name in ("while", "cond"):
+        values = op.inputs
+    elif op.name == "scan":
+        values = op.inputs[op.consts:op.consts + op.carried]
+    elif op.name in ("scatter-add", "dynamic_update_slice"):
+        values = op.inputs[:1]
+    else:
+        values = []
+    return {id(source) for value in values for source in reads.sources(value)}

@@ -1,0 +1,98 @@
+"""How long a step takes, roughly and without a trace: only to leave out the meshes that cannot be among the best."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from jaxtrain.config.schema import Config, MeshConfig, ModelConfig, PipelineConfig
+from jaxtrain.observe.flops import flops_per_token
+from jaxtrain.parallel import experts
+from jaxtrain.plan.cost import links
+from jaxtrain.plan.estimate import divisors
+from jaxtrain.plan.targets import Target
+from jaxtrain.plan.trace.program import Collective
+from jaxtrain.run import build
+from jaxtrain.train_step.report import matmul_parameters, total
+
+TWO_BYTES = 2  # of a weight or an activation on its way
+
+
+def rows(config: Config, mesh: dict[str, int]) -> int:
+    """Of the batch, on one device; none where there are more devices than rows."""
+    return config.data.global_batch_size // (mesh["mesh.data"] * mesh["mesh.fsdp"] * mesh["mesh.expert"])
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model, whatever the mesh."""
+
+    parameters: int  # bytes
+    optimizer: int
+    per_token: float  # FLOP, there and back
+
+    @classmethod
+    def of(cls, config: Config, platform: str) -> "Size":
+        """From its shapes."""
+        alone = dataclasses.replace(config, mesh=MeshConfig(data=1), pipeline=PipelineConfig(),
+                                    train=dataclasses.replace(config.train, accumulation=1))
+        run = build(alone, devices=1, platform=platform)
+        active = matmul_parameters(run.abstract, run.layout, config.model)
+        return cls(total(run.abstract.all_params), total(run.abstract.opt_state),
+                   flops_per_token(config.model, active, config.data.seq_len, True))
+
+    def state(self, mesh: dict[str, int], zero_stage: int, offload: bool) -> float:
+        """Bytes of a device at least: all axes but `data` split everything."""
+        split = math.prod(mesh.values()) / mesh["mesh.data"]
+        parameters = self.parameters / (mesh["mesh.data"] if zero_stage == 3 else 1)
+        return parameters / split if offload else parameters / split + self.moments(mesh, zero_stage)
+
+    def moments(self, mesh: dict[str, int], zero_stage: int) -> float:
+        """Bytes of the optimizer's state for a device."""
+        return self.optimizer / math.prod(mesh.values()) * (1 if zero_stage else mesh["mesh.data"])
+
+
+def seconds(config: Config, target: Target, mesh: dict[str, int], size: Size, left: float) -> float:
+    """Computation at a usual rate, weights and gradients on their way, activations between devices, the bubble.
+
+    `left`: bytes of a device for activations. The batch goes through in as few parts as these allow, and for each of
+    them weights are gathered.
+    """
+    sizes, model = {key.removeprefix("mesh."): n for key, n in mesh.items()}, config.model
+    computing = work(config, target, mesh, size) / (target.efficiency["matmul"] * target.peak["bfloat16"])
+
+    def talk(kind: str, axes: tuple[str, ...], size: float) -> float:
+        return links.seconds(Collective(kind, axes, int(size)), target, sizes)
+
+    split = sizes["stage"] * sizes["tensor"] * sizes["expert"]
+    here = size.parameters / 4 / split * TWO_BYTES  # of a device's layers, whole
+    tokens = config.data.global_batch_size * config.data.seq_len
+    mine = tokens / (sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"])
+    layers = model.num_layers / sizes["stage"]
+    wide = mine * model.embed_dim * TWO_BYTES
+    kept = layers * wide + 2 * _masked(model, target, sizes["expert"]) * mine * (
+        model.embed_dim + model.expert_mlp_dim) * TWO_BYTES
+    most = rows(config, mesh) if sizes["stage"] == 1 else 1
+    parts = next((n for n in divisors(most) if kept <= n * left), most)
+    weights = 2 * talk("all-gather", ("fsdp",), here) + talk("reduce-scatter", ("fsdp",), here / sizes["fsdp"])
+    weights = parts * weights + talk("all-reduce", ("data",), here / sizes["fsdp"])
+    activations = 6 * layers * talk("all-reduce", ("tensor",), wide)
+    activations += 4 * layers * talk("all-to-all", ("expert",), wide * model.experts_per_token)
+    share = model.num_kv_heads / model.num_heads
+    activations += 3 * layers * talk("all-gather", ("context",), 2 * wide * share)
+    bubble = (sizes["stage"] - 1) / max(1, rows(config, mesh))
+    return (computing + activations) * (1 + bubble) + max(0.0, weights - target.efficiency["overlap"] * computing)
+
+
+def work(config: Config, target: Target, mesh: dict[str, int], size: Size) -> float:
+    """FLOP of a device in a step, with everything computed twice."""
+    model, tokens = config.model, config.data.global_batch_size * config.data.seq_len
+    others = 3 * 6 * model.embed_dim * model.expert_mlp_dim * _masked(model, target, mesh["mesh.expert"])
+    per_token = size.per_token + others * (model.num_layers - model.dense_layers)
+    return 4 / 3 * per_token * tokens / math.prod(mesh.values())
+
+
+def _masked(model: ModelConfig, target: Target, devices: int) -> float:
+    """Experts that XLA computes for a token beside its own and masks: but for TPUs all of a device's, for all rows."""
+    if target.platform == "tpu" or not model.num_experts:
+        return 0.0
+    return experts.buffered(model, devices) * model.num_experts / devices - model.experts_per_token

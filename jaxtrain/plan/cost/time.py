@@ -1,0 +1,174 @@
+"""How long a step takes, and by what: every operation at the rate of what limits it, and what overlaps.
+
+A matmul takes the longer of computing and moving; what is fused takes the time to read and write memory. Collectives
+of weights on their way in, and of gradients on their way out, run beside computation as far as there is any in the same
+loop, and as far as the target's kernels leave each other alone; those of activations stand in the way.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxtrain.config.schema import AXES
+from jaxtrain.parallel.schedules.schedule import Schedule
+from jaxtrain.plan.cost import links
+from jaxtrain.plan.cost.memory import Reads
+from jaxtrain.plan.targets import Target
+from jaxtrain.plan.trace.program import Axes, Block, Collective, Op, Value
+
+JOINED = 30 * 2**20  # bytes, by default
+
+
+@dataclass
+class Time:
+    """Seconds of a step, by part; `hidden` is talk behind computation, which costs nothing."""
+
+    parts: Counter = field(default_factory=Counter)
+    hidden: float = 0.0
+    flops: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(self.parts.values())
+
+    def spend(self, seconds: float, part: str) -> None:
+        """On one part, one after the other."""
+        self.parts.update({part: seconds})  # pyrefly: ignore[no-matching-overload]
+
+    def add(self, other: "Time", times: int = 1) -> None:
+        """So often, one after the other."""
+        self.parts.update({part: seconds * times for part, seconds in other.parts.items()})
+        self.hidden += other.hidden * times
+        self.flops += other.flops * times
+
+
+def estimate(block: Block, target: Target, sizes: Mapping[str, int], schedule: Schedule | None = None) -> Time:
+    """Of a step on a mesh of these sizes; `schedule`: of a pipeline's stages."""
+    time = Time()
+    _add(block, target, sizes, time, 1, schedule)
+    return time
+
+
+def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, times: int,
+         schedule: Schedule | None = None) -> None:
+    reads, loose = Reads(block), _loose(block)
+    computing, waiting = 0.0, defaultdict[tuple[str, Axes], list[int]](list)
+    for op in block.ops:
+        if schedule and op.name == "scan" and op.times == len(schedule.ticks) and _operations(op.bodies[0], schedule):
+            time.add(_ticks(op.bodies[0], target, sizes, schedule), times)
+        elif op.bodies:
+            time.add(_longest(op, target, sizes, schedule), times * op.times)
+        part, seconds = _own(op, reads, target)
+        for collective in op.collectives:
+            if id(op) in loose:
+                waiting[collective.kind, collective.axes].append(collective.bytes)
+            else:
+                talk = links.seconds(collective, target, sizes)
+                hidden = behind(talk, seconds, target) if op.flops else 0.0  # a product that passes its sums around
+                time.hidden += times * hidden
+                time.spend(times * (talk - hidden), said(collective.kind, collective.axes))
+        time.flops += op.flops * times
+        if seconds:
+            time.spend(times * seconds, part)
+            computing += seconds
+    talking = {}
+    for (kind, axes), found in waiting.items():
+        joined = [Collective(kind, axes, size) for size in _joined(found)]
+        talking[said(kind, axes)] = sum(links.seconds(collective, target, sizes) for collective in joined)
+    if talk := sum(talking.values()):
+        hidden = behind(talk, computing, target)
+        time.hidden += times * hidden
+        for name, seconds in talking.items():
+            time.spend(times * seconds * (1 - hidden / talk), name)
+
+
+def _longest(op: Op, target: Target, sizes: Mapping[str, int], schedule: Schedule | None = None) -> Time:
+    """Of a loop's body once; of branches that with most to do: others wait for the devices that take it."""
+    each = [Time() for _ in op.bodies]
+    for body, its in zip(op.bodies, each, strict=True):
+        _add(body, target, sizes, its, 1, schedule)
+    return max(each, key=lambda its: its.seconds)
+
+
+def _operations(tick: Block, schedule: Schedule) -> list[Op]:
+    """F, B and W of a pipeline's tick, as far as the schedule has them: its branches that compute."""
+    branching = [op for op in tick.ops if op.name == "cond"]
+    found = [op for op in branching if any(inner.flops for body in op.bodies for inner, _ in body.all())]
+    return found if len(found) == len(schedule.kinds) else []
+
+
+def _ticks(tick: Block, target: Target, sizes: Mapping[str, int], schedule: Schedule) -> Time:
+    """All ticks: each takes as long as the stage with most to do in it, and what all stages do besides."""
+    time, operations = Time(), _operations(tick, schedule)
+    rest = Block(tick.inputs, [op for op in tick.ops if op not in operations], tick.outputs)
+    _add(rest, target, sizes, time, len(schedule.ticks))
+    each = {kind: _longest(op, target, sizes) for kind, op in zip(
+        [kind for kind in "FBW" if kind in schedule.kinds], operations, strict=True)}
+    for row in schedule.ticks:
+        for op in max(row, key=lambda cell: sum(each[op.kind].seconds for op in cell)):
+            time.add(each[op.kind])
+    return time
+
+
+def said(kind: str, axes: Axes) -> str:
+    """What a collective is called."""
+    return f"{kind} over {'+'.join(sorted(axes, key=AXES.index))}"
+
+
+def _joined(sizes: list[int]) -> list[int]:
+    """What waits for nothing and is of one kind XLA makes one of, as long as that is not large."""
+    joined = [0]
+    for size in sorted(sizes):
+        if joined[-1] + size > JOINED and joined[-1]:
+            joined.append(0)
+        joined[-1] += size
+    return joined
+
+
+def behind(talking: float, computing: float, target: Target) -> float:
+    """Seconds of talk that cost nothing: never more than there are of computation to hide them."""
+    return min(target.efficiency["overlap"] * talking, computing)
+
+
+def _own(op: Op, reads: "Reads", target: Target) -> tuple[str, float]:
+    """What an operation takes on its own device."""
+    if hosts := sum(value.host for value in (*op.inputs, *op.outputs)) if op.name == "device_put" else 0:
+        return "copies from and to hosts", hosts / target.host
+    moved = reads.bytes(op)
+    at_memory = moved / (target.bandwidth * target.efficiency["memory"])
+    if not op.flops:
+        return "memory", at_memory if not op.collectives and not op.bodies else 0.0
+    dtype = np.dtype(op.inputs[0].dtype).name
+    peak = target.peak.get(dtype, target.peak.get("float32", 1.0))
+    kind = "attention" if op.name.startswith("attention") else "matmul"
+    return kind, max(op.flops / (peak * target.efficiency[kind]), at_memory)
+
+
+def _loose(block: Block) -> set[int]:
+    """The collectives that wait for no computation of this block, or for which none waits."""
+    depends = _reached(block, forwards=True)
+    awaited = _reached(block, forwards=False)
+    return {id(op) for op in block.ops if op.collectives and (id(op) not in depends or id(op) not in awaited)}
+
+
+def _reached(block: Block, forwards: bool) -> set[int]:
+    """The operations behind (or before) some computation, through the values that they pass on."""
+    marked: set[int] = set()
+    values: set[int] = set()
+
+    def given(op: Op) -> list[Value]:
+        return op.inputs if forwards else op.outputs
+
+    def passed(op: Op) -> list[Value]:
+        return op.outputs if forwards else op.inputs
+
+    for op in block.ops if forwards else reversed(block.ops):
+        behind = any(id(value) in values for value in given(op))
+        if behind:
+            marked.add(id(op))
+        if behind or op.flops or op.bodies:
+            values.update(id(value) for value in passed(op))
+    return marked

@@ -1,0 +1,207 @@
+"""List the numbers of processes with which a run could go on.
+
+    jaxtrain elastic --least=2 --full=4 --workdir=WORKDIR -- --config=FILE
+
+Fewer devices than declared, or more: another mesh, the same batch, the same numbers. Tells without any device with how
+many processes, from `--least` on, a run of `--full` could go on: one line each, and the mesh. After `--` come the flags
+of `jaxtrain train`.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import UserError, say
+from jaxtrain.flags import command, parser_of, training_flags
+from jaxtrain.sharding.mesh import AXES, axis_sizes
+
+Sizes = tuple[int, ...]  # of the axes, in order
+FULL = "JAXTRAIN_FULL_PROCESSES"  # how many processes the run has when none is lost
+
+
+def choose(config: Config, devices: int, full: int = 0) -> Config:
+    """The config for so many devices: itself if its mesh fits them, else with the first mesh that does.
+
+    The global batch stays; `train.accumulation` is as small as it can be without giving a device more rows at a time
+    than the declared mesh does.
+
+    Args:
+        full: the devices that the run has when none is lost. It only counts where the declared mesh has a -1.
+
+    Raises:
+        UserError: no mesh fits.
+    """
+    declared = _sizes(config)
+    if config.mesh.auto:  # decided when the devices are there; now it is enough that there is a mesh for so many
+        return _possible(config, devices)
+    if -1 in declared:
+        declared = axis_sizes(declared, full or devices)
+    if math.prod(declared) == devices:
+        _build(config, devices)
+        return config
+    parallel = _shards(config, declared) * config.train.accumulation  # into so many parts the batch is cut at least
+    refused: UserError | None = None
+    for sizes in _preferences(config, declared, devices):
+        try:
+            return _accumulated(_with_mesh(config, sizes), devices, parallel)
+        except UserError as error:
+            refused = refused or error
+    reason = f" ({refused})" if refused else ""
+    raise UserError("resilience.meshes" if config.resilience.meshes else "mesh",
+                    f"nothing that may take the place of {words(declared)} fits {devices} devices{reason}",
+                    "list a mesh that does in resilience.meshes")
+
+
+def words(sizes: Sizes) -> str:
+    """As `resilience.meshes` has it."""
+    return ",".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size != 1) or "data=1"
+
+
+def parse(text: str) -> Sizes:
+    """The sizes in "data=4,tensor=2"; axes that are not named are 1.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    sizes = dict.fromkeys(AXES, 1)
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in sizes:
+            raise ValueError(f"there is no axis {axis!r}")
+        sizes[axis] = int(size)
+    return tuple(sizes.values())
+
+
+def here(config: Config, workdir: Path) -> Config:
+    """The config for the devices that there are now. A change is said aloud, and recorded."""
+    import jax
+
+    from jaxtrain.observe.events import record
+
+    devices, processes = jax.device_count(), jax.process_count()
+    full = max(processes, int(os.environ.get(FULL, processes)))
+    chosen = choose(config, devices, devices * full // processes)
+    if chosen != config and jax.process_index() == 0:
+        change = (f"{words(_sizes(config))} was declared, and there are {devices} devices: the run goes on with "
+                  f"{words(_sizes(chosen))} and train.accumulation={chosen.train.accumulation}")
+        say(f"elastic: {change}; batch, data and losses stay the same")
+        workdir.mkdir(parents=True, exist_ok=True)
+        record(workdir, "elastic", devices=devices, processes=processes, mesh=words(_sizes(chosen)),
+               declared=words(_sizes(config)), accumulation=chosen.train.accumulation)
+    return chosen
+
+
+def _possible(config: Config, devices: int) -> Config:
+    """The config itself, if any mesh of so many devices works with it."""
+    from jaxtrain.plan.search import meshes
+    from jaxtrain.plan.targets import TARGETS
+
+    fixed = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, auto=False))
+    refused: UserError | None = None
+    for sizes in meshes(config, TARGETS["cpu"], devices):
+        try:
+            _accumulated(_with_mesh(fixed, tuple(sizes[f"mesh.{axis}"] for axis in AXES)), devices, 1)
+            return config
+        except UserError as error:
+            refused = refused or error
+    raise refused or UserError("mesh", f"nothing works on {devices} devices", "use another number of them")
+
+
+def _preferences(config: Config, declared: Sizes, devices: int) -> Iterator[Sizes]:
+    """What may take the declared mesh's place, best first: what was listed, else other sizes of data and fsdp."""
+    if config.resilience.meshes:
+        for text in config.resilience.meshes:
+            sizes = parse(text)
+            product = math.prod(size for size in sizes if size != -1)
+            if devices % product == 0 and (-1 in sizes or product == devices):
+                yield axis_sizes(sizes, devices)
+        return
+    _, fsdp, *others = declared
+    rest, remainder = divmod(devices, math.prod(others))
+    if remainder:
+        return
+    # More shards than declared need less memory on a device, fewer need more: so upwards first, then down.
+    divisors = [n for n in range(1, rest + 1) if rest % n == 0]
+    above, below = [n for n in divisors if n >= fsdp], [n for n in divisors if n < fsdp]
+    for size in [1] if fsdp == 1 else [*above, *reversed(below)]:
+        yield (rest // size, size, *others)
+
+
+def _accumulated(config: Config, devices: int, parallel: int) -> Config:
+    """With the fewest micro-batches whose rows on a device are not more than in a batch cut into `parallel` parts."""
+    batch, shards = config.data.global_batch_size, _shards(config, _sizes(config))
+    refused: UserError | None = None
+    for accumulation in range(max(1, -(-parallel // shards)), max(1, batch // shards) + 1):
+        if batch % (accumulation * shards):
+            continue
+        candidate = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=accumulation))
+        try:
+            _build(candidate, devices)
+            return candidate
+        except UserError as error:
+            refused = refused or error
+    raise refused or UserError("data.global_batch_size", f"{batch} does not divide over {shards} batch shards",
+                               f"make it a multiple of {shards}")
+
+
+def _build(config: Config, devices: int) -> None:
+    """Refuse what does not work; nothing is allocated. (Without devices nobody knows whether they have cuDNN.)"""
+    from jaxtrain.run import build
+
+    build(dataclasses.replace(config, train=dataclasses.replace(config.train, attention="auto")), devices=devices)
+
+
+def _shards(config: Config, sizes: Sizes) -> int:
+    """Into how many parts these axes cut a batch."""
+    from jaxtrain.sharding import rules as sharding
+    from jaxtrain.sharding.mesh import make_mesh
+
+    rules = sharding.rules(config.mesh.rules, **config.mesh.overrides)
+    return sharding.shards(rules.batch, make_mesh(*sizes, devices=math.prod(sizes)))
+
+
+def _sizes(config: Config) -> Sizes:
+    return tuple(getattr(config.mesh, axis) for axis in AXES)
+
+
+def _with_mesh(config: Config, sizes: Sizes) -> Config:
+    axes: dict[str, Any] = dict(zip(AXES, sizes, strict=True))
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **axes))
+
+
+@command()
+def main(argv: list[str] | None = None) -> None:
+    """With how many processes could it go on?"""
+    from jaxtrain.config.load import load_config
+
+    parser = parser_of("elastic", __doc__)
+    parser.add_argument("--least", type=int, required=True, help="the fewest processes to try")
+    parser.add_argument("--full", type=int, required=True, help="the processes that the run has when none is lost")
+    parser.add_argument("--workdir", type=Path, required=True, help="the workdir of the run, which has begun")
+    given = list(sys.argv[1:] if argv is None else argv)
+    split = given.index("--") if "--" in given else len(given)
+    flags, rest = parser.parse_args(given[:split]), given[split + 1:]
+    trained, overrides = training_flags(rest)
+    try:
+        run = json.loads((flags.workdir / "run.json").read_text())
+    except (OSError, ValueError):
+        raise UserError("--workdir", f"{flags.workdir} does not tell how many devices a process has",
+                        "let the run begin with all its processes") from None
+    each = math.prod(run["mesh"].values()) // run["process_count"]
+    config = load_config(trained.config, overrides)
+    for count in range(flags.least, flags.full):
+        try:
+            chosen = choose(config, count * each, flags.full * each)
+            print(count, "auto" if chosen.mesh.auto else words(_sizes(chosen)))
+        except UserError as refused:
+            print(f"{count} processes would not do: {refused}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Tables, drawings and pages that show a plan."""

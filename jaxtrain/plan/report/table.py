@@ -1,0 +1,90 @@
+"""Plans as text: the ranking of layouts, and one layout explained part by part."""
+
+from jaxtrain.plan.cost import links
+from jaxtrain.plan.cost.time import said
+from jaxtrain.plan.estimate import Estimate, gigabytes
+from jaxtrain.plan.search import Choice, Found, shown
+
+WIDTHS = (3, 68, 7, 9, 12, 6, 8, 14)
+
+
+def table(found: Found, top: int = 10, tokens: float = 1e12) -> str:
+    """The ranking, what of it nobody beats in time and memory both, and what was too large and why."""
+    if not found.fitting:
+        lines = [f"nothing fits {found.devices} x {found.target.name}"]
+        if found.least:
+            count, alone = found.least
+            lines[0] += f": {alone} alone need {count}"
+    else:
+        lines = [_row("", "layout", "GB", "step", "tokens/s", "MFU", "days", "cost")]
+        pareto = {id(choice) for choice in found.pareto()}
+        for number, choice in enumerate(found.fitting[:top], 1):
+            e = choice.estimate
+            lines.append(_row(f"{number}{'*' if id(choice) in pareto else ''}", str(choice), gigabytes(e.bytes),
+                              f"{e.seconds:.3g} s", f"{e.tokens_per_second:,.0f}", _mfu(e),
+                              f"{e.days(tokens):,.1f}", f"${e.cost(tokens):,.0f}"))
+        lines += ["", f"days and cost: of {tokens:.3g} tokens, at ${found.target.price:g} a device and hour. *: no "
+                  "other is both faster and smaller. The first:", "", f"  {keys(found, found.fitting[0])}", "",
+                  explained(found.fitting[0].estimate)]
+    if found.fitting and found.otherwise:
+        e = found.otherwise.estimate
+        lines += ["", f"With train.precision={e.config.train.precision} instead the first would take {e.seconds:.3g} s "
+                  f"and {gigabytes(e.bytes)} GB{'' if e.fits else ', which does not fit'}; other numbers, too."]
+    if found.too_large:
+        lines += ["", f"{_many(len(found.too_large), 'layout is', 'layouts are')} too large, such as"]
+        lines += [f"  {choice}: {found.why(choice)}" for choice in found.too_large[:5]]
+    if found.refused:
+        lines += ["", f"{_many(len(found.refused), 'mesh was', 'meshes were')} not looked at closer or cannot be, such"
+                  " as"]
+        lines += [f"  {shown(overrides)}: {why}" for overrides, why in found.refused[:5]]
+    return "\n".join(lines)
+
+
+def keys(found: Found, choice: Choice) -> str:
+    """What a command line has to say for this layout, beside the config that was searched."""
+    said, before = choice.estimate.config.to_dict(), found.config.to_dict()
+    changed = {key: said[key.partition(".")[0]][key.partition(".")[2]] for key in choice.overrides}
+    usual = {key: before[key.partition(".")[0]][key.partition(".")[2]] for key in choice.overrides}
+    return " ".join(f"--config.{key}={value}" for key, value in changed.items()
+                    if value != usual[key] or (found.config.mesh.auto and value != 1))
+
+
+def explained(e: Estimate) -> str:
+    """Where the memory and the time of one layout go, and what its devices say to each other over which links."""
+    sizes = {axis: size for axis, size in e.mesh.items() if size > 1}
+    verdict = "" if e.fits else ", which does not fit"
+    lines = [f"memory of a device: {gigabytes(e.bytes)} of {gigabytes(e.target.room)} GB for programs{verdict}"]
+    lines += [f"  {name:<24}{gigabytes(size):>8} GB" for name, size in e.memory.most_common() if size > 0.002 * e.bytes]
+    if e.host:
+        lines.append(f"  {'beside it, in the hosts':<24}{gigabytes(e.host):>8} GB")
+    lines.append(f"time of a step: {e.seconds:.4g} s, {e.tokens_per_second:,.0f} tokens/s" +
+                 (f", MFU {_mfu(e)}" if _mfu(e) else ""))
+    lines += [f"  {name:<40}{milliseconds(seconds):>10} ms" for name, seconds in e.time.parts.most_common()
+              if seconds > 0.002 * e.seconds]
+    lines.append(f"  {'(beside computation, which costs nothing':<40}{milliseconds(e.time.hidden):>10} ms)")
+    if e.talked:
+        mesh = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        lines.append(f"collectives of a step, results on one device, mesh {mesh}:")
+        lines += [f"  {said(kind, axes):<40}{gigabytes(size):>10} GB  "
+                  f"{links.crossed(axes, e.target, e.mesh).name}"
+                  for (kind, axes), size in e.talked.most_common() if size > 1e-3 * e.talked.total()]
+    return "\n".join(lines)
+
+
+def _many(number: int, one: str, more: str) -> str:
+    return f"{number} {one if number == 1 else more}"
+
+
+def milliseconds(seconds: float) -> str:
+    """With two digits or more, as parts of a tiny model's step are far below one."""
+    return f"{1e3 * seconds:.2f}" if seconds >= 1e-3 else f"{1e3 * seconds:.2g}"
+
+
+def _mfu(e: Estimate) -> str:
+    """Of an accelerator: nobody knows the peak of a CPU's core among others."""
+    return "" if e.target.platform == "cpu" else f"{e.mfu:.1%}"
+
+
+def _row(*cells: str) -> str:
+    return " ".join(cell.ljust(width) if i < 2 else cell.rjust(width)
+                    for i, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))).rstrip()

@@ -1,0 +1,1 @@
+"""The traced train step, read as operations, layouts and communication."""

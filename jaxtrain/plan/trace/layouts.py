@@ -1,0 +1,190 @@
+"""Arrays that are to lie otherwise, and sums that are still in parts: what compilers make of them."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.plan.trace.program import Axes, Collective, Op, Spec, Value
+
+VIEWS = {"reshape", "reshard", "leave", "transpose", "squeeze", "expand_dims", "copy_p", "name", "optimization_barrier",
+         "pvary", "pcast", "stop_gradient", "reduce_precision", "mesh_cast", "rev"}
+# Of one argument: a sum over devices may as well follow them.
+LINEAR = VIEWS | {"convert_element_type", "neg"}
+
+
+class Placing:
+    """Makes operations that bring arrays to where they are wanted; each is added to `ops`."""
+
+    def __init__(self, sizes: Mapping[str, int], platform: str, rings: float, filled: float):
+        self.sizes, self.platform, self.rings, self.filled = sizes, platform, rings, filled
+        self.ops: list[Op] = []
+        self.whole: dict[tuple[int, Spec], Value] = {}
+        self.before_turning: dict[int, Value] = {}
+        self.sums: dict[tuple, Value] = {}
+        self.same: dict[tuple, list[Value]] = {}
+
+    def shards(self, axes: Axes) -> int:
+        """Into how many parts these axes split."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def value(self, shape: Sequence[int], dtype: Any, spec: Spec, pending: Axes = ()) -> Value:
+        """A new one, its bytes as each device holds them."""
+        spec = tuple(tuple(axis for axis in entry if self.sizes[axis] > 1) for entry in spec)
+        local = math.prod(-(-n // self.shards(entry)) for n, entry in zip(shape, spec, strict=True))
+        width = dtype.itemsize if hasattr(dtype, "itemsize") else 4  # keys of random numbers
+        return Value(tuple(shape), dtype, spec, local * width, pending=pending)
+
+    def of_aval(self, aval: Any) -> Value:
+        """As a type of the trace has it."""
+        sharding = getattr(aval, "sharding", None)
+        spec = spec_of(sharding.spec if sharding is not None else (), len(getattr(aval, "shape", ())))
+        unreduced = tuple(getattr(sharding.spec, "unreduced", ()) or ()) if sharding is not None else ()
+        value = self.value(getattr(aval, "shape", ()), getattr(aval, "dtype", np.dtype("float32")), spec,
+                           tuple(axis for axis in unreduced if self.sizes[axis] > 1))
+        if getattr(aval, "memory_space", None) == jax.memory.Space.Host and self.platform != "cpu":
+            value.host, value.bytes = value.bytes, 0
+        return value
+
+    def emit(self, name: str, made: str, inputs: Sequence[Value], outputs: Sequence[Value], **more: Any) -> list[Value]:
+        """Add an operation -> its results."""
+        op = Op(name, made, list(inputs), list(outputs), **more)
+        for value in op.outputs:
+            value.op = op
+        self.ops.append(op)
+        return op.outputs
+
+    def gathered(self, value: Value, spec: Spec) -> Value:
+        """With some dimensions whole that are split; once for all who want it so."""
+        if spec == value.spec:
+            return value
+        if (id(value), spec) not in self.whole:
+            out = self.value(value.shape, value.dtype, spec)
+            axes = tuple(axis for axis in flat(value.spec) if axis not in flat(spec))
+            self.emit("all_gather", "real", [value], [out], collectives=(Collective("all-gather", axes, out.bytes),))
+            self.whole[id(value), spec] = self.turned(out, value)
+        return self.whole[id(value), spec]
+
+    def summed(self, value: Value) -> Value:
+        """The value itself, where devices hold parts of a sum."""
+        if not value.pending:
+            return value
+        parts = _parts(value)
+        if self.platform == "tpu":  # where it is converted to less on its way, that is done first
+            parts = min((value, *(op.inputs[0] for op in _since(value))), key=lambda one: one.bytes)
+        if (key := (id(parts), value.shape, str(value.dtype))) not in self.sums:
+            out = self.value(value.shape, value.dtype, value.spec)
+            self.sums[key] = self.emit("sum", "real", [value], [out], collectives=(
+                Collective("all-reduce", value.pending, parts.bytes),))[0]
+        return self.sums[key]
+
+    def move(self, value: Value, aval: Any) -> Value:
+        """To where a type says; values in the compiler's own region stay where they are."""
+        if not explicit(aval):
+            return value
+        out = self.of_aval(aval)
+        before, after = flat(value.spec), flat(out.spec)
+        pending = tuple(axis for axis in value.pending if axis not in out.pending)
+        scattered = tuple(axis for axis in pending if axis in after)
+        reduced = tuple(axis for axis in pending if axis not in after)
+        if scattered and self.sums_before_it_splits(value, reduced):
+            value = self.summed(value)
+            pending = scattered = reduced = ()
+        gathered = tuple(axis for axis in before if axis not in after)
+        if reduced and not scattered and before == after:  # added up where somebody wants the sum, or parts of it
+            out.pending = value.pending
+            return self.emit("reshard", "view", [value], [out])[0]
+        moved = tuple(axis for d, entry in enumerate(value.spec) for axis in entry
+                      if axis in after and axis not in out.spec[d])
+        found = [Collective("all-reduce", reduced, out.bytes)] if reduced else []
+        found += [Collective("reduce-scatter", scattered, out.bytes)] if scattered else []
+        found += [Collective("all-gather", gathered, out.bytes)] if gathered else []
+        found += [Collective("all-to-all", moved, out.bytes)] if moved else []
+        if scattered:
+            value = self.turned(value, out)
+        made = "real" if found else "fused" if value.spec != out.spec else "view"
+        out = self.emit("reshard", made, [value], [out], collectives=tuple(found))[0]
+        return self.turned(out, value) if gathered else out
+
+    def sums_before_it_splits(self, value: Value, reduced: Axes) -> bool:
+        """Whether the compiler misses that a sum is only wanted in parts, and makes all of it everywhere.
+
+        For CPUs and TPUs always. For GPUs where the sum is over more devices than split it, or has another shape then.
+        """
+        if self.platform != "cuda":
+            return True
+        made = _parts(value).op
+        return (made is None or made.name != "scatter-add") and (bool(reduced) or _reshaped(value))
+
+    def turned(self, whole: Value, parts: Value) -> Value:
+        """NCCL joins and cuts arrays along the dimension that is outermost in memory: others are turned around first.
+
+        What comes from outside, as weights do, can be kept so that nothing has to be turned.
+        """
+        if self.platform != "cuda" or self.before(whole, parts) == 1 or _from_outside(parts):
+            return whole
+        out = self.value(whole.shape, whole.dtype, whole.spec, whole.pending)
+        self.before_turning[id(out)] = whole
+        return self.emit("turn", "real", [whole], [out])[0]
+
+    def unturned(self, values: list[Value]) -> list[Value]:
+        """Of those that were turned around, what they were before: other products want them that way."""
+        return [self.before_turning[id(value)] for value in values if id(value) in self.before_turning]
+
+    def before(self, whole: Value, parts: Value) -> int:
+        """How many places there are in the dimensions outside of the first along which two layouts differ."""
+        count = 1
+        for n, a, b in zip(whole.shape, whole.spec, parts.spec, strict=True):
+            if a != b:
+                return count
+            count *= -(-n // self.shards(a))
+        return 1
+
+
+def _parts(value: Value) -> Value:
+    """Where the parts of a sum come from, which is where they are added: before they are converted."""
+    return [value, *(op.inputs[0] for op in _since(value))][-1]
+
+
+def _from_outside(value: Value) -> bool:
+    """Whether it is an argument of the block, but for its dtype."""
+    while value.op is not None and value.op.name in LINEAR:
+        value = value.op.inputs[0]
+    return value.op is None
+
+
+def _reshaped(value: Value) -> bool:
+    """Whether the parts of a sum had another shape when they were made."""
+    return any(op.name == "reshape" and op.inputs[0].shape != op.outputs[0].shape for op in _since(value))
+
+
+def _since(value: Value) -> Iterator[Op]:
+    while value.op is not None and value.op.name in LINEAR and value.op.inputs[0].pending:
+        yield value.op
+        value = value.op.inputs[0]
+
+
+def spec_of(spec: Any, rank: int) -> Spec:
+    """Of a sharding's spec: the axes of each of so many dimensions."""
+    entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in
+               getattr(spec, "partitions", spec)]
+    return (*entries, *[()] * (rank - len(entries)))
+
+
+def flat(spec: Spec) -> Axes:
+    """All axes of it."""
+    return tuple(axis for entry in spec for axis in entry)
+
+
+def explicit(aval: Any) -> bool:
+    """Whether its type says how it lies."""
+    sharding = getattr(aval, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    return mesh is None or mesh.empty or jax.sharding.AxisType.Auto not in mesh.axis_types
+
+
+def splits_more(value: Value, out: Value) -> bool:
+    """Whether a value lies otherwise than what it is computed from."""
+    return set(flat(out.spec)) != set(flat(value.spec))

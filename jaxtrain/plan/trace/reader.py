@@ -1,0 +1,282 @@
+"""One device's program, read from the traced step.
+
+Shardings are part of the types of a step on an explicit mesh, so that the trace says which part of every array a device
+holds and where devices have to talk; nothing here knows a model. The one region in which the compiler places arrays by
+itself, the optimizer's update, is followed by shapes: what is computed from arrays of one shape lies as they do.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+
+from jaxtrain.plan.trace import kernels
+from jaxtrain.plan.trace.layouts import LINEAR, VIEWS, Placing, explicit, flat, splits_more
+from jaxtrain.plan.trace.program import Block, Collective, Value
+
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
+         "remat2": "jaxpr", "checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+SUMS = {"psum", "psum2", "psum_invariant"}
+OWN = {"all_gather": "all-gather", "all_gather_invariant": "all-gather", "reduce_scatter": "reduce-scatter",
+       "psum_scatter": "reduce-scatter", "ppermute": "collective-permute", "all_to_all": "all-to-all",
+       "ragged_all_to_all": "ragged-all-to-all", "pmax": "all-reduce", "pmin": "all-reduce"}
+HEAVY = {"conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add", "sort", "top_k", "cumsum",
+         "cumlogsumexp", "dynamic_update_slice", "random_bits", "approx_top_k"}
+KERNELS = ("pallas", "custom_call", "dot_product_attention", "cudnn")
+# What compilers do once for all who want the same: with these parameters alike.
+SHARED = {"convert_element_type": ("new_dtype",), "reshard": ("dst_sharding",), "ppermute": ("axis_name", "perm")}
+
+
+def read(traced: ClosedJaxpr, sizes: Mapping[str, int], platform: str, rings: float = math.inf,
+         filled: float = 1.0) -> Block:
+    """The program of one device of a mesh of these sizes, as the compiler for this platform makes it.
+
+    `rings`: for TPUs, from which length of the summed dimension on devices hand the sums of a product around while they
+    compute it. `filled`: the share of the rows of experts that hold tokens, and that TPUs compute.
+    """
+    return _Reader(sizes, platform, rings, filled).block(traced.jaxpr)
+
+
+class _Reader(Placing):
+    def block(self, jaxpr: Jaxpr, inputs: Sequence[Value] | None = None) -> Block:
+        """A block of its own, with new values for its arguments (as given ones lie, if any are given)."""
+        outer, self.ops = self.ops, []
+        mine = [self.of_aval(v.aval) for v in jaxpr.invars]
+        if inputs:
+            mine = [self.value(v.shape, v.dtype, given.spec) for v, given in zip(mine, inputs, strict=True)]
+        outputs = [self.summed(value) for value in self.inline(jaxpr, mine)]
+        block, self.ops = Block(mine, self.ops, outputs), outer
+        return block
+
+    def inline(self, jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
+        known: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var in jaxpr.constvars:
+            known[var] = self.of_aval(var.aval)
+
+        def look(atom: Any) -> Value:
+            if isinstance(atom, Literal):
+                return self.emit("literal", "fused", [], [self.of_aval(atom.aval)])[0]
+            return known[atom]
+
+        for eqn in jaxpr.eqns:
+            outputs = self.equation(eqn, [look(atom) for atom in eqn.invars])
+            known.update((var, value) for var, value in zip(eqn.outvars, outputs, strict=True))
+        return [look(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in CALLS:
+            inner, outer = params[CALLS[name]], self.same
+            if name in ("remat2", "checkpoint"):  # what is computed again is not what was computed before
+                self.same = {}
+            outputs = self.inline(getattr(inner, "jaxpr", inner), inputs)
+            self.same = outer
+            return outputs
+        if name == "shard_map":
+            return self.island(eqn, inputs)
+        if name == "scan":
+            return self.scan(eqn, inputs)
+        if name == "while":
+            return self.whilst(eqn, inputs)
+        if name == "cond":
+            return self.branches(eqn, inputs)
+        if name in SHARED:
+            key = (name, id(inputs[0]), str([params.get(word) for word in SHARED[name]]))
+            if key not in self.same:
+                self.same[key] = self.computed(eqn, inputs)
+            return self.same[key]
+        return self.computed(eqn, inputs)
+
+    def computed(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        """What is neither a call nor a loop."""
+        name = eqn.primitive.name
+        if name in SUMS or name in OWN:
+            return self.spoken(eqn, inputs)
+        if name == "reshard":
+            return [self.move(inputs[0], eqn.outvars[0].aval)]
+        outputs = [self.of_aval(var.aval) for var in eqn.outvars]
+        if name == "device_put":  # between the memories of devices and hosts
+            return self.emit(name, "real", inputs, outputs)
+        if name in LINEAR and inputs[0].pending and not outputs[0].pending and not splits_more(inputs[0], outputs[0]):
+            outputs[0].pending = inputs[0].pending
+            return self.emit(name, "view" if name in VIEWS else "fused", inputs, outputs)
+        if name in ("add", "add_any", "sub") and inputs[0].pending and len({value.pending for value in inputs}) == 1:
+            outputs[0].pending = inputs[0].pending
+            return self.emit(name, "fused", inputs, outputs)
+        if name == "dot_general":
+            return self.dot(eqn, inputs, outputs[0])
+        if name.startswith("ragged_dot"):
+            return self.ragged(eqn, inputs, outputs)
+        if name == "ffi_call":
+            called = eqn.params["target_name"]
+            return self.emit(called, "real", inputs, outputs, flops=kernels.flops(called, [v.shape for v in inputs]))
+        inputs = [self.summed(value) for value in inputs]
+        if name in ("scatter-add", "scatter_add"):
+            return self.scattered(eqn, inputs, outputs[0])
+        self.placed(eqn, inputs, outputs)
+        if name == "gather":
+            outputs[0] = self.looked_up(eqn, inputs, outputs[0])
+        if name.startswith("reduce_") and name != "reduce_precision":
+            return self.reduce(eqn, inputs, outputs)
+        made = "real" if name in HEAVY or name.startswith(KERNELS) else "view" if name in VIEWS else "fused"
+        return self.emit(name, made, inputs, outputs)
+
+    def placed(self, eqn: Any, inputs: list[Value], outputs: list[Value]) -> None:
+        """Where types do not say how arrays lie, they lie as the arguments of the same shape do."""
+        if all(explicit(var.aval) for var in eqn.outvars):
+            return
+        if eqn.primitive.name == "broadcast_in_dim" and inputs:
+            places = dict(zip(eqn.params["broadcast_dimensions"], inputs[0].spec, strict=True))
+            shape = outputs[0].shape
+            outputs[0] = self.value(shape, outputs[0].dtype, tuple(places.get(d, ()) for d in range(len(shape))))
+            return
+        for i, value in enumerate(outputs):
+            like = [given for given in inputs if given.shape == value.shape]
+            if like and not any(value.spec):
+                best = min(like, key=lambda given: given.bytes / max(1, np.dtype(given.dtype).itemsize))
+                outputs[i] = self.value(value.shape, value.dtype, best.spec)
+
+    def dot(self, eqn: Any, inputs: list[Value], out: Value) -> list[Value]:
+        (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+        inputs = [self.summed(value) for value in inputs]
+        both = {(side, d): set(inputs[0].spec[a]) & set(inputs[1].spec[b])
+                for a, b in zip(left, right, strict=True) for side, d in ((0, a), (1, b))}
+        at = len(left_batch)
+        for side, (batch, contracted) in enumerate(((left_batch, left), (right_batch, right))):
+            places = {d: i for i, d in enumerate(batch)}
+            for d in range(len(inputs[side].shape)):
+                if d not in batch and d not in contracted:
+                    places[d], at = at, at + 1
+            kept = tuple(tuple(axis for axis in entry if axis in (both[side, d] if d in contracted else
+                                                                  out.spec[places[d]]))
+                         for d, entry in enumerate(inputs[side].spec))
+            inputs[side] = self.gathered(inputs[side], kept)
+        sizes = [inputs[0].shape[d] // self.shards(inputs[0].spec[d]) for d in left]
+        axes = tuple(axis for d in left for axis in inputs[0].spec[d])
+        flops = 2.0 * math.prod(sizes) * out.bytes / np.dtype(out.dtype).itemsize
+        shared = flat(out.spec)
+        scattered = tuple(axis for axis in axes if axis in shared)
+        if scattered:  # the sum is cut up at once
+            flops *= self.shards(scattered)
+        inside = tuple(axis for axis in axes if axis not in scattered and axis not in out.pending)
+        if not scattered:
+            out.pending = (*out.pending, *inside)
+            return self.emit("dot_general", "real", inputs, [out], flops=flops, beside=self.unturned(inputs))
+        out.pending = (*out.pending, *inside)
+        if self.platform == "tpu" and math.prod(inputs[0].shape[d] for d in left) >= self.rings:
+            around = Collective("collective-permute", scattered, (self.shards(scattered) + 1) * out.bytes)
+            return self.emit("dot_general", "real", inputs, [out], flops=flops, collectives=(around,))
+        whole = self.value(out.shape, out.dtype, tuple(tuple(a for a in e if a not in scattered) for e in out.spec))
+        self.emit("dot_general", "real", inputs, [whole], flops=flops, beside=self.unturned(inputs))
+        if self.platform != "cuda":  # all of the sum, then a part of it
+            summed = self.value(whole.shape, whole.dtype, whole.spec)
+            self.emit("sum", "real", [whole], [summed], collectives=(Collective("all-reduce", scattered, whole.bytes),))
+            return self.emit("slice", "fused", [summed], [out])
+        return self.emit("reduce_scatter", "real", [self.turned(whole, out)], [out],
+                         collectives=(Collective("reduce-scatter", scattered, out.bytes),))
+
+    def ragged(self, eqn: Any, inputs: list[Value], outputs: list[Value]) -> list[Value]:
+        """Each row times its expert's matrix. But for TPUs XLA makes of it one product with every expert, masked.
+
+        TPUs have a kernel whose loop is as long as rows hold tokens.
+        """
+        work = 2.0 * inputs[0].bytes / np.dtype(inputs[0].dtype).itemsize * outputs[0].shape[-1]  # there, and back
+        if self.platform == "tpu":
+            return self.emit("ragged_dot", "real", inputs, outputs, flops=work * self.filled)
+        experts = inputs[2].shape[0]
+        masked = [self.masked(value, experts) if len(value.shape) == 2 else value for value in inputs[:2]]
+        return self.emit("ragged_dot", "real", [*masked, inputs[2]], outputs, flops=work * experts)
+
+    def masked(self, rows: Value, experts: int) -> Value:
+        """Rows as often as there are experts, zero where they are not theirs; once for all who want it so."""
+        if (id(rows), ()) not in self.whole:
+            out = self.value((experts, *rows.shape), rows.dtype, ((), *rows.spec))
+            self.whole[id(rows), ()] = self.emit("mask", "real", [rows], [out])[0]
+        return self.whole[id(rows), ()]
+
+    def reduce(self, eqn: Any, inputs: list[Value], outputs: list[Value]) -> list[Value]:
+        axes = tuple(axis for d in eqn.params.get("axes", ()) if d < len(inputs[0].spec) for axis in inputs[0].spec[d])
+        out = outputs[0]
+        out.pending = tuple(axis for axis in axes if axis not in out.pending) + out.pending
+        return self.emit(eqn.primitive.name, "real", inputs, outputs)
+
+    def scattered(self, eqn: Any, inputs: list[Value], out: Value) -> list[Value]:
+        """Added where indices say: what is spread over devices by anything but a window leaves each with a part."""
+        windows = eqn.params["dimension_numbers"].update_window_dims
+        axes = tuple(axis for d, entry in enumerate(inputs[2].spec) if d not in windows for axis in entry)
+        out.pending = (*out.pending, *(axis for axis in axes if axis not in (*out.pending, *flat(out.spec))))
+        return self.emit("scatter-add", "real", inputs, [out])
+
+    def looked_up(self, eqn: Any, inputs: list[Value], out: Value) -> Value:
+        """Where types do not say how it lies: as the indices do."""
+        if explicit(eqn.outvars[0].aval) and any(out.spec):
+            return out
+        numbers, indices = eqn.params["dimension_numbers"], iter(inputs[1].spec)
+        collapsed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+        # What is taken whole of a dimension stays split, where the compiler places arrays by itself.
+        stays = not explicit(eqn.outvars[0].aval)
+        windows = iter([inputs[0].spec[d] if stays and size == inputs[0].shape[d] else ()
+                        for d, size in enumerate(eqn.params["slice_sizes"]) if d not in collapsed])
+        spec = tuple(next(windows) if d in numbers.offset_dims else next(indices) for d in range(len(out.shape)))
+        return self.value(out.shape, out.dtype, spec)
+
+    def spoken(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        """A collective that the program itself makes, inside an island."""
+        name, params = eqn.primitive.name, eqn.params
+        named = params.get("axes", params.get("axis_name", ()))
+        axes = tuple(axis for axis in (named if isinstance(named, tuple) else (named,))
+                     if isinstance(axis, str) and self.sizes[axis] > 1)
+        outputs = [self.of_aval(var.aval) for var in eqn.outvars]
+        kind = OWN.get(name, "all-reduce")
+        if not axes:
+            return self.emit(name, "view", inputs, outputs)
+        if name in SUMS:  # which the compiler may find to be wanted in parts only
+            for out in outputs:
+                out.pending = axes
+            return self.emit(name, "view", [self.summed(value) for value in inputs], outputs)
+        found = tuple(Collective(kind, axes, out.bytes) for out in outputs)
+        return self.emit(name, "real", [self.summed(value) for value in inputs], outputs, collectives=found)
+
+    def island(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        body, outer = eqn.params["jaxpr"], []
+        local = []
+        for value, var in zip(inputs, body.invars, strict=True):
+            value = self.summed(value)
+            key = ("enter", id(value), str(getattr(var.aval, "sharding", None)))
+            if key not in self.same:
+                self.same[key] = self.emit("enter", "view", [value], [self.of_aval(var.aval)])
+            local += self.same[key]
+        for value, var in zip(self.inline(getattr(body, "jaxpr", body), local), eqn.outvars, strict=True):
+            outer.append(self.emit("leave", "view", [value], [self.of_aval(var.aval)])[0])
+            outer[-1].pending = value.pending
+        return outer
+
+    def scan(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        params = eqn.params
+        if "ft_in" in params:  # JAX 0.12
+            consts, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())
+        else:
+            consts, carried = params["num_consts"], params["num_carry"]
+        inputs = [self.summed(value) for value in inputs]
+        body = self.block(params["jaxpr"].jaxpr)
+        outputs = [self.of_aval(var.aval) for var in eqn.outvars]
+        return self.emit("scan", "real", inputs, outputs, bodies=[body], times=params["length"], carried=carried,
+                         consts=consts)
+
+    def whilst(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        inputs = [self.summed(value) for value in inputs]
+        body = self.block(eqn.params["body_jaxpr"].jaxpr)
+        outputs = [self.of_aval(var.aval) for var in eqn.outvars]
+        return self.emit("while", "real", inputs, outputs, bodies=[body], carried=len(outputs), consts=consts)
+
+    def branches(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        inputs = [self.summed(value) for value in inputs]
+        given = None if all(explicit(v.aval) for v in eqn.invars[1:]) else inputs[1:]
+        bodies = [self.block(branch.jaxpr, given) for branch in eqn.params["branches"]]
+        outputs = [self.of_aval(var.aval) for var in eqn.outvars]
+        outputs = [out if explicit(var.aval) else self.value(out.shape, out.dtype, found.spec)
+                   for out, var, found in zip(outputs, eqn.outvars, bodies[-1].outputs, strict=True)]
+        return self.emit("cond", "real", inputs, outputs, bodies=bodies)

@@ -1,0 +1,1 @@
+"""Silent data corruption: device hashes, compared replicas, replayed steps and suspect devices."""

@@ -1,0 +1,68 @@
+"""A step that runs twice must give the same bits twice.
+
+What replicas cannot show, an error that all of them got from one device through a sum, shows here; it costs a step and
+a copy of the state.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.resilience.corruption.device_hashes import Hashes, compile_hashes, devices_of, paths_of
+from jaxtrain.resilience.corruption.suspects import Accusations
+from jaxtrain.sharding.host_memory import HOST
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class Replays:
+    """Runs a step now and then once more. In a multi-process run every process makes all calls, at the same steps."""
+
+    def __init__(self, every: int, accusations: Accusations):
+        """`every` so many steps; 0: never."""
+        self._every, self._accusations = every, accusations
+        self._hashes: Hashes | None = None
+
+    def run(self, step: int, compiled: Step, state: Any, batch: Any) -> tuple[Any, Any]:
+        """`compiled(state, batch)`, which leaves the state of `step`; the state is donated.
+
+        Raises:
+            Corrupted: the second time the step gave other bits.
+        """
+        if not self._every or step % self._every:
+            return compiled(state, batch)
+        with jax.transfer_guard("allow"):  # compiling the first time
+            copy = _copy(state)
+            result = compiled(state, batch)
+            told = {"state": result[0], "metrics": result[1]}
+            self._hashes = self._hashes or compile_hashes(told)
+            # One is waited for before the next begins: programs with collectives that need nothing of each other might
+            # begin in another order on another process, and then all would wait for ever.
+            first = np.asarray(self._hashes(told))
+            state, metrics = jax.block_until_ready(compiled(copy, batch))
+            again = np.asarray(self._hashes({"state": state, "metrics": metrics}))
+        if (differs := first != again).any():
+            devices = tuple(device for device, row in zip(devices_of(told), differs, strict=True) if row.any())
+            leaves = [path for path, column in zip(paths_of(told), differs.T, strict=True) if column.any()]
+            what = f"step {step} run twice gave other bits, first in {leaves[0]} ({len(leaves)} arrays)"
+            raise self._accusations.accuse(devices, what, step=step, leaves=leaves[:8], found_by="replay")
+        return result
+
+
+def _copy(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    here = iter(_on_devices([x for x in leaves if x.sharding.memory_kind != HOST]))
+    return treedef.unflatten([_in_hosts(x) if x.sharding.memory_kind == HOST else next(here) for x in leaves])
+
+
+@jax.jit
+def _on_devices(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.copy(x) for x in leaves]  # a jit that returned its arguments would return the same buffers
+
+
+def _in_hosts(x: jax.Array) -> jax.Array:
+    """No device has to hold it on the way."""
+    return jax.device_put(x, x.sharding, may_alias=False)

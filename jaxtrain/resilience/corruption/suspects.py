@@ -1,0 +1,40 @@
+"""Which devices were found to compute wrongly, now and in earlier lives of a run."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.distributed import exit_codes
+from jaxtrain.distributed.coordination import Hosts
+from jaxtrain.observe import events
+
+
+class Corrupted(exit_codes.Ended):
+    """The state is wrong on some device. Nothing of it may be saved; the run goes on from the last good checkpoint."""
+
+
+class Accusations:
+    """Records devices under suspicion in `workdir/events.jsonl`. Made, and asked, in all processes alike."""
+
+    def __init__(self, workdir: str | Path):
+        self._workdir, self._hosts = workdir, Hosts()
+        # Read now, not when it happens: all processes must come to one exit status, and one of them writes.
+        self._before = {(device["host"], device["id"]) for event in events.events(workdir)
+                        if event["kind"] == "corruption" for device in event["devices"]}
+
+    def accuse(self, devices: tuple[jax.Device, ...], what: str, **fields: Any) -> Corrupted:
+        """The exception to raise in every process; process 0 records it."""
+        hosts = self._hosts.of({device.process_index for device in devices})
+        named = [{"id": device.id, "host": hosts[device.process_index], "process": device.process_index}
+                 for device in devices]
+        again = [device for device in named if (device["host"], device["id"]) in self._before]
+        status = exit_codes.STOPPED if again else exit_codes.RESTART
+        if jax.process_index() == 0:
+            events.record(self._workdir, "corruption", devices=named, what=what, status=status, **fields)
+        where = ", ".join(f"device {device['id']} (process {device['process']} on {device['host']})"
+                          for device in named[:8])
+        where += f" and {len(named) - 8} more" if len(named) > 8 else ""
+        then = (f"device {again[0]['id']} on {again[0]['host']} was under suspicion before: take it out of service"
+                if again else "start again from the last good checkpoint")
+        return Corrupted(status, f"silent corruption: {what}; under suspicion: {where}; {then}")

@@ -1,0 +1,444 @@
+"""Config -> Run: the frozen record of everything a run is made of. Building allocates nothing."""
+
+import sys
+import warnings
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from jaxtrain import rule_checks, validation
+from jaxtrain.config import data_stages
+from jaxtrain.config.schema import Config
+from jaxtrain.data.loading.batch_source import BatchSource
+from jaxtrain.data.loading.placement import place_batch
+from jaxtrain.errors import UserError, nearest
+from jaxtrain.models import Compute, make_model
+from jaxtrain.models.attention import choose_backend
+from jaxtrain.objectives import MakeObjective, NextToken, Objective
+from jaxtrain.objectives.next_token import stacks
+from jaxtrain.parallel.pipeline.pipeline import Pipeline, count_microbatches, make_schedules
+from jaxtrain.parallel.pipeline.stage_placement import Placement
+from jaxtrain.parallel.schedules import Schedule
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.mesh import AXES, make_mesh
+from jaxtrain.sharding.rules import AnyMesh, Rules
+from jaxtrain.train_step import optimizers, partition, precision
+from jaxtrain.train_step.anomaly import History
+from jaxtrain.train_step.state import (
+    Extras,
+    Layout,
+    Skeleton,
+    TrainState,
+    abstract_state,
+    initial_state,
+    make_layout,
+    with_shardings,
+)
+from jaxtrain.train_step.step import make_step
+
+EXTRAS: Extras = {"history": History.empty}  # what a run's state has besides: what steps are compared with
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One training run: what it is, where it lives, and its compiled functions."""
+
+    config: Config
+    mesh: AnyMesh
+    rules: Rules
+    model: Skeleton
+    objective: Objective
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule | None  # of the learning rate; None: the optimizer is not the config's
+    precision: str
+    abstract: TrainState  # shapes, dtypes and shardings
+    layout: Layout
+    schedules: tuple[Schedule, Schedule] | None  # of the pipeline: for training, and for evaluation
+    platform: str = ""  # that an abstract mesh stands for; "": the one here
+    extras: Extras = field(default_factory=lambda: EXTRAS)
+    data: BatchSource | None = None  # what it trains on in place of config.data
+
+    # ------------------------------------------------------------------------------------------------ the three calls
+    def init(self, seed: int | None = None) -> TrainState:
+        """The state at step 0, sharded from the first byte; the values do not depend on the mesh."""
+        self.check_devices()
+        state = self.compiled_init(jax.random.key(self.config.train.seed if seed is None else seed))
+        beside = partition.like(self.abstract.frozen, self.objective.frozen_axes)
+        loaded = self.objective.load_frozen(beside)
+        return state if loaded is None else replace(state, frozen=state.frozen | loaded)
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One optimizer step. `state` is donated: use the returned one."""
+        self.check_devices()
+        return self.of_shape(np.shape(batch["tokens"])).compiled_step(state, self.place(batch))
+
+    def batch(self, step: int) -> dict[str, jax.Array]:
+        """The training batch of this step, placed on the mesh: a pure function of the data, the config and `step`."""
+        self.check_devices()
+        return self.placed(self.train_batches, step)
+
+    # ------------------------------------------------------------------------------------------- the compiled functions
+    @cached_property
+    def compiled_init(self):
+        """key -> TrainState."""
+        # Integers and one product each (layers.bell): exact at any level, and on CPU four times as fast to compile.
+        quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        return jax.jit(self._init, out_shardings=self.layout.state, compiler_options=quick)
+
+    @cached_property
+    def compiled_step(self) -> jax.stages.Compiled:
+        """(state, batch) -> (state, metrics), compiled once, ahead of the first step."""
+        self.check_devices()
+        return self.lower().compile()
+
+    @cached_property
+    def compiled_eval(self) -> jax.stages.Compiled:
+        """(trained and frozen parameters, batch) -> (summed loss, weight)."""
+        with sharding.use(self.mesh, self.rules):
+            return jax.jit(self._eval).lower(self.abstract.all_params, self.abstract_batch).compile()
+
+    def of_shape(self, shape: tuple[int, ...]) -> "Run":
+        """This run for batches of so many rows and tokens a row: same state, same mesh (`data.stages` asks for it)."""
+        rows, seq_len = shape
+        data = self.config.data
+        if (rows, seq_len) == (data.global_batch_size, data.seq_len):
+            return self
+        if shape not in self._other_shapes:
+            if not self._declared(shape):
+                raise UserError("batch", f"its shape is {rows} x {seq_len}, and the config declares "
+                                f"{data.global_batch_size} x {data.seq_len}",
+                                "give batches of that shape, or declare the other in data.stages")
+            data = replace(data, global_batch_size=rows, seq_len=seq_len, stages=[], packing="concat", buckets=[])
+            config = replace(self.config, data=data)
+            kind = self.mesh.devices.flat[0].platform if isinstance(self.mesh, jax.sharding.Mesh) else (
+                self.platform or "abstract")
+            # The config's rules: this run's own may leave layers out, where stages have unequal numbers of them.
+            rules = sharding.rules(config.mesh.rules, **config.mesh.overrides)
+            schedules = _checked(config, self.mesh, rules, self.precision, kind)
+            rule_checks.activations_divide(config, self.rules, self.mesh)
+            self._other_shapes[shape] = replace(self, config=config, schedules=schedules)
+        return self._other_shapes[shape]
+
+    def _declared(self, shape: tuple[int, ...]) -> bool:
+        """Whether the config says that batches of this shape come."""
+        stages = {(stage.batch, stage.seq_len) for stage in data_stages.stages(self.config.data)}
+        return shape in stages or (
+            self.config.data.packing == "bucket"
+            and shape in self.train_batches.shapes_of(0, max(1, self.config.train.steps)))
+
+    def check_shapes(self, start: int, stop: int) -> None:
+        """Refuse lengths of rows that these steps will have and that do not fit."""
+        for rows, length in self.train_batches.shapes_of(start, stop):
+            try:
+                self.of_shape((rows, length))
+            except UserError as error:
+                if self.config.data.packing != "bucket":
+                    raise
+                raise UserError("data.buckets", f"with rows of {length} tokens {error.key} is refused: {error.reason}",
+                                "give data.buckets other lengths") from error
+
+    @cached_property
+    def _other_shapes(self) -> dict[tuple[int, ...], "Run"]:
+        return {}
+
+    def lower(self, on: jax.sharding.Mesh | None = None) -> jax.stages.Lowered:
+        """The step, traced and lowered for this mesh: no device memory is used, and none need exist.
+
+        `on`: the devices to compile for, where the mesh of this run is abstract.
+        """
+        concrete = isinstance(self.mesh, jax.sharding.Mesh)
+        return self.trace(on).lower(lowering_platforms=None if concrete else (self.platform or jax.default_backend(),))
+
+    def trace(self, on: jax.sharding.Mesh | None = None) -> jax.stages.Traced:
+        """The step as operations on arrays whose types say where they live."""
+        def optimizer_of(axes, updates):
+            c = self.config
+            assert self.schedule, "an optimizer of one's own cannot be offloaded"
+            return optimizers.with_update_rules(optimizers.make_optimizer(c.optimizer, self.schedule, axes), updates,
+                                           c.model.router_bias_rate)
+
+        step = make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
+                         clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule,
+                         differentiate=self._pipeline(self.objective).gradient if self.schedules else None,
+                         describe=self.objective.metrics, updates=self._metadata("update", self.abstract.params),
+                         dtypes=self._metadata("compute_dtype", self.abstract.all_params),
+                         spike_z=self.config.resilience.spike_z, skip_spikes=self.config.resilience.spikes != "record",
+                         optimizer_of=optimizer_of)
+        state = self.layout.state if on is None else jax.tree.map(
+            lambda s: NamedSharding(on, s.spec, memory_kind=s.memory_kind), self.layout.state)
+        with sharding.use(self.mesh, self.rules, self.platform), self._matmul_precision():
+            jitted = jax.jit(step, donate_argnums=0, out_shardings=(state, None))
+            return jitted.trace(self.abstract, self.abstract_batch)
+
+    @property
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of a batch."""
+        shape = self.config.data.global_batch_size, self.config.data.seq_len
+        where = self.layout.batch(2)
+        return {key: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+                for key, dtype in self.objective.batch_spec.items()}
+
+    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Summed loss, weight and further sums of a batch: what training minimises.
+
+        `params`: trained and frozen ones, `state.all_params`. To be traced under `sharding.use(run.mesh, run.rules)`.
+        Pipelines have a gradient of their own: there this serves for looking, not for `jax.grad`.
+        """
+        return self._loss(self.objective, params, batch)
+
+    def cast(self, params: Any) -> Any:
+        """Trained and frozen parameters in the dtypes in which they compute."""
+        return precision.cast(params, self.precision, self._metadata("compute_dtype", params))
+
+    def module(self, state: TrainState) -> nnx.Module:
+        """The model with this state's parameters, whole on one device: to be called eagerly, as `module(tokens)`."""
+        return self.model.merge(jax.device_put(jax.device_get(state.all_params), jax.local_devices()[0]))
+
+    # -------------------------------------------------------------------------------------------------------- the data
+    @cached_property
+    def corpus(self):
+        """The tokenised text."""
+        from jaxtrain.data import load_corpus
+
+        corpus = load_corpus(self.config.data)
+        if corpus.tokenizer.vocab_size > self.config.model.vocab_size:
+            raise UserError("model.vocab_size", f"{self.config.model.vocab_size} is less than the tokenizer's "
+                            f"{corpus.tokenizer.vocab_size}", f"set it to {corpus.tokenizer.vocab_size} or more")
+        return corpus
+
+    @cached_property
+    def train_batches(self) -> BatchSource:
+        """Training batches by step: those given to `build`, or the config's, which have no end unless it says so."""
+        if self.data is not None:
+            return self.data
+        from jaxtrain.data.loading.batches import train_batches
+
+        return train_batches(self.config.data, self.corpus)
+
+    @property
+    def manifests(self) -> dict[str, str]:
+        """The hash of the data of each source; none for batches that were given to `build`."""
+        return {} if self.data is not None else self.corpus.manifests
+
+    @cached_property
+    def eval_batches(self):
+        """Evaluation batches: every token of the split once, shuffled so that the first ones are a fair part.
+
+        None where the data has no evaluation split, as batches that were given to `build`.
+        """
+        if self.data is not None:
+            return None
+        from jaxtrain.data.loading.batches import eval_batches
+
+        return eval_batches(self.config.data, self.corpus)
+
+    def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
+        """Loss per token in nats, and per byte of text in bits, on the first `batches` of the evaluation split."""
+        if self.eval_batches is None:
+            raise UserError("data.source", "its evaluation split is empty", "prepare it with a larger --eval_fraction")
+        all_of_them = self.eval_batches.num_batches or 0
+        many = min(batches or all_of_them, all_of_them)
+        sums = [self.compiled_eval(state.all_params, self.placed(self.eval_batches, n)) for n in range(many)]
+        total, weight = np.sum(jax.device_get(sums), axis=0)
+        nats = float(total / weight)
+        text = self.corpus.eval
+        if text.masked:  # how many bytes the learnt tokens stand for is not known
+            return {"eval_loss": nats}
+        predicted = text.num_tokens - text.num_documents  # the first token of a document follows nothing
+        return {"eval_loss": nats, "eval_bits_per_byte": nats * predicted / text.num_bytes / float(np.log(2))}
+
+    def place(self, batch: Any) -> Any:
+        """Put a whole batch of numpy arrays on the mesh; what is there already stays."""
+        if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):
+            return batch
+        return jax.tree.map(lambda x: jax.device_put(x, self.layout.batch(np.ndim(x))), batch)
+
+    def placed(self, batches: BatchSource, step: int) -> dict[str, jax.Array]:
+        """The batch of a step on the mesh; each process reads only the rows that its own devices hold."""
+        return place_batch(batches, step, self.layout.batch(2))
+
+    # ---------------------------------------------------------------------------------------------------------- report
+    def report(self, file: Any = None) -> None:
+        """Print what is placed where: path, shape, logical names, partition spec, bytes per device, and totals."""
+        from jaxtrain.train_step.report import report
+
+        lines = [report(self.abstract, self.layout), *([f"pipeline: {self.pipeline}"] if self.schedules else [])]
+        print("\n".join(lines), file=file or sys.stdout)
+
+    @property
+    def pipeline(self) -> str:
+        """The pipeline in words; nothing without one."""
+        if not self.schedules:
+            return ""
+        s = self.schedules[0]
+        return (f"{s.name}, {s.microbatches} micro-batches through {s.stages} stages x {s.chunks} chunks in {s.length} "
+                f"ticks, {s.bubble_fraction:.0%} of them empty; {max(map(s.in_flight, range(s.stages)))} inputs held")
+
+    @property
+    def has_own_parts(self) -> bool:
+        """Whether the objective or the optimizer is not the config's."""
+        return self.schedule is None or type(self.objective) is not NextToken
+
+    # --------------------------------------------------------------------------------------------------------- innards
+    def check_devices(self) -> None:
+        """Refuse to go on where the run was built for devices that are not here."""
+        if not isinstance(self.mesh, jax.sharding.Mesh):
+            raise UserError("devices", f"this run was built for {self.mesh.size} devices that are not here: it has "
+                            "report() and lower() only", "build it without devices=")
+
+    def _init(self, key: jax.Array) -> TrainState:
+        params = Skeleton.of(_model(self.config, self.mesh, key)).params()
+        frozen = partition.without(params, self.layout.axes) | self.objective.init_frozen(key)
+        return initial_state(partition.like(params, self.layout.axes), self.optimizer, self.precision == "float16",
+                             self.extras, _frozen_dtype(self.config, frozen, self._metadata("compute_dtype", frozen)))
+
+    def _eval(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        with self._matmul_precision():
+            return self._loss(self.objective.evaluation, self.cast(params), batch)[:2]
+
+    def _loss(self, objective: Objective, params: Any, batch: Any) -> Any:
+        return (self._pipeline(objective) if self.schedules else objective).loss(params, batch)
+
+    def _metadata(self, key: str, params: Any) -> Any:
+        """One entry of the metadata of these parameters, which are the model's or the objective's."""
+        known = self.model.metadata(key, "") | self.objective.frozen_metadata(key)
+        return partition.like(known, params)
+
+    def _pipeline(self, objective: Objective) -> Pipeline:
+        assert self.schedules and objective.pipeline_parts
+        at_rest = jax.tree.map(lambda s: s.spec, self.layout.gradients)
+        return Pipeline(objective.pipeline_parts, *self.schedules, self.rules, self.layout.axes,
+                        self.layout.frozen_axes, at_rest)
+
+    def _matmul_precision(self):
+        # Accelerators round float32 matmuls to fewer bits unless told not to.
+        return jax.default_matmul_precision("highest" if self.precision == "float32" else "default")
+
+
+def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
+          objective: MakeObjective = NextToken.of, optimizer: optax.GradientTransformation | None = None,
+          data: BatchSource | None = None) -> Run:
+    """Resolve a config against devices (all of them; an integer for an abstract mesh) and check that it fits.
+
+    Args:
+        platform: the kind of devices that an abstract mesh stands for: "cuda", "tpu" or "cpu".
+        objective: what the run minimises, made from the config and the model without its numbers.
+        optimizer: an optax transformation in place of the one that `config.optimizer` names.
+        data: what yields the batch of each step, in place of `config.data`, which still says their shape.
+    """
+    if optimizer is not None and config.optimizer.offload:
+        raise UserError("optimizer.offload", "only the optimizers that a config names can be updated layer by layer",
+                        "set it to false, or leave out optimizer=")
+    if data is not None:
+        for key, asked in (("train.sample_tokens", config.train.sample_tokens), ("train.eval_every",
+                           config.train.eval_every), ("checkpoint.best", config.checkpoint.best.startswith("eval_"))):
+            if asked:
+                raise UserError(key, "batches given by data= have no tokenizer and no evaluation split", "leave it out")
+    devices = jax.devices() if devices is None else devices
+    if config.mesh.auto and mesh is None:
+        if optimizer is not None or objective != NextToken.of:
+            raise UserError("mesh.auto", "the planner knows only the objective and optimizers that a config names",
+                            "give the axes of mesh a size")
+        from jaxtrain.plan import preflight
+
+        config = preflight.resolve(config, devices)
+    m = config.mesh
+    mesh = mesh or make_mesh(*(getattr(m, axis) for axis in AXES), devices=devices)
+    unknown = [name for name in m.overrides if name not in sharding.CONFIG_KEYS]
+    if unknown:
+        raise UserError(f"mesh.overrides.{unknown[0]}", "no model speaks of this axis",
+                        nearest(unknown[0], sharding.CONFIG_KEYS))
+    rules = sharding.rules(m.rules, **m.overrides)
+    rule_checks.agree(config, rules)
+    kind = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else platform or "abstract"
+    compute = precision.resolve(config.train.precision, kind)
+    schedules = _checked(config, mesh, rules, compute, kind)
+    model = Skeleton.of(nnx.eval_shape(lambda: _model(config, mesh, jax.random.key(0))))
+    goal = objective(config, model)
+    all_axes = model.axes()
+    rule_checks.are_used(config, all_axes)
+    is_frozen = partition.frozen_paths(all_axes, config.train.freeze, config.train.trainable).__contains__
+    axes, frozen_axes = partition.split(all_axes, is_frozen)
+    params, frozen = partition.split(model.params(), is_frozen)
+    frozen |= jax.eval_shape(goal.init_frozen, jax.random.key(0))
+    own_dtype = model.metadata("compute_dtype", "") | goal.frozen_metadata("compute_dtype")
+    frozen = _frozen_dtype(config, frozen, partition.like(own_dtype, frozen))
+    schedule = None
+    if optimizer is None:
+        schedule = optimizers.make_schedule(config.optimizer, config.train.steps)
+        optimizer = optimizers.make_optimizer(config.optimizer, schedule, axes)
+    optimizer = optimizers.with_update_rules(optimizer, partition.like(model.metadata("update"), axes),
+                                        config.model.router_bias_rate)
+    abstract = abstract_state(params, optimizer, compute == "float16", EXTRAS, frozen)
+    if schedules:
+        if goal.pipeline_parts is None:
+            raise UserError("mesh.stage", f"{type(goal).__name__} cannot be cut into stages", "set mesh.stage=1")
+        if not Placement.of(stacks(model.params()), schedules[0].position).even:
+            rules = sharding.Rules({**rules.table, "layers": ()})  # spread otherwise in make_layout
+    layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=schedules is not None,
+                         offload=config.optimizer.offload, frozen_axes=frozen_axes | goal.frozen_axes)
+    if schedules:
+        _warn_of_waste(abstract.all_params, layout.state.all_params, schedules[0])
+    rule_checks.activations_divide(config, rules, mesh)
+    run = Run(config, mesh, rules, model, goal, optimizer, schedule, compute, with_shardings(abstract, layout.state),
+              layout, schedules, platform, data=data)
+    for stage in data_stages.stages(config.data):  # refused now rather than when they begin
+        try:
+            run.of_shape((stage.batch, stage.seq_len))
+        except UserError as error:
+            raise UserError(error.key, f"from step {stage.start} on, {error.reason}", error.fix) from error
+    return run
+
+
+def _checked(config: Config, mesh: AnyMesh, rules: Rules, compute: str,
+             kind: str) -> tuple[Schedule, Schedule] | None:
+    """Refuse what cannot work with batches of the config's shape; return the schedules of its pipeline, if any."""
+    stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
+    microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
+    validation.check(config, mesh, rules, microbatches)
+    choose_backend(config.train.attention, kind, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
+                   config.model.head_dim + config.model.rope_head_dim, sharding.shards(rules["seq"], mesh))
+    if config.train.expert_exchange == "ragged" and kind == "cpu" and mesh.shape["expert"] > 1:
+        raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")
+    return make_schedules(config.pipeline, stages, microbatches) if stages > 1 else None
+
+
+def _frozen_dtype(config: Config, frozen: Any, own: Any) -> Any:
+    """Frozen parameters, abstract or not, in the dtype in which they rest: those with a dtype of their own keep it."""
+    dtype = config.train.frozen_dtype
+
+    def one(x, own):
+        if not dtype or own or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        to = precision.DTYPES[dtype]
+        return jax.ShapeDtypeStruct(x.shape, to) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(to)
+    return jax.tree.map(one, frozen, own)
+
+
+def _warn_of_waste(params: Any, shardings: Any, schedule: Schedule) -> None:
+    """Stages without layers; layers that do not divide over stages and are spread by no other dimension either."""
+    stages, layers = schedule.stages, sum(stacks(params).values())
+    if layers < stages * schedule.chunks:
+        warnings.warn(f"mesh.stage: the model's {layers} layers leave {stages * schedule.chunks - layers} of {stages} "
+                      f"stages x {schedule.chunks} chunks empty", stacklevel=3)
+    both = [(leaf, where) for key in stacks(params) for leaf, where in zip(
+        jax.tree.leaves(params[key]), jax.tree.leaves(shardings[key]), strict=True)]
+    whole = [leaf for leaf, where in both if not any("stage" in sharding.axes_of(entry) for entry in where.spec)]
+    share = sum(leaf.size for leaf in whole) / sum(leaf.size for leaf, _ in both)
+    if share > 0.1:
+        warnings.warn(f"mesh.stage: {stages} divides neither the layers nor another dimension of {share:.0%} of their "
+                      f"parameters, so that every stage keeps all of these; choose a number that divides them",
+                      stacklevel=3)
+
+
+def _model(config: Config, mesh: AnyMesh, key: jax.Array) -> nnx.Module:
+    t = config.train
+    compute = Compute(t.attention, t.expert_exchange, t.remat, t.unroll, config.mesh.context_strategy)
+    return make_model(config.model, compute, rngs=nnx.Rngs(params=key))

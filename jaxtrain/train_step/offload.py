@@ -1,0 +1,98 @@
+"""The optimizer's state in the hosts' memory: in each step it comes to the devices and goes back, piece by piece.
+
+A piece is the state of one layer, or of one parameter that is in no layer. Layers go through a loop: what a compiler is
+free to order it would fetch all at once, however it is asked not to.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from jaxtrain.sharding.host_memory import HOST, fetched
+from jaxtrain.train_step.state import Layout
+
+# Parameters, their state, their gradients, whether to take the step -> new parameters and state.
+Update = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+
+
+def by_pieces(layout: Layout, updates: Any, optimizer: Callable[[Any, Any], optax.GradientTransformation],
+              updating: Callable[[optax.GradientTransformation, Any], Update]) -> Update:
+    """An update of everything, that has a piece of the state on the devices at a time.
+
+    Args:
+        updates: the name of the update rule of each parameter that has one of its own, else "".
+        optimizer: makes the optimizer of parameters whose logical names and update rules are given. It may not mix
+            one parameter with another.
+        updating: the update of a part, of its optimizer and the shardings of its parameters and their state.
+    """
+    where, homes = (_flat(tree) for tree in (layout.state.params, layout.state.opt_state))
+    names = dict(zip(where, jax.tree.structure(layout.state.params).flatten_up_to(layout.axes), strict=True))
+    rules = dict(zip(where, jax.tree.leaves(updates), strict=True))
+    stacks = defaultdict(list)  # of layers, of which a model may have several
+    for path in where:
+        if (names[path] or ("",))[0] == "layers":
+            stacks[path.partition("]")[0]].append(path)
+    stacked = {path for paths in stacks.values() for path in paths}
+
+    def update(params, opt_state, grads, taken):
+        flat, state, slopes = _flat(params), _flat(opt_state), _flat(grads)
+        after = dict(state)
+
+        def piece(paths, params, state, slopes):
+            """New parameters and state of these."""
+            part = optimizer(*(_nested({path: of[path] for path in paths}) for of in (names, rules)))
+            own = _nested({path: params[path] for path in paths})
+            keys, treedef = _keys(jax.eval_shape(part.init, own))  # named as in the whole, of which it is a part
+            here = treedef.unflatten([fetched(state[key]) for key in keys])
+            places = (_nested({path: where[path] for path in paths}), treedef.unflatten([homes[key] for key in keys]))
+            new, here = updating(part, places)(own, here, _nested({path: slopes[path] for path in paths}), taken)
+            back = [jax.device_put(x, jax.memory.Space.Host) if homes[key].memory_kind == HOST else x
+                    for key, x in zip(keys, jax.tree.leaves(here), strict=True)]
+            return _flat(new), dict(zip(keys, back, strict=True))
+
+        for path in [path for path in where if path not in stacked]:
+            new, back = piece([path], flat, state, slopes)
+            flat |= new
+            after |= back
+        for paths in stacks.values():
+            theirs = [key for key in state if any(key.endswith(path) for path in paths)]
+
+            def one(i, carry, paths=paths):
+                mine = [{key: jax.lax.dynamic_slice_in_dim(x, i, 1) for key, x in tree.items()}
+                        for tree in (*carry, {path: slopes[path] for path in paths})]
+                new, back = piece(paths, mine[0], state | mine[1], mine[2])
+                return tuple({key: jax.lax.dynamic_update_slice_in_dim(x, layer[key], i, 0) for key, x in tree.items()}
+                             for tree, layer in zip(carry, (new, back), strict=True))
+
+            new, back = jax.lax.fori_loop(0, flat[paths[0]].shape[0], one, (
+                {path: flat[path] for path in paths}, {key: state[key] for key in theirs}))
+            flat |= new
+            after |= back
+        return (jax.tree.unflatten(jax.tree.structure(params), flat.values()),
+                jax.tree.unflatten(jax.tree.structure(opt_state), after.values()))
+
+    return update
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    return dict(zip(_keys(tree)[0], jax.tree.leaves(tree), strict=True))
+
+
+def _keys(tree: Any) -> tuple[list[str], Any]:
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    return [jax.tree_util.keystr(path) for path, _ in flat], treedef
+
+
+def _nested(leaves: dict[str, Any]) -> Any:
+    """Nested dicts of leaves by their paths, as ['blocks']['norm']."""
+    tree: dict = {}
+    for path, leaf in leaves.items():
+        *parents, last = path[2:-2].split("']['")
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return tree

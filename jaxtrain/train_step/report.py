@@ -1,0 +1,77 @@
+"""What is placed where, as a table."""
+
+import math
+from typing import Any
+
+import jax
+
+from jaxtrain.config.schema import ModelConfig
+from jaxtrain.sharding.host_memory import HOST
+from jaxtrain.train_step import partition
+from jaxtrain.train_step.optimizers import is_matrix
+from jaxtrain.train_step.state import Layout, TrainState
+
+
+def report(abstract: TrainState, layout: Layout) -> str:
+    """One line a parameter: path, shape, logical names, partition spec, bytes per device; then totals."""
+    rows = [("parameter", "shape", "logical names", "partition spec", "bytes/device")]
+    for tree, tree_axes, note in ((abstract.params, layout.axes, ""),
+                                  (abstract.frozen, layout.frozen_axes, " (frozen)")):
+        names = jax.tree.structure(tree).flatten_up_to(tree_axes)
+        for (path, leaf), axes in zip(jax.tree_util.tree_flatten_with_path(tree)[0], names, strict=True):
+            rows.append((
+                jax.tree_util.keystr(path, simple=True, separator="/") + note, "x".join(map(str, leaf.shape)),
+                ", ".join(str(name) for name in axes) if axes else "-",
+                ", ".join(_entry(entry) for entry in leaf.sharding.spec) or "-", f"{bytes_per_device(leaf):,}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4].rjust(widths[4])]) for row in rows]
+    lines.insert(1, "-" * len(lines[0]))
+    mesh = " x ".join(f"{axis}={size}" for axis, size in layout.mesh.shape.items() if size > 1) or "one device"
+    count, frozen = (sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+                     for tree in (abstract.params, abstract.frozen))
+    lines += [f"mesh: {mesh}",
+              f"parameters: {count:,} in {len(jax.tree.leaves(abstract.params))} arrays, {total(abstract.params):,} "
+              "bytes per device",
+              *([f"frozen: {frozen:,} parameters, {total(abstract.frozen):,} bytes per device"] if frozen else []),
+              f"optimizer state: {total(abstract.opt_state):,} bytes per device" + (
+                  f", {hosts:,} of them in its host's memory" if (hosts := in_hosts(abstract.opt_state)) else ""),
+              f"whole state: {total(abstract):,} bytes per device"]
+    return "\n".join(lines)
+
+
+def bytes_per_device(leaf: Any) -> int:
+    """Of one array, on one device."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def total(tree: Any) -> int:
+    """Of all arrays in a tree, on one device."""
+    return sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def in_hosts(tree: Any) -> int:
+    """Of those the ones that lie in the hosts' memory."""
+    return sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(tree)
+               if getattr(leaf.sharding, "memory_kind", None) == HOST)
+
+
+def _entry(entry: Any) -> str:
+    return "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
+
+
+def matmul_parameters(abstract: TrainState, layout: Layout, model: ModelConfig) -> int:
+    """How many parameters each token is multiplied by: all matrices but lookups; a tied table counts once, as head.
+
+    Of a layer's experts only those count that a token goes to. Looking ahead uses the head again.
+    """
+    def active(shape, axes):
+        if "experts" not in axes:
+            return math.prod(shape)
+        return math.prod(shape) // shape[axes.index("experts")] * model.experts_per_token
+
+    params = abstract.all_params
+    names = jax.tree.structure(params).flatten_up_to(partition.merge(layout.axes, layout.frozen_axes))
+    lookups = ("positions",) if model.tied_embeddings else ("positions", "vocab")
+    leaves = zip(jax.tree.leaves(params), names, strict=True)
+    once = sum(active(leaf.shape, axes) for leaf, axes in leaves if is_matrix(axes) and axes[0] not in lookups)
+    return once + (model.embed_dim * model.vocab_size if model.ahead_loss else 0)

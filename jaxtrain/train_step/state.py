@@ -1,0 +1,201 @@
+"""The training state and its triad: abstract shapes, shardings, sharded initial values.
+
+Modules are NNX at rest. They are split once, here; from then on parameters are a plain nested dict with string keys.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.errors import UserError
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.host_memory import HOST
+from jaxtrain.sharding.rules import AnyMesh, Names, Rules
+from jaxtrain.train_step import partition
+from jaxtrain.train_step.precision import LossScale
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that a run carries from step to step; every array of it is checkpointed."""
+
+    step: Any  # optimizer steps taken or skipped: the whole data state
+    params: Any
+    opt_state: Any
+    skipped: Any  # steps whose update was left out: not finite, or a spike
+    loss_scale: LossScale | None = None
+    extras: dict[str, Any] = field(default_factory=dict)  # further named state, such as the recent losses
+    frozen: Any = field(default_factory=dict)  # parameters that are not trained, in their own dtype
+
+    @property
+    def all_params(self) -> Any:
+        """Trained and frozen parameters as one tree: what a loss takes."""
+        return partition.merge(self.params, self.frozen)
+
+
+# How to make each entry of a state's `extras` at step 0. A checkpoint that lacks an entry is completed with it.
+Extras = Mapping[str, Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A module without its numbers."""
+
+    graphdef: Any
+    variables: dict[tuple, nnx.Variable]  # path -> variable holding an abstract or old value
+
+    @classmethod
+    def of(cls, module: nnx.Module) -> "Skeleton":
+        """The skeleton of a concrete or abstract module whose only state is `nnx.Param`."""
+        graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+        if leaves := nnx.to_flat_state(rest):
+            path, variable = next(iter(leaves))
+            raise UserError("/".join(map(str, path)), f"the module keeps state of type {type(variable).__name__}",
+                            "train a module whose state is all nnx.Param (no batch statistics, no random streams)")
+        return cls(graphdef, dict(nnx.to_flat_state(params)))
+
+    def params(self, get: Callable[[nnx.Variable], Any] = lambda v: v.get_value()) -> dict:
+        """A nested dict with string keys of what `get` takes from each variable: its value by default."""
+        tree: dict = {}
+        for path, variable in self.variables.items():
+            *parents, last = map(str, path)
+            node = tree
+            for key in parents:
+                node = node.setdefault(key, {})
+            node[last] = get(variable)
+        return tree
+
+    def axes(self) -> dict:
+        """The logical names of every parameter, or None for one that has none."""
+        return self.metadata("axes")
+
+    def metadata(self, key: str, default: Any = None) -> dict:
+        """One entry of the metadata of every parameter, such as "compute_dtype" or "update" (models.layers.param)."""
+        return self.params(lambda variable: variable.get_metadata().get(key, default))
+
+    def merge(self, params: dict) -> Any:
+        """The module with these parameters. Parts of it that `params` lacks cannot be computed with."""
+        def value(path, variable):
+            node = params
+            for key in map(str, path):
+                if key not in node:
+                    return variable.get_value()
+                node = node[key]
+            return node
+        flat = [(path, variable.replace(value(path, variable))) for path, variable in self.variables.items()]
+        return nnx.merge(self.graphdef, nnx.from_flat_state(flat))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lives: trees of shardings that match a `TrainState`."""
+
+    mesh: AnyMesh
+    rules: Rules
+    axes: Any  # the logical names that the trained parameters were laid out by
+    state: TrainState
+    gradients: Any
+    frozen_axes: Any = field(default_factory=dict)
+
+    def batch(self, ndim: int) -> NamedSharding:
+        """Of a batch array whose first dimension is the example."""
+        spec = sharding.without_trivial_axes(P(self.rules.batch), self.mesh)
+        return NamedSharding(self.mesh, P(*spec, *(None,) * (ndim - 1)))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's state lies in the hosts' memory between steps."""
+        return any(where.memory_kind == HOST for where in jax.tree.leaves(self.state.opt_state))
+
+    @property
+    def batch_shards(self) -> int:
+        """Into how many pieces a batch is cut."""
+        return sharding.shards(self.rules.batch, self.mesh)
+
+
+def abstract_state(params: Any, optimizer: optax.GradientTransformation, loss_scaling: bool,
+                   extras: Extras | None = None, frozen: Any = None) -> TrainState:
+    """Shapes and dtypes of the state, nothing allocated."""
+    return jax.eval_shape(lambda p, f: initial_state(p, optimizer, loss_scaling, extras, f), params, frozen)
+
+
+def initial_state(params: Any, optimizer: optax.GradientTransformation, loss_scaling: bool,
+                  extras: Extras | None = None, frozen: Any = None) -> TrainState:
+    """Step 0 around given parameters."""
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, params, optimizer.init(params), zero, LossScale.initial() if loss_scaling else None,
+                      {name: empty() for name, empty in (extras or {}).items()}, frozen or {})
+
+
+def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, zero_stage: int = 0, *,
+                pipeline: bool = False, offload: bool = False, frozen_axes: Any = None) -> Layout:
+    """Shardings for a state whose parameters have logical names `axes` (a matching tree of tuples or None).
+
+    ZeRO over the data axis: stage 1 spreads the optimizer's state, 2 the gradients too, 3 the parameters as well.
+    `offload`: the optimizer's state lies in the hosts' memory. `frozen_axes`: logical names of the frozen parameters.
+    """
+    replicated = NamedSharding(mesh, P())
+
+    def at_rest(tree, axes):
+        """-> paths and leaves, the structure, their names and shardings."""
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        names = treedef.flatten_up_to(axes)
+        found = [_parameter(path, leaf, name, rules, mesh) for (path, leaf), name in zip(flat, names, strict=True)]
+        if pipeline:  # what is not a stage's own is not on every stage either, at rest
+            # A first dimension without a name is one of layers that are no stage's own: they are taken one by one.
+            found = [sharding.spread(s, leaf.shape, "stage", first=int((name or ("",))[0] is None))
+                     for s, (_, leaf), name in zip(found, flat, names, strict=True)]
+        return flat, treedef, names, found
+
+    flat, treedef, names, base = at_rest(abstract.params, axes)
+    frozen_flat, frozen_treedef, frozen_names, frozen = at_rest(abstract.frozen, frozen_axes or {})
+    if zero_stage >= 3:
+        frozen = [sharding.spread(s, leaf.shape, first=int((name or ("",))[0] in ("layers", None)))
+                  for s, (_, leaf), name in zip(frozen, frozen_flat, frozen_names, strict=True)]
+    # Layers are taken from their stack one by one: of parameters always, of the optimizer's state if it is elsewhere.
+    split = [sharding.spread(s, leaf.shape, first=int("layers" in (name or ())))
+             for s, (_, leaf), name in zip(base, flat, names, strict=True)]
+    wide = split if offload else [sharding.spread(s, leaf.shape) for s, (_, leaf) in zip(base, flat, strict=True)]
+    by_path = {path: (leaf.shape, wide[i] if zero_stage >= 1 else base[i]) for i, (path, leaf) in enumerate(flat)}
+
+    def optimizer_leaf(path, leaf):
+        # optax keeps per-parameter state in trees shaped like the parameters: the path ends with the parameter's.
+        owner = next((by_path[path[i:]] for i in range(len(path) + 1) if path[i:] in by_path), None)
+        where = replicated if owner is None else _like(leaf.shape, *owner, mesh)
+        return where.with_memory_kind(HOST) if offload and leaf.ndim else where
+
+    params = treedef.unflatten(split if zero_stage >= 3 else base)
+    loss_scale, extras = jax.tree.map(lambda _: replicated, (abstract.loss_scale, abstract.extras))
+    state = TrainState(
+        replicated, params, jax.tree_util.tree_map_with_path(optimizer_leaf, abstract.opt_state), replicated,
+        loss_scale, extras, frozen_treedef.unflatten(frozen))
+    return Layout(mesh, rules, axes, state, treedef.unflatten(wide if zero_stage >= 2 else base), frozen_axes or {})
+
+
+def with_shardings(abstract: Any, shardings: Any) -> Any:
+    """Abstract arrays that know where they live: what lowering and restoring want."""
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
+
+
+def _parameter(path, leaf, names: Names | None, rules: Rules, mesh: AnyMesh) -> NamedSharding:
+    what = jax.tree_util.keystr(path, simple=True, separator="/")
+    if names is not None:
+        return sharding.parameter_sharding(names, leaf.shape, rules, mesh, what)
+    return sharding.spread(NamedSharding(mesh, P(*(None,) * len(leaf.shape))), leaf.shape, axis="fsdp")
+
+
+def _like(shape, owner_shape, owner: NamedSharding, mesh: AnyMesh) -> NamedSharding:
+    """Optimizer state of a parameter's own shape lies as the parameter; a factor lies as the dimensions it keeps."""
+    entries, rest = [], iter(zip(owner_shape, (*owner.spec, *(None,) * len(owner_shape)), strict=False))
+    for size in shape:
+        entry = next((entry for owner_size, entry in rest if owner_size == size), None)
+        entries.append(entry if size % sharding.shards(entry, mesh) == 0 else None)
+    return NamedSharding(mesh, P(*entries))

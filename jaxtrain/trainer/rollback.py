@@ -1,0 +1,158 @@
+"""What the loop does about steps that were no good: say so, go back to before them, or stop.
+
+A verdict is read two steps late, when its numbers are there anyway, and every process reads the same verdict at the
+same step: all decide alike without a word. Going back is no more than what follows any kill: the record of what is
+passed over is written, the loop is left, and the next one starts from the newest checkpoint that is not void.
+"""
+
+import contextlib
+import itertools
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint.local.snapshots import turn_back
+from jaxtrain.checkpoint.manager import NotSaved
+from jaxtrain.config.schema import ResilienceConfig
+from jaxtrain.data.loading.skipped_batches import FILE, PassedOver
+from jaxtrain.distributed import exit_codes
+from jaxtrain.distributed.coordination import together
+from jaxtrain.errors import UserError
+from jaxtrain.observe import events
+
+LAG = 2  # of MetricsWriter: when a step is pushed, the one so many before it is complete
+_turns = itertools.count()  # processes settle equally often, so this names a rendezvous
+
+
+class RolledBack(Exception):
+    """The loop was left, to be started again from a checkpoint."""
+
+
+class GivenUp(exit_codes.Ended):
+    """Anomalies went on beyond a limit: a person must look, and starting again would not help."""
+
+
+class Guard:
+    """Looks at the verdict of every step. In a multi-process run every process makes all calls, at the same steps."""
+
+    def __init__(self, workdir: str | Path, limits: ResilienceConfig, checkpoints: Checkpoints, passed: PassedOver,
+                 say: Callable[[str], None],
+                 phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext):
+        """`phase`: a context for what takes longer than a step."""
+        self._phase = phase
+        self._workdir, self._limits, self._checkpoints = Path(workdir), limits, checkpoints
+        self._passed, self._say = passed, say
+        self._unseen: deque[tuple[int, Mapping[str, Any]]] = deque()
+
+    def look(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """At the verdict of two steps ago; `step` was just dispatched, and pushed to the metrics.
+
+        Raises:
+            RolledBack: what is passed over is on disk; start again.
+            GivenUp: a limit is reached.
+        """
+        self._unseen.append((step, metrics))
+        if len(self._unseen) > LAG:
+            self._judge(*self._unseen.popleft())
+
+    def look_at_all(self) -> None:
+        """At the verdicts of all steps so far: what is saved was looked at. Waits for the device."""
+        while self._unseen:
+            self._judge(*self._unseen.popleft())
+
+    def _judge(self, step: int, metrics: Mapping[str, Any]) -> None:
+        spike, in_a_row = jax.device_get((metrics["spike"], metrics["skipped_in_a_row"]))
+        if not spike and not in_a_row:
+            return
+        limits, in_a_row = self._limits, int(in_a_row)
+        told = {key: float(jax.device_get(metrics[key])) for key in ("loss", "grad_norm", "loss_z", "grad_norm_z")}
+        what = _describe(step, told, bool(spike))
+        self._record("skip" if in_a_row else "spike", step, batch=self._passed.batch(step - 1), in_a_row=in_a_row,
+                     spike=bool(spike), **told)
+        too_many = in_a_row >= limits.max_skips
+        if limits.spikes == "rollback" and (spike or too_many):
+            self._roll_back(step, max(in_a_row, 1) if too_many else 1, what)
+        if too_many:
+            self._give_up(step, f"{what}; {in_a_row} updates in a row were left out, which is resilience.max_skips",
+                          **told)
+        self._say(f"{what}; its update was " + ("left out" if in_a_row else "made, as resilience.spikes=record says"))
+
+    def _roll_back(self, step: int, offending: int, what: str) -> None:
+        limits = self._limits
+        if self._passed.rollbacks >= limits.max_rollbacks:
+            self._give_up(step, f"{what}; the run was rolled back {self._passed.rollbacks} times before, which is "
+                          "resilience.max_rollbacks")
+        with self._phase("checkpoint"), contextlib.suppress(NotSaved):  # it was told, and is not there
+            self._checkpoints.wait()  # so that which ones there are does not depend on the time
+        if jax.process_index() == 0:
+            last = step - 1  # the index of the last offending step
+            first = max(0, step - offending - limits.pass_over + 1)
+            # Where all checkpoints are younger, less is passed over rather than all work thrown away.
+            there = [saved for saved in self._checkpoints.steps() if saved <= last]
+            if there and min(there) > first:
+                first = min(there)
+            passed = self._passed.after_rollback(first, last)
+            batches = [self._passed.batch(first), self._passed.batch(last)]
+            self._record("rollback", step, restores_at_most=first, batches=batches, rollbacks=passed.rollbacks)
+            passed.write(self._workdir)
+            self._say(f"{what}; going back to step {max((n for n in there if n <= first), default=0)} and passing over "
+                      f"batches {batches[0]} to {batches[1]} (rollback {passed.rollbacks} of at most "
+                      f"{limits.max_rollbacks})")
+        raise RolledBack
+
+    def _give_up(self, step: int, why: str, **fields: Any) -> None:
+        self._record("stop", step, why=why, **fields)
+        raise GivenUp(exit_codes.STOPPED, f"{why}; look at the steps in {self._workdir}/events.jsonl, then change the "
+                      "config or raise the limit, and run the same command again")
+
+    def _record(self, kind: str, step: int, **fields: Any) -> None:
+        if jax.process_index() == 0:
+            events.record(self._workdir, kind, step=step, **fields)
+
+
+def settle(workdir: str | Path, checkpoints: Checkpoints) -> PassedOver:
+    """What the run in `workdir` passes over. Checkpoints that are void since the last rollback are removed.
+
+    The first process does it and tells the others, so that all know the same. Call it before anything is restored.
+    """
+    return PassedOver.of(together(f"passed_over/{next(_turns)}", None,
+                                  lambda _: json.loads(json.dumps(_settle(workdir, checkpoints).to_dict()))))
+
+
+def agree(workdir: str | Path, passed: PassedOver, meta: Mapping[str, Any], step: int) -> None:
+    """Refuse a checkpoint whose steps had other batches; take the record from it where the workdir has lost its own.
+
+    Raises:
+        RolledBack: the record is on disk now; start again with it.
+    """
+    theirs = PassedOver.of(meta.get("passed_over", {}))
+    if passed.agrees(theirs, step):
+        return
+    if passed.batches:
+        raise UserError("--workdir", f"{Path(workdir) / FILE} passes over other batches than the first {step} steps of "
+                        "its checkpoint did", "put that file back as it was, or delete it: the checkpoint has a copy")
+    if jax.process_index() == 0:
+        theirs.write(workdir)
+    raise RolledBack
+
+
+def _settle(workdir: str | Path, checkpoints: Checkpoints) -> PassedOver:
+    passed = PassedOver.read(workdir) or PassedOver()
+    if passed.void_above is not None:
+        checkpoints.discard(passed.void_above)
+        turn_back(workdir)
+        passed = passed.settled()
+        passed.write(workdir)
+    return passed
+
+
+def _describe(step: int, told: Mapping[str, float], spike: bool) -> str:
+    if not spike:
+        return f"step {step} is not finite (loss {told['loss']:.4g}, gradient norm {told['grad_norm']:.4g})"
+    return (f"step {step} is a spike (loss {told['loss']:.4g}, z {told['loss_z']:.1f}; "
+            f"gradient norm {told['grad_norm']:.4g}, z {told['grad_norm_z']:.1f})")

@@ -1,0 +1,168 @@
+"""The combinations that cannot work: one table, checked before anything is traced, printed in docs/parallelism.md.
+
+Each row names the key, says when and why, and what is the nearest that works. Beside these there is one general rule,
+in `sharding.check_divides`: a size divides by the mesh axes that cut it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import UserError
+from jaxtrain.parallel import schedules
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.rules import AnyMesh, Rules
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A config on a mesh, and the numbers that decide what fits."""
+
+    config: Config
+    mesh: AnyMesh
+    rules: Rules
+    microbatches: int  # of a pipeline, in each batch of train.accumulation; 1 without one
+
+    @cached_property
+    def shards(self) -> int:
+        """Into how many pieces a batch is cut."""
+        return sharding.shards(self.rules.batch, self.mesh)
+
+    @cached_property
+    def context(self) -> int:
+        """Into how many pieces a sequence is cut."""
+        return sharding.shards(self.rules["seq"], self.mesh)
+
+    @cached_property
+    def heads(self) -> int:
+        """Attention heads on a device."""
+        return self.config.model.num_heads // sharding.shards(self.rules["act_heads"], self.mesh)
+
+    @cached_property
+    def rows(self) -> int:
+        """Of a device's batch, in one of train.accumulation."""
+        return self.config.data.global_batch_size // self.config.train.accumulation // self.shards
+
+    @cached_property
+    def tokens(self) -> int:
+        """That pass a device at a time."""
+        return self.rows // self.microbatches * self.config.data.seq_len // self.context
+
+    @cached_property
+    def wrong_chunks(self) -> Any:
+        """Why the schedule cannot have its chunks, and what to do; None if it can."""
+        c = self.config.pipeline
+        if self.mesh.shape["stage"] == 1 or c.table:
+            return None
+        most = max(2, self.config.model.num_layers)
+        more = f"{c.chunks} chunks on a stage are more than there are layers", f"use {most} or fewer"
+        return schedules.wrong_chunks(c.schedule, c.chunks) or (more if c.chunks > most else None)
+
+    @cached_property
+    def idle(self) -> list[str]:
+        """Mesh axes that no rule names."""
+        named = {axis for axes in self.rules.table.values() for axis in axes}
+        return [axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in named]
+
+
+class Refused(UserError):
+    """By a row of the table."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One row. `reason` and `fix` are what the user reads; `example` is refused and, with `instead`, works."""
+
+    key: str
+    combination: str
+    applies: Callable[[Layout], Any]
+    reason: Callable[[Layout], str]
+    fix: Callable[[Layout], str]
+    example: dict[str, Any]
+    instead: dict[str, Any]
+
+
+TABLE = (
+    Refusal("mesh.AXIS", "a mesh axis that no rule names",
+            lambda a: a.idle,
+            lambda a: f"no rule uses it: its {a.mesh.shape[a.idle[0]]} devices would repeat the same work",
+            lambda a: "set it to 1 or use mesh.rules=fsdp_tp",
+            {"mesh.rules": "fsdp", "mesh.tensor": 2}, {"mesh.rules": "fsdp_tp"}),
+    Refusal("data.global_batch_size", "a batch that does not divide over data x fsdp x expert x train.accumulation",
+            lambda a: a.config.data.global_batch_size % (a.shards * a.config.train.accumulation),
+            lambda a: f"{a.config.data.global_batch_size} does not divide over {a.shards} batch shards x "
+                      f"train.accumulation={a.config.train.accumulation}",
+            lambda a: f"make it a multiple of {a.shards * a.config.train.accumulation}",
+            {"data.global_batch_size": 6, "mesh.data": 4}, {"data.global_batch_size": 8}),
+    Refusal("pipeline.microbatches", "micro-batches that do not divide a device's part of the batch",
+            lambda a: a.rows % a.microbatches,
+            lambda a: f"{a.microbatches} does not divide the {a.rows} rows of a device's batch",
+            lambda a: "choose a divisor, or 0",
+            {"mesh.stage": 2, "pipeline.microbatches": 3}, {"pipeline.microbatches": 4}),
+    Refusal("pipeline.chunks", "a schedule with another number of chunks than it has",
+            lambda a: a.wrong_chunks,
+            lambda a: a.wrong_chunks[0],
+            lambda a: a.wrong_chunks[1],
+            {"mesh.stage": 2, "pipeline.schedule": "1f1b", "pipeline.chunks": 2}, {"pipeline.schedule": "interleaved"}),
+    Refusal("train.loss_chunks", "chunks of the loss that do not divide the tokens that pass a device at a time",
+            lambda a: a.config.train.loss_chunks and a.tokens % a.config.train.loss_chunks,
+            lambda a: f"{a.config.train.loss_chunks} does not divide the {a.tokens} tokens of a device's micro-batch"
+                      + (f" with pipeline.microbatches={a.microbatches}" if a.microbatches > 1 else ""),
+            lambda a: "choose a divisor, or 0",
+            {"train.loss_chunks": 7}, {"train.loss_chunks": 8}),
+    Refusal("data.seq_len", "a sequence that does not divide into two chunks for each device of context",
+            lambda a: a.context > 1 and a.config.data.seq_len % (2 * a.context),
+            lambda a: f"{a.config.data.seq_len} does not divide into the {2 * a.context} chunks that "
+                      f"mesh.context={a.context} deals out in pairs",
+            lambda a: f"make it a multiple of {2 * a.context}",
+            {"mesh.context": 4, "data.seq_len": 60}, {"data.seq_len": 64}),
+    Refusal("mesh.context_strategy", "ring attention inside a pipeline",
+            lambda a: a.config.mesh.context_strategy == "ring" and a.context > 1 and a.mesh.shape["stage"] > 1,
+            lambda a: f"ring's permutations would wait for all of mesh.stage={a.mesh.shape['stage']}, which are busy "
+                      "with other things",
+            lambda a: "use 'gather'",
+            {"mesh.context": 2, "mesh.stage": 2, "mesh.context_strategy": "ring"}, {"mesh.context_strategy": "gather"}),
+    Refusal("mesh.context_strategy", "ulysses with heads on a device that do not divide by context",
+            lambda a: a.config.mesh.context_strategy == "ulysses" and a.heads % a.context,
+            lambda a: f"ulysses gives each of mesh.context={a.context} devices a part of the {a.heads} heads, which do "
+                      "not divide",
+            lambda a: "use 'gather'" if a.mesh.shape["stage"] > 1 else "use 'ring'",
+            {"mesh.context": 2, "mesh.tensor": 4, "mesh.context_strategy": "ulysses"},
+            {"mesh.context_strategy": "ring"}),
+    Refusal("optimizer.offload", "an offloaded optimizer and a pipeline",
+            lambda a: a.config.optimizer.offload and a.mesh.shape["stage"] > 1,
+            lambda a: f"layers are fetched one by one, and mesh.stage={a.mesh.shape['stage']} has some on every stage",
+            lambda a: "use mesh.fsdp in place of mesh.stage",
+            {"mesh.stage": 2, "optimizer.offload": True}, {"optimizer.offload": False}),
+    Refusal("optimizer.offload", "offloading adafactor, whose state is small and whose layers are clipped together",
+            lambda a: a.config.optimizer.offload and a.config.optimizer.name == "adafactor",
+            lambda a: "adafactor clips a parameter's layers together, and they would be fetched one by one",
+            lambda a: "keep its state, which is small, on the devices",
+            {"optimizer.name": "adafactor", "optimizer.offload": True}, {"optimizer.offload": False}),
+)
+
+
+def check(config: Config, mesh: AnyMesh, rules: Rules, microbatches: int = 1) -> None:
+    """Refuse by the first row that applies."""
+    layout = Layout(config, mesh, rules, microbatches)
+    for row in TABLE:
+        if row.applies(layout):
+            axis = layout.idle[0] if layout.idle else ""
+            raise Refused(row.key.replace("AXIS", axis), row.reason(layout), row.fix(layout))
+
+
+def explains(error: UserError) -> bool:
+    """Whether a row, or the rule that sizes divide, stands behind this refusal."""
+    return isinstance(error, Refused) or "does not divide over mesh axes" in error.reason
+
+
+def table() -> str:
+    """In Markdown, as docs/parallelism.md has it."""
+    def keys(overrides: dict[str, Any]) -> str:
+        return " ".join(f"`{key}={value}`" for key, value in overrides.items())
+
+    rows = [f"| {row.combination} | `{row.key}` | {keys(row.example)} | {keys(row.instead)} |" for row in TABLE]
+    return "\n".join(["| combination | key in the message | for example | nearest that works |", "|---|---|---|---|",
+                      *rows])
