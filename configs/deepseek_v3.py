@@ -4,8 +4,8 @@
 
 For 2,048 accelerators of 80 GB: the 256 experts of a layer on 64 devices, all sharded over 32 groups of those (6.9 GB
 of state a device, gradients included). Expert load is evened out by the router's bias; no token is dropped. With
---config.model.ahead_loss=0.3 one more layer learns the token after the next. Not here: 8-bit matmuls. Speed and loss:
-not measured. Text given as it is becomes bytes; `jaxtrain.data.prepare` makes a corpus with the published
+--config.model.mtp_loss_weight=0.3 one more layer learns the token after the next. Not here: 8-bit matmuls. Speed and
+loss: not measured. Text given as it is becomes bytes; `jaxtrain.data.prepare` makes a corpus with the published
 tokenizer.json. Variant: `:tiny`.
 """
 

@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxtrain.checkpoint import Checkpoints
+    from jaxtrain.api import build, plan
+    from jaxtrain.checkpoint import CheckpointManager
     from jaxtrain.compile_cache import enable_compilation_cache
     from jaxtrain.config.load import load_config, make_config
     from jaxtrain.config.schema import Config
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from jaxtrain.objectives import NextToken, Objective
     from jaxtrain.objectives.distillation import distillation
     from jaxtrain.observe import MetricsWriter
-    from jaxtrain.plan import plan
-    from jaxtrain.run import Run, build
+    from jaxtrain.run import Run
     from jaxtrain.sharding.mesh import make_mesh
     from jaxtrain.sharding.rules import Rules, constrain, rules
     from jaxtrain.train_step.standalone import TrainStep, Weighted, make_train_step
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 _NAMES = {  # module: what it gives
     "compile_cache": ["enable_compilation_cache"],
-    "checkpoint": ["Checkpoints"],
+    "api": ["build", "plan"],
+    "checkpoint": ["CheckpointManager"],
     "config.load": ["load_config", "make_config"],
     "config.schema": ["Config"],
     "data.loading.batch_source": ["BatchSource"],
@@ -49,8 +50,7 @@ _NAMES = {  # module: what it gives
     "objectives": ["NextToken", "Objective"],
     "objectives.distillation": ["distillation"],
     "observe": ["MetricsWriter"],
-    "plan": ["plan"],
-    "run": ["Run", "build"],
+    "run": ["Run"],
     "sharding.mesh": ["make_mesh"],
     "sharding.rules": ["Rules", "constrain", "rules"],
     "train_step.standalone": ["TrainStep", "Weighted", "make_train_step"],
@@ -61,7 +61,7 @@ _NAMES = {  # module: what it gives
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [  # imported when first used, so that `import jaxtrain` is quick
-    "BatchSource", "Checkpoints", "Config", "MetricsWriter", "NextToken", "Objective", "Observer", "Rules", "Run",
+    "BatchSource", "CheckpointManager", "Config", "MetricsWriter", "NextToken", "Objective", "Observer", "Rules", "Run",
     "TrainState", "TrainStep", "UserError", "Weighted", "build", "constrain", "cross_entropy", "distillation",
     "enable_compilation_cache", "load_config", "make_config", "make_mesh", "make_model", "make_train_step", "plan",
     "rules", "sample", "train",

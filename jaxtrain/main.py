@@ -23,22 +23,22 @@ def main(argv: list[str] | None = None) -> int:
         from jaxtrain.trainer.shutdown import before_the_loop
 
         with before_the_loop():
-            return left(run(flags, overrides))
-    except exit_codes.Ended as end:  # in all processes alike
+            return exit_process(run(flags, overrides))
+    except exit_codes.RunExit as end:  # in all processes alike
         say(end)
-        return left(end.code)
+        return exit_process(end.code)
     except UserError as mistake:
         say(mistake)
-        return left(exit_codes.MISTAKE, mistake)
+        return exit_process(exit_codes.MISTAKE, mistake)
     except KeyboardInterrupt as stop:
         say("stopped at once; what was saved before is kept")
-        return left(exit_codes.INTERRUPTED, stop)
+        return exit_process(exit_codes.INTERRUPTED, stop)
     except Exception as error:
-        left(1, error)  # returns where no other process waits for this one
+        exit_process(1, error)  # returns where no other process waits for this one
         raise
 
 
-def left(status: int, error: BaseException | None = None) -> int:
+def exit_process(status: int, error: BaseException | None = None) -> int:
     """Take leave of the other processes, if there are any: as agreed, or alone with an error."""
     processes = sys.modules.get("jaxtrain.distributed.processes")
     if processes is None:  # it did not come to that
@@ -69,7 +69,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         return exit_codes.DONE
     from jaxtrain.trainer.loop import train
 
-    if resolved.mesh.auto:
+    if resolved.mesh.auto:  # now, so that what an elastic run may change is a mesh of known sizes
         import jax
 
         from jaxtrain.plan import preflight

@@ -343,12 +343,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
                 raise UserError(key, "batches given by data= have no tokenizer and no evaluation split", "leave it out")
     devices = jax.devices() if devices is None else devices
     if config.mesh.auto and mesh is None:
-        if optimizer is not None or objective != NextToken.of:
-            raise UserError("mesh.auto", "the planner knows only the objective and optimizers that a config names",
-                            "give the axes of mesh a size")
-        from jaxtrain.plan import preflight
-
-        config = preflight.resolve(config, devices)
+        raise UserError("mesh.auto", "no mesh was chosen", "call jt.build, which asks the planner")
     m = config.mesh
     mesh = mesh or make_mesh(*(getattr(m, axis) for axis in AXES), devices=devices)
     unknown = [name for name in m.overrides if name not in sharding.CONFIG_KEYS]

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.config.load import load_config
 from jaxtrain.data import load_corpus
 from jaxtrain.main import main
@@ -32,7 +32,7 @@ def refused(tmp_path, text, monkeypatch, capsys):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     before = jax.config.jax_compilation_cache_dir
-    for place, name in ((Run, "compiled_step"), (Run, "compiled_init"), (Checkpoints, "save")):
+    for place, name in ((Run, "compiled_step"), (Run, "compiled_init"), (CheckpointManager, "save")):
         monkeypatch.setattr(place, name, property(lambda self: pytest.fail("too late: the run has begun")))
 
     def run(*flags, config=TINY, workdir=tmp_path / "work"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import io
 import json
 import math
@@ -73,9 +74,9 @@ def said(capsys, monkeypatch):
     signal.signal(signal.SIGTERM, handler)
 
 
-def module_of(name):
+def main_of(name):
     module = importlib.import_module(COMMANDS[name][0])
-    return importlib.import_module(f"{module.__name__}.__main__") if hasattr(module, "__path__") else module
+    return (importlib.import_module(f"{module.__name__}.__main__") if hasattr(module, "__path__") else module).main
 
 
 @pytest.mark.filterwarnings("ignore:.*prior to execution:RuntimeWarning")  # tests have imported it before
@@ -83,9 +84,9 @@ def module_of(name):
 def test_help(name, said):
     status, out, err, parsers = said(cli.main, [name, "--help"])
     assert (status, err) == (0, "")
-    assert said(module_of(name).main, ["--help"])[:3] == (0, out, ""), "`python -m` says the same"
+    assert said(main_of(name), ["--help"])[:3] == (0, out, ""), "`python -m` says the same"
     module, line = COMMANDS[name]
-    assert line in " ".join(out.split()) and (module_of(name).__doc__ or "").startswith(f"{line}\n")
+    assert line in " ".join(out.split()) and (inspect.getmodule(main_of(name)).__doc__ or "").startswith(f"{line}\n")
     assert out.startswith(f"usage: jaxtrain {name} ") and out.endswith(f"The same command: python -m {module}\n")
     for parser in parsers:
         shown = parser.format_help()
@@ -96,7 +97,7 @@ def test_help(name, said):
 
 def test_every_module_that_runs_is_a_command():
     """But for those that commands start themselves, and the program that `jaxtrain bench` compares with."""
-    inner = {"jaxtrain.doctor.files", "jaxtrain.doctor.probe", "jaxtrain.bench.reference.plain_jax"}
+    inner = {"jaxtrain.doctor.file_systems", "jaxtrain.doctor.probe", "jaxtrain.bench.reference.plain_jax"}
     runs = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
             for path in (ROOT / "jaxtrain").rglob("*.py") if "\nif __name__ ==" in path.read_text()}
     assert runs - inner == {module for module, _ in COMMANDS.values()} and inner < runs
@@ -122,7 +123,7 @@ def test_unknown_command(words, told, said):
 def test_the_flags_of_a_run_may_be_missing(said):
     words = ["elastic", "--least=1", "--full=2", "--workdir=runs/none"]
     told = "--config: it is missing; give a config file, such as --config=configs/gpt.py\n"
-    assert said(module_of("elastic").main, words[1:])[:3] == (2, "", told)
+    assert said(main_of("elastic"), words[1:])[:3] == (2, "", told)
 
 
 def test_the_command_itself(tmp_path):

@@ -42,7 +42,8 @@ def test_short_and_told(file):
     ("qwen3_30b_a3b.py", {"mesh.expert": 1}, 30_532_122_624),
     # As published, with the routers' biases (58 x 256); the layer that looks ahead has 11.6 billion more.
     ("deepseek_v3.py", {"mesh.data": 1, "mesh.expert": 1}, 671_026_419_200),
-    ("deepseek_v3.py", {"mesh.data": 1, "mesh.expert": 1, "model.ahead_loss": 0.3}, 671_026_419_200 + 11_610_068_224),
+    ("deepseek_v3.py", {"mesh.data": 1, "mesh.expert": 1, "model.mtp_loss_weight": 0.3},
+     671_026_419_200 + 11_610_068_224),
 ])
 def test_published_parameter_counts(name, overrides, count):
     run = build(load_config(CONFIGS[0].parent / name, overrides), devices=1)

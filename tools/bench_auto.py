@@ -14,6 +14,7 @@ import jax
 import jaxtrain as jt
 from jaxtrain.plan import search, targets
 from jaxtrain.plan.estimate import change
+from jaxtrain.plan.report.table import shown
 
 
 def main() -> int:
@@ -37,7 +38,7 @@ def main() -> int:
             failed.append((mesh, error))
             continue
         runs.append([mesh, run, batches, state, []])
-        print(search.shown(mesh), "compiled", file=sys.stderr, flush=True)
+        print(shown(mesh), "compiled", file=sys.stderr, flush=True)
     for _ in range(flags.turns):
         for one in runs:
             _, run, batches, state, seconds = one
@@ -53,7 +54,7 @@ def main() -> int:
     for seconds, index in ranked:
         mesh, run = runs[index][:2]
         mark = "  <- mesh=auto" if run.config.mesh == chosen else ""
-        print(f"{1e3 * seconds:9.2f} ms  {seconds / best:5.2f}  {search.shown(mesh)}{mark}")
+        print(f"{1e3 * seconds:9.2f} ms  {seconds / best:5.2f}  {shown(mesh)}{mark}")
     return 0
 
 

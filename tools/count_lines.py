@@ -1,45 +1,77 @@
-"""Lines of the core, by file: what a plain pretraining run executes. Blank lines and comments count.
+"""Lines of code by room, without blank lines, comments and docstrings, and the two paths that have a budget.
 
     python tools/count_lines.py
 
-Plain: a dense decoder over data, fsdp and tensor, on text as it is, with all that protects it by default. What only
-other runs need is counted apart.
+The learning path is what a plain pretraining run executes: model, sharding, step, config, data and loop. The survival
+path keeps a run alive and watched. `tests/test_architecture.py` holds both to their budgets.
 """
 
+import ast
+import io
+import tokenize
+from collections import defaultdict
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent / "jaxtrain"
-# Of data/, what reads text or one corpus.
-DATA = {"__init__", "batches", "cache", "corpus", "files", "loader", "order", "packing", "source", "stages",
-        "tokenizer"}
-APART = {
-    "on demand": ("standalone.py", "offload.py", "observe/tensorboard.py", "models/ahead.py", "doctor/"),
-    "planning": ("plan/",),
-    "stages": ("parallel/pipeline.py", "parallel/stage.py", "parallel/deferred.py", "parallel/placement.py",
-               "parallel/schedules/"),
-    "long sequences": ("parallel/context.py", "parallel/tiles.py"),
-    "preparing data": tuple(f"data/{path.name}" for path in (ROOT / "data").glob("*.py") if path.stem not in DATA),
-    "faults on demand": ("supervise.py", "resilience/blame.py", "resilience/children.py", "resilience/elastic.py",
-                         "resilience/staff.py", "resilience/steps.py", "resilience/replays.py", "storage.py",
-                         "checkpoint/__main__.py", "checkpoint/inspect.py", "checkpoint/mirror.py",
-                         "checkpoint/partners.py", "checkpoint/pieces.py", "checkpoint/snapshots.py"),
-    "experts": ("parallel/experts.py", "parallel/rows.py", "models/moe.py", "models/router.py", "models/mla.py",
-                "models/deepseek_v3.py"),
-}
+ROOT = Path(__file__).resolve().parents[1] / "jaxtrain"
+LEARNING = """
+    __init__ main flags errors api run validation rule_checks
+    config/schema config/families config/field_checks config/load config/data_stages
+    sharding/rules sharding/mesh
+    models/__init__ models/decoder models/layers models/attention models/gpt2 models/llama models/qwen3
+    kernels/functions kernels/cross_entropy
+    objectives/objective objectives/next_token
+    train_step/state train_step/step train_step/optimizers train_step/precision train_step/partition train_step/report
+    data/__init__ data/tokenizers/tokenizer data/corpus/corpus data/corpus/open data/corpus/text_cache
+    data/corpus/text_source data/corpus/atomic_files data/loading/batch_source data/loading/batches
+    data/loading/loader data/loading/shuffle data/loading/packing data/loading/placement
+    trainer/loop trainer/observers observe/metrics observe/flops observe/runinfo observe/progress
+"""
+SURVIVAL = """
+    checkpoint/manager checkpoint/restore checkpoint/verify checkpoint/shared_verification checkpoint/fingerprint
+    checkpoint/trees checkpoint/retention checkpoint/save_policy checkpoint/orbax/*
+    resilience/* resilience/corruption/* trainer/rollback trainer/shutdown train_step/anomaly
+    distributed/processes distributed/coordination distributed/peers distributed/exit_codes distributed/heartbeat
+    distributed/run_lock observe/ledger observe/events data/loading/skipped_batches
+"""
 
 
-def lines() -> dict[str, dict[str, int]]:
-    """Part -> file -> lines."""
-    found = {part: {} for part in ("core", *APART)}
-    for path in sorted(ROOT.rglob("*.py")):
-        file = str(path.relative_to(ROOT))
-        part = next((part for part, starts in APART.items() if file.startswith(starts)), "core")
-        found[part][file] = len(path.read_text().splitlines())
-    return found
+def code_lines(path: Path) -> int:
+    """Return how many lines of a file hold code."""
+    source = path.read_text()
+    skipped: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if (isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                and ast.get_docstring(node, clean=False) is not None):
+            skipped.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    used: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in blank:
+            used.update(range(token.start[0], token.end[0] + 1))
+    return len(used - skipped)
+
+
+def path_lines(names: str) -> dict[str, int]:
+    """Return the lines of each file that these names, or patterns, stand for."""
+    files = [file for name in names.split() for file in sorted(ROOT.glob(f"{name}.py")) or [ROOT / f"{name}.py"]]
+    return {str(file.relative_to(ROOT)): code_lines(file) for file in files}
+
+
+def rooms() -> dict[str, int]:
+    """Return the lines of each folder, subfolders included; the top's own files are one room."""
+    found: dict[str, int] = defaultdict(int)
+    for file in sorted(ROOT.rglob("*.py")):
+        inside = file.relative_to(ROOT).parts
+        found[inside[0] if len(inside) > 1 else "(top)"] += code_lines(file)
+    return dict(found)
 
 
 if __name__ == "__main__":
-    for part, files in lines().items():
-        for file, count in files.items():
-            print(f"{count:5}  jaxtrain/{file}")
-        print(f"{sum(files.values()):5}  in all: {part}\n")
+    for room, count in rooms().items():
+        print(f"{count:6}  {room}")
+    print(f"{sum(rooms().values()):6}  in all")
+    for title, names in (("learning path", LEARNING), ("survival path", SURVIVAL)):
+        counted = path_lines(names)
+        print(f"\n{sum(counted.values()):6}  {title}")
+        for file, count in counted.items():
+            print(f"{count:6}    {file}")

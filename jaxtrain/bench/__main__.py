@@ -107,9 +107,7 @@ def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[st
         raise UserError("--compare", "several processes take no turns", "compare in one process")
     config = load_config(flags.config, overrides)
     processes.agree(config)
-    if config.mesh.auto:
-        config = preflight.resolve(config, jax.devices())
-    run = build(config)
+    run = build(preflight.resolve(config, jax.devices()))
     contenders.refuse(names, run)
     processes.connect(config.resilience.start_limit)
     if flags.targets is None and (predicted := preflight.check(run)) and jax.process_index() == 0:

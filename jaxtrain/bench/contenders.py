@@ -141,7 +141,7 @@ def _refuse_torch(run: Run) -> None:
     wanted = "float32" if device == "cpu" else "bfloat16"
     require(run, {"mesh": run.mesh.size == 1, "train.precision": run.precision == wanted,
                   "model.name": c.name in ("gpt2", "llama"), "model.num_experts": not c.num_experts,
-                  "model.window": not c.window, "model.ahead_loss": not c.ahead_loss,
+                  "model.window": not c.window, "model.mtp_loss_weight": not c.mtp_loss_weight,
                   "train.remat": t.remat in ("none", "full")},
             f"torch has gpt2 and llama without experts and windows, in {wanted} on one device, remat none or full")
 

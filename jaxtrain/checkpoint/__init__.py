@@ -1,6 +1,6 @@
 """Whole checkpoints or none: saved in the background, restored on any mesh."""
 
-from jaxtrain.checkpoint.local.snapshots import Snapshots
-from jaxtrain.checkpoint.manager import Checkpoints
+from jaxtrain.checkpoint.local.snapshots import LocalCheckpoints
+from jaxtrain.checkpoint.manager import CheckpointManager
 
-__all__ = ["Checkpoints", "Snapshots"]
+__all__ = ["CheckpointManager", "LocalCheckpoints"]

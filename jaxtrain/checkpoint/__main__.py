@@ -11,7 +11,7 @@ Exit status 0; 1: `verify` found damage; 2: the user's mistake, in one line.
 import argparse
 import sys
 
-from jaxtrain.checkpoint.inspect import diff, restore_to, show, verified
+from jaxtrain.checkpoint.commands import diff, restore_to, show, verified
 from jaxtrain.errors import UserError
 from jaxtrain.flags import Parser, command, parser_of
 

@@ -22,12 +22,12 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import fingerprint, verify
-from jaxtrain.checkpoint.checks import Checks
 from jaxtrain.checkpoint.mirror import FETCHING, Mirror
 from jaxtrain.checkpoint.orbax.barrier import Barrier
 from jaxtrain.checkpoint.orbax.orbax_logging import innermost, no_echoes, orbax
 from jaxtrain.checkpoint.restore import Damaged, Extras, load, unreadable
 from jaxtrain.checkpoint.retention import best_of, dispensable
+from jaxtrain.checkpoint.shared_verification import Checks
 from jaxtrain.checkpoint.trees import describe, flatten
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed.coordination import exchange, together
@@ -41,7 +41,7 @@ _names = map("checkpoint/{}".format, itertools.count())  # of what is exchanged;
 _DAMAGED, _ABANDONED, _DELETED, _TEMPORARY = ".damaged", ".abandoned", ".deleted", ".orbax-checkpoint-tmp"
 
 
-class NotSaved(exit_codes.Ended):
+class NotSaved(exit_codes.RunExit):
     """The newest save is not on disk: what was done since the one before is done again by the next start."""
 
     def __init__(self, step: int, directory: Path, reason: str):
@@ -49,7 +49,7 @@ class NotSaved(exit_codes.Ended):
                          "make room or mend the storage, and run the same command again")
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of one run. In a multi-process run every process makes all calls, at the same steps."""
 
     def __init__(self, directory: str | Path, keep: int = 2, *, keep_every: int = 0, best: str = "",
@@ -295,7 +295,7 @@ class Checkpoints:
                     break
         self.wait()
 
-    def __enter__(self) -> "Checkpoints":
+    def __enter__(self) -> "CheckpointManager":
         return self
 
     def __exit__(self, kind, error, traceback) -> None:

@@ -39,7 +39,7 @@ def daly(cost: float, mtbf: float) -> float:
     return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
 
 
-class Saves:
+class SavePolicy:
     """Says after which steps to save. Every process makes all calls, at the same steps, and gets the same answers.
 
     With `auto` process 0 decides and tells the others through the coordination service: at each agreed step what the
@@ -102,7 +102,7 @@ class Saves:
         if self._auto:
             self._agree(done)
 
-    def told(self) -> dict[str, float]:
+    def pop_fields(self) -> dict[str, float]:
         """For the next line of metrics: `checkpoint_blocked_s`, the seconds for which a save just held up the loop."""
         blocked, self._blocked = self._blocked, None
         return {} if blocked is None else {"checkpoint_blocked_s": blocked}

@@ -5,7 +5,7 @@ JAX is not imported here, so that a mistake in a config is told at once.
 
 from dataclasses import dataclass, fields
 
-from jaxtrain.config.checks import derive, not_negative, one_of, positive
+from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
 from jaxtrain.errors import UserError
 
 
@@ -35,7 +35,7 @@ class ModelConfig:
     dense_layers = 0
     capacity_factor = 0.0
     router_bias_rate = 0.0
-    ahead_loss = 0.0
+    mtp_loss_weight = 0.0
 
     def __post_init__(self):
         positive(self, "model", "vocab_size num_layers embed_dim num_heads max_seq_len norm_eps")
@@ -70,12 +70,12 @@ class LlamaConfig(ModelConfig):
     rope_scaling: float = 1.0  # Llama-3.1 long-context factor; 1: none
     rope_original_len: int = 8192  # the length rope_scaling extends
     # pyrefly: ignore[bad-override]
-    ahead_loss: float = 0.0  # weight of the loss of one more layer that predicts the token after the next; 0: no layer
+    mtp_loss_weight: float = 0.0  # of one more layer that predicts the token after the next; 0: no such layer
 
     def __post_init__(self):
         super().__post_init__()
         positive(self, "model", "rope_theta rope_scaling rope_original_len")
-        not_negative(self, "model", "ahead_loss")
+        not_negative(self, "model", "mtp_loss_weight")
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.config.checks import derive, not_negative, one_of, positive
 from jaxtrain.config.families import Gpt2Config, ModelConfig
+from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
 from jaxtrain.errors import UserError
 
 AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")  # as in mesh.py, which imports JAX
@@ -186,13 +186,14 @@ class CheckpointConfig:
     mtbf_hours: float = 0.0  # mean time between failures, for "auto", before any was seen; 0: 3,700 over the processes
     mirror: str = ""  # a path or URL (s3://bucket/run) to which good ones are copied too, and fetched from; "": none
     # A second, faster tier: every so many steps each process keeps its part in this machine's memory, and a peer's.
-    local_every: int = 0  # 0: off, since it takes up to three times the state of host memory, and as much for the peer
+    # 0: off, since it takes up to three times the state of host memory, and as much for the peer.
+    local_checkpoint_every: int = 0
     local_dir: str = ""  # "": in /dev/shm or where temporary files go; may name variables: "$SLURM_TMPDIR"
 
     def __post_init__(self):
         if self.every != "auto" and not (isinstance(self.every, int) and self.every >= 0):
             raise UserError("checkpoint.every", f"{self.every!r} is no number of steps", "give one, 0 or auto")
-        not_negative(self, "checkpoint", "mtbf_hours keep_every local_every")
+        not_negative(self, "checkpoint", "mtbf_hours keep_every local_checkpoint_every")
         positive(self, "checkpoint", "keep")
         one_of("checkpoint.verify", self.verify, ("full", "sizes"))
 
@@ -209,7 +210,7 @@ class ResilienceConfig:
     spikes: str = "record"  # of loss or gradient norm; or "skip" the update, or "rollback" to before them
     spike_z: float = 20.0  # robust standard deviations above the median of the last 128 steps that make a spike
     max_skips: int = 10  # updates left out in a row before the run stops (with "rollback": goes back)
-    pass_over: int = 16  # batches that a rollback passes over: the spike's, and those before it
+    skip_batches: int = 16  # batches that a rollback passes over: the spike's, and those before it
     max_rollbacks: int = 10  # of the whole run, before it stops
     check_every: int = 200  # steps between comparisons of devices that hold the same; before saves too; 0: never
     replay_every: int = 0  # steps between ones that run twice and must give the same bits; 0: never
@@ -222,7 +223,7 @@ class ResilienceConfig:
             raise UserError("resilience.straggler_factor", f"{self.straggler_factor} would name processes that are not "
                             "slow", "give more than 1, such as 1.25")
         one_of("resilience.spikes", self.spikes, ("record", "skip", "rollback"))
-        positive(self, "resilience", "spike_z max_skips pass_over")
+        positive(self, "resilience", "spike_z max_skips skip_batches")
         not_negative(self, "resilience", "max_rollbacks")
         not_negative(self, "resilience", "hang_factor")
         positive(self, "resilience", "hang_floor start_limit")

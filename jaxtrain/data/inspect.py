@@ -20,7 +20,7 @@ from jaxtrain.data.corpus.corpus import Tokens
 from jaxtrain.data.corpus.origins import origins
 from jaxtrain.data.corpus.text_cache import load_corpus
 from jaxtrain.data.loading.batches import eval_batches, train_batches
-from jaxtrain.data.loading.skipped_batches import PassedOver, remaining
+from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.flags import command, overrides_of, parser_of
@@ -39,7 +39,7 @@ def main(argv: list[str] | None) -> None:
     if batches is None:
         raise UserError("--split", f"{config.source} has no evaluation split", "look at --split=train")
     if flags.workdir and flags.split == "train":
-        batches = remaining(batches, PassedOver.read(flags.workdir) or PassedOver())
+        batches = remaining(batches, SkippedBatches.read(flags.workdir) or SkippedBatches())
     last = 2**62 if batches.num_batches is None else batches.num_batches - 1
     if not 0 <= flags.step <= last:
         raise UserError("--step", f"{flags.step} is no step", f"use 0 to {last}")

@@ -20,7 +20,7 @@ _WORDS = {
 }
 
 
-class Ended(Exception):
+class RunExit(Exception):
     """The run ends here, on purpose, with a sentence for people and a status for launchers."""
 
     def __init__(self, code: int, sentence: str):

@@ -21,17 +21,17 @@ _TICK_S = 0.5
 
 
 @contextlib.contextmanager
-def alone(workdir: str | Path) -> Iterator[None]:
+def run_lock(workdir: str | Path) -> Iterator[None]:
     """Within this context no other run trains in `workdir`; process 0 locks it for all of this run's processes.
 
     Raises:
-        Ended: another one does, and did not end within `PATIENCE_S`. It may have, when this is started again.
+        RunExit: another one does, and did not end within `PATIENCE_S`. It may have, when this is started again.
     """
     with contextlib.ExitStack() as held:
         other = exchange(None, lambda _: held.enter_context(locked(workdir, PATIENCE_S)))
         if other:
-            raise exit_codes.Ended(exit_codes.RESTART, f"--workdir: another run works in {workdir} ({other}); end that "
-                                   "one, wait for it, or give another folder")
+            raise exit_codes.RunExit(exit_codes.RESTART, f"--workdir: another run works in {workdir} ({other}); end "
+                                     "that one, wait for it, or give another folder")
         yield
 
 

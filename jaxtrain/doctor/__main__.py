@@ -16,7 +16,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxtrain.doctor import child, devices, environment, files, machine, network, nvidia, speed, versions
+from jaxtrain.doctor import (
+    child,
+    devices,
+    environment,
+    file_systems,
+    installed_versions,
+    machine,
+    network,
+    nvidia,
+    speed,
+)
 from jaxtrain.doctor.finding import Finding, guarded
 from jaxtrain.errors import UserError
 from jaxtrain.flags import Parser, command, parser_of
@@ -35,9 +45,9 @@ def findings(workdir: str, coordinator: str | None) -> Iterator[Finding]:
     gpus: list[nvidia.Gpu] = []
 
     def packages() -> list[Finding]:
-        installed = versions.Installed.here()
+        installed = installed_versions.Installed.here()
         cuda.extend(installed.cuda())
-        return [*versions.versions(installed), *versions.library_path(environ, cuda)]
+        return [*installed_versions.versions(installed), *installed_versions.library_path(environ, cuda)]
 
     def driver() -> list[Finding]:
         found, refused = nvidia.here()
@@ -45,7 +55,7 @@ def findings(workdir: str, coordinator: str | None) -> Iterator[Finding]:
         return [*refused, *nvidia.gpus(gpus, cuda, environ)]
 
     def workdir_is() -> list[Finding]:
-        return files.files(child.run("files", workdir, seconds=15), _text("/proc/mounts"), several)
+        return file_systems.files(child.run("file_systems", workdir, seconds=15), _text("/proc/mounts"), several)
 
     def computing() -> list[Finding]:
         found, unknown = [], []
@@ -56,7 +66,7 @@ def findings(workdir: str, coordinator: str | None) -> Iterator[Finding]:
                 break
             found += devices.failed(outcome, environ)  # and once more without them
         found += devices.devices(outcome, environ, cuda, nvidia.present() or bool(gpus))
-        return [*found, *speed.speed(outcome), *files.cache(outcome.measured.get("cache", "://"))]
+        return [*found, *speed.speed(outcome), *file_systems.cache(outcome.measured.get("cache", "://"))]
 
     checks: list[tuple[str, Callable[[], list[Finding]], float]] = [
         ("versions", packages, 15),

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.launch.supervisor.child_processes import die_with_parent
+from jaxtrain.distributed.child_processes import die_with_parent
 
 Measured = dict[str, Any]
 

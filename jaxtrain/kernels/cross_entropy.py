@@ -79,7 +79,7 @@ def _run(x, head, targets, weights, teacher, options, gradients) -> Any:
     batch, seq, vocab = map(sharding.split_by, ("batch", "seq", "act_vocab"))
     tokens, x_spec, head_spec = P(batch, seq), P(batch, seq, None), P(None, vocab)
     batch_axes = sharding.axes_of(batch) + sharding.axes_of(seq)
-    return sharding.island(
+    return sharding.manual_region(
         partial(local, batch_axes=batch_axes, vocab_axes=sharding.axes_of(vocab)),
         in_specs=(x_spec, head_spec, tokens, tokens, (x_spec, head_spec)[:len(teacher)]),
         out_specs=(P(), x_spec, head_spec) if gradients else (P(),),

@@ -15,7 +15,7 @@ from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, RMSNorm
 from jaxtrain.sharding import rules as sharding
 
 
-class Ahead(nnx.Module):
+class MTPHead(nnx.Module):
     """Both inputs normalised, projected and added up, then a block like the decoder's last, and a norm."""
 
     def __init__(self, dim: int, eps: float, block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, *,

@@ -94,7 +94,7 @@ def _cudnn(q_BTHK, k_BSGK, v_BSGK, segments_BT, window):
     if q_spec is None:
         return local(q_BTHK, k_BSGK, v_BSGK, segments_BT)
     segment_spec = None if segments_BT is None else sharding.activation_spec("batch", "seq")
-    return sharding.island(local, in_specs=(q_spec, q_spec, q_spec, segment_spec), out_specs=q_spec)(
+    return sharding.manual_region(local, in_specs=(q_spec, q_spec, q_spec, segment_spec), out_specs=q_spec)(
         q_BTHK, k_BSGK, v_BSGK, segments_BT)
 
 

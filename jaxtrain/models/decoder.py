@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.models.ahead import Ahead
+from jaxtrain.models.ahead import MTPHead
 from jaxtrain.models.attention import Rotary
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.moe import MoE, totals
@@ -52,7 +52,7 @@ class Decoder(nnx.Module):
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
                  rotary: Rotary | None = None, head: Head | None = None,
                  first: Callable[[nnx.Rngs], Block] | None = None, num_first: int = 0,
-                 ahead: Callable[[nnx.Rngs], Ahead] | None = None):
+                 ahead: Callable[[nnx.Rngs], MTPHead] | None = None):
         self.embed, self.positions, self.rotary = embed, positions, rotary
         # What is to be computed again stays in a loop: side by side, JAX 0.10's compiler merges both computations.
         unroll = compute.unroll if compute.remat == "none" else 1

@@ -6,7 +6,7 @@ from functools import partial
 from flax import nnx
 
 from jaxtrain.config.families import ExpertsConfig, LlamaConfig
-from jaxtrain.models.ahead import Ahead
+from jaxtrain.models.ahead import MTPHead
 from jaxtrain.models.attention import Attention, Rotary
 from jaxtrain.models.decoder import Block, Compute, Decoder, remat
 from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
@@ -44,6 +44,7 @@ def rotary_decoder(c: LlamaConfig, compute: Compute, attention: Callable[[float,
         rotary=Rotary(rotary_width, c.rope_theta, c.rope_scaling, c.rope_original_len),
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
         first=partial(block, experts=False), num_first=c.dense_layers,
-        ahead=partial(Ahead, c.embed_dim, c.norm_eps, last, remat=remat(compute.remat)) if c.ahead_loss else None,
+        ahead=(partial(MTPHead, c.embed_dim, c.norm_eps, last, remat=remat(compute.remat))
+               if c.mtp_loss_weight else None),
         compute=compute, rngs=rngs,
     )

@@ -65,7 +65,7 @@ class MoE(nnx.Module):
         real_BT = sharding.constrain(real_BT, "batch", "seq")
         between, (batch, seq) = sharding.activation_spec(*RESIDUAL), map(sharding.split_by, ("batch", "seq"))
         sums = dict.fromkeys(("tokens", "kept", "entropy", "balance"), P(batch, seq)) | {"load": P(batch, seq, None)}
-        return sharding.island(
+        return sharding.manual_region(
             self._local,
             in_specs=(between, P(batch, seq), *(sharding.gathered_spec(*names) for _, names in named)),
             out_specs=(between, {"penalty": P(batch)} | sums))(x_BTD, real_BT, *weights)

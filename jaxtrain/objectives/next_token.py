@@ -34,7 +34,7 @@ class NextToken:
     def of(cls, config: Config, model: Skeleton) -> "NextToken":
         """As a config describes it."""
         t, m = config.train, config.model
-        return cls(model, t.loss_chunks, t.z_loss, m.ahead_loss, m.experts_per_token)
+        return cls(model, t.loss_chunks, t.z_loss, m.mtp_loss_weight, m.experts_per_token)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:

@@ -47,7 +47,7 @@ def flops_per_token(model: ModelConfig, matmul_params: int, seq_len: int, causal
     # Queries 0..window-1 see half a window on average, the later ones all of it.
     attended = window - window**2 / (2 * seq_len) if causal else window
     widths = model.head_dim + model.rope_head_dim + (model.value_head_dim or model.head_dim)  # of scores and values
-    layers = model.num_layers + (model.ahead_loss > 0)
+    layers = model.num_layers + (model.mtp_loss_weight > 0)
     return 6 * matmul_params + 6 * layers * model.num_heads * widths * attended
 
 

@@ -59,7 +59,7 @@ def arrange(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return jnp.concatenate([chunks[:, i], chunks[:, 2 * n - 1 - i]], 1)
 
     rows = sharding.split_by("batch")
-    held = sharding.island(own, in_specs=P(rows, None), out_specs=P(rows, sharding.split_by("seq")))
+    held = sharding.manual_region(own, in_specs=P(rows, None), out_specs=P(rows, sharding.split_by("seq")))
     return {key: held(sharding.constrain(x, "batch", None)) for key, x in batch.items()}
 
 
@@ -121,7 +121,7 @@ def _forward(strategy, window, q, k, v, segments):
         out, lse = _STRATEGIES[strategy][0](q, k, v, segments, window)
         return out.astype(q.dtype), lse
 
-    out, lse = sharding.island(local, in_specs=(heads, heads, heads, tokens), out_specs=(heads, heads))(
+    out, lse = sharding.manual_region(local, in_specs=(heads, heads, heads, tokens), out_specs=(heads, heads))(
         q, k, v, segments)
     # With both of these kept, no kind of rematerialisation computes attention again.
     out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
@@ -137,7 +137,7 @@ def _backward(strategy, window, saved, dout):
         return tuple(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
 
     specs = (heads, heads, heads, tokens, heads, heads, heads)
-    return *sharding.island(local, in_specs=specs, out_specs=(heads, heads, heads))(*saved, dout), None
+    return *sharding.manual_region(local, in_specs=specs, out_specs=(heads, heads, heads))(*saved, dout), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -270,7 +270,7 @@ def _fewer_heads(repeats: int, x: jax.Array) -> jax.Array:
     def exchange(x):
         return lax.all_to_all(jnp.repeat(x, repeats, axis=2), AXIS, split_axis=2, concat_axis=1, tiled=True)
 
-    return sharding.island(exchange, in_specs=_specs("")[0], out_specs=_specs("ulysses")[0])(x)
+    return sharding.manual_region(exchange, in_specs=_specs("")[0], out_specs=_specs("ulysses")[0])(x)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -280,7 +280,7 @@ def _fewer_tokens(repeats: int, x: jax.Array) -> jax.Array:
         x = lax.all_to_all(x, AXIS, split_axis=1, concat_axis=2, tiled=True)
         return x.reshape(*x.shape[:2], -1, repeats, x.shape[3]).sum(3) if repeats > 1 else x
 
-    return sharding.island(exchange, in_specs=_specs("ulysses")[0], out_specs=_specs("")[0])(x)
+    return sharding.manual_region(exchange, in_specs=_specs("ulysses")[0], out_specs=_specs("")[0])(x)
 
 
 _fewer_heads.defvjp(lambda repeats, x: (_fewer_heads(repeats, x), None), lambda repeats, _, g: (
@@ -291,7 +291,7 @@ _fewer_tokens.defvjp(lambda repeats, x: (_fewer_tokens(repeats, x), None), lambd
 
 def _whole(x_BT: jax.Array) -> jax.Array:
     gather = partial(lax.all_gather, axis_name=AXIS, axis=1, tiled=True)
-    return sharding.island(gather, in_specs=_specs("")[1], out_specs=_specs("ulysses")[1])(x_BT)
+    return sharding.manual_region(gather, in_specs=_specs("")[1], out_specs=_specs("ulysses")[1])(x_BT)
 
 
 def _whole_forward(q, k, v, segments, window):

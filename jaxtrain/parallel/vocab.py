@@ -26,6 +26,6 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         x = jnp.where(mine[..., None], table[jnp.where(mine, rows, 0)], 0)
         return lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True) if scatter_sequence else lax.psum(x, axes)
 
-    x = sharding.island(local, in_specs=(P(axes, None), tokens_spec),
+    x = sharding.manual_region(local, in_specs=(P(axes, None), tokens_spec),
                         out_specs=out if scatter_sequence else P(*tokens_spec, None))(table_VD, tokens_BT)
     return x if scatter_sequence else sharding.constrain(x, "batch", "block_seq", "act_embed")

@@ -16,8 +16,16 @@ from jaxtrain.train_step.report import total
 SURELY = 1.15  # over what there is: beyond the worst error of a prediction (docs/planner.md)
 
 
-def resolve(config: Config, devices: Any) -> Config:
-    """`mesh=auto`, decided: the fastest mesh for these devices; where none fits, what else has to change for one to."""
+def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
+    """Replace `mesh=auto` by the fastest mesh for these devices, or say what has to change for one to fit.
+
+    `own_parts`: whether the objective or the optimizer is not the config's.
+    """
+    if not config.mesh.auto:
+        return config
+    if own_parts:
+        raise UserError("mesh.auto", "the planner knows only the objective and optimizers that a config names",
+                        "give the axes of mesh a size")
     if isinstance(devices, int):
         raise UserError("mesh.auto", "there are no devices to decide for", "ask python -m jaxtrain.plan --target=...")
     target = _target(list(devices))

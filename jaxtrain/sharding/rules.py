@@ -236,7 +236,7 @@ def split_by(name: str) -> Any:
 def axes_over(name: str) -> tuple[str, ...]:
     """The mesh axes that split what has this name, here, whether or not a surrounding `shard_map` has made them manual.
 
-    For collectives inside an `island`.
+    For collectives inside an `manual_region`.
     """
     here = current()
     if here is None or not is_explicit(here[0]):
@@ -276,7 +276,7 @@ def enter(x: jax.Array, names: Names, shared_by: tuple[str, ...]) -> jax.Array:
     return jax.reshard(x, P(*spec, reduced=set(*splits)) if len(splits) == 1 else spec)
 
 
-def island(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+def manual_region(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """`f` on each device's own part of its arguments, with collectives by name: a `shard_map` over every free axis."""
     mesh, _ = current() or (jax.sharding.get_abstract_mesh(), None)
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(free_axes(mesh)), check_vma=False)

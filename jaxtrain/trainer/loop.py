@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxtrain import checkpoint, errors, observe
-from jaxtrain.checkpoint.save_policy import Saves
+from jaxtrain.checkpoint.save_policy import SavePolicy
 from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config
 from jaxtrain.data import prefetch
@@ -21,25 +21,25 @@ from jaxtrain.data.loading.batches import epochs, packing
 from jaxtrain.data.loading.skipped_batches import remaining
 from jaxtrain.distributed import exit_codes, processes
 from jaxtrain.distributed.coordination import exchange
-from jaxtrain.distributed.run_lock import alone
+from jaxtrain.distributed.run_lock import run_lock
 from jaxtrain.errors import UserError
 from jaxtrain.objectives import MakeObjective, NextToken
 from jaxtrain.observe.ledger import Ledger
 from jaxtrain.plan import preflight
 from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.replicas import Replicas
-from jaxtrain.resilience.corruption.suspects import Accusations
+from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.resilience.stragglers import Stragglers
 from jaxtrain.resilience.watchdog import Watchdog
 from jaxtrain.run import Run, build
 from jaxtrain.train_step.report import matmul_parameters
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer.observers import Completions, Observer
-from jaxtrain.trainer.rollback import Guard, RolledBack, agree, settle
+from jaxtrain.trainer.rollback import AnomalyGuard, RolledBack, agree, apply_pending_rollback
 from jaxtrain.trainer.shutdown import Interrupt, complete
 
 
-class Interrupted(exit_codes.Ended):
+class Interrupted(exit_codes.RunExit):
     """The run was asked to stop, saved its state, and can be resumed."""
 
     def __init__(self, step: int, number: int):
@@ -75,13 +75,14 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         Ledger(workdir, stopped=(Interrupted, KeyboardInterrupt, SystemExit)) as ledger,  # every second is in a book
     ):
         run = config if isinstance(config, Run) else build(
-            config, objective=objective or NextToken.of, optimizer=optimizer, data=data)
+            preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer)),
+            objective=objective or NextToken.of, optimizer=optimizer, data=data)
         if (predicted := preflight.check(run)) and jax.process_index() == 0:
             errors.say(predicted)
         processes.connect(resilience.start_limit)
         observe.make_workdir(workdir)
         interrupt = Interrupt()
-        with alone(workdir):
+        with run_lock(workdir):
             while True:
                 try:
                     with contextlib.ExitStack() as begun:  # what an attempt leaves open that does not come to its loop
@@ -101,17 +102,18 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
     # -------------------------------------------------------------- refuse what cannot work, before paying for anything
     config, t, r, c = run.config, run.config.train, run.config.resilience, run.config.checkpoint
     watchdog.start()
-    checkpoints = begun.enter_context(checkpoint.Checkpoints(
+    checkpoints = begun.enter_context(checkpoint.CheckpointManager(
         workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best, verify=c.verify, mirror=c.mirror,
         extras=run.extras))
-    passed = settle(workdir, checkpoints)
+    passed = apply_pending_rollback(workdir, checkpoints)
     with phase("restore"):
         start, none_good = 0, None
         try:
             start = checkpoints.newest() or 0
         except UserError as error:
             none_good = error
-        snapshots = begun.enter_context(contextlib.closing(checkpoint.Snapshots(workdir, c.local_every, c.local_dir)))
+        snapshots = begun.enter_context(contextlib.closing(
+            checkpoint.LocalCheckpoints(workdir, c.local_checkpoint_every, c.local_dir)))
         # What was in memory may be newer than what is on disk.
         recovered = snapshots.restore_newest(run.abstract, above=start)
         if none_good and not recovered:
@@ -160,7 +162,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
         for shape in data.shapes_of(start, t.steps):
             run.of_shape(shape).compiled_step  # noqa: B018 (now, while nothing else wants the processor)
         checkpoints.prepare(state)
-        accusations = Accusations(workdir)
+        accusations = SuspectDevices(workdir)
         replicas = Replicas(run.abstract, r.check_every, accusations)
         replays = Replays(r.replay_every, accusations)
 
@@ -187,7 +189,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
                 time.sleep(min(rest, 1))
         return True
 
-    saves = Saves(c, ledger, checkpoints.writing, checkpoints.failed, workdir=workdir, start=start)
+    saves = SavePolicy(c, ledger, checkpoints.writing, checkpoints.failed, workdir=workdir, start=start)
     with (
         interrupt,
         ledger.book("checkpoint"),  # behind the loop: what it still takes to write the last one
@@ -202,7 +204,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
         watchdog.training(),
     ):
-        done, meta, guard = start, {}, Guard(workdir, r, checkpoints, passed, say, phase)
+        done, meta, guard = start, {}, AnomalyGuard(workdir, r, checkpoints, passed, say, phase)
         # A stop came between a save and its evaluation. (All must know the same; files may be late on other machines.)
         if start and due(start) and not exchange(evaluated(workdir, start))[0]:
             writer.write_eval(start, evaluation())
@@ -218,7 +220,8 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
             for observer in observers:
                 observer.on_dispatch(done, metrics)
             # Nothing here waits for the device: the writer reads the numbers on its own thread, one step late.
-            writer.push(done, metrics, {"data_wait_s": waited, **saves.told(), **snapshots.told(), **stragglers.fields})
+            writer.push(done, metrics, {"data_wait_s": waited, **saves.pop_fields(), **snapshots.pop_fields(),
+                                        **stragglers.fields})
             guard.look(done, metrics)  # at the step before the last: its numbers are there
             stop = interrupt.requested(done)
             saving = stop or done == t.steps or saves.due(done)
@@ -230,7 +233,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
                     writer.flush()  # a step that is saved is never run again, so its line must be there too
                     guard.look_at_all()  # nor is it looked at again
                     meta = {**about, **writer.last, "config": config.to_dict(), "step": done, "time": time.time(),
-                            "goodput": ledger.goodput(), "passed_over": passed.to_dict()}
+                            "goodput": ledger.goodput(), "skipped_batches": passed.to_dict()}
                     if saving:
                         with saves.taking(done):
                             checkpoints.save(done, state, meta)

@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.checkpoint.local.snapshots import turn_back
 from jaxtrain.checkpoint.manager import NotSaved
 from jaxtrain.config.schema import ResilienceConfig
-from jaxtrain.data.loading.skipped_batches import FILE, PassedOver
+from jaxtrain.data.loading.skipped_batches import FILE, SkippedBatches
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed.coordination import together
 from jaxtrain.errors import UserError
@@ -33,15 +33,15 @@ class RolledBack(Exception):
     """The loop was left, to be started again from a checkpoint."""
 
 
-class GivenUp(exit_codes.Ended):
+class GivenUp(exit_codes.RunExit):
     """Anomalies went on beyond a limit: a person must look, and starting again would not help."""
 
 
-class Guard:
+class AnomalyGuard:
     """Looks at the verdict of every step. In a multi-process run every process makes all calls, at the same steps."""
 
-    def __init__(self, workdir: str | Path, limits: ResilienceConfig, checkpoints: Checkpoints, passed: PassedOver,
-                 say: Callable[[str], None],
+    def __init__(self, workdir: str | Path, limits: ResilienceConfig, checkpoints: CheckpointManager,
+                 passed: SkippedBatches, say: Callable[[str], None],
                  phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext):
         """`phase`: a context for what takes longer than a step."""
         self._phase = phase
@@ -91,7 +91,7 @@ class Guard:
             self._checkpoints.wait()  # so that which ones there are does not depend on the time
         if jax.process_index() == 0:
             last = step - 1  # the index of the last offending step
-            first = max(0, step - offending - limits.pass_over + 1)
+            first = max(0, step - offending - limits.skip_batches + 1)
             # Where all checkpoints are younger, less is passed over rather than all work thrown away.
             there = [saved for saved in self._checkpoints.steps() if saved <= last]
             if there and min(there) > first:
@@ -115,22 +115,22 @@ class Guard:
             events.record(self._workdir, kind, step=step, **fields)
 
 
-def settle(workdir: str | Path, checkpoints: Checkpoints) -> PassedOver:
+def apply_pending_rollback(workdir: str | Path, checkpoints: CheckpointManager) -> SkippedBatches:
     """What the run in `workdir` passes over. Checkpoints that are void since the last rollback are removed.
 
     The first process does it and tells the others, so that all know the same. Call it before anything is restored.
     """
-    return PassedOver.of(together(f"passed_over/{next(_turns)}", None,
+    return SkippedBatches.of(together(f"skipped_batches/{next(_turns)}", None,
                                   lambda _: json.loads(json.dumps(_settle(workdir, checkpoints).to_dict()))))
 
 
-def agree(workdir: str | Path, passed: PassedOver, meta: Mapping[str, Any], step: int) -> None:
+def agree(workdir: str | Path, passed: SkippedBatches, meta: Mapping[str, Any], step: int) -> None:
     """Refuse a checkpoint whose steps had other batches; take the record from it where the workdir has lost its own.
 
     Raises:
         RolledBack: the record is on disk now; start again with it.
     """
-    theirs = PassedOver.of(meta.get("passed_over", {}))
+    theirs = SkippedBatches.of(meta.get("skipped_batches", {}))
     if passed.agrees(theirs, step):
         return
     if passed.batches:
@@ -141,8 +141,8 @@ def agree(workdir: str | Path, passed: PassedOver, meta: Mapping[str, Any], step
     raise RolledBack
 
 
-def _settle(workdir: str | Path, checkpoints: Checkpoints) -> PassedOver:
-    passed = PassedOver.read(workdir) or PassedOver()
+def _settle(workdir: str | Path, checkpoints: CheckpointManager) -> SkippedBatches:
+    passed = SkippedBatches.read(workdir) or SkippedBatches()
     if passed.void_above is not None:
         checkpoints.discard(passed.void_above)
         turn_back(workdir)

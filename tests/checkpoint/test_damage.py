@@ -13,7 +13,7 @@ import tensorstore
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint import Checkpoints, verify
+from jaxtrain.checkpoint import CheckpointManager, verify
 from jaxtrain.errors import UserError
 from jaxtrain.observe.events import events
 
@@ -31,7 +31,7 @@ ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, shardin
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made") / "checkpoints"
-    store = Checkpoints(folder, keep=3)
+    store = CheckpointManager(folder, keep=3)
     for step in (10, 20, 30):
         store.save(step, state_of(step), {"n": step})
     store.close()
@@ -172,7 +172,7 @@ def test_damage(copy, capfd, damage):
         assert verify.verify(copy, 20)  # the other one is as damaged
     problems = verify.verify(copy, 30)
     assert problems and verify.verify(copy, 10) == []
-    store = Checkpoints(copy, keep=3)
+    store = CheckpointManager(copy, keep=3)
     step, state, meta = store.restore_newest(ABSTRACT)
     expected = 10 if "swapped" in damage else 20
     assert (step, meta) == (expected, {"n": expected})
@@ -185,7 +185,7 @@ def test_damage(copy, capfd, damage):
     told = [event for event in events(copy.parent) if event["kind"] == "checkpoint_damaged"]
     assert told[0]["step"] == 30 and problems[0] in told[0]["problems"]
     assert (copy / "30.damaged").exists() and not (copy / "30").exists()
-    assert Checkpoints(copy, keep=3).restore_newest(ABSTRACT)[0] == expected
+    assert CheckpointManager(copy, keep=3).restore_newest(ABSTRACT)[0] == expected
     store.close()
 
 
@@ -204,7 +204,7 @@ def test_not_readable(copy, monkeypatch):
         return right(path, *args, **keys)
 
     monkeypatch.setattr(verify, "open", opening, raising=False)
-    assert Checkpoints(copy).newest() == 20
+    assert CheckpointManager(copy).newest() == 20
 
 
 def test_storage_that_fails_for_a_moment_is_asked_again(copy, monkeypatch):
@@ -217,14 +217,14 @@ def test_storage_that_fails_for_a_moment_is_asked_again(copy, monkeypatch):
         return right(path, *args, **keys)
 
     monkeypatch.setattr(verify, "open", opening, raising=False)
-    assert Checkpoints(copy).newest() == 30
+    assert CheckpointManager(copy).newest() == 30
     assert waits == list(verify._AGAIN_S[:2])
 
 
 def test_half_written_folders_are_nothing(copy, capfd):
     shutil.copytree(copy / "30", copy / "40.orbax-checkpoint-tmp")
     shutil.copytree(copy / "30", copy / "20.deleted")
-    store = Checkpoints(copy, keep=9)
+    store = CheckpointManager(copy, keep=9)
     assert store.newest() == 30 and capfd.readouterr().err == ""
     store.save(40, state_of(40))
     store.close()
@@ -234,25 +234,25 @@ def test_half_written_folders_are_nothing(copy, capfd):
 def test_one_that_nobody_read_back_counts_when_it_is_whole(copy, capfd):
     (copy / "30" / "good.json").unlink()
     assert verify.good(copy, 30) is None
-    assert Checkpoints(copy).newest() == 30
+    assert CheckpointManager(copy).newest() == 30
     assert verify.good(copy, 30)["meta"] == {"n": 30} and capfd.readouterr().err == ""
 
 
 def test_none_is_good(copy):
     for step in (10, 20, 30):
         (copy / str(step) / "good.json").write_text("{")
-    store = Checkpoints(copy)
+    store = CheckpointManager(copy)
     assert store.newest(below=25) is None
     for _ in range(2):
         with pytest.raises(UserError, match=r"none is good \(10.damaged, 20.damaged, 30.damaged; events.json") as error:
-            Checkpoints(copy).restore_newest(ABSTRACT)
+            CheckpointManager(copy).restore_newest(ABSTRACT)
         assert error.value.key == "checkpoint"
-    assert Checkpoints(copy.parent / "nothing").restore_newest(ABSTRACT) is None
+    assert CheckpointManager(copy.parent / "nothing").restore_newest(ABSTRACT) is None
 
 
 def test_a_step_that_was_damaged_counts_again_once_it_is_saved_again(copy):
     flip(data(copy))
-    with Checkpoints(copy, keep=9) as store:
+    with CheckpointManager(copy, keep=9) as store:
         assert store.newest() == 20
         store.save(30, state_of(30), {"n": 30})
         store.wait()
@@ -264,29 +264,29 @@ def test_one_that_cannot_be_renamed_is_passed_over_once(copy, monkeypatch):
     flip(data(copy))
     rename = Path.rename
     monkeypatch.setattr(Path, "rename", lambda self, to: rename(self, to) if self.name != "30" else os.rename("", ""))
-    step, _, _ = Checkpoints(copy, verify="sizes").restore_newest(ABSTRACT)
+    step, _, _ = CheckpointManager(copy, verify="sizes").restore_newest(ABSTRACT)
     assert step == 20 and (copy / "30").is_dir()
 
 
 def test_another_model_is_not_damage(copy):
     other = {**ABSTRACT, "w": jax.ShapeDtypeStruct((8, 64), jnp.bfloat16, sharding=WHERE)}
     with pytest.raises(UserError, match=r"^w: is float32\[8, 64\] in the checkpoint"):
-        Checkpoints(copy).restore_newest(other)
-    assert Checkpoints(copy).newest() == 30
+        CheckpointManager(copy).restore_newest(other)
+    assert CheckpointManager(copy).newest() == 30
 
 
 def test_sizes_only(copy):
     """The quick check misses a bit; what was loaded does not."""
     flip(data(copy))
     os.truncate(copy / "20" / "meta" / "metadata", 1)
-    store = Checkpoints(copy, verify="sizes")
+    store = CheckpointManager(copy, verify="sizes")
     assert store.newest() == 30
     assert store.restore_newest(ABSTRACT)[0] == 10
     assert {path.name for path in copy.iterdir()} == {"10", "20.damaged", "30.damaged"}
 
 
 def test_going_back_gives_up_what_was_ahead(copy):
-    store = Checkpoints(copy, keep=3)
+    store = CheckpointManager(copy, keep=3)
     assert store.restore_newest(ABSTRACT, below=30)[0] == 20
     assert verify.steps(copy) == [10, 20]  # or a crash would bring back what was given up
     store.save(30, state_of(31))
@@ -309,7 +309,7 @@ def test_one_that_nobody_read_back_and_that_cannot_be_read_is_passed_over(copy, 
 
     monkeypatch.setattr(verify.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(verify, "open", opening, raising=False)
-    assert Checkpoints(copy).newest() == 20
+    assert CheckpointManager(copy).newest() == 20
 
 
 def test_a_whole_one_is_chosen_though_the_disk_has_no_room_to_say_that_it_is(copy, monkeypatch):
@@ -319,4 +319,4 @@ def test_a_whole_one_is_chosen_though_the_disk_has_no_room_to_say_that_it_is(cop
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(verify, "write_mark", full)
-    assert Checkpoints(copy).newest() == 30 and (copy / "30").exists()
+    assert CheckpointManager(copy).newest() == 30 and (copy / "30").exists()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import Checkpoints, manager, verify
+from jaxtrain.checkpoint import CheckpointManager, manager, verify
 from jaxtrain.errors import UserError
 from jaxtrain.observe import Constants, MetricsWriter
 from jaxtrain.observe.events import events
@@ -50,7 +50,7 @@ def fails(checkpoints, step, reason):
 
 def test_a_full_disk(small, unseen, capfd):
     (small / "ballast").write_bytes(bytes(7 << 19))
-    checkpoints = Checkpoints(small / "c", keep=9)
+    checkpoints = CheckpointManager(small / "c", keep=9)
     checkpoints.save(1, state_of(1))
     checkpoints.wait()
     fails(checkpoints, 2, "No space left")
@@ -69,7 +69,7 @@ def test_a_full_disk(small, unseen, capfd):
 
 def test_a_disk_without_a_byte(small, unseen, capfd):
     """Whatever Orbax could not write then, it does not hold against the next save."""
-    with Checkpoints(small / "c") as checkpoints:
+    with CheckpointManager(small / "c") as checkpoints:
         checkpoints.save(1, state_of(1))
         checkpoints.wait()
         with contextlib.suppress(OSError), open(small / "ballast", "wb", buffering=0) as ballast:
@@ -115,7 +115,7 @@ def test_lines_that_never_find_room_are_told_at_the_end(small):
 
 
 def test_what_will_not_fit_is_not_begun(tmp_path, monkeypatch, capfd):
-    checkpoints = Checkpoints(tmp_path / "c")
+    checkpoints = CheckpointManager(tmp_path / "c")
     monkeypatch.setattr(manager.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 19))
     fails(checkpoints, 1, r"524,288 bytes are free, of 1,048,580")
     assert list((tmp_path / "c").iterdir()) == []
@@ -124,11 +124,11 @@ def test_what_will_not_fit_is_not_begun(tmp_path, monkeypatch, capfd):
 
 
 def test_what_may_go_makes_room(tmp_path, monkeypatch, capfd):
-    checkpoints = Checkpoints(tmp_path / "c", keep=9)
+    checkpoints = CheckpointManager(tmp_path / "c", keep=9)
     for step in (1, 2, 3):
         checkpoints.save(step, state_of(step))
     checkpoints.close()
-    fewer = Checkpoints(tmp_path / "c", keep=1)
+    fewer = CheckpointManager(tmp_path / "c", keep=1)
     monkeypatch.setattr(manager.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     fails(fewer, 4, "0 bytes are free")
     assert verify.steps(tmp_path / "c") == [3]
@@ -136,7 +136,7 @@ def test_what_may_go_makes_room(tmp_path, monkeypatch, capfd):
 
 def test_a_limit_on_file_sizes(tmp_path, capfd):
     """Another refusal of the operating system, in the midst of a file."""
-    checkpoints = Checkpoints(tmp_path / "c")
+    checkpoints = CheckpointManager(tmp_path / "c")
     checkpoints.save(1, {"step": jnp.int32(1)})
     checkpoints.wait()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -153,7 +153,7 @@ def test_a_limit_on_file_sizes(tmp_path, capfd):
 
 
 def test_a_directory_that_is_gone(tmp_path, capfd):
-    checkpoints = Checkpoints(tmp_path / "c")
+    checkpoints = CheckpointManager(tmp_path / "c")
     checkpoints.save(1, state_of(1))
     checkpoints.wait()
     shutil.rmtree(tmp_path / "c")
@@ -161,7 +161,7 @@ def test_a_directory_that_is_gone(tmp_path, capfd):
     checkpoints.save(2, state_of(2))  # a mount may be gone for a while: the run goes on
     assert checkpoints.failed() and "checkpoint 2 could not be saved (File exists)" in capfd.readouterr().err
     with pytest.raises(UserError, match="cannot be written"):  # but not one that begins with it
-        Checkpoints(tmp_path / "c").save(2, state_of(2))
+        CheckpointManager(tmp_path / "c").save(2, state_of(2))
     os.unlink(tmp_path / "c")
     checkpoints.save(3, state_of(3))
     checkpoints.close()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import storage
-from jaxtrain.checkpoint import Checkpoints, mirror, verify
+from jaxtrain.checkpoint import CheckpointManager, mirror, verify
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.errors import UserError
 from jaxtrain.observe.events import events
@@ -28,7 +28,7 @@ def made(tmp_path_factory):
     """A run's checkpoints of steps 1 to 3, all good."""
     work = tmp_path_factory.mktemp("made") / "work"
     work.mkdir()
-    with contextlib.closing(Checkpoints(work / "checkpoints", keep=9)) as checkpoints:
+    with contextlib.closing(CheckpointManager(work / "checkpoints", keep=9)) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, state_of(step), {"step": step, "config": {"train": {"steps": 3}}})
         checkpoints.wait()
@@ -63,7 +63,7 @@ def same(work, other, step):
 
 
 def restored(work, place, step):
-    with contextlib.closing(Checkpoints(work / "checkpoints", mirror=place)) as checkpoints:
+    with contextlib.closing(CheckpointManager(work / "checkpoints", mirror=place)) as checkpoints:
         found, state, meta = checkpoints.restore_newest(ABSTRACT)
     assert found == meta["step"] == step
     np.testing.assert_array_equal(np.asarray(state["w"]), np.asarray(state_of(step)["w"]))
@@ -82,7 +82,7 @@ def test_there_and_back(work, made, place):
 
 def test_a_run_copies_as_it_goes_and_keeps_as_many(tmp_path, place):
     work = tmp_path / "work"
-    with contextlib.closing(Checkpoints(work / "checkpoints", keep=2, keep_every=3, mirror=place)) as checkpoints:
+    with contextlib.closing(CheckpointManager(work / "checkpoints", keep=2, keep_every=3, mirror=place)) as checkpoints:
         for step in range(1, 6):
             checkpoints.save(step, state_of(step), {"step": step})
             checkpoints.wait()
@@ -106,7 +106,7 @@ def test_one_that_the_mirror_lacks_is_passed_over(work, place):
 
 def test_what_ended_too_early_is_copied_at_the_next_start(work, place):
     restored(work, place, 3)
-    with contextlib.closing(Checkpoints(work / "checkpoints", mirror=place)) as checkpoints:
+    with contextlib.closing(CheckpointManager(work / "checkpoints", mirror=place)) as checkpoints:
         assert checkpoints.newest() == 3
         checkpoints.wait()
     assert Mirror(work / "checkpoints", place).steps() == [3]
@@ -117,7 +117,7 @@ def test_later_steps_of_a_past_that_was_left(work, place):
         Mirror(work / "checkpoints", place).send(step)
     Mirror(work / "checkpoints", place, kept=lambda good: good[-2:]).send(2)
     assert Mirror(work / "checkpoints", place).steps() == [1, 2, 3]  # it was there: nothing to do
-    with contextlib.closing(Checkpoints(work / "checkpoints", keep=9)) as checkpoints:
+    with contextlib.closing(CheckpointManager(work / "checkpoints", keep=9)) as checkpoints:
         assert checkpoints.restore_newest(ABSTRACT, below=2)[0] == 1
         checkpoints.save(2, state_of(7), {"step": 2})
         checkpoints.wait()
@@ -203,7 +203,7 @@ def test_a_store_that_is_down_holds_up_nothing(network, bucket, work, capsys):
     down = threading.Event()
     down.set()
     network.fault = lambda number, method, path: "busy" if down.is_set() else ""
-    with contextlib.closing(Checkpoints(work / "checkpoints", keep=9, mirror=f"{bucket}/a")) as checkpoints:
+    with contextlib.closing(CheckpointManager(work / "checkpoints", keep=9, mirror=f"{bucket}/a")) as checkpoints:
         assert checkpoints.newest() == 3
         checkpoints.save(4, state_of(4), {"step": 4})
         checkpoints.wait()  # tried in vain
@@ -219,7 +219,7 @@ def test_nothing_here_and_a_store_that_is_down_is_no_new_beginning(network, buck
     shutil.rmtree(work / "checkpoints")
     network.fault = lambda number, method, path: "busy"
     with pytest.raises(UserError, match="see whether the store is up"):
-        Checkpoints(work / "checkpoints", mirror=f"{bucket}/a").newest()
+        CheckpointManager(work / "checkpoints", mirror=f"{bucket}/a").newest()
     assert not storage.is_url(str(work))
 
 
@@ -244,10 +244,10 @@ def test_of_copies_the_newest_that_is_right_is_taken(work, place, tmp_path, caps
 
 def test_what_the_run_went_back_from_does_not_come_back(work, place):
     Mirror(work / "checkpoints", place).send(3)
-    with contextlib.closing(Checkpoints(work / "checkpoints", mirror=place)) as checkpoints:
+    with contextlib.closing(CheckpointManager(work / "checkpoints", mirror=place)) as checkpoints:
         checkpoints.discard(above=2)
     shutil.move(work / "checkpoints" / "2", work / "2"), shutil.rmtree(work / "checkpoints" / "1")
-    with contextlib.closing(Checkpoints(work / "checkpoints", mirror=place)) as checkpoints:
+    with contextlib.closing(CheckpointManager(work / "checkpoints", mirror=place)) as checkpoints:
         assert checkpoints.newest() is None
     shutil.move(work / "2", work / "checkpoints" / "2")
     ours = Mirror(work / "checkpoints", place)

@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.checkpoint import Checkpoints, retention, verify
+from jaxtrain.checkpoint import CheckpointManager, retention, verify
 from jaxtrain.checkpoint.manager import NotSaved
 from jaxtrain.checkpoint.orbax.orbax_logging import innermost
 from jaxtrain.checkpoint.retention import best_of, dispensable
@@ -43,7 +43,7 @@ def test_best(tmp_path):
 
 def test_in_the_store(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "eval_loss": {abs(n - 3)}}}\n' for n in range(9)))
-    store = Checkpoints(tmp_path / "c", keep=1, keep_every=4, best="eval_loss")
+    store = CheckpointManager(tmp_path / "c", keep=1, keep_every=4, best="eval_loss")
     for step in range(1, 7):
         store.save(step, {"w": jnp.ones(3) * step}, {})
         store.wait()
@@ -52,7 +52,7 @@ def test_in_the_store(tmp_path):
 
 
 def test_one_that_fails_its_check_lets_nothing_go(tmp_path, monkeypatch, capfd):
-    store = Checkpoints(tmp_path / "c", keep=1)
+    store = CheckpointManager(tmp_path / "c", keep=1)
     store.save(1, {"w": jnp.ones(3)}, {})
     store.wait()
     with monkeypatch.context() as patch:
@@ -72,12 +72,12 @@ def test_one_that_fails_its_check_lets_nothing_go(tmp_path, monkeypatch, capfd):
         f"checkpoint 2 is damaged (array w has other content); kept as {tmp_path}/c/2.damaged",
         "checkpoint 3 could not be read back (ZeroDivisionError: division by zero); the next start does it"]
     store.close()
-    assert Checkpoints(tmp_path / "c").newest() == 3
+    assert CheckpointManager(tmp_path / "c").newest() == 3
 
 
 def test_new_good_ones_are_announced_before_old_ones_go(tmp_path):
     seen = []
-    store = Checkpoints(tmp_path / "c", keep=1)
+    store = CheckpointManager(tmp_path / "c", keep=1)
     store.on_good.append(lambda step, path: seen.append((step, verify.steps(tmp_path / "c"), path.name)))
     for step in (1, 2):
         store.save(step, {"w": jnp.ones(3)}, {})
@@ -89,7 +89,7 @@ def test_new_good_ones_are_announced_before_old_ones_go(tmp_path):
 
 def test_one_that_was_taken_for_failed_and_is_whole_counts(tmp_path):
     """As when a network file system renames a folder and says that it did not."""
-    with Checkpoints(tmp_path / "c") as store:
+    with CheckpointManager(tmp_path / "c") as store:
         store.save(1, {"w": jnp.ones(3)}, {})
         store.wait()
         store._failure = NotSaved(1, tmp_path / "c", "no answer")

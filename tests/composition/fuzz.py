@@ -67,7 +67,7 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     if family == "deepseek_v3":
         keys |= {"model.value_head_dim": rng.choice((6, 8)), "model.dense_layers": rng.choice((0, 1))}
     if not family.startswith("gpt2"):
-        keys |= {"model.ahead_loss": often(0.0, 0.3)}
+        keys |= {"model.mtp_loss_weight": often(0.0, 0.3)}
     if rng.random() < 0.25:  # a width that few axes divide together
         keys |= {"model.embed_dim": 40, "model.head_dim": 8}
     if rng.random() < 0.3:

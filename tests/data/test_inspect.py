@@ -38,7 +38,7 @@ def test_it_shows_the_rows_of_a_step(tmp_path, monkeypatch, capsys):
         last = np.flatnonzero(np.diff(batch["segments"][i], prepend=0))[-1]
         assert " ".join(map(str, batch["tokens"][i][last:])) in shown
 
-    (tmp_path / "passed_over.json").write_text('{"batches": [2, 5, 9]}')
+    (tmp_path / "skipped_batches.json").write_text('{"batches": [2, 5, 9]}')
     assert main([*keys, "--step=5", "--tokens", f"--workdir={tmp_path}"]) == 0  # the sixth that is not passed over
     assert capsys.readouterr().out == shown
 

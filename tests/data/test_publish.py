@@ -14,7 +14,7 @@ from jaxtrain.data import open_corpus
 from jaxtrain.data.publish import main, publish
 from jaxtrain.errors import UserError
 from tests.data import made
-from tests.data.test_damage import flip
+from tests.data.corpus.test_corruption import flip
 
 ROOT = Path(__file__).parents[2]
 

@@ -234,8 +234,8 @@ def loss_and_excess(c, p, b, z_loss=0.0):
     told = []
     x = through(c, p, b, told)
     total = entropy(c, p, last_norm(c, p, x), b["targets"], b["weights"], z_loss)
-    if c.ahead_loss:
-        total = total + c.ahead_loss * entropy(c, p, *ahead(c, p, b, x, told), z_loss)
+    if c.mtp_loss_weight:
+        total = total + c.mtp_loss_weight * entropy(c, p, *ahead(c, p, b, x, told), z_loss)
     row = b["weights"].sum(1)
     total = total + sum((row * penalty).sum() for penalty, _ in told)
     return total / row.sum(), jnp.array([row @ excess / row.sum() for _, excess in told])

@@ -24,8 +24,8 @@ CASES = [
 def test_looking_ahead_gives_the_numbers_of_the_plain_model(family, keys):
     fuzz.check({f"mesh.{axis}": 1 for axis in fuzz.AXES} | {
         "family": family, "packing": True, "data.global_batch_size": fuzz.ROWS, "data.seq_len": fuzz.SEQ,
-        "model.max_seq_len": fuzz.SEQ, "model.num_layers": 3, "train.precision": "float32", "model.ahead_loss": 0.3}
-        | keys)
+        "model.max_seq_len": fuzz.SEQ, "model.num_layers": 3, "train.precision": "float32",
+        "model.mtp_loss_weight": 0.3} | keys)
 
 
 def test_the_last_two_tokens_of_a_document_have_no_second_target():
@@ -40,7 +40,7 @@ def test_targets_that_are_ignored_may_be_negative():
     values, batch = [], reference.batch(0)
     batch["targets"][batch["weights"] == 0] = -100
     for mesh in (1, 1, 1), (1, 1, 2):
-        run = reference.build("llama", mesh, model__ahead_loss=0.3)
+        run = reference.build("llama", mesh, model__mtp_loss_weight=0.3)
         ahead = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.02, np.float32), run.abstract.params["ahead"])
         params = jax.device_put(reference.initial("llama") | {"ahead": ahead}, run.layout.state.params)
         with sharding.use(run.mesh, run.rules):
@@ -49,7 +49,7 @@ def test_targets_that_are_ignored_may_be_negative():
 
 
 def test_evaluation_does_not_look_ahead():
-    run, plain = reference.build("llama", model__ahead_loss=0.3), reference.build("llama")
+    run, plain = reference.build("llama", model__mtp_loss_weight=0.3), reference.build("llama")
     params, batch = run.init().params, run.place(reference.batch(0))
     total, weight = run.compiled_eval(params, batch)
     want = plain.compiled_eval({key: params[key] for key in params if key != "ahead"}, batch)
@@ -59,4 +59,4 @@ def test_evaluation_does_not_look_ahead():
 
 def test_a_model_without_such_a_layer_refuses():
     with pytest.raises(jt.UserError, match="gpt2 has no such key"):
-        reference.build("gpt2", model__ahead_loss=0.3)
+        reference.build("gpt2", model__mtp_loss_weight=0.3)

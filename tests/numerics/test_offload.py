@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.config.load import load_config
 from jaxtrain.main import main
 from jaxtrain.plan.estimate import change
@@ -98,9 +98,9 @@ def test_a_run_goes_on_with_its_state_elsewhere(tmp_path, tmp_path_factory):
                 assert theirs[key] == pytest.approx(ours[key], rel=1e-4)
         assert not [event for event in (mixed / "events.jsonl").read_text().splitlines() if '"damaged"' in event]
     config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
-    restored = Checkpoints(mixed / "checkpoints").restore(
+    restored = CheckpointManager(mixed / "checkpoints").restore(
         12, build(change(config, {"optimizer.offload": True, "mesh.data": 1, "mesh.fsdp": 8})).abstract)
     assert places([leaf for leaf in jax.tree.leaves(restored.opt_state) if leaf.ndim]) == {HOST}
-    both = [jax.device_get(Checkpoints(folder / "checkpoints").restore(12, build(config).abstract))
+    both = [jax.device_get(CheckpointManager(folder / "checkpoints").restore(12, build(config).abstract))
             for folder in (plain, mixed)]
     same(*both, 2e-4)

@@ -33,7 +33,7 @@ def test_of_the_experts_only_those_at_work_count():
 
 def test_looking_ahead_costs_a_layer_two_projections_and_the_head_again():
     shape = dict(name="llama", num_layers=2, embed_dim=32, num_heads=4, vocab_size=64, mlp_dim=48)
-    plain, ahead = (build(make_config({"model": shape | {"ahead_loss": loss}, "mesh": {"data": 1}}), devices=1)
+    plain, ahead = (build(make_config({"model": shape | {"mtp_loss_weight": loss}, "mesh": {"data": 1}}), devices=1)
                     for loss in (0.0, 0.3))
     counts = [matmul_parameters(run.abstract, run.layout, run.config.model) for run in (plain, ahead)]
     assert counts[1] - counts[0] == 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32 * 32 + 32 * 64

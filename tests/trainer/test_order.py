@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 
 from jaxtrain import observe
-from jaxtrain.checkpoint import Checkpoints, manager
+from jaxtrain.checkpoint import CheckpointManager, manager
 from jaxtrain.config.load import load_config
 from jaxtrain.data import Batches
-from jaxtrain.data.loading.skipped_batches import PassedOver
+from jaxtrain.data.loading.skipped_batches import SkippedBatches
 from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.replicas import Replicas
 from jaxtrain.resilience.stragglers import Stragglers
 from jaxtrain.resilience.watchdog import Watchdog
 from jaxtrain.run import Run, build
-from jaxtrain.trainer.rollback import Guard
+from jaxtrain.trainer.rollback import AnomalyGuard
 from jaxtrain.trainer.shutdown import Interrupt
 from tests.tiny import tiny_flags
 
@@ -38,7 +38,7 @@ STEPS, SAVE_EVERY, EVAL_EVERY = 6, 3, 2
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "data.global_batch_size=8", f"train.steps={STEPS}", f"train.eval_every={EVAL_EVERY}",
         f"checkpoint.every={SAVE_EVERY}", "train.progress=false", "resilience.spikes=rollback",
-        "resilience.max_skips=1", "resilience.pass_over=1"]
+        "resilience.max_skips=1", "resilience.skip_batches=1"]
 
 Event = tuple[str, int]  # what happened, and the step (counted from 1) that it belongs to
 EVERY_STEP = ("batch asked for", "on_batch", "step", "on_dispatch", "metrics pushed", "stop agreed", "checks")
@@ -119,15 +119,15 @@ def recording(run: Run) -> Iterator[Recorder]:
         patch.setattr(Replays, "run", step)
         record(Stragglers, "step", "on_dispatch", unknown)
         record(observe.MetricsWriter, "push", "metrics pushed")
-        record(Guard, "look", "anomaly look")
+        record(AnomalyGuard, "look", "anomaly look")
         record(Interrupt, "requested", "stop agreed")
         patch.setattr(Replicas, "check", check)
         record(observe.MetricsWriter, "flush", "metrics flushed", unknown)
-        record(Guard, "look_at_all", "all anomalies looked at", unknown)
-        record(Checkpoints, "save", "saved")
+        record(AnomalyGuard, "look_at_all", "all anomalies looked at", unknown)
+        record(CheckpointManager, "save", "saved")
         record(Run, "evaluate", "evaluated", lambda state, *rest: int(jax.device_get(state.step)))
         record(observe.MetricsWriter, "write_eval", "evaluation written")
-        record(Checkpoints, "insist", "saved for good")
+        record(CheckpointManager, "insist", "saved for good")
         yield recorder
 
 
@@ -215,7 +215,7 @@ def test_a_stop_saves_and_leaves_the_evaluation_out(stopped):
     recorder, workdir, interrupted = stopped
     assert recorder.events == turns(1, STOPPED - 1) + turn(STOPPED, stopped=True)
     assert (interrupted.step, interrupted.signal) == (STOPPED, signal.SIGTERM)
-    assert Checkpoints(workdir / "checkpoints").latest() == STOPPED
+    assert CheckpointManager(workdir / "checkpoints").latest() == STOPPED
 
 
 def test_an_evaluation_that_a_stop_left_out_comes_before_the_next_batch(run, stopped, tmp_path):
@@ -247,7 +247,7 @@ def test_a_save_that_fails_is_repeated_only_at_the_end(run, tmp_path, monkeypatc
         loop.train(run, tmp_path / "work")
     # A wait between two saves asks whether to stop, since a signal ends it.
     assert recorder.events == turns(1) + at(STEPS, *END) + at(STEPS, "stop agreed", "saved") * 2
-    assert Checkpoints(tmp_path / "work" / "checkpoints").steps() == [STEPS]
+    assert CheckpointManager(tmp_path / "work" / "checkpoints").steps() == [STEPS]
 
 
 @pytest.mark.parametrize("bad, seen", [(4, "anomaly look"), (5, "all anomalies looked at")])
@@ -262,7 +262,7 @@ def test_a_rollback_saves_nothing_of_what_it_undoes(run, tmp_path, monkeypatch, 
     monkeypatch.setattr(Batches, "rows", poisoned)
     with recording(run) as recorder:
         loop.train(run, tmp_path / "work")
-    assert PassedOver.read(tmp_path / "work").rollbacks == 1
+    assert SkippedBatches.read(tmp_path / "work").rollbacks == 1
     # Step 6 ends in its pushed metrics or later, as the look that finds the bad step has it, but before the save.
     left = recorder.all.index((seen, STEPS)) + 1
     given_up = [event for event in recorder.all[:left] if event[0] not in LOOKS]

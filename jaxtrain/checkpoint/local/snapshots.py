@@ -60,7 +60,7 @@ class Taken:
         return all(self.name(owner) in names for owner in range(self.owners))
 
 
-class Snapshots:
+class LocalCheckpoints:
     """The snapshots of one run. In a multi-process run every process makes all calls, at the same steps.
 
     Args:
@@ -92,7 +92,7 @@ class Snapshots:
         """Whether to take one now."""
         return bool(self.every) and step % self.every == 0
 
-    def told(self) -> dict[str, float]:
+    def pop_fields(self) -> dict[str, float]:
         """For the next line of metrics: `snapshot_blocked_s`, the seconds for which one just held up the loop."""
         blocked, self._blocked = self._blocked, None
         return {} if blocked is None else {"snapshot_blocked_s": blocked}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxtrain.data.loading.document_rows import Unpacked
-from jaxtrain.data.loading.readahead import Ahead
+from jaxtrain.data.loading.readahead import ReadAhead
 from jaxtrain.errors import UserError
 
 CANDIDATES = 1024  # lengths that may become a bucket's: more would cost time and gain a tenth of a percent
@@ -92,7 +92,7 @@ class BucketedBatches:
         self.num_batches = None if repeat else self.batches_per_epoch  # None: no end
         self.global_batch_size = max(self._sizes)
         self._counted = 0, 0  # a step, and the tokens before it
-        self._ahead = Ahead(self._read, threads) if threads else None
+        self._ahead = ReadAhead(self._read, threads) if threads else None
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         return self.rows(step, range(self.size(step)))

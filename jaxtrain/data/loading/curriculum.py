@@ -9,8 +9,8 @@ import numpy as np
 from jaxtrain.config.data_stages import Source, Stage
 from jaxtrain.data.loading.loader import Rows, take
 from jaxtrain.data.loading.mixture import Mixture
-from jaxtrain.data.loading.order import Order
-from jaxtrain.data.loading.readahead import Ahead
+from jaxtrain.data.loading.readahead import ReadAhead
+from jaxtrain.data.loading.shuffle import Order
 from jaxtrain.errors import UserError
 
 
@@ -74,7 +74,7 @@ class Curriculum:
                 break  # what comes behind has nothing to draw from
             epochs = self._epochs(self._eras[-1], place)
         self.num_batches = self._count()
-        self._ahead = Ahead(self._read, threads) if threads else None
+        self._ahead = ReadAhead(self._read, threads) if threads else None
 
     def shape(self, step: int) -> tuple[int, int]:
         """Rows, and tokens of a row, at this step."""

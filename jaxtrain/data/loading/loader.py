@@ -1,6 +1,6 @@
 """Batches by step number, and a thread that prepares the next ones while the device computes.
 
-The order of all rows is known at any place (order.py). So the step number alone says which rows a batch holds: a
+The order of all rows is known at any place (shuffle.py). So the step number alone says which rows a batch holds: a
 restart needs no state, and processes need not agree on anything.
 """
 
@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtrain.data.loading.order import Order
-from jaxtrain.data.loading.readahead import Ahead
+from jaxtrain.data.loading.readahead import ReadAhead
+from jaxtrain.data.loading.shuffle import Order
 
 
 class Rows(Protocol):
@@ -38,7 +38,7 @@ class Batches:
     def __init__(self, rows: Rows, *, global_batch_size: int, seed: int, shuffle: bool = True, repeat: bool = True,
                  threads: int = 0):
         self._rows, self._order = rows, Order(len(rows), seed, shuffle)
-        self._ahead = Ahead(self._read, threads) if threads else None
+        self._ahead = ReadAhead(self._read, threads) if threads else None
         self.global_batch_size = global_batch_size
         self.num_batches = None if repeat else -(-len(rows) // global_batch_size)  # None: no end
 

@@ -10,7 +10,7 @@ import numpy as np
 Rows = dict[str, np.ndarray]
 
 
-class Ahead:
+class ReadAhead:
     """`rows(step, indices)` as `read(step, indices)` gives them; those of the next steps are begun meanwhile."""
 
     def __init__(self, read: Callable[[int, np.ndarray], Rows], threads: int):

@@ -16,11 +16,11 @@ import numpy as np
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
 
-FILE = "passed_over.json"
+FILE = "skipped_batches.json"
 
 
 @dataclass(frozen=True)
-class PassedOver:
+class SkippedBatches:
     """The record. Steps are counted as the run trains, batches as the data has them, both from 0."""
 
     batches: tuple[int, ...] = ()  # in rising order
@@ -28,7 +28,7 @@ class PassedOver:
     void_above: int | None = None  # checkpoints of more steps saw what is passed over, and are yet to be removed
 
     @classmethod
-    def read(cls, workdir: str | Path) -> "PassedOver | None":
+    def read(cls, workdir: str | Path) -> "SkippedBatches | None":
         """That of a workdir, if it has one."""
         path = Path(workdir) / FILE
         try:
@@ -40,7 +40,7 @@ class PassedOver:
                             "delete it") from None
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> "PassedOver":
+    def of(cls, record: Mapping[str, Any]) -> "SkippedBatches":
         """From plain JSON."""
         batches = record.get("batches", [])
         if not all(isinstance(batch, int) and batch >= 0 for batch in batches):
@@ -73,19 +73,19 @@ class PassedOver:
         """How many batches the first `steps` steps went through, those passed over between them included."""
         return self.batch(steps - 1) + 1 if steps > 0 else 0
 
-    def agrees(self, other: "PassedOver", steps: int) -> bool:
+    def agrees(self, other: "SkippedBatches", steps: int) -> bool:
         """Whether the first `steps` steps have the same batches by both."""
         reach = self.reach(steps)
         return reach == other.reach(steps) and all(
             (batch in other.batches) == (batch in self.batches) for batch in (*self.batches, *other.batches)
             if batch < reach)
 
-    def after_rollback(self, first: int, last: int) -> "PassedOver":
+    def after_rollback(self, first: int, last: int) -> "SkippedBatches":
         """With the batches of these steps passed over too; only what was saved up to `first` may be restored."""
         more = {self.batch(step) for step in range(first, last + 1)}
-        return PassedOver(tuple(sorted({*self.batches, *more})), self.rollbacks + 1, first)
+        return SkippedBatches(tuple(sorted({*self.batches, *more})), self.rollbacks + 1, first)
 
-    def settled(self) -> "PassedOver":
+    def settled(self) -> "SkippedBatches":
         """When the checkpoints that are void are gone."""
         return replace(self, void_above=None)
 
@@ -93,7 +93,7 @@ class PassedOver:
 class Remaining:
     """`batches[step]` of loader.Batches and its like, less those that are passed over."""
 
-    def __init__(self, batches: BatchSource, passed: PassedOver):
+    def __init__(self, batches: BatchSource, passed: SkippedBatches):
         self._batches: Any = batches
         self._passed = passed
         ends = batches.num_batches
@@ -130,6 +130,6 @@ class Remaining:
         return self._batches.origin(self._passed.batch(step), index)
 
 
-def remaining(batches: BatchSource, passed: PassedOver) -> BatchSource:
+def remaining(batches: BatchSource, passed: SkippedBatches) -> BatchSource:
     """The batches by step of a run with this record."""
     return Remaining(batches, passed) if passed.batches else batches

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.distributed import exit_codes
-from jaxtrain.launch.supervisor.child_processes import Child
+from jaxtrain.distributed.child_processes import Child
 
 # What processes say that died because another one did.
 _CONSEQUENCE = re.compile(

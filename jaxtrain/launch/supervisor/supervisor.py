@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain import errors
-from jaxtrain.distributed import exit_codes
+from jaxtrain.distributed import child_processes, exit_codes
+from jaxtrain.distributed.child_processes import Child
 from jaxtrain.errors import UserError
 from jaxtrain.flags import command, parser_of, training_flags, workdir_of
-from jaxtrain.launch.supervisor import child_processes, failure_report
-from jaxtrain.launch.supervisor.child_processes import Child
+from jaxtrain.launch.supervisor import failure_report
 from jaxtrain.launch.supervisor.progress_file import Steps
-from jaxtrain.launch.supervisor.slots import Order, Staff
+from jaxtrain.launch.supervisor.slot_pool import Order, SlotPool
 from jaxtrain.observe.events import record
 
 _TICK = 0.2  # seconds between two looks; a death is seen at once
@@ -119,7 +119,7 @@ class Supervisor:
         self.flags, self.rest, self.workdir = flags, rest, workdir_of(wanted).absolute()
         self._logs = self.workdir / "logs" / (f"node-{flags.node_rank}" if flags.nodes > 1 else "")
         self.shares = child_processes.shares(os.environ, flags.processes)
-        self.staff = Staff(flags.processes, flags.min_processes, self._fits, flags.lost_after, flags.retry_lost)
+        self.staff = SlotPool(flags.processes, flags.min_processes, self._fits, flags.lost_after, flags.retry_lost)
         self.order = Order(self.workdir / "processes", flags.min_processes, flags.processes, say)
         self.steps = Steps(self.workdir / "metrics.jsonl")
         self.asked: int | None = None  # the signal that ends the run

@@ -199,7 +199,7 @@ def _reduced(grad: jax.Array, plan: _Plan) -> jax.Array:
 def _island(f: Callable[[jax.Array], jax.Array], x: jax.Array, new: int = 0) -> jax.Array:
     """`f` where `tensor` is manual too; it may put a new dimension in front."""
     spec = jax.typeof(x).sharding.spec
-    return sharding.island(f, (spec,), P(*(None,) * new, *spec))(x)
+    return sharding.manual_region(f, (spec,), P(*(None,) * new, *spec))(x)
 
 
 def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

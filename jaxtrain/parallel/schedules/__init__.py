@@ -17,12 +17,12 @@ long as its longest operation: F on one stage beside B on another wastes time, F
     python -m jaxtrain.parallel.schedules --report                                         compares them
 """
 
-from jaxtrain.parallel.schedules.files import from_file, to_csv, to_json
 from jaxtrain.parallel.schedules.making import NAMES, forward_only, make, wrong_chunks
 from jaxtrain.parallel.schedules.schedule import Hop, Op, Position, Schedule, peak_activations, straight, v_shape
+from jaxtrain.parallel.schedules.schedule_checks import validate
 from jaxtrain.parallel.schedules.slots import Column, Table, table
+from jaxtrain.parallel.schedules.table_files import from_file, to_csv, to_json
 from jaxtrain.parallel.schedules.times import efficiency, free_running_time, ideal_time, modelled_time
-from jaxtrain.parallel.schedules.validation import validate
 
 __all__ = [
     "NAMES", "Column", "Hop", "Op", "Position", "Schedule", "Table", "efficiency", "forward_only", "free_running_time",

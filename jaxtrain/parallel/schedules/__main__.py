@@ -10,10 +10,10 @@ import sys
 from jaxtrain.errors import UserError
 from jaxtrain.flags import parser_of
 from jaxtrain.parallel.schedules import drawing
-from jaxtrain.parallel.schedules.files import from_file
 from jaxtrain.parallel.schedules.making import NAMES, make
 from jaxtrain.parallel.schedules.schedule import Schedule
 from jaxtrain.parallel.schedules.slots import table
+from jaxtrain.parallel.schedules.table_files import from_file
 from jaxtrain.parallel.schedules.times import efficiency, free_running_time, ideal_time, modelled_time
 
 Times = tuple[float, float, float]

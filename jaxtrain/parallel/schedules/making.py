@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.parallel.schedules.schedule import KINDS, Cell, Op, Position, Schedule, straight, v_shape
-from jaxtrain.parallel.schedules.validation import check_sizes, validate
+from jaxtrain.parallel.schedules.schedule_checks import check_sizes, validate
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from jaxtrain.errors import UserError
 from jaxtrain.plan.estimate import gigabytes
-from jaxtrain.plan.report import drawing, scaling
-from jaxtrain.plan.search import Found, shown
+from jaxtrain.plan.report import scaling
+from jaxtrain.plan.report.device_drawing import bars, curves
+from jaxtrain.plan.report.table import Found, shown
 
 GB, MS = 1e9, 1e-3
 STYLE = """body{font:15px/1.45 sans-serif;color:#222;max-width:60em;margin:2em auto;padding:0 1em}
@@ -47,12 +48,12 @@ def page(found: Found, title: str, top: int = 10, tokens: float = 1e12) -> str:
         limits = [("a program may use", target.room), ("a device has", target.memory)]
         parts += ["<h2>Memory of a device, by part</h2>", _words(
             f"At the worst moment of a step. The first {len(best)} that fit, then the {len(large)} smallest that do "
-            "not."), drawing.bars([(f"{choice}", choice.estimate.memory) for choice in (*best, *large)], "GB", GB,
+            "not."), bars([(f"{choice}", choice.estimate.memory) for choice in (*best, *large)], "GB", GB,
                                   limits if target.usable < 1 else limits[1:])]
     if best:
         parts += ["<h2>Time of a step, by part</h2>",
                   _words("Talk hidden behind computation costs nothing and is not drawn."),
-                  drawing.bars([(f"{choice}", choice.estimate.time.parts) for choice in best], "ms", MS, []),
+                  bars([(f"{choice}", choice.estimate.time.parts) for choice in best], "ms", MS, []),
                   *_efficiency(found)]
     reasons: dict[str, list[str]] = {}
     for overrides, why in found.refused:
@@ -96,7 +97,7 @@ def _efficiency(found: Found) -> list[str]:
         f"whichever is then faster; nothing else of the mesh changes, so other layouts may be faster there. "
         f"“{scaling.SAME}”: {found.config.data.global_batch_size:,} rows a step, accumulated in fewer or more parts "
         f"as there are more or fewer devices; “{scaling.ALONG}”: the batch grows and shrinks with the devices."),
-        drawing.curves("MFU", xs, mfu, percent=True), drawing.curves("tokens/s a device", xs, speed, percent=False),
+        curves("MFU", xs, mfu, percent=True), curves("tokens/s a device", xs, speed, percent=False),
         _table(("batch", "layout", "devices", "rows", "MFU", "tokens/s a device", "step, s", "memory, GB"), rows, 2)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtrain.errors import UserError
 from jaxtrain.plan.estimate import change, estimate
-from jaxtrain.plan.search import Choice, Found
+from jaxtrain.plan.report.table import Choice, Found
 
 FACTORS = tuple(Fraction(one) for one in ("1/4", "1/2", "1", "2", "4"))
 SAME, ALONG = "the same batch", "as many rows a device"

@@ -1,11 +1,94 @@
-"""Plans as text: the ranking of layouts, and one layout explained part by part."""
+"""The layouts that a search found, their ranking as text, and one layout explained part by part."""
 
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtrain.config.schema import Config
 from jaxtrain.plan.cost import links
 from jaxtrain.plan.cost.time import said
 from jaxtrain.plan.estimate import Estimate, gigabytes
-from jaxtrain.plan.search import Choice, Found, shown
+from jaxtrain.plan.targets import Target
 
 WIDTHS = (3, 68, 7, 9, 12, 6, 8, 14)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout: the keys that make it, and what is predicted of it."""
+
+    overrides: dict[str, Any]
+    estimate: Estimate
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Of its keys those of the mesh."""
+        return {key: value for key, value in self.overrides.items() if key.startswith("mesh.")}
+
+    def __str__(self) -> str:
+        return shown(self.overrides)
+
+
+@dataclass
+class Found:
+    """What a search has seen."""
+
+    config: Config
+    target: Target
+    devices: int
+    fitting: list[Choice] = field(default_factory=list)  # fastest first
+    too_large: list[Choice] = field(default_factory=list)  # smallest first
+    refused: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # layouts that were not traced, and why
+    least: tuple[int, str] | None = None  # how many such devices can hold what must be held, where these cannot
+    otherwise: Choice | None = None  # the best in another precision, which is for a person to choose: numbers change
+
+    @property
+    def best(self) -> Choice | None:
+        """The fastest that fits."""
+        return self.fitting[0] if self.fitting else None
+
+    def pareto(self) -> list[Choice]:
+        """Those that no other beats in time and memory both; with as many devices, time is cost."""
+        kept: list[Choice] = []
+        for choice in self.fitting:  # each is slower than those before it, and stays if it is smaller
+            if not kept or choice.estimate.bytes < kept[-1].estimate.bytes:
+                kept.append(choice)
+        return kept
+
+    def why(self, choice: Choice) -> str:
+        """By how much one is too large, by what most, and what would help."""
+        guess = choice.estimate
+        if guess.bytes <= guess.target.room:
+            return f"{gigabytes(guess.host)} of {gigabytes(guess.target.host_room)} GB for each device in the hosts"
+        part, size = guess.memory.most_common(1)[0]
+        text = f"{gigabytes(guess.bytes)} of {gigabytes(guess.target.room)} GB; {part} {gigabytes(size)} GB"
+        smaller = [other for other in (*self.fitting, *self.too_large)
+                   if other.mesh == choice.mesh and other.estimate.bytes < guess.bytes]
+        if smaller:
+            best = min(smaller, key=lambda other: other.estimate.bytes)
+            keys = " ".join(f"{key.partition('.')[2]}={value}" for key, value in best.overrides.items()
+                            if choice.overrides.get(key) != value)
+            text += f"; {keys} saves {gigabytes(guess.bytes - best.estimate.bytes)} GB"
+        return text
+
+    def __str__(self) -> str:
+        return table(self)
+
+    def add(self, choice: Choice) -> None:
+        """Sort it in."""
+        (self.fitting if choice.estimate.fits else self.too_large).append(choice)
+
+    def sort(self) -> None:
+        """Into the order that is promised."""
+        self.fitting.sort(key=lambda choice: choice.estimate.seconds)
+        self.too_large.sort(key=lambda choice: choice.estimate.bytes)
+
+
+def shown(overrides: dict[str, Any]) -> str:
+    """Keys of a layout, without those that change nothing."""
+    always = ("train.remat", "optimizer.offload")
+    said = [f"{key.partition('.')[2]}={value}" for key, value in overrides.items()
+            if value not in (0, 1) or key in always or (key, value) == ("optimizer.zero_stage", 1)]
+    return " ".join(said) or "one device"
 
 
 def table(found: Found, top: int = 10, tokens: float = 1e12) -> str:

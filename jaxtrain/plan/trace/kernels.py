@@ -43,7 +43,8 @@ def _attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments
     if spec is None:
         return local(q_BTHK, k_BSGK, v_BSGK, segments_BT)
     rows = None if segments_BT is None else sharding.activation_spec("batch", "seq")
-    return sharding.island(local, in_specs=(spec,) * 3 + (rows,), out_specs=spec)(q_BTHK, k_BSGK, v_BSGK, segments_BT)
+    region = sharding.manual_region(local, in_specs=(spec,) * 3 + (rows,), out_specs=spec)
+    return region(q_BTHK, k_BSGK, v_BSGK, segments_BT)
 
 
 @jax.custom_vjp

@@ -75,7 +75,7 @@ class _Reader(Placing):
             self.same = outer
             return outputs
         if name == "shard_map":
-            return self.island(eqn, inputs)
+            return self.manual_region(eqn, inputs)
         if name == "scan":
             return self.scan(eqn, inputs)
         if name == "while":
@@ -239,7 +239,7 @@ class _Reader(Placing):
         found = tuple(Collective(kind, axes, out.bytes) for out in outputs)
         return self.emit(name, "real", [self.summed(value) for value in inputs], outputs, collectives=found)
 
-    def island(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+    def manual_region(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         body, outer = eqn.params["jaxpr"], []
         local = []
         for value, var in zip(inputs, body.invars, strict=True):

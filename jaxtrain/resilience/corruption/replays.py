@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.resilience.corruption.device_hashes import Hashes, compile_hashes, devices_of, paths_of
-from jaxtrain.resilience.corruption.suspects import Accusations
+from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.sharding.host_memory import HOST
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -21,7 +21,7 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 class Replays:
     """Runs a step now and then once more. In a multi-process run every process makes all calls, at the same steps."""
 
-    def __init__(self, every: int, accusations: Accusations):
+    def __init__(self, every: int, accusations: SuspectDevices):
         """`every` so many steps; 0: never."""
         self._every, self._accusations = every, accusations
         self._hashes: Hashes | None = None

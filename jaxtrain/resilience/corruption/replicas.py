@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxtrain.resilience.corruption.device_hashes import compile_hashes, devices_of, paths_of
-from jaxtrain.resilience.corruption.suspects import Accusations
+from jaxtrain.resilience.corruption.suspects import SuspectDevices
 
 LAG = 3  # steps until hashes are read: one more than may be in flight, so nothing waits for them
 
@@ -35,7 +35,7 @@ class Disagreement:
 class Replicas:
     """Compares the copies of one state. In a multi-process run every process makes all calls, at the same steps."""
 
-    def __init__(self, abstract: Any, every: int, accusations: Accusations):
+    def __init__(self, abstract: Any, every: int, accusations: SuspectDevices):
         """For states like `abstract`, whose leaves know their shardings. Without copies, or `every` 0, it does nothing.
 
         Compiles a program that reads the state once.

@@ -10,11 +10,11 @@ from jaxtrain.distributed.coordination import Hosts
 from jaxtrain.observe import events
 
 
-class Corrupted(exit_codes.Ended):
+class Corrupted(exit_codes.RunExit):
     """The state is wrong on some device. Nothing of it may be saved; the run goes on from the last good checkpoint."""
 
 
-class Accusations:
+class SuspectDevices:
     """Records devices under suspicion in `workdir/events.jsonl`. Made, and asked, in all processes alike."""
 
     def __init__(self, workdir: str | Path):

@@ -1,0 +1,91 @@
+"""Which of a host's slots work: those that keep dying rest for a while, and a person may ask for fewer."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class SlotPool:
+    """Slots are numbered from 0 to `slots` - 1. With `minimum` equal to `slots` all always work."""
+
+    slots: int
+    minimum: int
+    fits: Callable[[int], bool]  # whether a mesh can be laid over so many processes
+    lost_after: int = 2
+    rest: float = 600.0  # seconds that a lost slot stays away; deaths further apart are no row of deaths
+    clock: Callable[[], float] = time.monotonic
+    order: int | None = None  # how many a person wants
+    lost: dict[int, float] = field(default_factory=dict)  # slot -> when it was lost
+    _row: dict[int, tuple[int, float]] = field(default_factory=dict)  # slot -> deaths in a row, and the last one's time
+
+    @property
+    def elastic(self) -> bool:
+        """Whether there is a choice."""
+        return self.minimum < self.slots
+
+    def died(self, slot: int) -> bool:
+        """It was the first to die. Whether that made it a lost one."""
+        now = self.clock()
+        count, last = self._row.get(slot, (0, now))
+        count = count + 1 if now - last < self.rest else 1
+        self._row = {slot: (count, now)}  # in a row: another one's death begins a new row
+        if not self.elastic or count < self.lost_after:
+            return False
+        self.lost[slot] = now
+        return True
+
+    def ask(self, number: int) -> None:
+        """A person wants so many; who asks for more than there are wants the lost ones back."""
+        self.order = number
+        if number > self.slots - len(self.lost):
+            self._take_back(list(self.lost))
+
+    def wanted(self) -> list[int]:
+        """The slots that should work now: as many as are asked for, are not lost, and a mesh fits."""
+        self._take_back([slot for slot, since in self.lost.items() if self.clock() - since >= self.rest])
+        if self.slots - len(self.lost) < self.minimum:
+            self._take_back(list(self.lost))  # nothing is left to lose
+        healthy = [slot for slot in range(self.slots) if slot not in self.lost]
+        most = min(len(healthy), self.order or self.slots)
+        for count in range(most, self.minimum - 1, -1):
+            if count == self.slots or self.fits(count):
+                return healthy[:count]
+        self._take_back(list(self.lost))
+        return list(range(self.slots))
+
+    def _take_back(self, slots: list[int]) -> None:
+        for slot in slots:
+            del self.lost[slot]
+            self._row[slot] = (self.lost_after - 1, self.clock())  # one more death soon, and it rests again
+
+
+class Order:
+    """WORKDIR/processes: a file in which a person writes how many processes are to work."""
+
+    def __init__(self, path: Path, least: int, most: int, complain: Callable[[str], None]):
+        self._path, self._least, self._most, self._complain = path, least, most, complain
+        self._seen = self._text()  # an order of a day long gone is no order
+
+    def new(self) -> int | None:
+        """The number, once for each time that it is written."""
+        text = self._text()
+        if text == self._seen or not text:
+            return None
+        self._seen = text
+        try:
+            number = int(text[0])
+        except ValueError:
+            number = 0
+        if self._least <= number <= self._most:
+            return number
+        self._complain(f"{self._path}: {text[0]!r} is no number from {self._least} to {self._most} "
+                       "(--min_processes to --processes)")
+        return None
+
+    def _text(self) -> tuple[str, int] | None:
+        try:
+            return (text, self._path.stat().st_mtime_ns) if (text := self._path.read_text().strip()) else None
+        except OSError:
+            return None

@@ -1,0 +1,309 @@
+"""Killed without a durable checkpoint, and with a process's memory gone, a run goes on from the last snapshot."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
+from jaxtrain.checkpoint.local import snapshots
+from jaxtrain.config.load import load_config
+from jaxtrain.errors import UserError
+from jaxtrain.main import main
+from jaxtrain.observe.events import events
+from jaxtrain.run import build
+from tests.tiny import SLOW, free_address, tiny_flags, wait_for_checkpoint, wait_for_lines
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
+STEPS = 12
+TINY = ["model.num_layers=1", "model.embed_dim=48", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
+        "train.eval_every=4", "data.global_batch_size=24", f"train.steps={STEPS}", "checkpoint.every=0",
+        "checkpoint.local_checkpoint_every=2"]
+
+
+# ------------------------------------------------------------------------------------------- one process, without a run
+def state_of(value):
+    x = np.arange(64, dtype=np.float32).reshape(8, 8) + value
+    mesh = jax.make_mesh((8,), ("x",))
+    return {"w": jax.device_put(x, NamedSharding(mesh, P("x"))), "b": jax.device_put(x[0], NamedSharding(mesh, P()))}
+
+
+def abstract(devices=4):
+    where = NamedSharding(jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices]), P(None))
+    return {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=where),
+            "b": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=where)}
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    (tmp_path / "work").mkdir()
+    return tmp_path / "work"
+
+
+def opened(workdir, every=1):
+    return LocalCheckpoints(workdir, every, str(workdir.parent / "local"))
+
+
+def take(workdir, *steps):
+    with contextlib.closing(opened(workdir)) as ours:
+        for step in steps:
+            assert ours.take(step, state_of(step), {"step": step}) >= 0
+
+
+def restored(workdir, above=0, devices=4):
+    with contextlib.closing(opened(workdir)) as ours:
+        found = ours.restore_newest(abstract(devices), above)
+    if found is None:
+        return None
+    step, state, meta = found
+    assert meta == {"step": step} and state["w"].sharding == abstract(devices)["w"].sharding
+    for path, leaf in state_of(step).items():
+        np.testing.assert_array_equal(np.asarray(state[path]), np.asarray(leaf))
+    return step
+
+
+def files(workdir):
+    return sorted((workdir.parent / "local").rglob("*.snapshot"))
+
+
+def test_the_newest_on_another_mesh(workdir):
+    take(workdir, 3, 4)
+    assert restored(workdir) == 4 and restored(workdir, devices=1) == 4
+    assert restored(workdir, above=3) == 4 and restored(workdir, above=4) is None
+
+
+def test_two_are_kept(workdir):
+    take(workdir, 1, 2, 3, 4)
+    assert [int(path.name[:9]) for path in files(workdir)] == [3, 4]
+    take(workdir, 5, 6)
+    assert [int(path.name[:9]) for path in files(workdir)] == [5, 6]
+
+
+def test_a_peer_that_is_ahead_keeps_what_it_sent(workdir):
+    """Its pieces of a step may be here before ours of the same one are."""
+    with contextlib.closing(opened(workdir)) as ours:
+        ours.take(4, state_of(4), {"step": 4})
+        ours.wait()
+        sent = ours._keep(0, snapshots.Taken(5, ours._start, 2).name(1))
+        sent.parent.mkdir(parents=True)
+        sent.write_bytes(b"pieces")
+        ours.take(5, state_of(5), {"step": 5})
+        ours.wait()
+        assert sent.exists()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "empty"])
+def test_a_damaged_one_is_told_and_passed_over(workdir, damage, capsys):
+    take(workdir, 3, 4)
+    newest = files(workdir)[-1]
+    content = bytearray(newest.read_bytes())
+    content[-5] ^= 1
+    {"flipped": lambda: newest.write_bytes(content), "cut": lambda: newest.write_bytes(content[:-9]),
+     "gone": newest.unlink, "empty": lambda: newest.write_bytes(b"")}[damage]()
+    assert restored(workdir) == 3
+    if damage in ("flipped", "cut"):
+        assert f"{newest.name} is damaged" in capsys.readouterr().err
+        assert "snapshot_damaged" in [event["kind"] for event in events(workdir)]
+
+
+def test_a_new_beginning_does_not_know_them(workdir):
+    take(workdir, 3, 4)
+    shutil.rmtree(workdir / "checkpoints")  # as one does to begin anew
+    assert restored(workdir) is None and files(workdir) == []
+
+
+def test_after_turning_back_they_do_not_count(workdir):
+    take(workdir, 3, 4)
+    snapshots.turn_back(workdir)
+    assert restored(workdir) is None
+
+
+def test_forgotten_in_the_run(workdir):
+    with contextlib.closing(opened(workdir)) as ours:
+        ours.take(3, state_of(3), {"step": 3})
+        ours.take(4, state_of(4), {"step": 4})
+        ours.forget(above=3)
+    assert restored(workdir) == 3
+    take(workdir, 4, 5)
+    take(workdir, 3)  # again: what is later belongs to another past
+    assert restored(workdir) == 3
+
+
+def test_another_model_is_not_restored(workdir, capsys):
+    take(workdir, 3)
+    with contextlib.closing(opened(workdir)) as ours:
+        other = abstract() | {"b": jax.ShapeDtypeStruct((8,), jnp.bfloat16, sharding=abstract()["b"].sharding)}
+        assert ours.restore_newest(other) is None
+    assert "b is ((8,), 'float32') in it and ((8,), 'bfloat16') in this run" in capsys.readouterr().err
+
+
+def test_a_full_disk_does_not_end_the_run(workdir, monkeypatch, capsys):
+    take(workdir, 3)
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    with contextlib.closing(opened(workdir)) as ours:
+        monkeypatch.setattr(snapshots.pieces, "write", full)
+        ours.take(4, state_of(4))
+        ours.wait()
+        monkeypatch.undo()
+        assert "(No space left on device); training goes on" in capsys.readouterr().err
+    assert restored(workdir) == 3
+
+
+def test_off(workdir):
+    with contextlib.closing(opened(workdir, every=0)) as ours:
+        assert ours.restore_newest(abstract()) is None and not ours.due(4)
+        ours.forget(0)
+        ours.remove()
+    assert list(workdir.iterdir()) == []
+
+
+def test_the_memory_is_given_back(workdir):
+    take(workdir, 3)
+    ours = opened(workdir)
+    ours.close()
+    ours.remove()
+    assert list((workdir.parent / "local").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(workdir):
+    (workdir.parent / "local").write_text("a file")
+    with pytest.raises(UserError, match=r"checkpoint\.local_dir: .* cannot be written"):
+        opened(workdir)
+
+
+# -------------------------------------------------------------------------------------------- runs of real processes
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    return tiny_flags(tmp_path_factory, TINY)
+
+
+@contextlib.contextmanager
+def processes(flags, workdir, many, devices):
+    """All of them, started, each with a disk of its own; none is left behind."""
+    coordinator = free_address()
+    started = []
+    try:
+        for i in range(many):
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "OWN_DISK": disk(workdir, i),
+                           "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+            where = [f"--coordinator={coordinator}", f"--num_processes={many}", f"--process_id={i}"]
+            command = [sys.executable, "-c", SLOW % 0.25, *flags, *(where if many > 1 else []),
+                       "--config.checkpoint.local_dir=$OWN_DISK", f"--workdir={workdir}"]
+            started.append(subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE))
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            with contextlib.suppress(ValueError):  # what it said is known
+                process.communicate(timeout=60)
+
+
+def disk(workdir, process):
+    return f"{workdir.parent}/disk-{process}"
+
+
+def numbers(workdir):
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+
+
+def final(flags, workdir):
+    words = dict(f.removeprefix("--config.").split("=") for f in flags[1:]) | {"mesh.data": 8, "mesh.fsdp": 1}
+    config = load_config(flags[0].partition("=")[2], words)
+    manager = CheckpointManager(workdir / "checkpoints")
+    return jax.tree.leaves(jax.device_get(manager.restore(STEPS, build(config).abstract)))
+
+
+def ended(started, seconds=600):
+    said = [process.communicate(timeout=seconds)[1] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), "".join(said)
+    return said
+
+
+@pytest.mark.slow
+def test_one_process_killed(flags, tmp_path):
+    calm, work = tmp_path / "calm", tmp_path / "work"
+    assert main([*flags, "--config.checkpoint.local_checkpoint_every=0", f"--workdir={calm}"]) == 0
+    with processes(flags, work, 1, 8) as started:
+        wait_for_lines(work, 8, started[0])
+        started[0].kill()
+    assert CheckpointManager(work / "checkpoints").latest() is None
+    with processes(flags, work, 1, 8) as started:
+        said = ended(started)
+    assert "resumed from the snapshot of step " in said[0]
+    assert next(event["step"] for event in events(work) if event["kind"] == "snapshot_restored") in (4, 6, 8, 10)
+    assert numbers(work) == numbers(calm)
+    for ours, theirs in zip(final(flags, work), final(flags, calm), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert list(Path(disk(work, 0)).iterdir()) == []  # when all is done
+
+
+@pytest.mark.slow
+def test_a_whole_snapshot_counts_where_no_checkpoint_is_good(flags, tmp_path):
+    work = tmp_path / "work"
+    with processes([*flags, "--config.checkpoint.every=5"], work, 1, 8) as started:
+        wait_for_lines(work, 9, started[0])
+        wait_for_checkpoint(work, 5, started[0])
+        started[0].kill()
+    for file in (work / "checkpoints").rglob("*"):
+        if file.is_file() and "/5/" in str(file):
+            file.write_bytes(b"")
+    with processes([*flags, "--config.checkpoint.every=0"], work, 1, 8) as started:
+        said = ended(started)
+    assert "checkpoint 5 is damaged" in said[0] and "resumed from the snapshot of step " in said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [["data=6"], ["data=2", "fsdp=3"]], ids=["replicas", "shards"])
+def test_one_of_three_lost_with_its_memory(flags, tmp_path, mesh):
+    flags = [*flags, *(f"--config.mesh.{axis}" for axis in mesh), "--config.optimizer.zero_stage=1"]
+    calm, work = tmp_path / "calm", tmp_path / "work"
+    with processes([*flags, "--config.checkpoint.local_checkpoint_every=0"], calm, 3, 2) as started:
+        ended(started)
+    with processes(flags, work, 3, 2) as started:
+        wait_for_lines(work, 7, started[0])
+        started[1].kill()
+        time.sleep(1)
+    shutil.rmtree(disk(work, 1))
+    with processes(flags, work, 3, 2) as started:  # the same mesh: the same bits
+        said = ended(started)
+    restored = [event["step"] for event in events(work) if event["kind"] == "snapshot_restored"]
+    assert len(restored) == 3 and restored[0] in (2, 4, 6, 8) and len({*restored}) == 1
+    assert f"resumed from the snapshot of step {restored[0]}" in said[0]
+    assert numbers(work) == numbers(calm)
+    for ours, theirs in zip(final(flags, work), final(flags, calm), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.slow
+def test_three_go_on_as_two(flags, tmp_path):
+    calm, work = tmp_path / "calm", tmp_path / "work"
+    three = [*flags, "--config.mesh.data=2", "--config.mesh.fsdp=3"]
+    two = [*flags, "--config.mesh.data=2", "--config.mesh.fsdp=2"]
+    assert main([*flags, "--config.checkpoint.local_checkpoint_every=0", f"--workdir={calm}"]) == 0
+    with processes(three, work, 3, 2) as started:
+        wait_for_lines(work, 7, started[0])
+        started[1].kill()
+        time.sleep(1)
+    shutil.rmtree(disk(work, 1))
+    shutil.move(disk(work, 2), disk(work, 1))  # the last machine is the second now
+    with processes(two, work, 2, 2) as started:
+        said = ended(started)
+    assert "resumed from the snapshot of step " in said[0]
+    for ours, theirs in zip(numbers(work), numbers(calm), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    for ours, theirs in zip(final(two, work), final(two, calm), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,150 @@
+"""The schema: who wins, what is coerced, what is refused; and that every field is read by somebody."""
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+import jaxtrain
+from jaxtrain.config.families import FAMILIES
+from jaxtrain.config.load import diff, load_config, make_config
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import UserError
+from jaxtrain.sharding.mesh import AXES
+
+SECTIONS = get_type_hints(Config)  # name -> dataclass
+FILE = "def get_config(variant=None):\n    return {'model': {'num_layers': 7, 'num_heads': 8 if variant else 2}}\n"
+
+
+def test_who_wins(tmp_path):
+    (tmp_path / "mine.py").write_text(FILE)
+    assert Config().model.num_layers == 4
+    assert load_config(tmp_path / "mine.py").model.num_layers == 7  # the file over the default
+    assert load_config(f"{tmp_path}/mine.py:wide").model.num_heads == 8
+    override = load_config(tmp_path / "mine", {"model.num_layers": "3", "train.steps": 5})  # ours over the file
+    assert (override.model.num_layers, override.model.num_heads, override.train.steps) == (3, 2, 5)
+    assert override.model.head_dim == 64 and override.model.mlp_dim == 512  # derived from what came out of it all
+
+
+@pytest.mark.parametrize("key, text, value", [
+    ("train.steps", "1e6", 1_000_000), ("train.steps", "12", 12), ("train.z_loss", "1", 1.0),
+    ("optimizer.learning_rate", "3e-4", 3e-4), ("train.progress", "false", False), ("train.progress", "True", True),
+    ("data.source", "12", "12"), ("data.source", "/some/None", "/some/None"), ("mesh.data", "-1", -1),
+    ("mesh.overrides.embed", "data+fsdp", {"embed": "data+fsdp"}),
+    ("mesh.overrides", "{'mlp':'none'}", {"mlp": "none"}),
+])
+def test_text_becomes_what_the_field_is(key, text, value):
+    section, name = key.split(".")[:2]
+    found = getattr(getattr(make_config({}, {key: text}), section), name)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("values, overrides, line", [
+    ({}, {"model.num_layer": 3}, "model.num_layer: there is no such key; did you mean 'num_layers'?"),
+    ({"optimiser": {}}, {}, "optimiser: there is no such key; did you mean 'optimizer'?"),
+    ({"train": {"stpes": 3}}, {}, "train.stpes: there is no such key; did you mean 'steps'?"),
+    ({"train": {"steps": "3"}}, {}, "train.steps: '3' is not a whole number; give a whole number"),  # text in a file
+    ({"train": {"steps": True}}, {}, "train.steps: 'True' is not a whole number; give a whole number"),
+    ({"data": {"source": 3}}, {}, "data.source: '3' is not text; give text"),
+    ({}, {"train.steps": "ten"}, "train.steps: 'ten' is not a whole number; give a whole number"),
+    ({}, {"optimizer.learning_rate": "1e999"}, "optimizer.learning_rate: 'inf' is not a finite number; give a finite "
+     "number"),
+    ({}, {"model.num_heads": 3}, "model.num_heads: 3 does not divide model.embed_dim=128; choose a divisor or set "
+     "model.head_dim"),
+    ({}, {"model.rope_theta": 3.0}, "model.rope_theta: gpt2 has no such key; remove it, or use llama or qwen3 or "
+     "mixtral or qwen3_moe or deepseek_v3"),
+    ({"model": {"name": "mixtral", "num_experts": 8}}, {"model.name": "llama"}, "model.num_experts: llama has no such "
+     "key; remove it, or use mixtral or qwen3_moe or deepseek_v3"),
+    ({}, {"model.num_kv_heads": 3}, "model.num_kv_heads: 3 does not divide model.num_heads=4; choose a divisor of it"),
+    ({}, {"mesh.fsdp": -1}, "mesh: more than one axis is -1; give all axes but one a size"),
+    ({}, {"data.prefetch": 10**11}, "data.prefetch: 100000000000 batches would fill the memory; use 1000 or fewer"),
+    ({}, {"train.steps": 2**31}, "train.steps: 2147483648 is more than 32 bits hold; use less than 2^31"),
+    ({}, {"optimizer.warmup_steps": 101}, "optimizer.warmup_steps: 101 exceeds train.steps=100; warm up for fewer "
+     "steps"),
+])
+def test_refusals(values, overrides, line):
+    with pytest.raises(UserError) as error:
+        make_config(values, overrides)
+    assert str(error.value) == line
+
+
+def test_the_name_picks_the_class_also_when_it_is_overridden():
+    llama = make_config({"model": {"name": "gpt2"}}, {"model.name": "llama", "model.rope_theta": "5e5"}).model
+    assert type(llama) is FAMILIES["llama"] and llama.rope_theta == 5e5
+    assert "num_experts" not in Config(model=llama).to_dict()["model"] and llama.num_experts == 0
+
+
+def test_a_wrong_key_is_told_without_importing_jax():
+    program = ("import sys; from jaxtrain.config.load import make_config\n"
+               "try: make_config({}, {'model.kv_rank': 8})\n"
+               "except ValueError as error: print(error, 'jax' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "model.kv_rank: gpt2 has no such key; remove it, or use deepseek_v3 False\n", done.stderr
+
+
+def test_frozen_and_hashed():
+    config = make_config({}, {"train.steps": 7})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.steps = 8
+    assert config.hash() == make_config({}, {"train.steps": "7"}).hash() != Config().hash()
+    assert make_config(config.to_dict()) == config
+    assert diff(config, Config()) == {"train.steps": (7, 100)}
+
+
+# ------------------------------------------------------------------------------------------ every field has a reader
+
+
+def read_fields(sources: list[str]) -> set[tuple[str, str]]:
+    """(section, field) pairs that are read as `X.section.field`, or as `name.field` where `name` holds a section.
+
+    A name holds a section where it was assigned one (`t = config.train`) or is annotated as one (`c: ModelConfig`).
+    """
+    by_class = {cls.__name__: section for section, cls in SECTIONS.items()}
+    by_class |= {cls.__name__: "model" for cls in FAMILIES.values()}
+    found = set()
+    for source in sources:
+        tree = ast.parse(source)
+        held = {(node.arg, by_class[node.annotation.id]) for node in ast.walk(tree) if isinstance(node, ast.arg)
+                and isinstance(node.annotation, ast.Name) and node.annotation.id in by_class}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                pairs = [(node.targets[0], node.value)]
+                if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = zip(node.targets[0].elts, node.value.elts, strict=False)
+                held |= {(name.id, value.attr) for name, value in pairs if isinstance(name, ast.Name)
+                         and isinstance(value, ast.Attribute) and value.attr in SECTIONS}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                if isinstance(node.value, ast.Attribute) and node.value.attr in SECTIONS:
+                    found.add((node.value.attr, node.attr))
+                elif isinstance(node.value, ast.Name):
+                    found |= {(section, node.attr) for name, section in held if name == node.value.id}
+    return found
+
+
+def unread(sources: list[str]) -> set[tuple[str, str]]:
+    fields = {(section, field.name) for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
+    fields |= {("model", field.name) for cls in FAMILIES.values() for field in dataclasses.fields(cls)}
+    return fields - read_fields(sources)
+
+
+def test_every_field_is_read():
+    package = Path(jaxtrain.__file__).parent
+    declared = (package / "config" / "schema.py", package / "config" / "families.py")
+    sources = {path: path.read_text() for path in package.rglob("*.py") if path not in declared}
+    assert "for axis in AXES" in sources[package / "run.py"]  # where the sizes of the mesh are read
+    assert unread(list(sources.values())) == {("mesh", axis) for axis in AXES}
+    assert ("train", "z_loss") in unread([source.replace("z_loss", "other") for source in sources.values()])
+
+
+def test_a_mixture_is_set_key_by_key_from_words_and_from_python():
+    words = {"data.mixture.web.source": "w", "data.mixture.web.weight": "5", "data.mixture.code": "2"}
+    values = {"data.mixture.web": {"source": "w"}, "data.mixture.web.weight": 5, "data.mixture.code": 2}
+    wanted = {"web": {"source": "w", "weight": 5}, "code": {"weight": 2}}
+    assert make_config({}, words).data.mixture == make_config({}, values).data.mixture == wanted
+    with pytest.raises(UserError, match=r"give data.mixture.NAME.weight=NUMBER"):
+        make_config({}, {"data.mixture.web.weight.x": 1})

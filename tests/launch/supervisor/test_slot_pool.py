@@ -1,0 +1,89 @@
+"""Which slots work."""
+
+import pytest
+
+from jaxtrain.launch.supervisor.slot_pool import Order, SlotPool
+
+
+@pytest.fixture
+def clock():
+    class Clock:
+        now = 1000.0
+
+        def __call__(self):
+            return self.now
+
+    return Clock()
+
+
+def staff(clock, minimum=2, fits=lambda count: True, **keys):
+    return SlotPool(4, minimum, fits, clock=clock, **keys)
+
+
+def test_all_of_them(clock):
+    assert staff(clock).wanted() == [0, 1, 2, 3]
+
+
+def test_two_deaths_in_a_row_and_it_rests(clock):
+    s = staff(clock)
+    assert not s.died(1) and s.wanted() == [0, 1, 2, 3]
+    assert s.died(1) and s.wanted() == [0, 2, 3]
+    clock.now += 599
+    assert s.wanted() == [0, 2, 3]
+    clock.now += 1
+    assert s.wanted() == [0, 1, 2, 3]
+    assert s.died(1) and s.wanted() == [0, 2, 3]  # it has had its second chance
+
+
+def test_deaths_far_apart_or_of_others_are_no_row(clock):
+    s = staff(clock)
+    s.died(1)
+    clock.now += 600
+    assert not s.died(1)
+    assert not s.died(2) and not s.died(1)
+
+
+def test_never_elastic_when_all_are_needed(clock):
+    s = staff(clock, minimum=4)
+    assert not any(s.died(1) for _ in range(9)) and s.wanted() == [0, 1, 2, 3]
+
+
+def test_the_most_that_a_mesh_fits(clock):
+    s = staff(clock, fits=lambda count: count == 2, lost_after=1)
+    s.died(0)
+    assert s.wanted() == [1, 2]
+
+
+def test_below_the_minimum_all_are_taken_back(clock):
+    s = staff(clock, minimum=3, lost_after=1)
+    s.died(0)
+    s.died(1)
+    assert s.wanted() == [0, 1, 2, 3]
+    s = staff(clock, lost_after=1, fits=lambda count: False)
+    s.died(3)
+    assert s.wanted() == [0, 1, 2, 3]
+
+
+def test_orders(clock):
+    s = staff(clock, lost_after=1)
+    s.ask(3)
+    assert s.wanted() == [0, 1, 2]
+    s.died(1)
+    assert s.wanted() == [0, 2, 3]
+    s.ask(2)
+    assert s.wanted() == [0, 2]
+    s.ask(4)  # with it
+    assert s.wanted() == [0, 1, 2, 3]
+
+
+def test_an_order_is_read_once(tmp_path):
+    path, complaints = tmp_path / "processes", []
+    path.write_text("2")
+    order = Order(path, 2, 4, complaints.append)
+    assert order.new() is None  # it was there before us
+    path.unlink()
+    assert order.new() is None
+    for text, expected in (("3\n", 3), ("", None), ("4", 4), ("5", None), ("x", None), ("2", 2)):
+        path.write_text(text)
+        assert order.new() == expected and order.new() is None
+    assert len(complaints) == 2 and "'5' is no number from 2 to 4" in complaints[0]

@@ -1,0 +1,128 @@
+"""Seconds of a step: against what one works out by hand for machines of round numbers."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import Config
+from jaxtrain.plan import targets
+from jaxtrain.plan.cost import links, time
+from jaxtrain.plan.estimate import estimate
+from jaxtrain.plan.targets import Link, Target
+from jaxtrain.plan.trace.program import Block, Collective, Op, Value
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+ALL = {"matmul": 1.0, "attention": 1.0, "memory": 1.0, "links": 1.0, "overlap": 1.0}
+ROUND = Target("round", "cuda", "", {"bfloat16": 100e12}, 80e9, 0.9, 1e12,
+               (Link("NVLink", 8, 100e9, 1e-6), Link("network", 1 << 30, 10e9, 1e-5)), 1.0, "", ALL)
+SIZES = {"data": 4, "fsdp": 8}
+BFLOAT16 = jnp.dtype("bfloat16")
+
+
+def reaching(**efficiency: float) -> Target:
+    """The round target, which reaches less than all of what it promises."""
+    return dataclasses.replace(ROUND, efficiency={**ALL, **efficiency})
+
+
+def array(*shape: int) -> Value:
+    """A bfloat16 array that every device holds whole."""
+    return Value(shape, BFLOAT16, ((),) * len(shape), 2 * math.prod(shape))
+
+
+def matmul(rows: int) -> Block:
+    """[rows, 4096] times [4096, 4096]."""
+    left, right, out = array(rows, 4096), array(4096, 4096), array(rows, 4096)
+    out.op = op = Op("dot_general", "real", [left, right], [out], flops=2.0 * rows * 4096**2)
+    return Block([left, right], [op], [out])
+
+
+def matmul_beside(gathered: int) -> Block:
+    """A matmul, and a gather of so many bytes for whom it does not wait, as of the next layer's weights."""
+    block, part = matmul(4096), array(8)
+    whole = Value((gathered // 2,), BFLOAT16, ((),), gathered)
+    whole.op = op = Op("all_gather", "real", [part], [whole], collectives=(
+        Collective("all-gather", ("fsdp",), gathered),))
+    return Block([*block.inputs, part], [*block.ops, op], [*block.outputs, whole])
+
+
+@pytest.mark.parametrize(("axes", "seconds"), [
+    (("fsdp",), 700e6 / 100e9 + 7 * 1e-6),  # seven eighths arrive over NVLink
+    (("data",), 600e6 / 10e9 + 3 * 1e-5),  # one device of each machine: three quarters through its own network card
+    (("data", "fsdp"), 775e6 / 80e9 + 22 * 1e-5),  # eight cards share it; a tree of 2 + 4 log2 32 steps, not 31
+])
+def test_an_all_gather_takes_what_its_slowest_link_takes(axes, seconds):
+    assert links.seconds(Collective("all-gather", axes, 800_000_000), ROUND, SIZES) == pytest.approx(seconds)
+
+
+def test_an_all_reduce_moves_everything_twice():
+    once = Collective("all-gather", ("fsdp",), 800_000_000)
+    twice = dataclasses.replace(once, kind="all-reduce")
+    assert links.seconds(twice, ROUND, SIZES) == pytest.approx(2 * links.seconds(once, ROUND, SIZES))
+
+
+def test_links_reach_their_share_but_latency_stays():
+    seconds = links.seconds(Collective("all-gather", ("fsdp",), 800_000_000), reaching(links=0.8), SIZES)
+    assert seconds == pytest.approx(700e6 / 80e9 + 7e-6)
+
+
+def test_a_large_matmul_takes_its_flops():
+    assert time.estimate(matmul(4096), ROUND, SIZES).parts == pytest.approx({"matmul": 2 * 4096**3 / 100e12})
+    assert time.estimate(matmul(4096), reaching(matmul=0.5), SIZES).seconds == pytest.approx(2 * 4096**3 / 50e12)
+
+
+def test_a_narrow_matmul_takes_its_bytes():
+    moved = 2 * (4096 * 4096 + 2 * 4096)  # the weights, and a row in and out
+    assert time.estimate(matmul(1), ROUND, SIZES).seconds == pytest.approx(moved / 1e12)
+    assert time.estimate(matmul(1), reaching(memory=0.5), SIZES).seconds == pytest.approx(moved / 0.5e12)
+
+
+def test_talk_hides_behind_a_matmul():
+    alone = time.estimate(matmul(4096), ROUND, SIZES).seconds
+    time_ = time.estimate(matmul_beside(80_000_000), ROUND, SIZES)  # 0.7 ms beside 1.4 ms
+    assert (time_.seconds, time_.hidden) == pytest.approx((alone, 70e6 / 100e9 + 7e-6))
+
+
+def test_no_more_is_hidden_than_is_computed():
+    alone = time.estimate(matmul(4096), ROUND, SIZES).seconds
+    time_ = time.estimate(matmul_beside(800_000_000), ROUND, SIZES)  # 7 ms beside 1.4 ms
+    assert time_.hidden == pytest.approx(alone)
+    assert time_.seconds == pytest.approx(700e6 / 100e9 + 7e-6)
+
+
+def test_kernels_that_disturb_each_other_hide_a_part():
+    alone, talk = time.estimate(matmul(4096), ROUND, SIZES).seconds, 70e6 / 100e9 + 7e-6
+    time_ = time.estimate(matmul_beside(80_000_000), reaching(overlap=0.25), SIZES)
+    assert (time_.seconds, time_.hidden) == pytest.approx((alone + 0.75 * talk, 0.25 * talk))
+
+
+@pytest.fixture(scope="module")
+def config():
+    """Llama 3.1 8B on two machines: large enough for everything to count."""
+    return load_config(f"{CONFIGS / 'llama3_8b.py'}", {
+        "mesh.fsdp": 16, "data.global_batch_size": 16, "data.seq_len": 2048, "train.accumulation": 1,
+        "train.precision": "bfloat16"})
+
+
+def step(config: Config, target: Target) -> float:
+    return estimate(config, target, 16).seconds
+
+
+def test_a_slower_network_makes_a_step_slower(config):
+    target = targets.TARGETS["h100"]
+    slow = dataclasses.replace(target.links[1], bandwidth=target.links[1].bandwidth / 4)
+    assert step(config, dataclasses.replace(target, links=(target.links[0], slow))) > step(config, target)
+
+
+def test_what_users_write_down_counts(config, tmp_path):
+    before, theirs = step(config, targets.TARGETS["h100"]), targets.TARGETS["h100"].efficiency
+    file = tmp_path / "targets.json"
+    for what in theirs:
+        file.write_text(json.dumps({"ours": {"like": "h100", "efficiency": {what: theirs[what] / 2}}}))
+        ours = targets.read(file)["ours"]
+        assert ours.efficiency == {**theirs, what: theirs[what] / 2}
+        assert step(config, ours) > 1.01 * before, what

@@ -1,0 +1,122 @@
+"""The shape of the package: imports only go down, there is no circle, names are unique, and the core stays small."""
+
+import ast
+import importlib.util
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "jaxtrain"
+# From the top to the ground: a module imports from its own layer and from those below.
+LAYERS = (
+    "__init__ main cli api supervise bench", "trainer", "tuning hub launch", "plan", "run", "validation rule_checks",
+    "objectives", "checkpoint", "resilience", "doctor", "models", "parallel", "kernels", "train_step", "data",
+    "distributed", "observe", "config", "sharding", "storage errors versions compile_cache flags")
+BUDGETS = {"LEARNING": 4500, "SURVIVAL": 2750}  # the promise is 3500 and 2500
+
+
+def modules() -> dict[str, Path]:
+    """Module by dotted name; a package by its own."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(source: str, known: set[str]) -> set[str]:
+    """The modules that a source imports anywhere, inside functions and for types too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & known
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in known else node.module)
+    return found
+
+
+def graph() -> dict[str, set[str]]:
+    found = modules()
+    return {name: imports(path.read_text(), set(found)) for name, path in found.items()}
+
+
+def layer(module: str) -> int:
+    room = [*module.split("."), "__init__"][1]
+    rank = [number for number, names in enumerate(LAYERS) if room in names.split()]
+    assert rank, f"{module}: give jaxtrain/{room} a place in LAYERS"
+    return rank[0]
+
+
+def upward(imported: dict[str, set[str]]) -> list[str]:
+    return [f"{name} imports {other}, which is above it" for name, others in sorted(imported.items())
+            for other in sorted(others) if layer(other) < layer(name)]
+
+
+def circle(imported: dict[str, set[str]]) -> list[str]:
+    """Some modules that import each other in a circle; none, if there is no circle."""
+    left = {name: set(others) - {name} for name, others in imported.items()}
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    if not left:
+        return []
+    path = [min(left)]
+    while path[-1] not in path[:-1]:
+        path.append(min(left[path[-1]] & left.keys()))
+    return path[path.index(path[-1]):]
+
+
+def test_imports_only_go_down():
+    assert upward(graph()) == []
+
+
+def test_there_is_no_circle():
+    assert circle(graph()) == []
+
+
+def test_a_wrong_import_is_found():
+    """The tests above can fail."""
+    imported = graph()
+    imported["jaxtrain.sharding.mesh"].add("jaxtrain.run")
+    assert upward(imported) == ["jaxtrain.sharding.mesh imports jaxtrain.run, which is above it"]
+    assert {"jaxtrain.sharding.mesh", "jaxtrain.run"} <= set(circle(imported))
+    assert imports("def f():\n    from jaxtrain import run", {"jaxtrain", "jaxtrain.run"}) == {"jaxtrain.run"}
+
+
+def test_no_two_files_have_one_name():
+    stems = Counter(path.stem for path in PACKAGE.rglob("*.py") if not path.stem.startswith("__"))
+    assert [stem for stem, count in stems.items() if count > 1] == []
+    assert not stems.keys() & {"utils", "util", "helpers", "common", "misc"}
+
+
+def test_no_folder_is_flat():
+    files = defaultdict(int)
+    for path in PACKAGE.rglob("*.py"):
+        files[str(path.parent.relative_to(ROOT))] += path.stem != "__init__"
+    assert {folder: count for folder, count in files.items() if count > 14} == {}
+
+
+def test_tests_stand_where_what_they_test_stands():
+    """A test file with the name of a module is in the folder that mirrors the module's."""
+    homes = {path.stem: path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")
+             if not path.stem.startswith("__")}
+    across = {"numerics", "composition"}  # what many modules do together
+    wrong = [f"{path} belongs in tests/{homes[stem]}" for path in sorted((ROOT / "tests").rglob("test_*.py"))
+             if (stem := path.stem.removeprefix("test_")) in homes
+             and not across & set(path.relative_to(ROOT / "tests").parts)
+             and path.parent.relative_to(ROOT / "tests") != homes[stem]]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_it_is_small_enough_to_read(name):
+    """Lines of code of the learning path, and of what keeps a run alive."""
+    spec = importlib.util.spec_from_file_location("count_lines", ROOT / "tools" / "count_lines.py")
+    count = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(count)
+    lines = count.path_lines(getattr(count, name))
+    assert 0.9 * BUDGETS[name] < sum(lines.values()) <= BUDGETS[name]  # lower the budget when the code shrinks

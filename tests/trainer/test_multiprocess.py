@@ -1,0 +1,190 @@
+"""Two processes of four devices are one run of eight: the same numbers, the same files, the same end."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.checkpoint import CheckpointManager
+from jaxtrain.config.load import load_config
+from jaxtrain.distributed import exit_codes
+from jaxtrain.distributed import processes as distributed
+from jaxtrain.errors import UserError
+from jaxtrain.main import main
+from jaxtrain.run import build
+from tests.tiny import SLOW, free_address, tiny_flags
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
+STEPS = 12
+TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=2",
+        "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=4", "checkpoint.every=4",
+        "checkpoint.keep=3", "optimizer.zero_stage=1"]
+STATUS = {signal.SIGTERM: exit_codes.SAVED, signal.SIGINT: exit_codes.INTERRUPTED}
+MESHES = {"data": [], "product": ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2",
+                                  "--config.train.sample_tokens=4"]}
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    return tiny_flags(tmp_path_factory, TINY)
+
+
+@pytest.fixture(scope="module")
+def alone(flags, tmp_path_factory):
+    """mesh -> the workdir of a run by this one process."""
+    found = {}
+
+    def run(mesh):
+        if mesh not in found:
+            found[mesh] = tmp_path_factory.mktemp("alone") / mesh
+            assert main([*flags, *MESHES[mesh], f"--workdir={found[mesh]}"]) == 0
+        return found[mesh]
+
+    return run
+
+
+@contextlib.contextmanager
+def two_processes(flags, workdir, by_environment=False, seconds=0):
+    """Both of them, started; none is left behind."""
+    coordinator = free_address()
+    started = []
+    try:
+        for i in range(2):
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
+                           "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+            where = [f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={i}"]
+            if by_environment:
+                where = []
+                environment |= {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "2",
+                                "JAX_PROCESS_ID": str(i)}
+            command = [sys.executable, "-c", SLOW % seconds, *flags, *where, f"--workdir={workdir}"]
+            started.append(subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE))
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def ended(processes, seconds=400):
+    """What each of them wrote to stderr, when all have ended."""
+    return [process.communicate(timeout=seconds)[1] for process in processes]
+
+
+def told(workdir):
+    """What metrics.jsonl says, but for the times."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.endswith(("_s", "goodput"))
+             and not key.startswith("slowest")} for line in lines]
+
+
+def assert_same_numbers(workdir, other):
+    ours, theirs = told(workdir), told(other)
+    assert len(ours) == STEPS + 3
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.keys() == their.keys()
+        np.testing.assert_allclose(list(our.values()), list(their.values()), rtol=1e-6)
+
+
+def final(flags, mesh, workdir, step=STEPS):
+    words = [flag.removeprefix("--config.") for flag in [*flags[1:], *MESHES[mesh]]]
+    run = build(load_config(flags[0].partition("=")[2], dict(word.split("=") for word in words)))
+    return jax.tree.leaves(jax.device_get(CheckpointManager(workdir / "checkpoints").restore(step, run.abstract)))
+
+
+@pytest.mark.parametrize("mesh", ["data", pytest.param("product", marks=pytest.mark.slow)])
+def test_the_numbers_of_one_process(flags, alone, tmp_path, mesh):
+    with two_processes([*flags, *MESHES[mesh]], tmp_path, by_environment=mesh == "product") as both:
+        first, second = ended(both)
+    assert [process.returncode for process in both] == [0, 0], first + second
+    assert_same_numbers(tmp_path, alone(mesh))
+    for ours, theirs in zip(final(flags, mesh, tmp_path), final(flags, mesh, alone(mesh)), strict=True):
+        # The gradient of a key's bias is rounding noise, and Adam enlarges it: hence the absolute part.
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert json.loads((tmp_path / "run.json").read_text())["process_count"] == 2
+    assert ("a sample:\n" in first) == (mesh == "product")
+    assert f"step {STEPS}/{STEPS}" in first and second == ""  # one of them speaks
+
+    # What two processes saved, one process goes on from.
+    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
+    assert main([*flags, *MESHES[mesh], f"--workdir={tmp_path}"]) == 0
+    assert_same_numbers(tmp_path, alone(mesh))
+
+
+@pytest.mark.slow
+def test_all_choose_the_same_mesh(flags, tmp_path):
+    with two_processes([*flags, "--config.mesh=auto"], tmp_path) as both:
+        first, second = ended(both, 400)
+    assert [process.returncode for process in both] == [0, 0], first + second
+    assert "mesh=auto: " in first and "mesh=auto" not in second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_to_one_stops_both(flags, alone, tmp_path, number):
+    """Two processes go on from what one process saved; one of them gets a signal; then one process finishes it."""
+    workdir = tmp_path / "work"
+    shutil.copytree(alone("product"), workdir)
+    for step in (8, STEPS):
+        shutil.rmtree(workdir / "checkpoints" / str(step))
+    with two_processes([*flags, *MESHES["product"]], workdir, seconds=0.5) as both:
+        end = time.monotonic() + 600
+        while not 5 <= told(workdir)[-1]["step"] < STEPS and time.monotonic() < end and both[0].poll() is None:
+            time.sleep(0.05)
+        both[1].send_signal(number)
+        outputs = ended(both)
+    assert [process.returncode for process in both] == [exit_codes.SAVED, STATUS[number]], outputs
+    step = CheckpointManager(workdir / "checkpoints").latest()
+    assert 5 <= step < STEPS and told(workdir)[-1]["step"] == step
+    assert "resumed from step 4" in outputs[0]
+    assert all(f"saved at step {step}; run the same command again to resume" in output for output in outputs)
+    assert not any("Traceback" in output for output in outputs)
+
+    assert main([*flags, *MESHES["product"], f"--workdir={workdir}"]) == 0
+    assert_same_numbers(workdir, alone("product"))
+
+
+def test_a_mistake_in_all_of_them(flags, tmp_path):
+    with two_processes([*flags, "--config.mesh.tensor=3"], tmp_path) as both:
+        outputs = ended(both)
+    line = "mesh: tensor=3 does not divide the 8 devices; choose sizes whose product divides 8\n"
+    assert outputs == [line, line] and [process.returncode for process in both] == [2, 2]
+
+
+@pytest.mark.parametrize("flags, environment, expected", [
+    ((None, None, None), {}, None),
+    (("here:1", 1, 0), {}, None),  # one process is a run on its own
+    (("here:1", 3, 2), {}, ("here:1", 3, 2)),
+    ((None, None, None), {"JAX_COORDINATOR_ADDRESS": "there:2", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "0"},
+     ("there:2", 4, 0)),
+    ((None, None, 1), {"JAX_COORDINATOR_ADDRESS": "there:2", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "0"},
+     ("there:2", 4, 1)),  # flags win, one by one
+    ((None, None, None), {"SLURM_STEP_NODELIST": "a,b", "SLURM_NTASKS": "2"}, ()),  # JAX finds out by itself
+    ((None, None, None), {"SLURM_STEP_NODELIST": "a", "SLURM_NTASKS": "1"}, None),
+])
+def test_who_joins(monkeypatch, flags, environment, expected):
+    joined = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *where, **_: joined.append(where))
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "SLURM_NTASKS",
+                 *distributed._CLUSTERS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    distributed.initialize(*flags)
+    assert joined == ([] if expected is None else [expected or (None, None, None)])
+
+
+def test_bad_environment(monkeypatch):
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
+    with pytest.raises(UserError, match=r"JAX_NUM_PROCESSES: 'two' is not a whole number; set it as you would --num_p"):
+        distributed.initialize()

@@ -1,0 +1,432 @@
+"""Nothing committed is lost: stopped, killed or failed, a run goes on as if it had not been."""
+
+import contextlib
+import errno
+import gc
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.checkpoint import CheckpointManager, manager, verify
+from jaxtrain.config.load import load_config
+from jaxtrain.distributed import exit_codes
+from jaxtrain.errors import UserError
+from jaxtrain.main import main
+from jaxtrain.observe.events import events
+from jaxtrain.run import Run, build
+from jaxtrain.trainer.shutdown import Interrupt, before_the_loop
+from tests.tiny import SLOW, tiny_flags, wait_for_checkpoint, wait_for_lines
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
+STEPS = 12
+TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
+        "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=3", "checkpoint.every=3"]
+STATUS = {signal.SIGTERM: exit_codes.SAVED, signal.SIGINT: exit_codes.INTERRUPTED}
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    return tiny_flags(tmp_path_factory, TINY)
+
+
+@pytest.fixture(scope="module")
+def straight(flags, tmp_path_factory):
+    """A run that nothing interrupts."""
+    workdir = tmp_path_factory.mktemp("straight") / "work"
+    assert main([*flags, f"--workdir={workdir}"]) == 0
+    return workdir
+
+
+@pytest.fixture
+def halfway(straight, tmp_path):
+    """The same run as it was after step 9, where the last checkpoint but one is."""
+    shutil.copytree(straight, tmp_path / "halfway")
+    shutil.rmtree(tmp_path / "halfway" / "checkpoints" / str(STEPS))
+    return tmp_path / "halfway"
+
+
+@contextlib.contextmanager
+def process(flags, workdir, seconds=0.25):
+    command = [sys.executable, "-c", SLOW % seconds, *flags, f"--workdir={workdir}"]
+    started = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True)
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.communicate()
+
+
+def told(workdir):
+    """What metrics.jsonl says, but for the times."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    times = ("_s", "_wait", "mfu", "goodput")
+    return [{key: value for key, value in line.items() if not key.endswith(times)} for line in lines]
+
+
+def saved(flags, workdir, step=STEPS):
+    config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
+    manager = CheckpointManager(workdir / "checkpoints")
+    return jax.tree.leaves(jax.device_get(manager.restore(step, build(config).abstract)))
+
+
+def assert_same_run(flags, workdir, straight):
+    assert told(workdir) == told(straight)
+    for ours, theirs in zip(saved(flags, workdir), saved(flags, straight), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_straight(flags, straight):
+    lines = told(straight)
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6, 9, 12]
+    assert saved(flags, straight)[0] == STEPS  # the state's own step
+    assert CheckpointManager(straight / "checkpoints").meta(STEPS)["step"] == STEPS
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_stopped(flags, straight, tmp_path, number):
+    with process(flags, tmp_path) as started:
+        wait_for_lines(tmp_path, 3, started)
+        started.send_signal(number)
+        _, err = started.communicate(timeout=60)
+    assert started.returncode == STATUS[number] and "Traceback" not in err
+    step = CheckpointManager(tmp_path / "checkpoints").latest()
+    assert 2 <= step < STEPS and err.endswith(f"saved at step {step}; run the same command again to resume\n")
+    assert "stopping after this step; Ctrl-C ends at once" in err
+    assert [line["step"] for line in told(tmp_path) if "loss" in line] == list(range(1, step + 1))
+    assert main([*flags, f"--workdir={tmp_path}"]) == 0
+    assert_same_run(flags, tmp_path, straight)
+
+
+def test_killed_twice(flags, straight, tmp_path, capsys):
+    for lines, newest in ((7, 3), (12, 6)):  # lines of 3 steps and an evaluation for each checkpoint
+        with process(flags, tmp_path) as started:
+            wait_for_lines(tmp_path, lines, started)
+            wait_for_checkpoint(tmp_path, newest, started)
+            started.kill()
+        assert newest <= CheckpointManager(tmp_path / "checkpoints").latest() < STEPS
+    capsys.readouterr()
+    assert main([*flags, f"--workdir={tmp_path}", "--config.checkpoint.every=5", "--config.checkpoint.keep=9"]) == 0
+    assert "resumed from step " in capsys.readouterr().err
+    assert_same_run(flags, tmp_path, straight)
+
+
+def test_second_interrupt_ends_at_once(flags, tmp_path):
+    with process(flags, tmp_path, seconds=10) as started:
+        wait_for_lines(tmp_path, 1, started)
+        started.send_signal(signal.SIGINT)
+        while "stopping after this step" not in (line := started.stderr.readline()):
+            assert line, "it ended without a word of the first one"
+        started.send_signal(signal.SIGINT)
+        _, err = started.communicate(timeout=60)
+    assert started.returncode == 130 and err.endswith("stopped at once; what was saved before is kept\n")
+    assert "Traceback" not in err and CheckpointManager(tmp_path / "checkpoints").latest() is None
+
+
+@pytest.mark.parametrize("times, status", [(3, exit_codes.DONE), (100, exit_codes.RESTART)])
+def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, capsys, times, status):
+    """The last save is tried again; if it comes to nothing, the next start does the last steps again."""
+    looks, usage = iter(range(times)), shutil.disk_usage
+    last = tmp_path / "work" / "metrics.jsonl"
+
+    def full(path):
+        ended = last.exists() and f'{{"step": {STEPS}, ' in last.read_text()
+        return type(usage(path))(0, 0, 0) if ended and next(looks, None) is not None else usage(path)
+
+    monkeypatch.setattr(manager, "AGAIN_S", (0.01,) * 5)
+    monkeypatch.setattr(manager.shutil, "disk_usage", full)
+    assert main([*flags, f"--workdir={tmp_path}/work"]) == status
+    if status != exit_codes.DONE:
+        assert "checkpoint: step 12 could not be saved in" in capsys.readouterr().err.splitlines()[-1]
+        monkeypatch.undo()
+        assert main([*flags, f"--workdir={tmp_path}/work"]) == 0
+    assert_same_run(flags, tmp_path / "work", straight)
+
+
+def test_a_storage_that_does_not_answer_at_the_end(flags, straight, tmp_path, monkeypatch, capsys):
+    looks, usage = iter((errno.ENOSPC, errno.EIO, errno.ESTALE)), shutil.disk_usage
+    last = tmp_path / "work" / "metrics.jsonl"
+
+    def broken(path):
+        ended = last.exists() and f'{{"step": {STEPS}, ' in last.read_text()
+        if ended and (number := next(looks, None)):
+            raise OSError(number, os.strerror(number))
+        return usage(path)
+
+    monkeypatch.setattr(manager, "AGAIN_S", (0.01,) * 5)
+    monkeypatch.setattr(manager.shutil, "disk_usage", broken)
+    assert main([*flags, f"--workdir={tmp_path}/work"]) == exit_codes.DONE
+    assert capsys.readouterr().err.count("could not be saved (") == 3
+    assert_same_run(flags, tmp_path / "work", straight)
+
+
+def test_sigterm_ends_the_wait_for_a_disk_that_is_full(flags, tmp_path, monkeypatch, capsys):
+    usage, last = shutil.disk_usage, tmp_path / "work" / "metrics.jsonl"
+
+    def full(path):
+        ended = last.exists() and f'{{"step": {STEPS}, ' in last.read_text()
+        return type(usage(path))(0, 0, 0) if ended else usage(path)
+
+    def waiting(seconds, sleep=time.sleep):
+        if seconds == 1 and threading.current_thread() is threading.main_thread():
+            os.kill(os.getpid(), signal.SIGTERM)
+        sleep(0.01)
+
+    monkeypatch.setattr(manager, "AGAIN_S", (1000,) * 5)
+    monkeypatch.setattr(manager.shutil, "disk_usage", full)
+    monkeypatch.setattr(time, "sleep", waiting)
+    assert main([*flags, f"--workdir={tmp_path}/work"]) == exit_codes.RESTART
+    err = capsys.readouterr().err
+    assert err.count("the last step is in memory only; saving it again in 1000 s") == 1
+    assert err.count("checkpoint 12 could not be saved") == 2  # the second one after the signal
+
+
+def test_on_another_mesh(flags, straight, halfway):
+    mesh = ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
+    assert main([*flags, *mesh, f"--workdir={halfway}"]) == 0
+    for ours, theirs in zip(told(halfway), told(straight), strict=True):
+        assert ours.keys() == theirs.keys() and ours["step"] == theirs["step"]
+        key = "loss" if "loss" in ours else "eval_loss"
+        np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-5)
+    for ours, theirs in zip(saved(flags, halfway), saved(flags, straight), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_finished(flags, straight, capsys):
+    def files():  # run.json tells of the last start, and so of the commit it was made from; so does the heartbeat
+        return {path: path.read_bytes() for path in straight.rglob("*")
+                if path.is_file() and path.name not in ("run.json", "process-0")}
+
+    before = files()
+    assert main([*flags, f"--workdir={straight}"]) == 0
+    assert capsys.readouterr().err.endswith(f"nothing to do: {straight} has all {STEPS} steps\n")
+    assert files() == before
+
+
+def test_an_evaluation_cut_off_is_made_up_for(flags, straight, tmp_path):
+    shutil.copytree(straight, tmp_path / "work")
+    lines = (straight / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "work" / "metrics.jsonl").write_text("".join(lines[:-1]))
+    assert main([*flags, f"--workdir={tmp_path}/work"]) == 0
+    assert_same_run(flags, tmp_path / "work", straight)
+
+
+def test_other_shapes_are_refused(flags, straight, tmp_path, capsys):
+    shutil.copytree(straight, tmp_path / "work")
+    other = [*flags, f"--workdir={tmp_path}/work", "--config.model.embed_dim=64"]
+    assert main(other) == 2
+    assert capsys.readouterr().err == (
+        f"--workdir: {tmp_path}/work holds a run with model.embed_dim=32, this config has 64; give another --workdir "
+        "or --config.model.embed_dim=32\n")
+    (tmp_path / "work" / "config.json").unlink()  # so that only the checkpoint knows
+    assert main(other) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "in the checkpoint" in line and "in this run; build the model and optimizer of that checkpoint" in line
+
+
+def test_a_checkpoint_that_cannot_be_read(flags, halfway, capsys):
+    broken = halfway / "checkpoints" / "9"
+    for file in broken.rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    assert main([*flags, f"--workdir={halfway}"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert err.splitlines()[0].startswith("checkpoint 9 is damaged (")
+    for _ in range(2):  # and it is not forgotten
+        assert f"checkpoint: of the checkpoints in {broken.parent} none is good (9.dam" in err.splitlines()[-1]
+        assert main([*flags, f"--workdir={halfway}"]) == 2
+        err = capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_passed_over(flags, straight, tmp_path, capsys):
+    """The run goes on from the good one before it, and ends as if nothing had been."""
+    shutil.copytree(straight, tmp_path / "work")
+    file = max((tmp_path / "work" / "checkpoints" / str(STEPS)).rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert main([*flags, f"--workdir={tmp_path / 'work'}"]) == 0
+    err = capsys.readouterr().err
+    assert f"checkpoint {STEPS} is damaged (state/" in err and "resumed from step 9" in err
+    assert_same_run(flags, tmp_path / "work", straight)
+    assert (tmp_path / "work" / "checkpoints" / f"{STEPS}.damaged").is_dir()
+
+
+def test_one_that_loads_as_another_is_passed_over(flags, straight, tmp_path, capsys, monkeypatch):
+    """Its files are whole, and still it is not what was saved, as when a device's memory is bad."""
+    shutil.copytree(straight, tmp_path / "work")
+    right = verify.saved_fingerprint
+
+    def other(folder):
+        saved = right(folder)
+        return {path: (what, "0" * 16) for path, (what, _) in saved.items()} if folder.name == str(STEPS) else saved
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "saved_fingerprint", other)
+        patch.setattr(CheckpointManager, "save", lambda *args: 0.0)
+        assert main([*flags, f"--workdir={tmp_path / 'work'}"]) == 0
+    assert "resumed from step 9" in capsys.readouterr().err
+    assert main([*flags, f"--workdir={tmp_path / 'work'}"]) == 0
+    assert_same_run(flags, tmp_path / "work", straight)
+
+
+def test_what_a_checkpoint_says_of_its_run(flags, straight):
+    meta = CheckpointManager(straight / "checkpoints").meta(STEPS)
+    line = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()][-2]
+    run = json.loads((straight / "run.json").read_text())
+    assert meta["step"] == STEPS == line["step"] and meta["time"] > 0
+    assert (meta["tokens"], meta["loss"]) == (line["tokens"], line["loss"])
+    assert meta["config"] == json.loads((straight / "config.json").read_text())
+    assert run.items() <= meta.items() and {"config_hash", "git_commit", "packages", "mesh"} <= run.keys()
+
+
+def test_seconds_held_up_are_in_the_metrics(straight):
+    lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    told = {line["step"] for line in lines if "checkpoint_blocked_s" in line}
+    assert told == {4, 7, 10}  # the step after each save
+    kinds = [event["kind"] for event in events(straight)]
+    assert kinds == ["checkpoint"] * 4
+    assert all(event["blocked_s"] > 0 for event in events(straight))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the disk is gone"), UserError("data.source", "it is gone", "find it")])
+def test_an_error_in_the_data_thread(flags, straight, tmp_path, monkeypatch, capsys, error):
+    """It surfaces as itself, and what was saved before it is whole."""
+    def failing(self, batches, step, placed=Run.placed):
+        if step == 7:
+            raise error
+        return placed(self, batches, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "placed", failing)
+        if isinstance(error, UserError):
+            assert main([*flags, f"--workdir={tmp_path}"]) == 2
+            assert capsys.readouterr().err.endswith("data.source: it is gone; find it\n")
+        else:
+            with pytest.raises(RuntimeError, match="the disk is gone"):
+                main([*flags, f"--workdir={tmp_path}"])
+    assert CheckpointManager(tmp_path / "checkpoints").latest() == 6
+    assert main([*flags, f"--workdir={tmp_path}"]) == 0
+    assert_same_run(flags, tmp_path, straight)
+
+
+def test_an_error_in_the_metrics_thread(flags, tmp_path, monkeypatch):
+    from jaxtrain import observe
+
+    def full(self, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(observe.Progress, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        main([*flags, f"--workdir={tmp_path}"])
+
+
+@pytest.fixture
+def uncollected():
+    """What a handler raises would be lost in a callback of the garbage collector, as JAX has one."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_interrupt_leaves_handlers_as_they_were(uncollected):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with Interrupt() as interrupt:
+        assert not interrupt.requested(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.requested(2) and interrupt.signal == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)  # impatient launchers send it twice
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_an_early_signal_is_not_lost_with_what_it_raised(number, raised):
+    with before_the_loop():
+        with contextlib.suppress(raised):
+            os.kill(os.getpid(), number)
+        with pytest.raises(raised), Interrupt():
+            pytest.fail("the loop began")
+    with Interrupt():
+        pass
+
+
+@pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_an_early_signal_is_not_lost_in_an_error_that_it_becomes(number, raised, uncollected):
+    with pytest.raises(raised), before_the_loop():
+        try:
+            os.kill(os.getpid(), number)
+        except BaseException as stopped:
+            raise ImportError("an error in initializing the extension") from stopped
+    with pytest.raises(ImportError), before_the_loop():
+        raise ImportError("of another cause")
+
+
+def test_interrupt_on_another_thread():
+    """In a notebook's or a server's thread there are no signals to take; training works all the same."""
+    seen = []
+
+    def work():
+        with Interrupt() as interrupt:
+            seen.append(interrupt.requested(1))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False]
+
+
+def test_sigterm_before_the_loop(flags, tmp_path):
+    """Nothing is there to save, and launchers are told to start it again all the same."""
+    waiting = """
+import importlib, pathlib, sys, time
+from jaxtrain.main import main
+
+def build(config, **parts):
+    pathlib.Path(sys.argv[-1].partition("=")[2], "here").touch()
+    time.sleep(100)
+
+importlib.import_module("jaxtrain.trainer.loop").build = build
+sys.exit(main())
+"""
+    started = subprocess.Popen([sys.executable, "-c", waiting, *flags, f"--workdir={tmp_path}"], text=True,
+                               env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
+    try:
+        end = time.monotonic() + 90
+        while not (tmp_path / "here").exists() and time.monotonic() < end and started.poll() is None:
+            time.sleep(0.02)
+        started.send_signal(signal.SIGTERM)
+        err = started.communicate(timeout=60)[1]
+    finally:
+        started.kill()
+    assert started.returncode == exit_codes.SAVED
+    assert err == "stopped outside of the loop; run the same command again to resume\n"
+
+
+def test_sigterm_behind_the_last_step_changes_nothing(flags, tmp_path, monkeypatch):
+    """As from a supervisor that has just decided to start with more processes: there is nothing to start again."""
+    sample = importlib.import_module("jaxtrain.hub.generate")
+    monkeypatch.setattr(sample, "sample", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM) or "")
+    assert main([*flags, "--config.train.sample_tokens=1", f"--workdir={tmp_path / 'work'}"]) == 0
+
+
+def test_sigterm_at_exit_changes_nothing():
+    code = ("import atexit, os, runpy, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGTERM); "
+            "runpy.run_module('jaxtrain.main', run_name='__main__')")
+    ended = subprocess.run([sys.executable, "-c", code, f"--config={ROOT}/configs/gpt.py:tiny", "--print_config"],
+                           env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
