@@ -16,7 +16,7 @@ from jaxtrain.flags import training_flags, workdir_of
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Flags, processes, config, train. `resilience/exits.py` tells what the exit status means."""
+    """Flags, processes, config, train. `distributed/exit_codes.py` tells what the exit status means."""
     heartbeat.hold()
     try:
         flags, overrides = training_flags(sys.argv[1:] if argv is None else argv)

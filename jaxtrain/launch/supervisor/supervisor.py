@@ -398,7 +398,7 @@ def _free_port() -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until there is a reason to end. `resilience/exits.py` tells what the exit status means."""
+    """Run until there is a reason to end. `distributed/exit_codes.py` tells what the exit status means."""
     status = exit_codes.DONE
 
     @command(stopped="stopped at once; what was saved before is kept")
