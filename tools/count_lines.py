@@ -14,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "jaxtrain"
 LEARNING = """
-    __init__ main flags errors api run validation rule_checks
-    config/schema config/families config/field_checks config/load config/data_stages
+    __init__ main errors api run validation rule_checks
+    config/schema config/families config/field_checks config/load
     sharding/rules sharding/mesh
     models/__init__ models/decoder models/layers models/attention models/gpt2 models/llama models/qwen3
     kernels/functions kernels/cross_entropy
@@ -24,14 +24,15 @@ LEARNING = """
     data/__init__ data/tokenizers/tokenizer data/corpus/corpus data/corpus/open data/corpus/text_cache
     data/corpus/text_source data/corpus/atomic_files data/loading/batch_source data/loading/batches
     data/loading/loader data/loading/shuffle data/loading/packing data/loading/placement
-    trainer/loop trainer/observers observe/metrics observe/flops observe/runinfo observe/progress
+    trainer/loop trainer/session trainer/resume trainer/saver trainer/evaluate trainer/reporting trainer/observers
 """
 SURVIVAL = """
     checkpoint/manager checkpoint/restore checkpoint/verify checkpoint/shared_verification checkpoint/fingerprint
     checkpoint/trees checkpoint/retention checkpoint/save_policy checkpoint/orbax/*
     resilience/* resilience/corruption/* trainer/rollback trainer/shutdown train_step/anomaly
     distributed/processes distributed/coordination distributed/peers distributed/exit_codes distributed/heartbeat
-    distributed/run_lock observe/ledger observe/events data/loading/skipped_batches
+    distributed/run_lock observe/ledger observe/events observe/metrics observe/flops observe/runinfo observe/progress
+    data/loading/skipped_batches
 """
 
 

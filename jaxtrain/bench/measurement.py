@@ -23,7 +23,7 @@ from jaxtrain.plan.compiler import memory_of
 from jaxtrain.plan.estimate import Estimate, estimate
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
-from jaxtrain.trainer.loop import constants
+from jaxtrain.trainer.reporting import constants
 
 TRACED = 3  # steps of a profile
 

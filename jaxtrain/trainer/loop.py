@@ -1,63 +1,51 @@
-"""The loop, from config to final state, on one page. The order of things matters; comments say why."""
+"""The training loop on one page. Its numbered order is a contract, which tests/trainer/test_order.py holds it to."""
 
 import contextlib
-import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 import optax
 
-from jaxtrain import checkpoint, errors, observe
+from jaxtrain import errors, observe
+from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.checkpoint.save_policy import SavePolicy
-from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config
 from jaxtrain.data import prefetch
 from jaxtrain.data.loading.batch_source import BatchSource
-from jaxtrain.data.loading.batches import epochs, packing
 from jaxtrain.data.loading.skipped_batches import remaining
-from jaxtrain.distributed import exit_codes, processes
-from jaxtrain.distributed.coordination import exchange
+from jaxtrain.distributed import processes
 from jaxtrain.distributed.run_lock import run_lock
 from jaxtrain.errors import UserError
 from jaxtrain.objectives import MakeObjective, NextToken
-from jaxtrain.observe.ledger import Ledger
 from jaxtrain.plan import preflight
 from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.replicas import Replicas
 from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.resilience.stragglers import Stragglers
-from jaxtrain.resilience.watchdog import Watchdog
 from jaxtrain.run import Run, build
-from jaxtrain.train_step.report import matmul_parameters
 from jaxtrain.train_step.state import TrainState
-from jaxtrain.trainer.observers import Completions, Observer
-from jaxtrain.trainer.rollback import AnomalyGuard, RolledBack, agree, apply_pending_rollback
+from jaxtrain.trainer.evaluate import Evaluator
+from jaxtrain.trainer.observers import Observer
+from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run
+from jaxtrain.trainer.resume import check_workdir, find_start, initial_or_restored
+from jaxtrain.trainer.rollback import AnomalyGuard, RolledBack
+from jaxtrain.trainer.saver import Saver
+from jaxtrain.trainer.session import Interrupted, Session, watched
 from jaxtrain.trainer.shutdown import Interrupt, complete
-
-
-class Interrupted(exit_codes.RunExit):
-    """The run was asked to stop, saved its state, and can be resumed."""
-
-    def __init__(self, step: int, number: int):
-        self.step, self.signal = step, number
-        super().__init__(exit_codes.INTERRUPTED if number == signal.SIGINT else exit_codes.SAVED,
-                         f"saved at step {step}; run the same command again to resume")
 
 
 def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective | None = None,
           optimizer: optax.GradientTransformation | None = None, data: BatchSource | None = None,
           observers: Sequence[Observer] = ()) -> TrainState:
-    """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; returns the final state.
+    """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; return the final state.
 
     Args:
-        config: or a run that `build` made of one.
-        workdir: where metrics and checkpoints go.
-        objective: what is minimised, as `build` takes it; so are `optimizer` and `data`.
-        observers: are told of each step.
+        config: a config, or a run that `build` made of one.
+        workdir: the folder of metrics and checkpoints.
+        objective: what is minimised, as `build` takes it; likewise `optimizer` and `data`.
+        observers: objects whose methods are called at each step.
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; everything done so far is saved.
@@ -69,248 +57,118 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         for name, part in (("objective", objective), ("optimizer", optimizer), ("data", data)):
             if part is not None:
                 raise UserError(name, "the run has one already", f"give {name}= to jt.build, or give a config")
-    resilience = (config.config if isinstance(config, Run) else config).resilience
-    with (
-        Watchdog(workdir, resilience) as watchdog,  # from here to the end, a run that hangs is ended
-        Ledger(workdir, stopped=(Interrupted, KeyboardInterrupt, SystemExit)) as ledger,  # every second is in a book
-    ):
+    limits = (config.config if isinstance(config, Run) else config).resilience
+    with watched(workdir, limits) as (watchdog, ledger):
         run = config if isinstance(config, Run) else build(
             preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer)),
             objective=objective or NextToken.of, optimizer=optimizer, data=data)
         if (predicted := preflight.check(run)) and jax.process_index() == 0:
             errors.say(predicted)
-        processes.connect(resilience.start_limit)
+        processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
-        interrupt = Interrupt()
+        session = Session(Path(workdir), watchdog, ledger, Interrupt(), observers)
         with run_lock(workdir):
             while True:
                 try:
-                    with contextlib.ExitStack() as begun:  # what an attempt leaves open that does not come to its loop
-                        return attempt(run, Path(workdir), watchdog, ledger, interrupt, begun, observers)
-                except RolledBack:  # to go back is to start again, but for what is compiled
+                    with contextlib.ExitStack() as opened:
+                        return attempt(run, session, opened)
+                except RolledBack:  # begin again from an older checkpoint, with what is compiled already
                     continue
 
 
-def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interrupt: Interrupt,
-            begun: contextlib.ExitStack, observers: Sequence[Observer] = ()) -> TrainState:
-    """From the newest checkpoint to the end, or to a rollback."""
-    @contextlib.contextmanager
-    def phase(name):  # what is not a step is accounted for under its name, and has more time before it counts as hung
-        with ledger.book(name), watchdog.phase(name):
-            yield
+def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainState:
+    """Train from the newest checkpoint to the last step, or until a rollback. `opened` closes what is opened here."""
+    t, r, c = run.config.train, run.config.resilience, run.config.checkpoint
+    workdir, watchdog, ledger, interrupt = session.workdir, session.watchdog, session.ledger, session.interrupt
 
-    # -------------------------------------------------------------- refuse what cannot work, before paying for anything
-    config, t, r, c = run.config, run.config.train, run.config.resilience, run.config.checkpoint
+    # Everything that can be refused is refused before anything expensive begins.
     watchdog.start()
-    checkpoints = begun.enter_context(checkpoint.CheckpointManager(
+    checkpoints = opened.enter_context(CheckpointManager(
         workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best, verify=c.verify, mirror=c.mirror,
         extras=run.extras))
-    passed = apply_pending_rollback(workdir, checkpoints)
-    with phase("restore"):
-        start, none_good = 0, None
-        try:
-            start = checkpoints.newest() or 0
-        except UserError as error:
-            none_good = error
-        snapshots = begun.enter_context(contextlib.closing(
-            checkpoint.LocalCheckpoints(workdir, c.local_checkpoint_every, c.local_dir)))
-        # What was in memory may be newer than what is on disk.
-        recovered = snapshots.restore_newest(run.abstract, above=start)
-        if none_good and not recovered:
-            raise none_good
-        start = recovered[0] if recovered else start
-    reach = passed.reach(start)  # in batches, where rollbacks passed over some
-    observe.check_workdir(workdir, config, done=reach)
-    if t.tensorboard:
-        observe.summary_writer()
-    run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
-    data = remaining(run.train_batches, passed)
-    run.check_shapes(reach, passed.reach(t.steps))
-    if data.num_batches is not None and data.num_batches < t.steps:
-        raise UserError("train.steps", f"data.mixture has an end at step {data.num_batches}",
-                        "raise the epochs of its sources or train fewer steps")
-    about = observe.write_run_files(
-        workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
-        data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash, manifests=run.manifests,
-        done=reach)
+    local = opened.enter_context(contextlib.closing(
+        LocalCheckpoints(workdir, c.local_checkpoint_every, c.local_dir)))
+    found = find_start(run, session, checkpoints, local)
+    about = check_workdir(run, session, found)
+    start, data = found.step, remaining(run.train_batches, found.skipped)
     if start < t.steps:
         ledger.open(t.steps)
-    say(summary(run, workdir))
-    for stage in data_stages.stages(config.data):
-        if stage.start >= t.steps > 0:
-            say(f"data.stages: the stage from step {stage.start} on is behind the last step, {t.steps}")
-
-    # -------------------------------------------------------------------- the state: from a checkpoint, or from nothing
-    if start > t.steps:
-        raise UserError("train.steps", f"{t.steps} is less than the {start} steps that {workdir} has",
-                        "give more steps or another --workdir")
-    if start:
-        with phase("restore"):
-            restored = recovered or checkpoints.restore_newest(run.abstract)
-        if restored is None or restored[0] != start:
-            if exchange(start in checkpoints.steps())[0]:
-                raise UserError("checkpoint", f"step {start} is damaged, and its folder cannot be renamed",
-                                f"move {workdir}/checkpoints/{start} away")
-            raise RolledBack  # its files are whole, and yet it does not load as it was saved: begin below it
-        _, state, meta = restored
-        agree(workdir, passed, meta, start)
-        say(f"resumed from {'the snapshot of ' if recovered else ''}step {start}")
-    else:
-        state = run.init()
+    say(start_of_run(run, workdir))
+    state = initial_or_restored(run, session, checkpoints, found)
     ledger.resumed(start)
-    with phase("compile"):
+    with session.phase("compile"):
         for shape in data.shapes_of(start, t.steps):
             run.of_shape(shape).compiled_step  # noqa: B018 (now, while nothing else wants the processor)
         checkpoints.prepare(state)
-        accusations = SuspectDevices(workdir)
-        replicas = Replicas(run.abstract, r.check_every, accusations)
-        replays = Replays(r.replay_every, accusations)
+        suspects = SuspectDevices(workdir)
+        replicas, replays = Replicas(run.abstract, r.check_every, suspects), Replays(r.replay_every, suspects)
+    policy = SavePolicy(c, ledger, checkpoints.writing, checkpoints.failed, workdir=workdir, start=start)
 
-    # --------------------------------------------------------------------------------------------------------- the loop
-    def place(step, batches):
-        return run.placed(batches, step)
-
-    def due(step):
-        return run.eval_batches is not None and (step == t.steps or (t.eval_every and step % t.eval_every == 0))
-
-    def evaluation():
-        with jax.transfer_guard("allow"):  # it waits for its numbers anyway, and places its batches on this thread
-            with phase("compile"):
-                run.compiled_eval  # noqa: B018 (at the first one)
-                processes.meet("evaluation", r.start_limit)
-            with phase("eval"):
-                return run.evaluate(state, t.eval_batches)
-
-    def pause(seconds):
-        with ledger.book("other"):
-            for rest in np.arange(seconds, 0, -1):
-                if interrupt.requested(done):
-                    return False
-                time.sleep(min(rest, 1))
-        return True
-
-    saves = SavePolicy(c, ledger, checkpoints.writing, checkpoints.failed, workdir=workdir, start=start)
     with (
         interrupt,
-        ledger.book("checkpoint"),  # behind the loop: what it still takes to write the last one
-        contextlib.closing(snapshots),  # waits as well, but not for long
-        checkpoints,  # waits: behind this block the state is on disk, whatever signals come
-        prefetch(data, start, t.steps - start, place, config.data.prefetch) as batches,
+        ledger.book("checkpoint"),  # after the loop: the time that the last save still takes
+        contextlib.closing(local),
+        checkpoints,  # waits: after this block the state is on disk, whatever signals come
+        prefetch(data, start, t.steps - start, lambda step, batches: run.placed(batches, step),
+                 run.config.data.prefetch) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),
-                              log_every=t.log_every, sinks=sinks(run, workdir, start, observers),
+                              log_every=t.log_every, sinks=sinks(run, session, start),
                               completed=watchdog.completed, ledger=ledger) as writer,
         Stragglers(workdir, r.straggler_factor, r.probe_every) as stragglers,
         ledger.book("step"),
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
         watchdog.training(),
     ):
-        done, meta, guard = start, {}, AnomalyGuard(workdir, r, checkpoints, passed, say, phase)
-        # A stop came between a save and its evaluation. (All must know the same; files may be late on other machines.)
-        if start and due(start) and not exchange(evaluated(workdir, start))[0]:
-            writer.write_eval(start, evaluation())
-        # It takes one process longer than another, and their first collectives would not wait (Gloo: 30 seconds).
+        guard = AnomalyGuard(workdir, r, checkpoints, found.skipped, say, session.phase)
+        saver = Saver(checkpoints, local, policy, writer, ledger, about | {"config": run.config.to_dict()},
+                      found.skipped)
+        evaluator, done = Evaluator(run, session, writer), start
+        if evaluator.missing(start):
+            evaluator.evaluate(start, state)
+        # Processes may take different times to get here, and their first collectives would not wait (Gloo: 30 s).
         for n, batch, waited in ledger.each("data_wait", processes.met(batches, "first step", r.start_limit)):
             watchdog.begin(n + 1)
-            for observer in observers:
+            # 1. Observers see the batch.
+            for observer in session.observers:
                 observer.on_batch(n + 1, batch)
+            # 2. The step is dispatched; the old state is donated to it.
             began = time.perf_counter()
             state, metrics = replays.run(n + 1, run.of_shape(batch["tokens"].shape).compiled_step, state, batch)
             stragglers.step(metrics, waited, time.perf_counter() - began)
             done = n + 1
-            for observer in observers:
+            # 3. Observers get the metrics, as futures: nothing here waits for the device.
+            for observer in session.observers:
                 observer.on_dispatch(done, metrics)
-            # Nothing here waits for the device: the writer reads the numbers on its own thread, one step late.
-            writer.push(done, metrics, {"data_wait_s": waited, **saves.pop_fields(), **snapshots.pop_fields(),
-                                        **stragglers.fields})
-            guard.look(done, metrics)  # at the step before the last: its numbers are there
+            # 4. The writer gets them too, and reads them one step late, on a thread of its own.
+            writer.push(done, metrics, {"data_wait_s": waited, **saver.pop_fields(), **stragglers.fields})
+            # 5. All processes agree on whether to stop after this step.
             stop = interrupt.requested(done)
-            saving = stop or done == t.steps or saves.due(done)
-            keeping = saving or snapshots.due(done)
-            replicas.check(done, state, now=keeping)
-            # Save before the next batch is drawn, so that what is saved and what was seen agree.
-            if keeping:
-                with watchdog.phase("save"):
-                    writer.flush()  # a step that is saved is never run again, so its line must be there too
-                    guard.look_at_all()  # nor is it looked at again
-                    meta = {**about, **writer.last, "config": config.to_dict(), "step": done, "time": time.time(),
-                            "goodput": ledger.goodput(), "skipped_batches": passed.to_dict()}
-                    if saving:
-                        with saves.taking(done):
-                            checkpoints.save(done, state, meta)
-                    elif not writer.behind:  # of process 0 there is none then, so that nobody goes on from this one
-                        snapshots.take(done, state, meta)
+            saving = saver.due(done, last=stop or done == t.steps)
+            with watchdog.phase("save") if saving else contextlib.nullcontext():
+                # 6. Checks may end the attempt. What is saved was checked up to its last step; that waits for it.
+                guard.look(done, metrics)
+                replicas.check(done, state, now=saving)
+                if saving:
+                    guard.look_at_all()
+                    # 7. The metrics are on disk before the state: a step that is saved is never run again.
+                    writer.flush()
+                    # 8. Save before the next batch is drawn, so that the state and the batches seen agree.
+                    saver.save(done, state)
             if stop and done < t.steps:
                 break
-            if due(done):
-                writer.write_eval(done, evaluation())
+            # 9. Evaluate.
+            if evaluator.due(done):
+                evaluator.evaluate(done, state)
         if done == t.steps:
-            with phase("checkpoint"):  # the last one is read back, however long it takes; else there is no time for it
-                checkpoints.insist(done, state, meta, pause)
+            with session.phase("checkpoint"):  # the last one is read back, however long that takes
+                saver.finish(done, state, lambda seconds: session.pause(done, seconds))
                 # The first process copies it to the mirror; at their exit JAX gives the others five minutes only.
                 processes.meet("end", r.start_limit)
 
-    # -------------------------------------------------------------------------------------------------- what came of it
     if done == t.steps:
         complete()
-    snapshots.remove()  # the state is on disk: the memory is given back
+    local.remove()  # the state is on disk
     if done < t.steps:
         raise Interrupted(done, interrupt.signal)
-    if done == start:
-        say(f"nothing to do: {workdir} has all {t.steps} steps")
-    elif t.sample_tokens:
-        from jaxtrain.hub.generate import sample
-
-        say("a sample:\n" + sample(run, state, length=t.sample_tokens, seed=t.seed))
+    say(end_of_run(run, session, state, start))
     return state
-
-
-def evaluated(workdir: Path, step: int) -> bool:
-    """Whether metrics.jsonl has the evaluation of this step."""
-    lines = (workdir / "metrics.jsonl").read_text().splitlines() if (workdir / "metrics.jsonl").exists() else []
-    return any(line.startswith(f'{{"step": {step}, ') and '"eval_loss"' in line for line in lines)
-
-
-def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
-    """What turns steps and seconds into tokens a second and utilisation."""
-    model = run.config.model
-    matmuls = matmul_parameters(run.abstract, run.layout, model)
-    peak = observe.device_peak(jax.devices()[0].device_kind)
-
-    def of_step(step):
-        rows, seq_len = batches.shape(step)
-        causal, full = (observe.flops_per_token(model, matmuls, seq_len, look) for look in (True, False))
-        return observe.Constants(rows * seq_len, causal, full, peak and peak * run.mesh.size, batches.tokens(step))
-
-    return of_step
-
-
-def sinks(run: Run, workdir: Path, start: int, observers: Sequence[Observer] = ()) -> list[observe.Sink]:
-    """Who else reads the metrics, in process 0."""
-    t = run.config.train
-    if jax.process_index() != 0:
-        return []
-    told: list[observe.Sink] = [Completions(observers)] if observers else []
-    live: list[observe.Sink] = [observe.Progress(t.steps, start_step=start)] if t.progress and t.steps else []
-    return told + live + ([observe.TensorBoard(workdir / "tensorboard", start_step=start)] if t.tensorboard else [])
-
-
-def summary(run: Run, workdir: Path) -> str:
-    """The run in three lines."""
-    c = run.config
-    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(run.abstract.params))
-    axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
-    axes += f"; {run.pipeline}" if run.schedules else ""
-    shapes = ", ".join(f"{rows} x {length}" for rows, length in run.train_batches.shapes_of(0, c.train.steps))
-    head = f"{c.model.name}, {count:,} parameters in {run.precision}, on {jax.devices()[0].device_kind} ({axes})\n"
-    if run.data is not None:
-        return f"{head}{c.train.steps} steps of {shapes or 'no'} tokens; workdir {workdir}"
-    corpus = run.corpus
-    return (f"{head}{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens; "
-            f"{c.train.steps} steps of {shapes or 'no'} tokens; workdir {workdir}\n"
-            f"{packing(c.data, corpus)}; {epochs(run.train_batches, c.train.steps)}")
-
-
-def say(text: str) -> None:
-    """To whoever watches; from one process."""
-    if jax.process_index() == 0:
-        errors.say(text)

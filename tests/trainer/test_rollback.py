@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import shutil
@@ -26,7 +25,8 @@ from jaxtrain.observe.events import events
 from jaxtrain.resilience.watchdog import Watchdog
 from jaxtrain.run import build
 from jaxtrain.train_step.anomaly import History
-from jaxtrain.trainer.rollback import AnomalyGuard, GivenUp, RolledBack
+from jaxtrain.trainer.loop import train
+from jaxtrain.trainer.rollback import AnomalyGuard, GivenUp, RolledBack, apply_pending_rollback
 from tests.tiny import free_address, tiny_flags
 
 ROOT = Path(__file__).parents[2]
@@ -98,11 +98,11 @@ def never_saw(flags, tmp_path_factory):
 def test_rolled_back(flags, never_saw, poison, tmp_path, capsys, monkeypatch):
     live = []
 
-    def counting(workdir, checkpoints, apply=sys.modules["jaxtrain.trainer.loop"].apply_pending_rollback):
+    def counting(workdir, checkpoints, apply=apply_pending_rollback):
         live.append(sum(array.nbytes for array in jax.live_arrays()))
         return apply(workdir, checkpoints)
 
-    monkeypatch.setattr(sys.modules["jaxtrain.trainer.loop"], "settle", counting)
+    monkeypatch.setattr("jaxtrain.trainer.resume.apply_pending_rollback", counting)
     poison("strange", {BAD})
     assert main([*flags, *words(resilience__spikes="rollback"), f"--workdir={tmp_path}"]) == 0
     before, after = live
@@ -148,10 +148,10 @@ def assert_went_nearly_as(flags, workdir, never_saw):
 
 KILLED = """
 import os, signal, sys
-import jaxtrain.trainer.loop
 import numpy as np
 from jaxtrain.data.loading.loader import Batches
 from jaxtrain.main import main
+from jaxtrain.trainer import resume
 
 def poisoned(self, step, indices, rows=Batches.rows):
     batch = rows(self, step, indices)
@@ -159,13 +159,11 @@ def poisoned(self, step, indices, rows=Batches.rows):
         batch["targets"] = np.full_like(batch["targets"], 319)
     return batch
 
-train = sys.modules["jaxtrain.trainer.loop"]
-
-def killed(workdir, checkpoints, settle=train.settle, turns=[]):
+def killed(workdir, checkpoints, apply=resume.apply_pending_rollback, turns=[]):
     turns.append(workdir)
-    return settle(workdir, checkpoints) if len(turns) < {settles} else os.kill(os.getpid(), signal.SIGKILL)
+    return apply(workdir, checkpoints) if len(turns) < {settles} else os.kill(os.getpid(), signal.SIGKILL)
 
-Batches.rows, train.settle = poisoned, killed
+Batches.rows, resume.apply_pending_rollback = poisoned, killed
 sys.exit(main())
 """
 
@@ -251,11 +249,11 @@ def test_skipped(flags, poison, tmp_path):
 @pytest.mark.parametrize("devices, mesh", [
     pytest.param(1, {}, id="one"),
     pytest.param(8, dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2), id="product", marks=pytest.mark.slow)])
-def test_on_any_mesh_the_same_is_decided(flags, never_saw, poison, tmp_path, monkeypatch, devices, mesh):
-    here = functools.partial(build, devices=jax.devices()[:devices])
-    monkeypatch.setattr(sys.modules["jaxtrain.trainer.loop"], "build", here)
+def test_on_any_mesh_the_same_is_decided(flags, never_saw, poison, tmp_path, devices, mesh):
     poison("strange", {BAD})
-    assert main([*flags, *words(resilience__spikes="rollback", **mesh), f"--workdir={tmp_path}"]) == 0
+    keys = [*flags[1:], *words(resilience__spikes="rollback", **mesh)]
+    config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in keys))
+    train(build(config, devices=jax.devices()[:devices]), tmp_path)
     assert decisions(tmp_path) == [("skip", BAD + 1), ("rollback", BAD + 1)]
     assert_went_nearly_as(flags, tmp_path, never_saw)
 

@@ -1,0 +1,47 @@
+"""Evaluations: after which steps, and the one that a stop left out."""
+
+from pathlib import Path
+
+import jax
+
+from jaxtrain.distributed import processes
+from jaxtrain.distributed.coordination import exchange
+from jaxtrain.observe import MetricsWriter
+from jaxtrain.run import Run
+from jaxtrain.train_step.state import TrainState
+from jaxtrain.trainer.session import Session
+
+
+class Evaluator:
+    """Evaluates a run's state and writes the result."""
+
+    def __init__(self, run: Run, session: Session, writer: MetricsWriter):
+        self._run, self._session, self._writer = run, session, writer
+
+    def due(self, step: int) -> bool:
+        """Whether an evaluation follows this step."""
+        t = self._run.config.train
+        return self._run.eval_batches is not None and (
+            step == t.steps or bool(t.eval_every and step % t.eval_every == 0))
+
+    def missing(self, step: int) -> bool:
+        """Whether a stop came between the save of this step and its evaluation; all processes get one answer."""
+        # The first process decides, since files may arrive late on other machines.
+        return bool(step) and self.due(step) and not exchange(_evaluated(self._session.workdir, step))[0]
+
+    def evaluate(self, step: int, state: TrainState) -> None:
+        """Evaluate, and write the line."""
+        run, session = self._run, self._session
+        with jax.transfer_guard("allow"):  # it waits for its numbers anyway, and places its batches on this thread
+            with session.phase("compile"):
+                run.compiled_eval  # noqa: B018 (compiled at the first evaluation)
+                processes.meet("evaluation", run.config.resilience.start_limit)
+            with session.phase("eval"):
+                fields = run.evaluate(state, run.config.train.eval_batches)
+        self._writer.write_eval(step, fields)
+
+
+def _evaluated(workdir: Path, step: int) -> bool:
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return any(line.startswith(f'{{"step": {step}, ') and '"eval_loss"' in line for line in lines)

@@ -1,0 +1,87 @@
+"""What a run reports: its summary, its sinks of metrics, and the constants behind throughput and MFU."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain import errors, observe
+from jaxtrain.config import data_stages
+from jaxtrain.data.loading.batches import epochs, packing
+from jaxtrain.run import Run
+from jaxtrain.train_step.report import matmul_parameters
+from jaxtrain.train_step.state import TrainState
+from jaxtrain.trainer.observers import Completions
+from jaxtrain.trainer.session import Session
+
+
+def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
+    """Return a function from a step to what turns its seconds into throughput and MFU."""
+    model = run.config.model
+    matmuls = matmul_parameters(run.abstract, run.layout, model)
+    peak = observe.device_peak(jax.devices()[0].device_kind)
+
+    def of_step(step):
+        rows, seq_len = batches.shape(step)
+        causal, full = (observe.flops_per_token(model, matmuls, seq_len, look) for look in (True, False))
+        return observe.Constants(rows * seq_len, causal, full, peak and peak * run.mesh.size, batches.tokens(step))
+
+    return of_step
+
+
+def sinks(run: Run, session: Session, start: int) -> list[observe.Sink]:
+    """Return what gets every line of metrics besides metrics.jsonl; only process 0 has any."""
+    t, found = run.config.train, []
+    if jax.process_index() != 0:
+        return found
+    if session.observers:
+        found.append(Completions(session.observers))
+    if t.progress and t.steps:
+        found.append(observe.Progress(t.steps, start_step=start))
+    if t.tensorboard:
+        found.append(observe.TensorBoard(session.workdir / "tensorboard", start_step=start))
+    return found
+
+
+def start_of_run(run: Run, workdir: Path) -> str:
+    """Describe the run, and the data stages that it will never reach."""
+    steps = run.config.train.steps
+    late = [f"data.stages: the stage from step {stage.start} on is behind the last step, {steps}"
+            for stage in data_stages.stages(run.config.data) if stage.start >= steps > 0]
+    return "\n".join([summary(run, workdir), *late])
+
+
+def end_of_run(run: Run, session: Session, state: TrainState, start: int) -> str:
+    """Return a sample of the trained model if one is wanted, or say that there was nothing to do."""
+    t = run.config.train
+    if start == t.steps:
+        return f"nothing to do: {session.workdir} has all {t.steps} steps"
+    if not t.sample_tokens:
+        return ""
+    from jaxtrain.hub.generate import sample
+
+    return "a sample:\n" + sample(run, state, length=t.sample_tokens, seed=t.seed)
+
+
+def summary(run: Run, workdir: Path) -> str:
+    """Describe the run in three lines: model and devices, data and steps, how documents become rows."""
+    c = run.config
+    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(run.abstract.params))
+    axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
+    axes += f"; {run.pipeline}" if run.schedules else ""
+    shapes = ", ".join(f"{rows} x {length}" for rows, length in run.train_batches.shapes_of(0, c.train.steps))
+    head = f"{c.model.name}, {count:,} parameters in {run.precision}, on {jax.devices()[0].device_kind} ({axes})\n"
+    if run.data is not None:
+        return f"{head}{c.train.steps} steps of {shapes or 'no'} tokens; workdir {workdir}"
+    corpus = run.corpus
+    return (f"{head}{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens; "
+            f"{c.train.steps} steps of {shapes or 'no'} tokens; workdir {workdir}\n"
+            f"{packing(c.data, corpus)}; {epochs(run.train_batches, c.train.steps)}")
+
+
+def say(text: str) -> None:
+    """Print a line, if there is any text, from the first process."""
+    if text and jax.process_index() == 0:
+        errors.say(text)

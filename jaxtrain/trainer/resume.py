@@ -1,0 +1,85 @@
+"""From a workdir to the state to go on from: the newest checkpoint, whether it belongs to this run, its restoration."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxtrain import observe
+from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
+from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
+from jaxtrain.distributed.coordination import exchange
+from jaxtrain.errors import UserError
+from jaxtrain.run import Run
+from jaxtrain.train_step.state import TrainState
+from jaxtrain.trainer.reporting import say
+from jaxtrain.trainer.rollback import RolledBack, agree, apply_pending_rollback
+from jaxtrain.trainer.session import Session
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an attempt begins."""
+
+    step: int  # 0: nothing is saved
+    recovered: tuple[int, Any, dict[str, Any]] | None  # from memory, where that is newer than what is on disk
+    skipped: SkippedBatches
+
+
+def find_start(run: Run, session: Session, checkpoints: CheckpointManager, local: LocalCheckpoints) -> Start:
+    """Find the newest checkpoint, on disk or in memory; one from memory is loaded at once."""
+    skipped = apply_pending_rollback(session.workdir, checkpoints)
+    with session.phase("restore"):
+        step, none_good = 0, None
+        try:
+            step = checkpoints.newest() or 0
+        except UserError as error:
+            none_good = error
+        recovered = local.restore_newest(run.abstract, above=step)
+        if none_good and not recovered:
+            raise none_good
+    return Start(recovered[0] if recovered else step, recovered, skipped)
+
+
+def check_workdir(run: Run, session: Session, start: Start) -> dict[str, Any]:
+    """Refuse a workdir, or data, with which the run cannot go on; write the run's files, and return what they say."""
+    config, t = run.config, run.config.train
+    reach = start.skipped.reach(start.step)  # in batches, of which rollbacks may have skipped some
+    observe.check_workdir(session.workdir, config, done=reach)
+    if t.tensorboard:
+        observe.summary_writer()
+    run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
+    run.check_shapes(reach, start.skipped.reach(t.steps))
+    batches = remaining(run.train_batches, start.skipped).num_batches
+    if batches is not None and batches < t.steps:
+        raise UserError("train.steps", f"data.mixture has an end at step {batches}",
+                        "raise the epochs of its sources or train fewer steps")
+    about = observe.write_run_files(
+        session.workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
+        data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash, manifests=run.manifests,
+        done=reach)
+    if start.step > t.steps:
+        raise UserError("train.steps", f"{t.steps} is less than the {start.step} steps that {session.workdir} has",
+                        "give more steps or another --workdir")
+    return about
+
+
+def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManager, start: Start) -> TrainState:
+    """Return the state that the run starts from.
+
+    Raises:
+        RolledBack: the checkpoint cannot be used after all; begin again, from an older one.
+    """
+    if not start.step:
+        return run.init()
+    with session.phase("restore"):
+        restored = start.recovered or checkpoints.restore_newest(run.abstract)
+    if restored is None or restored[0] != start.step:
+        if exchange(start.step in checkpoints.steps())[0]:
+            raise UserError("checkpoint", f"step {start.step} is damaged, and its folder cannot be renamed",
+                            f"move {session.workdir}/checkpoints/{start.step} away")
+        raise RolledBack  # its files are whole, but it does not load as it was saved
+    _, state, meta = restored
+    agree(session.workdir, start.skipped, meta, start.step)
+    say(f"resumed from {'the snapshot of ' if start.recovered else ''}step {start.step}")
+    return state
