@@ -35,6 +35,7 @@ def test_short_and_told(file):
     ("gpt.py:124m", {"model.vocab_size": 50257}, 124_439_808),
     ("qwen3_0p6b.py", {}, 596_049_920),
     ("llama3_1b.py", {}, 1_235_814_400),
+    ("gemma3_1b.py", {}, 999_885_952),
     ("llama3_8b.py", {}, 8_030_261_248),
     ("llama3_70b.py", {"mesh.tensor": 1}, 70_553_706_496),
     ("llama3_405b.py", {"mesh.tensor": 1}, 405_853_388_800),

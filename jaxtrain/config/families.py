@@ -55,6 +55,11 @@ class ModelConfig:
         if self.head_dim % 2:
             raise UserError("model.head_dim", f"{self.head_dim} is odd", "rotary positions need an even head_dim")
 
+    @property
+    def windows(self) -> dict[int, int]:
+        """How many layers have each attention window; 0: none."""
+        return {self.window: self.num_layers}
+
 
 @dataclass(frozen=True)
 class Gpt2Config(ModelConfig):
@@ -160,6 +165,32 @@ class DeepseekV3Config(ExpertsConfig):
         derive(self, "value_head_dim", self.head_dim)
 
 
+@dataclass(frozen=True)
+class Gemma3Config(ModelConfig):
+    """Gemma 3: layers with a sliding window, and among them layers that attend to everything, with two rotary bases."""
+
+    name: str = "gemma3"
+    window: int = 512  # of the local layers, in tokens
+    global_every: int = 6  # every so many layers the last one is global
+    rope_theta: float = 1_000_000.0  # of the global layers
+    local_rope_theta: float = 10_000.0
+    rope_factor: float = 1.0  # what positions are divided by in the global layers: 8 from 4B on, 1 in 1B
+    query_scale: int = 0  # scores are divided by its square root; 0: head_dim
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "model", "window global_every rope_theta local_rope_theta rope_factor")
+        not_negative(self, "model", "query_scale")
+        derive(self, "query_scale", self.head_dim)
+
+    @property
+    def windows(self) -> dict[int, int]:
+        """How many layers have each window; 0: none."""
+        everywhere = self.num_layers // self.global_every
+        return {self.window: self.num_layers - everywhere, 0: everywhere}
+
+
 FAMILIES: dict[str, type[ModelConfig]] = {
     "gpt2": Gpt2Config, "llama": LlamaConfig, "qwen3": LlamaConfig, "mixtral": ExpertsConfig,
-    "qwen3_moe": ExpertsConfig, "deepseek_v3": DeepseekV3Config}
+    "qwen3_moe": ExpertsConfig, "deepseek_v3": DeepseekV3Config, "gemma3": Gemma3Config}

@@ -8,12 +8,14 @@ from jaxtrain.config.families import ModelConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.deepseek_v3 import deepseek_v3
+from jaxtrain.models.gemma3 import gemma3
 from jaxtrain.models.gpt2 import gpt2
 from jaxtrain.models.llama import llama
 from jaxtrain.models.qwen3 import qwen3
 
 FAMILIES: dict[str, Callable[..., Decoder]] = {
-    "gpt2": gpt2, "llama": llama, "qwen3": qwen3, "mixtral": llama, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3}
+    "gpt2": gpt2, "llama": llama, "qwen3": qwen3, "mixtral": llama, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3,
+    "gemma3": gemma3}
 
 
 def make_model(config: ModelConfig, compute: Compute | None = None, *, rngs: nnx.Rngs) -> Decoder:

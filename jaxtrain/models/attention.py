@@ -4,6 +4,8 @@ Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, R q
 K head width.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.functions import softmax
-from jaxtrain.models.layers import RESIDUAL, Linear, RMSNorm
+from jaxtrain.models.layers import RESIDUAL, Linear
 from jaxtrain.parallel import context as parallel
 from jaxtrain.sharding import rules as sharding
 
@@ -133,8 +135,8 @@ class Attention(nnx.Module):
     shared_by = ("act_heads", "act_kv_heads")  # the matmuls at its entrance
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, out_std: float, rngs: nnx.Rngs,
-                 bias: bool = False, qk_norm_eps: float | None = None, window: int = 0, backend: str = "auto",
-                 context: str = "auto"):
+                 bias: bool = False, qk_norm: Callable[[], nnx.Module] | None = None, window: int = 0,
+                 backend: str = "auto", context: str = "auto"):
         self.window, self.backend, self.context = window, backend, context
         kv = (dim, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), KV_HEADS
         q = (dim, heads, head_dim), ("embed", "heads", "head_dim"), HEADS
@@ -144,16 +146,18 @@ class Attention(nnx.Module):
         self.out = Linear("bthk,hkd->btd", (heads, head_dim, dim), ("heads", "head_dim", "embed"), RESIDUAL,
                           bias=bias, std=out_std, rngs=rngs)
 
-        def norm() -> RMSNorm | None:
-            return None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps, axis="head_dim", rngs=rngs)
-
         # Assigned once: NNX tells at the first assignment whether an attribute holds parameters.
-        self.q_norm, self.k_norm = norm(), norm()
+        self.q_norm, self.k_norm = (qk_norm(), qk_norm()) if qk_norm else (None, None)
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles=None) -> jax.Array:
+    def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries and keys, normalised where the model does that, and values."""
         q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles=None) -> jax.Array:
+        q, k, v = self.project(x_BTD)
         if angles is not None:
             q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
         return self.out(attend(q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.models.ahead import MTPHead
-from jaxtrain.models.attention import Rotary
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.moe import MoE, totals
 from jaxtrain.sharding import rules as sharding
@@ -48,16 +47,17 @@ class Decoder(nnx.Module):
 
     STACKS = ("first_blocks", "blocks")  # what may be spread over the stages of a pipeline, in order
 
-    def __init__(self, embed: Embed, block: Callable[[nnx.Rngs], Block], num_layers: int, norm: nnx.Module, *,
+    def __init__(self, embed: Embed, block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, norm: nnx.Module, *,
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
-                 rotary: Rotary | None = None, head: Head | None = None,
+                 rotary: Any = None, head: Head | None = None,
                  first: Callable[[nnx.Rngs], Block] | None = None, num_first: int = 0,
-                 ahead: Callable[[nnx.Rngs], MTPHead] | None = None):
+                 ahead: Callable[[nnx.Rngs], MTPHead] | None = None, numbered: bool = False):
+        """`numbered`: the layers of `blocks` are called with their number as the last argument."""
         self.embed, self.positions, self.rotary = embed, positions, rotary
         # What is to be computed again stays in a loop: side by side, JAX 0.10's compiler merges both computations.
         unroll = compute.unroll if compute.remat == "none" else 1
         def stack(block, number):
-            return Stack(block, number, remat=remat(compute.remat), unroll=unroll, rngs=rngs)
+            return Stack(block, number, remat=remat(compute.remat), unroll=unroll, numbered=numbered, rngs=rngs)
 
         self.first_blocks = stack(first, num_first) if first and num_first else None  # of another kind than the rest
         self.blocks = stack(block, num_layers - num_first)
@@ -79,13 +79,13 @@ class Decoder(nnx.Module):
         return x_BTD if self.positions is None else x_BTD + self.positions(positions_BT)
 
     def through(self, x_BTD: jax.Array, segments_BT: jax.Array | None, positions_BT: jax.Array,
-                real: Mapping[str, Any] | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """All layers, or of each stack the `real` ones; and what layers report besides, stacked over layers."""
+                slots: Mapping[str, Any] | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """All layers, or those in the `slots` of a stage; and what layers report besides, stacked over layers."""
         angles = self.rotary.angles(positions_BT) if self.rotary is not None else None
-        real = real or {}
+        slots = slots or {}
         if self.first_blocks is not None:
-            x_BTD, _ = self.first_blocks(x_BTD, segments_BT, angles, real=real.get("first_blocks"))
-        x_BTD, aux = self.blocks(x_BTD, segments_BT, angles, real=real.get("blocks"))
+            x_BTD, _ = self.first_blocks(x_BTD, segments_BT, angles, slots=slots.get("first_blocks"))
+        x_BTD, aux = self.blocks(x_BTD, segments_BT, angles, slots=slots.get("blocks"))
         return x_BTD, totals(aux)
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, swiglu
 from jaxtrain.parallel.pipeline import deferred
 from jaxtrain.parallel.pipeline.deferred import Deferred
+from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.parallel.vocab import lookup
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import Names
@@ -166,28 +167,33 @@ class Stack(nnx.Module):
     """
 
     def __init__(self, layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs,
-                 remat: Callable[[Callable], Callable] = lambda f: f, unroll: int = 1):
-        self.remat, self.unroll = remat, unroll
+                 remat: Callable[[Callable], Callable] = lambda f: f, unroll: int = 1, numbered: bool = False):
+        """`numbered`: each layer is called with its number as the last argument."""
+        self.remat, self.unroll, self.num_layers, self.numbered = remat, unroll, num_layers, numbered
         keys = jax.random.split(rngs.params(), num_layers)
         self.layer = nnx.vmap(lambda key: layer(nnx.Rngs(params=key)))(keys)
         for _, weight in nnx.iter_graph(self.layer):
             if isinstance(weight, nnx.Param):
                 weight.set_metadata(axes=("layers", *weight.get_metadata()["axes"]))
 
-    def __call__(self, x: jax.Array, *args, real: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """`real`: which of the layers there are; the others let `x` pass (stages of a pipeline may have fewer)."""
+    def __call__(self, x: jax.Array, *args, slots: Slots | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """`slots`: the layers that a stage of a pipeline holds; an empty slot lets `x` pass."""
         graphdef, weights = nnx.split(self.layer)
+        numbers = jnp.arange(self.num_layers) if slots is None else slots.numbers
+        given = (weights, numbers if self.numbered else None,
+                 None if slots is None or slots.full else slots.numbers >= 0)
 
         @self.remat
-        def apply(x, weights):
-            return nnx.merge(graphdef, weights)(x, *args)
+        def apply(x, weights, number):
+            return nnx.merge(graphdef, weights)(x, *args, *(() if number is None else (number,)))
 
-        def apply_if_real(x, given):
-            weights, there = given
-            none = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(apply, x, weights)[1])
-            return jax.lax.cond(there, apply, lambda x, _: (x, none), x, weights)
+        def step(x, given):
+            weights, number, there = given
+            if there is None:
+                return apply(x, weights, number)
+            none = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(apply, x, weights, number)[1])
+            return jax.lax.cond(there, apply, lambda x, *_: (x, none), x, weights, number)
 
-        step, given = (apply, weights) if real is None else (apply_if_real, (weights, real))
         return _scan(step, x, given, self.unroll)
 
 

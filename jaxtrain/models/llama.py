@@ -17,7 +17,8 @@ def llama(c: LlamaConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = F
     """A decoder in the style of Llama, or Mixtral if it has experts; with `qk_norm`, in that of Qwen3."""
     def attention(out_std: float, rngs: nnx.Rngs) -> Attention:
         return Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
-                         qk_norm_eps=c.norm_eps if qk_norm else None, backend=compute.attention,
+                         qk_norm=partial(RMSNorm, c.head_dim, c.norm_eps, axis="head_dim", rngs=rngs)
+                         if qk_norm else None, backend=compute.attention,
                          context=compute.context, rngs=rngs)
 
     return rotary_decoder(c, compute, attention, c.head_dim, rngs=rngs)

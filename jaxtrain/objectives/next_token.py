@@ -71,9 +71,9 @@ class NextToken:
         return self.model.merge(params).begin(batch["tokens"], batch["positions"])
 
     def middle(self, params: Any, x_BTD: jax.Array, batch: Any,
-               real: Any = None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+               slots: Any = None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """All layers that `params` holds -> activations, summed penalties, and what else is summed for metrics."""
-        x_BTD, aux = self.model.merge(params).through(x_BTD, batch["segments"], batch["positions"], real)
+        x_BTD, aux = self.model.merge(params).through(x_BTD, batch["segments"], batch["positions"], slots)
         penalty = _weighted(aux.pop("penalty", None), batch)
         return x_BTD, penalty if self.penalties else jnp.zeros_like(penalty), aux
 

@@ -43,12 +43,15 @@ def flops_per_token(model: ModelConfig, matmul_params: int, seq_len: int, causal
         seq_len: tokens in a row.
         causal: count only the keys that a query may look at (our headline), or the whole square, as many others do.
     """
-    window = min(model.window or seq_len, seq_len)
-    # Queries 0..window-1 see half a window on average, the later ones all of it.
-    attended = window - window**2 / (2 * seq_len) if causal else window
+    def attended(window: int) -> float:
+        window = min(window or seq_len, seq_len)
+        # Queries 0..window-1 see half a window on average, the later ones all of it.
+        return window - window**2 / (2 * seq_len) if causal else window
+
     widths = model.head_dim + model.rope_head_dim + (model.value_head_dim or model.head_dim)  # of scores and values
-    layers = model.num_layers + (model.mtp_loss_weight > 0)
-    return 6 * matmul_params + 6 * layers * model.num_heads * widths * attended
+    keys = sum(layers * attended(window) for window, layers in model.windows.items())
+    keys += (model.mtp_loss_weight > 0) * attended(model.window)
+    return 6 * matmul_params + 6 * model.num_heads * widths * keys
 
 
 def mfu(tokens_per_s: float, flops: float, peak: float) -> float:

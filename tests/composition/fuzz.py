@@ -32,7 +32,7 @@ OVERRIDES = [{f"mesh.overrides.{name}": axes for name, axes in table.items()} | 
     ({"seq": "none", "block_seq": "none"}, {"mesh.rules": "data"}),
     ({"seq": "none", "block_seq": "none", "batch": "data+context+fsdp+expert"}, {"mesh.rules": "data"}),
 )]
-DENSE, EXPERTS = ("gpt2", "gpt2", "llama", "qwen3", "gpt2_untied"), ("mixtral", "qwen3_moe", "deepseek_v3")
+DENSE, EXPERTS = ("gpt2", "gpt2", "llama", "qwen3", "gpt2_untied", "gemma3"), ("mixtral", "qwen3_moe", "deepseek_v3")
 
 
 def draw(rng: random.Random, devices: int) -> dict[str, Any]:
@@ -66,7 +66,9 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= {"model.capacity_factor": often(0.0, 0.75, 1.25)}
     if family == "deepseek_v3":
         keys |= {"model.value_head_dim": rng.choice((6, 8)), "model.dense_layers": rng.choice((0, 1))}
-    if not family.startswith("gpt2"):
+    if family == "gemma3":
+        keys |= {"model.window": 7, "model.global_every": rng.choice((2, 3))}
+    elif not family.startswith("gpt2"):
         keys |= {"model.mtp_loss_weight": often(0.0, 0.3)}
     if rng.random() < 0.25:  # a width that few axes divide together
         keys |= {"model.embed_dim": 40, "model.head_dim": 8}

@@ -27,6 +27,8 @@ FAMILIES = {
     "llama": dict(name="llama", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, tied_embeddings=False,
                   rope_theta=100.0),
     "qwen3": dict(name="qwen3", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, window=5),
+    "gemma3": dict(name="gemma3", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, window=5, global_every=2,
+                   rope_theta=400.0, local_rope_theta=50.0, rope_factor=2.0, query_scale=9),
     "gpt2_untied": dict(name="gpt2", num_heads=8, tied_embeddings=False, window=6),
 }
 
@@ -160,9 +162,12 @@ def through(c, p, b, told):
     x = p["embed"]["table"][b["tokens"]]
     if c.name == "gpt2":
         x = x + p["positions"]["table"][b["positions"]]
+    if c.name == "gemma3":
+        x = x * np.float32(np.sqrt(c.embed_dim))
     for stack, number in ("first_blocks", c.dense_layers), ("blocks", c.num_layers - c.dense_layers):
         for layer in range(number):
-            x = block(c, jax.tree.map(lambda a, layer=layer: a[layer], p[stack]["layer"]), x, b, told)
+            w = jax.tree.map(lambda a, layer=layer: a[layer], p[stack]["layer"])
+            x = gemma3_block(c, w, x, b, layer) if c.name == "gemma3" else block(c, w, x, b, told)
     return x
 
 
@@ -194,6 +199,26 @@ def block(c, w, x, b, told):
     return x + plain_experts.silu_mlp(*(m[n]["kernel"] for n in ("gate", "up", "down")), h)
 
 
+def gemma3_norm(p, x, eps):
+    return rms_norm({"scale": 1 + p["scale"]}, x, eps)
+
+
+def gemma3_block(c, w, x, b, layer):
+    """One layer; the last of every `global_every` sees all that came before, the others a window of it."""
+    eps, a, m, local = c.norm_eps, w["attention"], w["mlp"], (layer + 1) % c.global_every
+    q, k, v = (jnp.tensordot(gemma3_norm(w["attention_norm"], x, eps), a[n]["kernel"], 1) for n in "qkv")
+    turn = dict(positions=b["positions"] if local else b["positions"] / c.rope_factor,
+                theta=c.local_rope_theta if local else c.rope_theta)
+    q, k = rotate(gemma3_norm(a["q_norm"], q, eps), **turn), rotate(gemma3_norm(a["k_norm"], k, eps), **turn)
+    scaled = q / math.sqrt(c.query_scale) * math.sqrt(c.head_dim)  # `attention` divides by the latter
+    y = jnp.tensordot(attention(scaled, k, v, b["segments"], c.window if local else 0), a["out"]["kernel"], 2)
+    x = x + gemma3_norm(w["attention_out_norm"], y, eps)
+    h = gemma3_norm(w["mlp_norm"], x, eps)
+    g = h @ m["gate"]["kernel"]
+    g = 0.5 * g * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
+    return x + gemma3_norm(w["mlp_out_norm"], (g * (h @ m["up"]["kernel"])) @ m["down"]["kernel"], eps)
+
+
 def ahead(c, p, b, x, told):
     """The further layer's activations, and the targets and weights that stand one place to the right in a document."""
     w, T = p["ahead"], x.shape[1]
@@ -207,7 +232,8 @@ def ahead(c, p, b, x, told):
 
 
 def last_norm(c, p, x):
-    return (layer_norm if c.name == "gpt2" else rms_norm)(p["norm"], x, c.norm_eps)
+    norms = {"gpt2": layer_norm, "gemma3": gemma3_norm}
+    return norms.get(c.name, rms_norm)(p["norm"], x, c.norm_eps)
 
 
 def entropy(c, p, x, targets, weights, z_loss=0.0):

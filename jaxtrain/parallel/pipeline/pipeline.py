@@ -112,7 +112,7 @@ class Pipeline:
             stage = lax.axis_index("stage")
             (layers, outer), (frozen_layers, frozen_outer) = trained, frozen
             mine, frozen_mine = (jax.tree.map(lambda w: w[0], tree) for tree in (layers, frozen_layers))
-            work = Stage(self.parts, schedule, stage, placement.real(stage), mine, outer, (frozen_mine, frozen_outer),
+            work = Stage(self.parts, schedule, stage, placement.slots(stage), mine, outer, (frozen_mine, frozen_outer),
                          batch, seed, self._products())
             done = work.run()
             losses = [_island(lambda x: _sum(x, (*different, "stage")), done[key]) for key in ("loss", "penalty")]

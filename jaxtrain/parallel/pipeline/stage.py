@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.parallel.pipeline.deferred import Deferred, Ledger, Path, put, take
+from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.parallel.schedules import Column, Hop, Schedule, table
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
@@ -28,8 +29,8 @@ class Parts:
     prepare: Callable[[Any, Any], tuple[Any, Any]]
     weight: Callable[[Any], jax.Array]  # of a prepared batch, what to divide the summed loss by
     begin: Callable[[Any, Any], jax.Array]  # parameters, batch -> activations
-    # parameters, activations, batch, which layers are real -> activations, summed penalty, further sums for each layer
-    # of the last stack
+    # parameters, activations, batch, the slots of each stack -> activations, summed penalty, further sums for each
+    # layer of the last stack
     middle: Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, jax.Array, Sums]]
     end: Callable[[Any, jax.Array, Any], jax.Array]  # parameters, activations, batch -> summed loss
 
@@ -47,9 +48,10 @@ class Stage:
     same kinds, which have no gradients.
     """
 
-    def __init__(self, parts: Parts, schedule: Schedule, stage: jax.Array, real: Mapping[str, Any], layers: Any,
+    def __init__(self, parts: Parts, schedule: Schedule, stage: jax.Array, slots: Mapping[str, Slots], layers: Any,
                  outer: Any, frozen: tuple[Any, Any], batch: Any, seed: jax.Array, deferrable: frozenset[Path]):
-        self.parts, self.real, self.layers, self.outer, self.batch, self.seed = parts, real, layers, outer, batch, seed
+        self.parts, self.slots, self.layers, self.outer = parts, slots, layers, outer
+        self.batch, self.seed = batch, seed
         self.frozen_layers, self.frozen_outer = frozen
         self.stages, self.latency, self.last, self.kinds = (
             schedule.stages, schedule.latency, schedule.last, schedule.kinds)
@@ -197,8 +199,8 @@ class Stage:
     # -------------------------------------------------------------------------------------------------------- weights
     def middle(self, chunk: Any, weights: Any, x: jax.Array, micro: Any) -> tuple[jax.Array, jax.Array, Sums]:
         """The layers of one chunk."""
-        real = {key: None if mask is None else mask[chunk] for key, mask in self.real.items()}
-        return self.parts.middle(self.all_of(chunk, weights, self.outer), x, micro, real)
+        slots = {key: held.of_chunk(chunk) for key, held in self.slots.items()}
+        return self.parts.middle(self.all_of(chunk, weights, self.outer), x, micro, slots)
 
     def all_of(self, chunk: Any, weights: Any, outer: Any) -> Any:
         """Trained and frozen parameters of one chunk, and of everything that is not a layer."""

@@ -13,6 +13,18 @@ from jaxtrain.sharding.rules import axes_of
 
 
 @dataclass(frozen=True)
+class Slots:
+    """The layers that a stage, or one of its chunks, holds of a stack."""
+
+    numbers: jax.Array  # the number of the layer in each slot; -1: the slot is empty
+    full: bool  # whether no stage has an empty slot
+
+    def of_chunk(self, chunk: Any) -> "Slots":
+        """The slots of one chunk."""
+        return Slots(self.numbers[chunk], self.full)
+
+
+@dataclass(frozen=True)
 class Placement:
     """Of each stack of layers: the layer in each slot of each chunk of each stage, or -1 where the slot stays empty."""
 
@@ -40,9 +52,9 @@ class Placement:
         """Whether each stage has the part of each stack that an even split of its layers gives it."""
         return all((layers.reshape(-1) == np.arange(layers.size)).all() for layers in self.layers.values())
 
-    def real(self, stage: jax.Array) -> dict[str, Any]:
-        """Of each stack: which slots [chunks, slots] of a stage hold a layer; None where all do."""
-        return {key: jax.numpy.asarray(layers >= 0)[stage] if (layers < 0).any() else None
+    def slots(self, stage: jax.Array) -> dict[str, Slots]:
+        """The slots [chunks, slots] of a stage, for each stack."""
+        return {key: Slots(jax.numpy.asarray(layers)[stage], bool((layers >= 0).all()))
                 for key, layers in self.layers.items()}
 
     def to_stages(self, key: str, weight: jax.Array, in_use: P) -> jax.Array:

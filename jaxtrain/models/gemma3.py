@@ -1,0 +1,116 @@
+"""Gemma 3: local and global attention by turns, norms before and after each sublayer (arXiv 2503.19786).
+
+All layers have parameters of the same shapes, so they are one stack: a layer learns from its number whether it is local
+(a sliding window, and the small rotary base) or global. Norms multiply by 1 + scale, embeddings are multiplied by the
+square root of their width, and queries and keys are normalised.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.config.families import Gemma3Config
+from jaxtrain.kernels.functions import gelu, rms_norm
+from jaxtrain.models.attention import Attention, Rotary, attend
+from jaxtrain.models.decoder import Compute, Decoder
+from jaxtrain.models.layers import INSIDE, Embed, Head, SwiGLU, param
+from jaxtrain.sharding import rules as sharding
+
+Angles = tuple[jax.Array, jax.Array]
+
+
+class ScaledEmbed(Embed):
+    """Token embeddings times the square root of their width, which is rounded to their dtype as in the original."""
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        x_BTD = super().__call__(tokens_BT)
+        return x_BTD * jnp.asarray(math.sqrt(x_BTD.shape[-1]), x_BTD.dtype)
+
+
+class ShiftedRMSNorm(nnx.Module):
+    """Root-mean-square normalisation in float32, times 1 + scale: a scale that decays to 0 leaves the norm alone."""
+
+    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs, axis: str = "norm"):
+        self.eps, self.axis = eps, axis
+        self.scale = param(rngs, (dim,), (axis,), std=0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = 1 + sharding.gather(self.scale[...], self.axis).astype(jnp.float32)
+        return sharding.by_row(lambda x: rms_norm(x, scale, self.eps), x)
+
+
+class GeGLU(SwiGLU):
+    """The tanh-GELU of a gate times up, then down, without biases."""
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(gelu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class BothRotaries:
+    """The rotary positions of local and of global layers."""
+
+    def __init__(self, c: Gemma3Config):
+        self.local = Rotary(c.head_dim, c.local_rope_theta)
+        self.everywhere = Rotary(c.head_dim, c.rope_theta)
+        self.everywhere.frequency = tuple(f / c.rope_factor for f in self.everywhere.frequency)
+
+    def angles(self, positions_BT: jax.Array) -> tuple[Angles, Angles]:
+        """Return the angles of local layers, and those of global ones."""
+        return self.local.angles(positions_BT), self.everywhere.angles(positions_BT)
+
+
+class LocalOrGlobalAttention(Attention):
+    """Grouped-query self-attention, of which the number of the layer says whether it has a window."""
+
+    def __init__(self, c: Gemma3Config, compute: Compute, out_std: float, rngs: nnx.Rngs):
+        super().__init__(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
+                         backend=compute.attention, context=compute.context, rngs=rngs,
+                         qk_norm=partial(ShiftedRMSNorm, c.head_dim, c.norm_eps, axis="head_dim", rngs=rngs))
+        self.global_every = c.global_every
+        self.query_factor = math.sqrt(c.head_dim / c.query_scale)  # attention itself divides by sqrt(head_dim)
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: tuple[Angles, Angles],
+                 layer: jax.Array) -> jax.Array:
+        q, k, v = self.project(x_BTD)
+        everywhere = (layer + 1) % self.global_every == 0
+        turn = jax.tree.map(lambda near, far: jnp.where(everywhere, far, near), *angles)
+        q, k = Rotary.rotate(q, turn), Rotary.rotate(k, turn)
+        if self.query_factor != 1:
+            q = (q * self.query_factor).astype(q.dtype)
+
+        def with_window(window):
+            return lambda q, k, v: attend(q, k, v, segments_BT=segments_BT, window=window, backend=self.backend,
+                                          context=self.context)
+        out = jax.lax.cond(everywhere, with_window(0), with_window(self.window), q, k, v)
+        return self.out(checkpoint_name(out, "attention"))
+
+
+class Gemma3Block(nnx.Module):
+    """Attention, then MLP; each is normalised before and after, and added to what came in."""
+
+    def __init__(self, c: Gemma3Config, compute: Compute, out_std: float, rngs: nnx.Rngs):
+        def norm():
+            return ShiftedRMSNorm(c.embed_dim, c.norm_eps, rngs=rngs)
+        self.attention_norm, self.attention = norm(), LocalOrGlobalAttention(c, compute, out_std, rngs)
+        self.attention_out_norm, self.mlp_norm = norm(), norm()
+        self.mlp, self.mlp_out_norm = GeGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs), norm()
+
+    def __call__(self, x_BTD: jax.Array, segments_BT, angles, layer) -> tuple[jax.Array, dict[str, jax.Array]]:
+        h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
+        x_BTD = x_BTD + self.attention_out_norm(self.attention(h, segments_BT, angles, layer))
+        h = sharding.enter(self.mlp_norm(x_BTD), INSIDE, shared_by=("act_mlp",))
+        return x_BTD + self.mlp_out_norm(self.mlp(h)), {}
+
+
+def gemma3(c: Gemma3Config, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
+    """Return a decoder in the style of Gemma 3."""
+    out_std = 0.02 / (2 * c.num_layers) ** 0.5
+    return Decoder(
+        ScaledEmbed(c.vocab_size, c.embed_dim, rngs=rngs), lambda rngs: Gemma3Block(c, compute, out_std, rngs),
+        c.num_layers, ShiftedRMSNorm(c.embed_dim, c.norm_eps, rngs=rngs), rotary=BothRotaries(c),
+        head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs), numbered=True,
+        compute=compute, rngs=rngs)
