@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from jaxtrain import optim, partition, precision, refusals, rule_checks, sharding
 from jaxtrain.config import Config
 from jaxtrain.data import stages as data_stages
 from jaxtrain.data.batch_source import BatchSource
+from jaxtrain.data.batch_spec import BatchSpec
 from jaxtrain.data.placement import place_batch
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.mesh import AXES, make_mesh
@@ -28,6 +28,7 @@ from jaxtrain.parallel.pipeline import Pipeline, count_microbatches, make_schedu
 from jaxtrain.parallel.placement import Placement
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.resilience.anomalies import History
+from jaxtrain.sharded_step import ShardedStep
 from jaxtrain.sharding import AnyMesh, Rules
 from jaxtrain.state import (
     Extras,
@@ -39,7 +40,7 @@ from jaxtrain.state import (
     make_layout,
     with_shardings,
 )
-from jaxtrain.step import make_step
+from jaxtrain.step import Step, make_step
 
 EXTRAS: Extras = {"history": History.empty}  # what a run's state has besides: what steps are compared with
 
@@ -75,7 +76,7 @@ class Run:
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step. `state` is donated: use the returned one."""
         self.check_devices()
-        return self.of_shape(np.shape(batch["tokens"])).compiled_step(state, self.place(batch))
+        return self.compiled(batch)(state, self.place(batch))
 
     def batch(self, step: int) -> dict[str, jax.Array]:
         """The training batch of this step, placed on the mesh: a pure function of the data, the config and `step`."""
@@ -91,16 +92,31 @@ class Run:
         return jax.jit(self._init, out_shardings=self.layout.state, compiler_options=quick)
 
     @cached_property
+    def sharded(self) -> ShardedStep:
+        """What compiles the step, places its batches and evaluates."""
+        return ShardedStep(self._make_step, self._eval, self.abstract, self.layout, self.rules, self.precision,
+                           self.config.train.accumulation, self.platform)
+
+    @cached_property
     def compiled_step(self) -> jax.stages.Compiled:
         """(state, batch) -> (state, metrics), compiled once, ahead of the first step."""
         self.check_devices()
-        return self.lower().compile()
+        return self.sharded.compiled(self.abstract_batch)
 
     @cached_property
     def compiled_eval(self) -> jax.stages.Compiled:
         """(trained and frozen parameters, batch) -> (summed loss, weight)."""
-        with sharding.use(self.mesh, self.rules):
-            return jax.jit(self._eval).lower(self.abstract.all_params, self.abstract_batch).compile()
+        return self.sharded.compiled_evaluation(self.abstract_batch)
+
+    def compiled(self, batch: Any) -> jax.stages.Compiled:
+        """The step for batches of this shape: (state, placed batch) -> (state, metrics)."""
+        rows, seq_len = self.batch_spec.check(batch)
+        return self.of_shape((rows, seq_len)).compiled_step
+
+    def compile_ahead(self, batches: BatchSource, start: int, stop: int) -> None:
+        """Compile the step for every shape that the batches of these steps have."""
+        for shape in batches.shapes_of(start, stop):
+            self.of_shape(shape).compiled_step  # noqa: B018 (compiles)
 
     def of_shape(self, shape: tuple[int, ...]) -> "Run":
         """This run for batches of so many rows and tokens a row: same state, same mesh (`data.stages` asks for it)."""
@@ -151,29 +167,31 @@ class Run:
 
         `on`: the devices to compile for, where the mesh of this run is abstract.
         """
-        here = isinstance(self.mesh, jax.sharding.Mesh)
-        return self.trace(on).lower(lowering_platforms=None if here else (self.platform or jax.default_backend(),))
+        return self.sharded.lower(self.abstract_batch, on)
 
     def trace(self, on: jax.sharding.Mesh | None = None) -> jax.stages.Traced:
         """The step as operations on arrays whose types say where they live."""
+        return self.sharded.trace(self.abstract_batch, on)
+
+    def _make_step(self) -> Step:
         def optimizer_of(axes, updates):
             c = self.config
             assert self.schedule, "an optimizer of one's own cannot be offloaded"
             return optim.with_update_rules(optim.make_optimizer(c.optimizer, self.schedule, axes), updates,
                                            c.model.router_bias_rate)
 
-        step = make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
+        return make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
                          clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule,
                          differentiate=self._pipeline(self.objective).gradient if self.schedules else None,
                          describe=self.objective.metrics, updates=self._metadata("update", self.abstract.params),
                          dtypes=self._metadata("compute_dtype", self.abstract.all_params),
                          spike_z=self.config.resilience.spike_z, skip_spikes=self.config.resilience.spikes != "record",
                          optimizer_of=optimizer_of)
-        state = self.layout.state if on is None else jax.tree.map(
-            lambda s: NamedSharding(on, s.spec, memory_kind=s.memory_kind), self.layout.state)
-        with sharding.use(self.mesh, self.rules, self.platform), self._matmul_precision():
-            jitted = jax.jit(step, donate_argnums=0, out_shardings=(state, None))
-            return jitted.trace(self.abstract, self.abstract_batch)
+
+    @property
+    def batch_spec(self) -> BatchSpec:
+        """The arrays that every batch has."""
+        return BatchSpec(self.objective.batch_spec, type(self.objective).__name__)
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -253,14 +271,12 @@ class Run:
         return {"eval_loss": nats, "eval_bits_per_byte": nats * predicted / text.num_bytes / float(np.log(2))}
 
     def place(self, batch: Any) -> Any:
-        """Put a whole batch of numpy arrays on the mesh; what is there already stays."""
-        if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):
-            return batch
-        return jax.tree.map(lambda x: jax.device_put(x, self.layout.batch(np.ndim(x))), batch)
+        """Spread a whole batch over the mesh, as every process gives it; what is there already stays."""
+        return self.sharded.place(batch)
 
     def placed(self, batches: BatchSource, step: int) -> dict[str, jax.Array]:
         """The batch of a step on the mesh; each process reads only the rows that its own devices hold."""
-        return place_batch(batches, step, self.layout.batch(2))
+        return place_batch(batches, step, self.layout.batch, self.batch_spec.check)
 
     # ---------------------------------------------------------------------------------------------------------- report
     def report(self, file: Any = None) -> None:
@@ -298,8 +314,7 @@ class Run:
                              self.extras, _frozen_dtype(self.config, frozen, self._metadata("compute_dtype", frozen)))
 
     def _eval(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        with self._matmul_precision():
-            return self._loss(self.objective.evaluation, self.cast(params), batch)[:2]
+        return self._loss(self.objective.evaluation, self.cast(params), batch)[:2]
 
     def _loss(self, objective: Objective, params: Any, batch: Any) -> Any:
         return (self._pipeline(objective) if self.schedules else objective).loss(params, batch)
@@ -314,10 +329,6 @@ class Run:
         at_rest = jax.tree.map(lambda s: s.spec, self.layout.gradients)
         return Pipeline(objective.pipeline_parts, *self.schedules, self.rules, self.layout.axes,
                         self.layout.frozen_axes, at_rest)
-
-    def _matmul_precision(self):
-        # Accelerators round float32 matmuls to fewer bits unless told not to.
-        return jax.default_matmul_precision("highest" if self.precision == "float32" else "default")
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",

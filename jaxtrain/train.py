@@ -156,8 +156,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
         state = run.init()
     ledger.resumed(start)
     with phase("compile"):
-        for shape in data.shapes_of(start, t.steps):
-            run.of_shape(shape).compiled_step  # noqa: B018 (now, while nothing else wants the processor)
+        run.compile_ahead(data, start, t.steps)  # now, while nothing else wants the processor
         checkpoints.prepare(state)
         accusations = Accusations(workdir)
         replicas = Replicas(run.abstract, r.check_every, accusations)
@@ -211,7 +210,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
             for observer in observers:
                 observer.on_batch(n + 1, batch)
             began = time.perf_counter()
-            state, metrics = replays.run(n + 1, run.of_shape(batch["tokens"].shape).compiled_step, state, batch)
+            state, metrics = replays.run(n + 1, run.compiled(batch), state, batch)
             stragglers.step(metrics, waited, time.perf_counter() - began)
             done = n + 1
             for observer in observers:
