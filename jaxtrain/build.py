@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,7 @@ from jaxtrain.models import Compute, make_model
 from jaxtrain.models.attention import choose_backend
 from jaxtrain.objectives import MakeObjective, NextToken, Objective
 from jaxtrain.objectives.next_token import stacks
+from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
 from jaxtrain.parallel.pipeline import Pipeline, count_microbatches, make_schedules
 from jaxtrain.parallel.placement import Placement
 from jaxtrain.parallel.schedules import Schedule
@@ -65,12 +67,16 @@ class Run:
     data: BatchSource | None = None  # what it trains on in place of config.data
 
     # ------------------------------------------------------------------------------------------------ the three calls
-    def init(self, seed: int | None = None) -> TrainState:
-        """The state at step 0, sharded from the first byte; the values do not depend on the mesh."""
+    def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None) -> TrainState:
+        """The state at step 0, sharded from the first byte; the values do not depend on the mesh.
+
+        `parts`: what `own_parts` returned for the workdir of this run.
+        """
         self.check_devices()
         state = self.compiled_init(jax.random.key(self.config.train.seed if seed is None else seed))
         beside = partition.like(self.abstract.frozen, self.objective.frozen_axes)
-        loaded = self.objective.load_frozen(beside)
+        parts = self.own_parts({}) if parts is None else parts
+        loaded = self.objective.load_frozen(beside, parts.get("objective", {}))
         return state if loaded is None else replace(state, frozen=state.frozen | loaded)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -300,6 +306,19 @@ class Run:
         """Whether the objective or the optimizer is not the config's."""
         return self.schedule is None or type(self.objective) is not NextToken
 
+    def own_parts(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """The description of what the config does not name, for run.json (observe/own_parts.py).
+
+        `recorded`: what run.json says of the workdir's run, {} for a new one.
+        """
+        found: dict[str, Any] = {}
+        goal = _identity(self.objective, recorded.get("objective") or {})
+        if goal != _identity(NextToken.of(self.config, self.model), {}):
+            found["objective"] = goal
+        if self.schedule is None:
+            found["optimizer"] = describe_optimizer(self.optimizer, self.abstract.params)
+        return found if self.data is None else found | {"data": describe_data(self.data)}
+
     # --------------------------------------------------------------------------------------------------------- innards
     def check_devices(self) -> None:
         """Refuse to go on where the run was built for devices that are not here."""
@@ -404,6 +423,11 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         except UserError as error:
             raise UserError(error.key, f"from step {stage.start} on, {error.reason}", error.fix) from error
     return run
+
+
+def _identity(objective: Objective, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    # An objective that is no NextToken may have been written without it.
+    return objective.identity(recorded) if hasattr(objective, "identity") else describe(objective)
 
 
 def _checked(config: Config, mesh: AnyMesh, rules: Rules, compute: str,

@@ -117,7 +117,9 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
             raise none_good
         start = recovered[0] if recovered else start
     reach = passed.reach(start)  # in batches, where rollbacks passed over some
-    observe.check_workdir(workdir, config, done=reach)
+    saved = recovered[2] if recovered else checkpoints.meta(start) if start else {}
+    parts = run.own_parts(observe.recorded_parts(workdir, saved) or {})
+    observe.check_workdir(workdir, config, done=reach, parts=parts, saved=saved)
     if t.tensorboard:
         observe.summary_writer()
     run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
@@ -129,7 +131,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
     about = observe.write_run_files(
         workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
         data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash, manifests=run.manifests,
-        done=reach)
+        done=reach, parts=parts, saved=saved)
     if start < t.steps:
         ledger.open(t.steps)
     say(summary(run, workdir))
@@ -153,7 +155,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
         agree(workdir, passed, meta, start)
         say(f"resumed from {'the snapshot of ' if recovered else ''}step {start}")
     else:
-        state = run.init()
+        state = run.init(parts=parts)
     ledger.resumed(start)
     with phase("compile"):
         run.compile_ahead(data, start, t.steps)  # now, while nothing else wants the processor
