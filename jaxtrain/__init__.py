@@ -6,7 +6,8 @@
     for step in range(10):
         state, metrics = run.step(state, run.batch(step))
 
-With a module and loss of your own: `jt.make_train_step`.
+With a module and loss of your own: `jt.make_train_step`, or the whole loop around them,
+`jt.train(jt.build(config, model=..., loss_fn=..., optimizer=..., data=...), workdir)`.
 """
 
 import importlib
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from jaxtrain.checkpoint import Checkpoints
     from jaxtrain.config import Config
     from jaxtrain.config_file import load_config, make_config
+    from jaxtrain.data.batch_function import BatchFunction
     from jaxtrain.data.batch_source import BatchSource
     from jaxtrain.errors import UserError
     from jaxtrain.loss import cross_entropy
@@ -42,15 +44,16 @@ _HOME = {
     "make_mesh": "mesh", "make_model": "models", "plan": "plan", "sample": "sample", "Rules": "sharding",
     "constrain": "sharding", "rules": "sharding", "TrainStep": "standalone", "Weighted": "standalone",
     "make_train_step": "standalone", "TrainState": "state", "train": "train", "BatchSource": "data.batch_source",
-    "Checkpoints": "checkpoint", "MetricsWriter": "observe", "NextToken": "objectives", "Objective": "objectives",
-    "Observer": "observers", "distillation": "objectives.distillation",
+    "BatchFunction": "data.batch_function", "Checkpoints": "checkpoint", "MetricsWriter": "observe",
+    "NextToken": "objectives", "Objective": "objectives", "Observer": "observers",
+    "distillation": "objectives.distillation",
 }
 
 __all__ = [  # imported when first used, so that `import jaxtrain` is quick
-    "BatchSource", "Checkpoints", "Config", "MetricsWriter", "NextToken", "Objective", "Observer", "Rules", "Run",
-    "TrainState", "TrainStep", "UserError", "Weighted", "build", "constrain", "cross_entropy", "distillation",
-    "enable_compilation_cache", "load_config", "make_config", "make_mesh", "make_model", "make_train_step", "plan",
-    "rules", "sample", "train",
+    "BatchFunction", "BatchSource", "Checkpoints", "Config", "MetricsWriter", "NextToken", "Objective", "Observer",
+    "Rules", "Run", "TrainState", "TrainStep", "UserError", "Weighted", "build", "constrain", "cross_entropy",
+    "distillation", "enable_compilation_cache", "load_config", "make_config", "make_mesh", "make_model",
+    "make_train_step", "plan", "rules", "sample", "train",
 ]
 
 

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -54,7 +54,7 @@ class Run:
     config: Config
     mesh: AnyMesh
     rules: Rules
-    model: Skeleton
+    model: Any  # the Skeleton of its module; None for a pytree of one's own
     objective: Objective
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule | None  # of the learning rate; None: the optimizer is not the config's
@@ -263,6 +263,9 @@ class Run:
 
     def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
         """Loss per token in nats, and per byte of text in bits, on the first `batches` of the evaluation split."""
+        if self.data is not None:
+            raise UserError("data", "batches given by data= have no evaluation split",
+                            "use run.sharded.evaluate(state, batch), which gives the summed loss and its weight")
         if self.eval_batches is None:
             raise UserError("data.source", "its evaluation split is empty", "prepare it with a larger --eval_fraction")
         all_of_them = self.eval_batches.num_batches or 0
@@ -300,6 +303,21 @@ class Run:
         s = self.schedules[0]
         return (f"{s.name}, {s.microbatches} micro-batches through {s.stages} stages x {s.chunks} chunks in {s.length} "
                 f"ticks, {s.bubble_fraction:.0%} of them empty; {max(map(s.in_flight, range(s.stages)))} inputs held")
+
+    @property
+    def own_model(self) -> bool:
+        """Whether the model is not the config's, so that its arithmetic is not known."""
+        return False
+
+    @property
+    def name(self) -> str:
+        """What is trained, in a word."""
+        return self.config.model.name
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The part of the config that counts for this run, as config.json has it: all of it."""
+        return self.config.to_dict()
 
     @property
     def has_own_parts(self) -> bool:
@@ -352,7 +370,8 @@ class Run:
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
           objective: MakeObjective = NextToken.of, optimizer: optax.GradientTransformation | None = None,
-          data: BatchSource | None = None) -> Run:
+          data: BatchSource | None = None, model: Any = None, loss_fn: Callable[..., Any] | None = None,
+          axes: Any = None, gather: bool = True, with_key: bool = False) -> Run:
     """Resolve a config against devices (all of them; an integer for an abstract mesh) and check that it fits.
 
     Args:
@@ -360,7 +379,22 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         objective: what the run minimises, made from the config and the model without its numbers.
         optimizer: an optax transformation in place of the one that `config.optimizer` names.
         data: what yields the batch of each step, in place of `config.data`, which still says their shape.
+        model: an NNX module or a pytree of parameters, or a function without arguments that returns either, in place
+            of the model of the config. It wants `loss_fn`, `optimizer` and `data` too; the sections mesh, train,
+            checkpoint and resilience of the config say how it is trained, and keys that nothing would read are refused.
+        loss_fn: called with the model and a batch, as `make_train_step` has it; so are `axes` and `gather`.
+        with_key: call `loss_fn(model, batch, key)` with a key for dropout that follows from train.seed and the step.
     """
+    if model is not None or loss_fn is not None:
+        if objective != NextToken.of:
+            raise UserError("objective", "a model of one's own is trained by its loss_fn", "leave one of them out")
+        from jaxtrain.own_run import build_own
+
+        return build_own(config, model=model, loss_fn=loss_fn, mesh=mesh, devices=devices, platform=platform,
+                         optimizer=optimizer, data=data, axes=axes, gather=gather, with_key=with_key)
+    for key, given in (("axes", axes is not None), ("gather", not gather), ("with_key", with_key)):
+        if given:
+            raise UserError(key, "it is about a model of one's own", "give model= and loss_fn= too, or leave it out")
     if optimizer is not None and config.optimizer.offload:
         raise UserError("optimizer.offload", "only the optimizers that a config names can be updated layer by layer",
                         "set it to false, or leave out optimizer=")

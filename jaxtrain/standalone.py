@@ -111,9 +111,9 @@ class TrainStep:
 
     def __init__(self, loss_fn: LossFunction, optimizer: optax.GradientTransformation, mesh: AnyMesh, rules: Rules,
                  axes: Any, accumulation: int, clip_norm: float, precision: str, zero_stage: int, gather: bool,
-                 seed: int | None = None, *, extras: Extras | None = None, **settings: Any):
-        """`extras`: further named state, and `settings`: further arguments of `make_step`, as a run has them."""
-        self._extras, self._settings = extras, settings
+                 seed: int | None = None):
+        self._extras: Extras = {}
+        self._settings: dict[str, Any] = {}
         self.loss_fn, self.optimizer, self.mesh, self.rules, self.axes = loss_fn, optimizer, mesh, rules, axes
         self.accumulation, self.clip_norm, self.precision = accumulation, clip_norm, precision
         self.zero_stage, self.gather, self.seed = zero_stage, gather, seed
@@ -142,6 +142,7 @@ class TrainStep:
         plan = self._make_plan(x)
         if self._plan is None or self._plan.identity != plan.identity:  # equal plans run the same executables
             self._plan = plan
+            self._warn_of_idle_axes(plan.sharded.layout)
         return plan.sharded.abstract
 
     @property
@@ -153,6 +154,21 @@ class TrainStep:
     def layout(self) -> Layout:
         """Where everything lives."""
         return self.sharded.layout
+
+    @property
+    def skeleton(self) -> Skeleton | None:
+        """The NNX module without its numbers; None for a pytree."""
+        return self._planned.skeleton
+
+    @property
+    def name(self) -> str:
+        """The class of the module or pytree that is trained."""
+        return self._planned.name
+
+    def for_a_run(self, extras: Extras, **settings: Any) -> "TrainStep":
+        """Return this step with the further named state of a run, and the arguments of `make_step` that watch it."""
+        self._extras, self._settings, self._plan = extras, settings, None
+        return self
 
     def module(self, state: TrainState) -> Any:
         """The NNX module (or pytree) with this state's parameters, whole on one device: to call eagerly, to export."""
@@ -221,12 +237,12 @@ class TrainStep:
             axes = _spread_names(jax.tree.map(_names_of_box, params, is_leaf=_is_box), params)
         abstract = abstract_state(params, self.optimizer, self.precision == "float16", self._extras)
         layout = make_layout(abstract, axes, rules, self.mesh, self.zero_stage)
-        self._warn_of_idle_axes(layout)
         make = partial(make_step, self.weighted_loss, self.optimizer, layout, accumulation=self.accumulation,
-                       clip_norm=self.clip_norm, precision=self.precision, seed=self.seed, describe=_mean_metrics,
+                       clip_norm=self.clip_norm, precision=self.precision, seed=self.seed, describe=mean_metrics,
                        **self._settings)
-        return _Plan(skeleton, ShardedStep(make, self._evaluation, with_shardings(abstract, layout.state), layout,
-                                           self.rules, self.precision, self.accumulation))
+        return _Plan(type(x).__qualname__, skeleton, ShardedStep(
+            make, self._evaluation, with_shardings(abstract, layout.state), layout, self.rules, self.precision,
+            self.accumulation))
 
     def _warn_of_idle_axes(self, layout: Layout) -> None:
         used = {axis for leaf in jax.tree.leaves((layout.state.params, layout.batch(1)))
@@ -235,7 +251,7 @@ class TrainStep:
             if size > 1 and axis not in used:
                 warnings.warn(f"mesh axis {axis}={size}: no parameter is split over it, so its devices repeat the same "
                               "work unless loss_fn splits something; give the parameters logical axis names",
-                              stacklevel=5)
+                              stacklevel=4)
 
     def weighted_loss(self, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, jax.Array, dict]:
         """Return the summed loss of a batch, the weight to divide it by, and the further sums of `loss_fn`."""
@@ -279,6 +295,7 @@ class TrainStep:
 class _Plan:
     """What follows from the parameters' shapes and names."""
 
+    name: str  # of the class of what is trained
     skeleton: Skeleton | None  # of an NNX module; None for a pytree, which is its own
     sharded: ShardedStep
 
@@ -308,7 +325,8 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
-def _mean_metrics(sums: dict[str, Any]) -> dict[str, jax.Array]:
+def mean_metrics(sums: dict[str, Any]) -> dict[str, jax.Array]:
+    """Return the further sums of a loss function, divided by the weight of its loss."""
     return {name: value / jnp.maximum(sums["weight"], 1e-8) for name, value in sums["metrics"].items()}
 
 

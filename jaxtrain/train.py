@@ -53,7 +53,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
     """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; returns the final state.
 
     Args:
-        config: or a run that `build` made of one.
+        config: or a run that `build` made of one, which may have a model and loss function of one's own.
         workdir: where metrics and checkpoints go.
         objective: what is minimised, as `build` takes it; so are `optimizer` and `data`.
         observers: are told of each step.
@@ -119,19 +119,21 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
     reach = passed.reach(start)  # in batches, where rollbacks passed over some
     saved = recovered[2] if recovered else checkpoints.meta(start) if start else {}
     parts = run.own_parts(observe.recorded_parts(workdir, saved) or {})
-    observe.check_workdir(workdir, config, done=reach, parts=parts, saved=saved)
+    observe.check_workdir(workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved)
     if t.tensorboard:
         observe.summary_writer()
     run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
     data = remaining(run.train_batches, passed)
     run.check_shapes(reach, passed.reach(t.steps))
     if data.num_batches is not None and data.num_batches < t.steps:
-        raise UserError("train.steps", f"data.mixture has an end at step {data.num_batches}",
-                        "raise the epochs of its sources or train fewer steps")
+        which, fix = ("data.mixture has", "raise the epochs of its sources or train fewer steps")
+        if run.data is not None:
+            which, fix = "the batches given by data= have", f"train {data.num_batches} steps or fewer, or give more"
+        raise UserError("train.steps", f"{which} an end at step {data.num_batches}", fix)
     about = observe.write_run_files(
         workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
         data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash, manifests=run.manifests,
-        done=reach, parts=parts, saved=saved)
+        done=reach, parts=parts, keys=run.settings, saved=saved)
     if start < t.steps:
         ledger.open(t.steps)
     say(summary(run, workdir))
@@ -229,7 +231,7 @@ def attempt(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, interru
                 with watchdog.phase("save"):
                     writer.flush()  # a step that is saved is never run again, so its line must be there too
                     guard.look_at_all()  # nor is it looked at again
-                    meta = {**about, **writer.last, "config": config.to_dict(), "step": done, "time": time.time(),
+                    meta = {**about, **writer.last, "config": run.settings, "step": done, "time": time.time(),
                             "goodput": ledger.goodput(), "passed_over": passed.to_dict()}
                     if saving:
                         with saves.taking(done):
@@ -269,6 +271,8 @@ def evaluated(workdir: Path, step: int) -> bool:
 
 def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
     """What turns steps and seconds into tokens a second and utilisation."""
+    if run.own_model:  # what its arithmetic takes is not known, so there is no utilisation
+        return lambda step: observe.Constants(int(np.prod(batches.shape(step))), tokens_before=batches.tokens(step))
     model = run.config.model
     matmuls = matmul_parameters(run.abstract, run.layout, model)
     peak = observe.device_peak(jax.devices()[0].device_kind)
@@ -298,9 +302,10 @@ def summary(run: Run, workdir: Path) -> str:
     axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
     axes += f"; {run.pipeline}" if run.schedules else ""
     shapes = ", ".join(f"{rows} x {length}" for rows, length in run.train_batches.shapes_of(0, c.train.steps))
-    head = f"{c.model.name}, {count:,} parameters in {run.precision}, on {jax.devices()[0].device_kind} ({axes})\n"
+    head = f"{run.name}, {count:,} parameters in {run.precision}, on {jax.devices()[0].device_kind} ({axes})\n"
     if run.data is not None:
-        return f"{head}{c.train.steps} steps of {shapes or 'no'} tokens; workdir {workdir}"
+        what = "examples" if run.own_model and shapes.endswith(" x 1") else "tokens"
+        return f"{head}{c.train.steps} steps of {shapes.removesuffix(' x 1') or 'no'} {what}; workdir {workdir}"
     corpus = run.corpus
     return (f"{head}{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens; "
             f"{c.train.steps} steps of {shapes or 'no'} tokens; workdir {workdir}\n"
