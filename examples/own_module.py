@@ -48,10 +48,10 @@ def draw(step):
 
 def main(workdir):
     for steps in (STEPS // 2, STEPS):
-        config = jt.make_config({"train": {"steps": steps, "log_every": 10}})
-        run = jt.build(config, model=lambda: Classifier(nnx.Rngs(0)), loss_fn=loss_fn,
-                       optimizer=optax.adam(3e-3), data=jt.BatchFunction(draw))
-        state, unseen = jt.train(run, workdir), draw(STEPS)
+        run = jt.build(jt.make_config({"train": {"steps": steps}}), model=lambda: Classifier(nnx.Rngs(0)),
+                       loss_fn=loss_fn, optimizer=optax.adam(3e-3), data=jt.BatchFunction(draw))
+        state = jt.train(run, workdir)
+    unseen = draw(STEPS)
     right = (run.module(state)(unseen["picture"]).argmax(-1) == unseen["shape"]).mean()
     print(f"{right:.0%} of unseen pictures are recognised")
 
