@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxtrain"
 # From the top to the ground: a module imports from its own layer and from those below.
 LAYERS = (
-    "__init__ main cli api supervise bench", "trainer", "tuning hub launch", "plan", "run", "validation rule_checks",
-    "objectives", "checkpoint", "resilience", "doctor", "models", "parallel", "kernels", "train_step", "data",
+    "__init__ main cli api supervise bench", "trainer", "tuning hub launch", "plan", "own_run", "run",
+    "validation rule_checks", "objectives", "checkpoint", "resilience", "doctor", "models", "parallel", "kernels", "train_step", "data",
     "distributed", "observe", "config", "sharding", "storage errors versions compile_cache flags")
 BUDGETS = {"LEARNING": 3950, "SURVIVAL": 3150}  # DESIGN.md promises 3500 and 2500: not reached yet
 
