@@ -3,7 +3,11 @@
 import dataclasses
 import functools
 import json
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -16,7 +20,9 @@ from flax import nnx
 import jaxtrain as jt
 from jaxtrain import observe
 from jaxtrain.train import Interrupted
+from tests.tiny import free_address
 
+ROOT = Path(__file__).parents[1]
 ROWS, WIDE, HIDDEN, CLASSES, STEPS = 16, 8, 16, 4, 6
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -373,3 +379,32 @@ def test_evaluate_and_report(capsys):
     run.report()
     assert "up" in capsys.readouterr().out
     assert "num_partitions = 8" in build("module", "eight").lower().as_text()
+
+
+PROCESS = """
+import sys
+from jaxtrain import distributed
+number = int(sys.argv[1])
+distributed.initialize(sys.argv[2], 2, number)
+from tests.test_own_run import build
+import jaxtrain as jt
+jt.train(build("module", "eight", mesh__data=2), sys.argv[3])
+distributed.leave(0)
+"""
+
+
+def test_two_processes_read_their_own_rows_and_give_the_same_numbers(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
+                   "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    address = free_address()
+    started = [subprocess.Popen([sys.executable, "-c", PROCESS, str(i), address, str(tmp_path / "two")], cwd=ROOT,
+                                env=environment, stderr=subprocess.PIPE, text=True) for i in range(2)]
+    try:
+        told = [process.communicate(timeout=200)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], told
+    jt.train(build("module", "eight"), tmp_path / "one")
+    for one, two in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
+        assert two == pytest.approx(one, rel=1e-5)

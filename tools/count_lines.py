@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "jaxtrain"
 DATA = {"__init__", "batches", "cache", "corpus", "files", "loader", "order", "packing", "source", "stages",
         "tokenizer"}
 APART = {
-    "on demand": ("standalone.py", "offload.py", "observe/tensorboard.py", "models/ahead.py", "doctor/"),
+    "on demand": ("standalone.py", "own_run.py", "offload.py", "observe/tensorboard.py", "models/ahead.py", "doctor/"),
     "planning": ("plan/",),
     "stages": ("parallel/pipeline.py", "parallel/stage.py", "parallel/deferred.py", "parallel/placement.py",
                "parallel/schedules/"),
