@@ -51,8 +51,7 @@ def main(workdir):
         run = jt.build(jt.make_config({"train": {"steps": steps}}), model=lambda: Classifier(nnx.Rngs(0)),
                        loss_fn=loss_fn, optimizer=optax.adam(3e-3), data=jt.BatchFunction(draw))
         state = jt.train(run, workdir)
-    unseen = draw(STEPS)
-    right = (run.module(state)(unseen["picture"]).argmax(-1) == unseen["shape"]).mean()
+    right = (run.module(state)(draw(STEPS)["picture"]).argmax(-1) == draw(STEPS)["shape"]).mean()
     print(f"{right:.0%} of unseen pictures are recognised")
 
 

@@ -65,9 +65,9 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [  # imported when first used, so that `import jaxtrain` is quick
     "BatchFunction", "BatchSource", "CheckpointManager", "Config", "MetricsWriter", "NextToken", "Objective",
-    "Observer", "Rules", "Run", "TrainState", "TrainStep", "UserError", "Weighted", "build", "constrain", "cross_entropy",
-    "distillation", "enable_compilation_cache", "load_config", "make_config", "make_mesh", "make_model",
-    "make_train_step", "plan", "rules", "sample", "train",
+    "Observer", "Rules", "Run", "TrainState", "TrainStep", "UserError", "Weighted", "build", "constrain",
+    "cross_entropy", "distillation", "enable_compilation_cache", "load_config", "make_config", "make_mesh",
+    "make_model", "make_train_step", "plan", "rules", "sample", "train",
 ]
 
 

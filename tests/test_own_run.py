@@ -3,7 +3,11 @@
 import dataclasses
 import functools
 import json
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -16,7 +20,9 @@ from flax import nnx
 import jaxtrain as jt
 from jaxtrain import observe
 from jaxtrain.trainer.loop import Interrupted
+from tests.tiny import free_address
 
+ROOT = Path(__file__).parents[1]
 ROWS, WIDE, HIDDEN, CLASSES, STEPS = 16, 8, 16, 4, 6
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -176,7 +182,7 @@ def test_any_mesh_gives_the_numbers_of_one_device(kind, tmp_path):
 
 
 def test_the_loop_makes_the_steps_of_a_plain_one(tmp_path):
-    clip, optimizer = config().optimizer.clip_norm, optax.adam(1e-2)
+    clip, optimizer = 0.1, optax.sgd(0.5)  # which shows what was clipped
     params, state, losses = make_tree(), optimizer.init(make_tree()), []
 
     def mean(params, batch):
@@ -189,7 +195,7 @@ def test_the_loop_makes_the_steps_of_a_plain_one(tmp_path):
         updates, state = optimizer.update(jax.tree.map(lambda g, f=factor: g * f, grads), state, params)
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))
-    jt.train(shared("pytree"), tmp_path)
+    jt.train(build(optimizer=optimizer, optimizer__clip_norm=clip), tmp_path)
     assert [line["loss"] for line in lines(tmp_path)] == pytest.approx(losses, rel=1e-5)
 
 
@@ -214,7 +220,7 @@ def test_a_spike_is_gone_back_from(tmp_path):
     keys = dict(resilience__spikes="rollback", resilience__max_skips=1, resilience__skip_batches=1,
                 resilience__replay_every=2, resilience__check_every=1)
     state = jt.train(build(data=jt.BatchFunction(bad), **keys), tmp_path)
-    assert json.loads((tmp_path / "passed_over.json").read_text())["batches"] == [3]
+    assert json.loads((tmp_path / "skipped_batches.json").read_text())["batches"] == [3]
     assert int(state.step) == STEPS and int(state.skipped) == 0
     assert all(line["loss"] is not None for line in lines(tmp_path)) and len(lines(tmp_path)) == STEPS
 
@@ -237,7 +243,8 @@ def test_what_is_written_does_not_mislead(tmp_path, capsys, monkeypatch):
     ("data.seq_len", 128, "nothing reads it"), ("optimizer.learning_rate", 0.5, "nothing reads it"),
     ("train.sample_tokens", 5, "nothing reads it"), ("train.eval_every", 5, "nothing reads it"),
     ("train.remat", "full", "nothing reads it"), ("train.freeze", ["*"], "nothing reads it"),
-    ("train.seed", 3, "nothing reads it in this run, since loss_fn takes no key"), ("mesh.auto", True, "nothing reads"),
+    ("train.seed", 3, "nothing reads it in this run, since loss_fn takes no key"),
+    ("mesh.auto", True, "the planner knows only"),
     ("pipeline.schedule", "gpipe", "nothing reads it"), ("checkpoint.best", "eval_loss", "no evaluation split"),
     ("data.global_batch_size", 32, f"it is 32, and the batches given by data= have {ROWS} rows"),
 ])
@@ -255,9 +262,9 @@ def test_keys_that_nothing_would_read_are_refused(key, value, message):
     (dict(loss_fn=None), "^loss_fn: .* has none; give a function"),
     (dict(optimizer=None), "^optimizer: .* has none; give an optax"),
     (dict(data=None), "^data: .* has none; give a jt.BatchSource"),
-    (dict(objective=lambda config, model: None), "^objective: a model of one's own is trained by its loss_fn"),
+    (dict(objective=lambda config, model: None), "^objective: a model of your own is trained by its loss_fn"),
     (dict(data=jt.BatchFunction(lambda step: {"x": 1.0})), "^data: its function returned no dict of arrays"),
-    (dict(model=None, loss_fn=None, axes={}), "^axes: it is about a model of one's own"),
+    (dict(model=None, loss_fn=None, axes={}), "^axes: it is about a model of your own"),
 ])
 def test_what_a_run_of_ones_own_needs(change, message):
     parts = dict(optimizer=optax.adam(1e-2), data=jt.BatchFunction(make_batch)) | KINDS["pytree"] | change
@@ -373,3 +380,32 @@ def test_evaluate_and_report(capsys):
     run.report()
     assert "up" in capsys.readouterr().out
     assert "num_partitions = 8" in build("module", "eight").lower().as_text()
+
+
+PROCESS = """
+import sys
+from jaxtrain import distributed
+number = int(sys.argv[1])
+distributed.initialize(sys.argv[2], 2, number)
+from tests.test_own_run import build
+import jaxtrain as jt
+jt.train(build("module", "eight", mesh__data=2), sys.argv[3])
+distributed.leave(0)
+"""
+
+
+def test_two_processes_read_their_own_rows_and_give_the_same_numbers(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
+                   "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    address = free_address()
+    started = [subprocess.Popen([sys.executable, "-c", PROCESS, str(i), address, str(tmp_path / "two")], cwd=ROOT,
+                                env=environment, stderr=subprocess.PIPE, text=True) for i in range(2)]
+    try:
+        told = [process.communicate(timeout=200)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], told
+    jt.train(build("module", "eight"), tmp_path / "one")
+    for one, two in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
+        assert two == pytest.approx(one, rel=1e-5)
