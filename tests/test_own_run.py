@@ -384,13 +384,13 @@ def test_evaluate_and_report(capsys):
 
 PROCESS = """
 import sys
-from jaxtrain import distributed
+from jaxtrain.distributed import processes
 number = int(sys.argv[1])
-distributed.initialize(sys.argv[2], 2, number)
+processes.initialize(sys.argv[2], 2, number)
 from tests.test_own_run import build
 import jaxtrain as jt
 jt.train(build("module", "eight", mesh__data=2), sys.argv[3])
-distributed.leave(0)
+processes.leave(0)
 """
 
 
