@@ -46,6 +46,7 @@ class Op:
     carried: int = 0  # the first so many of a loop's outputs are its inputs, updated in place
     beside: list[Value] = field(default_factory=list)  # what is kept until then, though it does not read it
     consts: int = 0  # the first so many inputs of a loop are the same for all rounds
+    shares: tuple[float, ...] = ()  # of the layers, by the branch that they take; empty where that is not known
 
 
 @dataclass(eq=False)
