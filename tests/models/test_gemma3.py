@@ -20,6 +20,8 @@ CASES = [
     {"mesh.context": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "mesh.context_strategy": "ring", "train.remat": "full"},
     {"mesh.context": 2, "mesh.tensor": 4, "mesh.context_strategy": "ulysses", "train.accumulation": 2},
     {"mesh.stage": 2, "mesh.context": 2, "mesh.data": 2, "pipeline.schedule": "zb_v", "optimizer.zero_stage": 2},
+    {"mesh.tensor": 4, "mesh.fsdp": 2, "model.num_kv_heads": 1, "mesh.overrides.kv_heads": "none",
+     "mesh.overrides.act_kv_heads": "none"},  # as configs/gemma3_1b.py says
 ]
 
 
