@@ -6,7 +6,8 @@
     for step in range(10):
         state, metrics = run.step(state, run.batch(step))
 
-With a module and loss of your own: `jt.make_train_step`.
+With a module and loss of your own: `jt.make_train_step`, or the whole loop around them,
+`jt.train(jt.build(config, model=..., loss_fn=..., optimizer=..., data=...), workdir)`.
 """
 
 import importlib
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from jaxtrain.compile_cache import enable_compilation_cache
     from jaxtrain.config.load import load_config, make_config
     from jaxtrain.config.schema import Config
+    from jaxtrain.data.loading.batch_function import BatchFunction
     from jaxtrain.data.loading.batch_source import BatchSource
     from jaxtrain.errors import UserError
     from jaxtrain.hub.generate import sample
@@ -37,11 +39,12 @@ if TYPE_CHECKING:
     from jaxtrain.trainer.observers import Observer
 
 _NAMES = {  # module: what it gives
-    "compile_cache": ["enable_compilation_cache"],
     "api": ["build", "plan"],
     "checkpoint": ["CheckpointManager"],
+    "compile_cache": ["enable_compilation_cache"],
     "config.load": ["load_config", "make_config"],
     "config.schema": ["Config"],
+    "data.loading.batch_function": ["BatchFunction"],
     "data.loading.batch_source": ["BatchSource"],
     "errors": ["UserError"],
     "hub.generate": ["sample"],
@@ -61,10 +64,10 @@ _NAMES = {  # module: what it gives
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [  # imported when first used, so that `import jaxtrain` is quick
-    "BatchSource", "CheckpointManager", "Config", "MetricsWriter", "NextToken", "Objective", "Observer", "Rules", "Run",
-    "TrainState", "TrainStep", "UserError", "Weighted", "build", "constrain", "cross_entropy", "distillation",
-    "enable_compilation_cache", "load_config", "make_config", "make_mesh", "make_model", "make_train_step", "plan",
-    "rules", "sample", "train",
+    "BatchFunction", "BatchSource", "CheckpointManager", "Config", "MetricsWriter", "NextToken", "Objective",
+    "Observer", "Rules", "Run", "TrainState", "TrainStep", "UserError", "Weighted", "build", "constrain",
+    "cross_entropy", "distillation", "enable_compilation_cache", "load_config", "make_config", "make_mesh",
+    "make_model", "make_train_step", "plan", "rules", "sample", "train",
 ]
 
 

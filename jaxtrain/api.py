@@ -1,15 +1,16 @@
 """`jt.build` and `jt.plan`, as a notebook or a script uses them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import optax
 
-from jaxtrain import run
+from jaxtrain import own_run, run
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
+from jaxtrain.errors import UserError
 from jaxtrain.objectives import MakeObjective, NextToken
 from jaxtrain.plan import preflight, search
 from jaxtrain.plan import targets as accelerators
@@ -18,7 +19,8 @@ from jaxtrain.sharding.rules import AnyMesh
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
           objective: MakeObjective = NextToken.of, optimizer: optax.GradientTransformation | None = None,
-          data: BatchSource | None = None) -> run.Run:
+          data: BatchSource | None = None, model: Any = None, loss_fn: Callable[..., Any] | None = None,
+          axes: Any = None, gather: bool = True, with_key: bool = False) -> run.Run:
     """Resolve a config against devices and check that it fits; nothing is allocated.
 
     Args:
@@ -29,10 +31,24 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         objective: what the run minimises, made from the config and the model without its numbers.
         optimizer: an optax transformation in place of the one that `config.optimizer` names.
         data: what yields the batch of each step, in place of `config.data`, which still says their shape.
+        model: an NNX module or a pytree of parameters, or a function without arguments that returns either, in place
+            of the model of the config. It needs `loss_fn`, `optimizer` and `data` too; the sections mesh, train,
+            checkpoint and resilience of the config say how it is trained, and keys that nothing would read are refused.
+        loss_fn: called with the model and a batch, as `make_train_step` has it; so are `axes` and `gather`.
+        with_key: call `loss_fn(model, batch, key)` with a key for dropout that follows from train.seed and the step.
     """
+    own_model = model is not None or loss_fn is not None
     if mesh is None:
         config = preflight.resolve(config, jax.devices() if devices is None else devices,
-                                   own_parts=optimizer is not None or objective != NextToken.of)
+                                   own_parts=own_model or optimizer is not None or objective != NextToken.of)
+    if own_model:
+        if objective != NextToken.of:
+            raise UserError("objective", "a model of your own is trained by its loss_fn", "leave one of them out")
+        return own_run.build_own(config, model=model, loss_fn=loss_fn, mesh=mesh, devices=devices, platform=platform,
+                                 optimizer=optimizer, data=data, axes=axes, gather=gather, with_key=with_key)
+    for key, given in (("axes", axes is not None), ("gather", not gather), ("with_key", with_key)):
+        if given:
+            raise UserError(key, "it is about a model of your own", "give model= and loss_fn= too, or leave it out")
     return run.build(config, mesh=mesh, devices=devices, platform=platform, objective=objective, optimizer=optimizer,
                      data=data)
 

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,18 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from jaxtrain import rule_checks, validation
 from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
+from jaxtrain.data.loading.batch_spec import BatchSpec
 from jaxtrain.data.loading.placement import place_batch
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models import Compute, make_model
 from jaxtrain.models.attention import choose_backend
 from jaxtrain.objectives import MakeObjective, NextToken, Objective
 from jaxtrain.objectives.next_token import stacks
+from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
 from jaxtrain.parallel.pipeline.pipeline import Pipeline, count_microbatches, make_schedules
 from jaxtrain.parallel.pipeline.stage_placement import Placement
 from jaxtrain.parallel.schedules import Schedule
@@ -31,6 +33,7 @@ from jaxtrain.sharding.mesh import AXES, make_mesh
 from jaxtrain.sharding.rules import AnyMesh, Rules
 from jaxtrain.train_step import optimizers, partition, precision
 from jaxtrain.train_step.anomaly import History
+from jaxtrain.train_step.sharded_step import ShardedStep
 from jaxtrain.train_step.state import (
     Extras,
     Layout,
@@ -41,7 +44,7 @@ from jaxtrain.train_step.state import (
     make_layout,
     with_shardings,
 )
-from jaxtrain.train_step.step import make_step
+from jaxtrain.train_step.step import Step, make_step
 
 EXTRAS: Extras = {"history": History.empty}  # what a run's state has besides: what steps are compared with
 
@@ -53,7 +56,7 @@ class Run:
     config: Config
     mesh: AnyMesh
     rules: Rules
-    model: Skeleton
+    model: Any  # the Skeleton of its module; None for a pytree of one's own
     objective: Objective
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule | None  # of the learning rate; None: the optimizer is not the config's
@@ -66,18 +69,22 @@ class Run:
     data: BatchSource | None = None  # what it trains on in place of config.data
 
     # ------------------------------------------------------------------------------------------------ the three calls
-    def init(self, seed: int | None = None) -> TrainState:
-        """The state at step 0, sharded from the first byte; the values do not depend on the mesh."""
+    def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None) -> TrainState:
+        """The state at step 0, sharded from the first byte; the values do not depend on the mesh.
+
+        `parts`: what `own_parts` returned for the workdir of this run.
+        """
         self.check_devices()
         state = self.compiled_init(jax.random.key(self.config.train.seed if seed is None else seed))
         beside = partition.like(self.abstract.frozen, self.objective.frozen_axes)
-        loaded = self.objective.load_frozen(beside)
+        parts = self.own_parts({}) if parts is None else parts
+        loaded = self.objective.load_frozen(beside, parts.get("objective", {}))
         return state if loaded is None else replace(state, frozen=state.frozen | loaded)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step. `state` is donated: use the returned one."""
         self.check_devices()
-        return self.of_shape(np.shape(batch["tokens"])).compiled_step(state, self.place(batch))
+        return self.compiled(batch)(state, self.place(batch))
 
     def batch(self, step: int) -> dict[str, jax.Array]:
         """The training batch of this step, placed on the mesh: a pure function of the data, the config and `step`."""
@@ -93,16 +100,31 @@ class Run:
         return jax.jit(self._init, out_shardings=self.layout.state, compiler_options=quick)
 
     @cached_property
+    def sharded(self) -> ShardedStep:
+        """What compiles the step, places its batches and evaluates."""
+        return ShardedStep(self._make_step, self._eval, self.abstract, self.layout, self.rules, self.precision,
+                           self.config.train.accumulation, self.platform)
+
+    @cached_property
     def compiled_step(self) -> jax.stages.Compiled:
         """(state, batch) -> (state, metrics), compiled once, ahead of the first step."""
         self.check_devices()
-        return self.lower().compile()
+        return self.sharded.compiled(self.abstract_batch)
 
     @cached_property
     def compiled_eval(self) -> jax.stages.Compiled:
         """(trained and frozen parameters, batch) -> (summed loss, weight)."""
-        with sharding.use(self.mesh, self.rules):
-            return jax.jit(self._eval).lower(self.abstract.all_params, self.abstract_batch).compile()
+        return self.sharded.compiled_evaluation(self.abstract_batch)
+
+    def compiled(self, batch: Any) -> jax.stages.Compiled:
+        """The step for batches of this shape: (state, placed batch) -> (state, metrics)."""
+        rows, seq_len = self.batch_spec.check(batch)
+        return self.of_shape((rows, seq_len)).compiled_step
+
+    def compile_ahead(self, batches: BatchSource, start: int, stop: int) -> None:
+        """Compile the step for every shape that the batches of these steps have."""
+        for shape in batches.shapes_of(start, stop):
+            self.of_shape(shape).compiled_step  # noqa: B018 (compiles)
 
     def of_shape(self, shape: tuple[int, ...]) -> "Run":
         """This run for batches of so many rows and tokens a row: same state, same mesh (`data.stages` asks for it)."""
@@ -153,29 +175,31 @@ class Run:
 
         `on`: the devices to compile for, where the mesh of this run is abstract.
         """
-        concrete = isinstance(self.mesh, jax.sharding.Mesh)
-        return self.trace(on).lower(lowering_platforms=None if concrete else (self.platform or jax.default_backend(),))
+        return self.sharded.lower(self.abstract_batch, on)
 
     def trace(self, on: jax.sharding.Mesh | None = None) -> jax.stages.Traced:
         """The step as operations on arrays whose types say where they live."""
+        return self.sharded.trace(self.abstract_batch, on)
+
+    def _make_step(self) -> Step:
         def optimizer_of(axes, updates):
             c = self.config
             assert self.schedule, "an optimizer of one's own cannot be offloaded"
             return optimizers.with_update_rules(optimizers.make_optimizer(c.optimizer, self.schedule, axes), updates,
                                            c.model.router_bias_rate)
 
-        step = make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
+        return make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
                          clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule,
                          differentiate=self._pipeline(self.objective).gradient if self.schedules else None,
                          describe=self.objective.metrics, updates=self._metadata("update", self.abstract.params),
                          dtypes=self._metadata("compute_dtype", self.abstract.all_params),
                          spike_z=self.config.resilience.spike_z, skip_spikes=self.config.resilience.spikes != "record",
                          optimizer_of=optimizer_of)
-        state = self.layout.state if on is None else jax.tree.map(
-            lambda s: NamedSharding(on, s.spec, memory_kind=s.memory_kind), self.layout.state)
-        with sharding.use(self.mesh, self.rules, self.platform), self._matmul_precision():
-            jitted = jax.jit(step, donate_argnums=0, out_shardings=(state, None))
-            return jitted.trace(self.abstract, self.abstract_batch)
+
+    @property
+    def batch_spec(self) -> BatchSpec:
+        """The arrays that every batch has."""
+        return BatchSpec(self.objective.batch_spec, type(self.objective).__name__)
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -241,6 +265,9 @@ class Run:
 
     def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
         """Loss per token in nats, and per byte of text in bits, on the first `batches` of the evaluation split."""
+        if self.data is not None:
+            raise UserError("data", "batches given by data= have no evaluation split",
+                            "use run.sharded.evaluate(state, batch), which gives the summed loss and its weight")
         if self.eval_batches is None:
             raise UserError("data.source", "its evaluation split is empty", "prepare it with a larger --eval_fraction")
         all_of_them = self.eval_batches.num_batches or 0
@@ -255,14 +282,12 @@ class Run:
         return {"eval_loss": nats, "eval_bits_per_byte": nats * predicted / text.num_bytes / float(np.log(2))}
 
     def place(self, batch: Any) -> Any:
-        """Put a whole batch of numpy arrays on the mesh; what is there already stays."""
-        if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):
-            return batch
-        return jax.tree.map(lambda x: jax.device_put(x, self.layout.batch(np.ndim(x))), batch)
+        """Spread a whole batch over the mesh, as every process gives it; what is there already stays."""
+        return self.sharded.place(batch)
 
     def placed(self, batches: BatchSource, step: int) -> dict[str, jax.Array]:
         """The batch of a step on the mesh; each process reads only the rows that its own devices hold."""
-        return place_batch(batches, step, self.layout.batch(2))
+        return place_batch(batches, step, self.layout.batch, self.batch_spec.check)
 
     # ---------------------------------------------------------------------------------------------------------- report
     def report(self, file: Any = None) -> None:
@@ -282,9 +307,37 @@ class Run:
                 f"ticks, {s.bubble_fraction:.0%} of them empty; {max(map(s.in_flight, range(s.stages)))} inputs held")
 
     @property
+    def own_model(self) -> bool:
+        """Whether the model is not the config's, so that its arithmetic is not known."""
+        return False
+
+    @property
+    def name(self) -> str:
+        """What is trained, in a word."""
+        return self.config.model.name
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The part of the config that counts for this run, as config.json has it: all of it."""
+        return self.config.to_dict()
+
+    @property
     def has_own_parts(self) -> bool:
         """Whether the objective or the optimizer is not the config's."""
         return self.schedule is None or type(self.objective) is not NextToken
+
+    def own_parts(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """The description of what the config does not name, for run.json (observe/own_parts.py).
+
+        `recorded`: what run.json says of the workdir's run, {} for a new one.
+        """
+        found: dict[str, Any] = {}
+        goal = _identity(self.objective, recorded.get("objective") or {})
+        if goal != _identity(NextToken.of(self.config, self.model), {}):
+            found["objective"] = goal
+        if self.schedule is None:
+            found["optimizer"] = describe_optimizer(self.optimizer, self.abstract.params)
+        return found if self.data is None else found | {"data": describe_data(self.data)}
 
     # --------------------------------------------------------------------------------------------------------- innards
     def check_devices(self) -> None:
@@ -300,8 +353,7 @@ class Run:
                              self.extras, _frozen_dtype(self.config, frozen, self._metadata("compute_dtype", frozen)))
 
     def _eval(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        with self._matmul_precision():
-            return self._loss(self.objective.evaluation, self.cast(params), batch)[:2]
+        return self._loss(self.objective.evaluation, self.cast(params), batch)[:2]
 
     def _loss(self, objective: Objective, params: Any, batch: Any) -> Any:
         return (self._pipeline(objective) if self.schedules else objective).loss(params, batch)
@@ -316,10 +368,6 @@ class Run:
         at_rest = jax.tree.map(lambda s: s.spec, self.layout.gradients)
         return Pipeline(objective.pipeline_parts, *self.schedules, self.rules, self.layout.axes,
                         self.layout.frozen_axes, at_rest)
-
-    def _matmul_precision(self):
-        # Accelerators round float32 matmuls to fewer bits unless told not to.
-        return jax.default_matmul_precision("highest" if self.precision == "float32" else "default")
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
@@ -390,6 +438,11 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         except UserError as error:
             raise UserError(error.key, f"from step {stage.start} on, {error.reason}", error.fix) from error
     return run
+
+
+def _identity(objective: Objective, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    # An objective that is no NextToken may have been written without it.
+    return objective.identity(recorded) if hasattr(objective, "identity") else describe(objective)
 
 
 def _checked(config: Config, mesh: AnyMesh, rules: Rules, compute: str,

@@ -69,6 +69,20 @@ def test_what_users_do_next_is_predicted():
     assert loss < by_frequency - 0.4
 
 
+@pytest.mark.slow
+def test_models_of_ones_own_are_trained():
+    recognised = re.search(r"(\d+)% of unseen pictures", printed_by("own_module.py"))
+    assert int(recognised[1]) > 90
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed_by("own_pytree.py"))]
+    assert len(losses) == 6 and losses[-1] < 0.02  # the noise alone is 0.01
+    assert float(re.search(r"loss on unseen digits ([\d.]+)", printed_by("own_linen.py"))[1]) < 0.2
+
+
+@pytest.mark.parametrize("script", ["own_module.py", "own_pytree.py", "own_linen.py"])
+def test_models_of_ones_own_are_short(script):
+    assert len((ROOT / "examples" / script).read_text().splitlines()) < 60
+
+
 def test_notebook(tmp_path):
     printed = execute(nbformat.read(NOTEBOOK, as_version=4), NOTEBOOK.parent, tmp_path)
     assert "mesh: data=2 x fsdp=2 x tensor=2" in printed

@@ -61,7 +61,7 @@ class Training:
         waits, tokens, start = [], 0, _now()
         for _ in range(count):
             step, batch, waited = next(self._batches)
-            step_of = self.compiled or self.run.of_shape(batch["tokens"].shape).compiled_step
+            step_of = self.compiled or self.run.compiled(batch)
             self.state, metrics = step_of(self.state, batch)
             self._writer.push(step + 1, metrics)
             waits.append(waited)
@@ -105,8 +105,7 @@ def training(run: Run, steps: int, one_shape: bool = False) -> Iterator[tuple[Tr
                         "and --compare, or use data.packing=concat without data.stages")
     began = _now()
     with _cache_use() as cache:
-        for shape in batches.shapes_of(0, steps):
-            run.of_shape(shape).compiled_step  # noqa: B018 (compiles)
+        run.compile_ahead(batches, 0, steps)
     compiled = {"compile_s": _now() - began, "compile_cached": cache["hits"] > 0 and not cache["misses"]}
     with (
         tempfile.TemporaryDirectory(prefix="jaxtrain-bench-") as folder,

@@ -1,5 +1,7 @@
 """The state out of a checkpoint, loaded by all processes and compared with the fingerprint that it was saved with."""
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -67,19 +69,42 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
     return jax.tree.unflatten(jax.tree.structure(abstract_state), list(flat.values()))
 
 
-def load_params(workdir: str | Path, abstract: Any) -> Any:
-    """Return the parameters of the newest checkpoint in a workdir, as `abstract` describes and shards them.
+def find_good(workdir: str | Path, step: int | None = None) -> tuple[int, str] | None:
+    """Return (step, fingerprint) of the newest checkpoint of a workdir that was read back and found good.
+
+    Every process makes the call. `step`: look for this one only, and return None where it is not there or not good.
+
+    Raises:
+        UserError: there is none.
+    """
+    directory = Path(workdir).absolute() / "checkpoints"
+
+    def look(_):
+        there = verify.steps(directory)
+        for each in reversed(there):
+            if step in (None, each) and (record := verify.good(directory, each)):
+                arrays = {path: sums for path, sums in record["fingerprint"].items()
+                          if path.startswith(("params/", "frozen/"))}
+                return [each, hashlib.sha256(json.dumps(arrays, sort_keys=True).encode()).hexdigest()[:16]]
+        if step is not None:
+            return None
+        raise UserError("checkpoint", f"of those in {directory} none was read back and found good" if there else
+                        f"there is none in {directory}", "start that run again, which reads its newest one back"
+                        if there else "give the workdir of a run that saved one")
+
+    found = exchange(None, look)
+    return None if found is None else (found[0], found[1])
+
+
+def load_params(workdir: str | Path, abstract: Any, step: int) -> Any:
+    """Return the parameters of a checkpoint in a workdir, as `abstract` describes and shards them.
 
     Every process makes the call. Parameters that were frozen there count too; another dtype is cast.
 
     Raises:
-        UserError: there is no checkpoint, it lacks a parameter or has another shape, or its content is damaged.
+        UserError: it lacks a parameter or has another shape, or its content is damaged.
     """
-    directory = Path(workdir).absolute() / "checkpoints"
-    steps = exchange(verify.steps(directory), lambda found: found[0])
-    if not steps:
-        raise UserError("checkpoint", f"there is none in {directory}", "give the workdir of a run that saved one")
-    folder, wanted = directory / str(steps[-1]), flatten(abstract)
+    folder, wanted = Path(workdir).absolute() / "checkpoints" / str(step), flatten(abstract)
     ocp, problem, named, loaded, sums = orbax(), "", {}, {}, {}
     try:
         with no_echoes():

@@ -265,7 +265,12 @@ class Config:
 
     def hash(self) -> str:
         """Identifies the resolved config."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+        return hash_of(self.to_dict())
+
+
+def hash_of(sections: dict[str, Any]) -> str:
+    """Return the hash that identifies a resolved config, or the part of one that counts for a run."""
+    return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -6,7 +6,8 @@ The teacher runs forward before the student, spread over the mesh as it is; its 
 a time. Under a pipeline every stage runs the teacher's layers on the batch of its devices.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,40 @@ class Distillation(NextToken):
         model = make_model(self.teacher_config.model, self.compute, rngs=nnx.Rngs(params=key))
         return {TEACHER: Skeleton.of(model).params()}
 
-    def load_frozen(self, abstract: dict) -> dict | None:
-        """Return the teacher's parameters from the newest checkpoint of its workdir."""
+    def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is learnt from whom: the settings, the teacher's model, and the checkpoint that it comes from.
+
+        A run keeps the teacher that it began with: its checkpoint stays the recorded one as long as the workdir given
+        here is the same, or has it too.
+        """
+        found = super().identity(recorded) | {"teacher": asdict(self.teacher_config.model)}
+        if self.workdir is None:
+            return found
+        from jaxtrain.checkpoint.restore import find_good
+
+        before = recorded.get("checkpoint")
+        if before and before["workdir"] == str(self.workdir.absolute()):
+            return found | {"checkpoint": before}
+        if before and (there := find_good(self.workdir, before["step"])) and there[1] == before["fingerprint"]:
+            return found | {"checkpoint": before}  # the same files, moved or copied
+        newest = find_good(self.workdir)
+        assert newest  # or it has raised
+        step, fingerprint = newest
+        return found | {"checkpoint": {"workdir": str(self.workdir.absolute()), "step": step,
+                                       "fingerprint": fingerprint}}
+
+    def load_frozen(self, abstract: dict, identity: Mapping[str, Any]) -> dict | None:
+        """Return the teacher's parameters from the checkpoint that `identity` names."""
         if self.workdir is None:
             return None
-        from jaxtrain.checkpoint.restore import load_params
+        from jaxtrain.checkpoint.restore import find_good, load_params
 
-        return {TEACHER: load_params(self.workdir, abstract[TEACHER])}
+        step, fingerprint = (identity["checkpoint"][key] for key in ("step", "fingerprint"))
+        found = find_good(self.workdir, step)
+        if not found or found[1] != fingerprint:
+            raise UserError("teacher", f"{self.workdir} has not the checkpoint of step {step} any more with which this "
+                            "run began", "bring it back, or begin with another teacher in another --workdir")
+        return {TEACHER: load_params(self.workdir, abstract[TEACHER], step)}
 
 
 def distillation(teacher: Config, *, workdir: str | Path | None = None, soft: float = 0.5,

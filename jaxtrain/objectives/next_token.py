@@ -13,6 +13,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.kernels.cross_entropy import cross_entropy
 from jaxtrain.models import Decoder, moe
 from jaxtrain.models.ahead import with_second_targets
+from jaxtrain.observe.own_parts import describe
 from jaxtrain.parallel.context import arrange
 from jaxtrain.parallel.pipeline.stage import Parts
 from jaxtrain.train_step import partition
@@ -106,7 +107,11 @@ class NextToken:
         """Return no parameters."""
         return {}
 
-    def load_frozen(self, abstract: dict) -> dict | None:
+    def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the class and its settings, but how many pieces the loss is computed in."""
+        return describe(self, leave_out=("chunks",))
+
+    def load_frozen(self, abstract: dict, identity: Mapping[str, Any]) -> dict | None:
         """Return None: there is nothing to load."""
         return None
 

@@ -52,8 +52,19 @@ class Objective(Protocol):
         """Return these parameters at step 0; it is traced."""
         ...
 
-    def load_frozen(self, abstract: dict) -> dict | None:
-        """Return these parameters from elsewhere, placed as `abstract` says; None: those of `init_frozen`."""
+    def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return in plain JSON what makes this loss another one than others; a workdir is not resumed with another.
+
+        `recorded`: what it was when the workdir's run began, {} for a new one. Where something is chosen at the start,
+        such as the newest checkpoint of a teacher, the choice is to be taken from there.
+        """
+        ...
+
+    def load_frozen(self, abstract: dict, identity: Mapping[str, Any]) -> dict | None:
+        """Return these parameters from elsewhere, placed as `abstract` says; None: those of `init_frozen`.
+
+        `identity`: what `identity` returned for this run.
+        """
         ...
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 
 from jaxtrain.config import data_stages
-from jaxtrain.config.schema import Config, DataConfig
+from jaxtrain.config.schema import Config, DataConfig, hash_of
 from jaxtrain.errors import UserError
+from jaxtrain.observe.own_parts import difference
 from jaxtrain.versions import git_commit, version_of
 
 # What a resumed run may change: where and how fast the same mathematics is done, and what is told about it.
@@ -40,13 +41,29 @@ def make_workdir(workdir: str | Path) -> None:
         raise _unwritable(workdir, error) from None
 
 
+def recorded_parts(workdir: str | Path, saved: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return how run.json describes those parts of the workdir's run that are its user's own; None: it is not known.
+
+    `saved`: what a checkpoint of the run says, which counts where run.json was lost.
+    """
+    try:
+        return (_read(Path(workdir) / "run.json") or saved or {}).get("own_parts")
+    except OSError as error:
+        raise _unwritable(Path(workdir), error) from None
+
+
 def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, str] | None = None,
-                  done: int = 0) -> list[dict[str, Any]]:
+                  done: int = 0, *, parts: Mapping[str, Any] | None = None,
+                  keys: Mapping[str, Any] | None = None,
+                  saved: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """Make `workdir` if need be and raise a `UserError` if it cannot be written or holds a run of other mathematics.
 
     Args:
         manifests: the hash of each source's data, if known yet.
         done: steps that the workdir's newest checkpoint has.
+        parts: the description of those parts of the run that are its user's own (`own_parts.py`); None: not known yet.
+        keys: the part of the config that counts for this run, as `config.json` has it; None: all of it.
+        saved: what the newest checkpoint says of the run, which counts where run.json was lost.
 
     Returns:
         what changed of the data, on purpose, between the `done` steps and those to come.
@@ -59,18 +76,24 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
     except OSError as error:
         raise _unwritable(workdir, error) from None
     changed = []
-    for section, keys in config.to_dict().items():
-        for key, value in keys.items():
+    own_optimizer = "optimizer" in (parts or {})
+    for section, values in (config.to_dict() if keys is None else keys).items():
+        for key, value in values.items():
             before = started.get(section, {}).get(key, value)
             if (section, key) == ("data", "mixture") and _without_places(before) == _without_places(value):
                 continue  # the same sources elsewhere: their manifests tell
-            if before == value or ("float16" not in (before, value) and _free(section, key, config)):
+            if before == value or ("float16" not in (before, value) and _free(
+                    section, key, config, own_optimizer)):
                 continue
             if section == "data" and key in _STAGED and done:
                 changed.append({"step": done, "key": f"data.{key}", "before": before, "after": value})
                 continue
             raise UserError("--workdir", f"{workdir} holds a run with {section}.{key}={before}, this config has "
                             f"{value}", f"give another --workdir or --config.{section}.{key}={before}")
+    before = recorded_parts(workdir, saved)  # None: a workdir of an earlier commit does not tell
+    if parts is not None and before is not None and (other := difference(before, parts)):
+        raise UserError("--workdir", f"{workdir} holds a run {other}",
+                        "give another --workdir, or go on with what it was begun with")
     if not started:
         return []
     then = recorded.get("data_manifests") or {"": recorded.get("data_manifest_hash")}
@@ -96,8 +119,9 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
 
 
 def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[str, int], device_kind: str,
-                    data_manifest_hash: str | None, manifests: Mapping[str, str] | None = None,
-                    done: int = 0) -> dict[str, Any]:
+                    data_manifest_hash: str | None, manifests: Mapping[str, str] | None = None, done: int = 0,
+                    parts: Mapping[str, Any] | None = None, keys: Mapping[str, Any] | None = None,
+                    saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Check `workdir` as `check_workdir` does, then (in process 0) write `config.json` and `run.json` into it.
 
     Returns:
@@ -105,9 +129,10 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
     """
     workdir = Path(workdir)
     manifests = manifests or ({"": data_manifest_hash} if data_manifest_hash else {})
-    changes = check_workdir(workdir, config, manifests, done)
+    changes = check_workdir(workdir, config, manifests, done, parts=parts or {}, keys=keys, saved=saved)
+    written = config.to_dict() if keys is None else dict(keys)
     run = {
-        "config_hash": config.hash(),
+        "config_hash": hash_of(written),
         "git_commit": git_commit(),
         "packages": {name: version_of(package) for name, package in _PACKAGES.items()},
         "python": platform.python_version(),
@@ -117,6 +142,7 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
         "process_count": jax.process_count(),
         "data_manifest_hash": data_manifest_hash,
         "data_manifests": dict(manifests),
+        "own_parts": dict(parts or {}),
     }
     if jax.process_index() != 0:
         return run
@@ -125,7 +151,7 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
         if earlier := earlier + [change for change in changes if change not in earlier]:
             run["data_changes"] = earlier
         _write(workdir / "run.json", run)  # first: a kill here must not lose what changed
-        _write(workdir / "config.json", config.to_dict())
+        _write(workdir / "config.json", written)
     except OSError as error:
         raise _unwritable(workdir, error) from None
     return run
@@ -141,9 +167,9 @@ def _history(data: DataConfig, manifests: Mapping[str, str], done: int) -> Any:
     return json.loads(json.dumps(data_stages.history(data, manifests, done)))
 
 
-def _free(section: str, key: str, config: Config) -> bool:
+def _free(section: str, key: str, config: Config, own_optimizer: bool) -> bool:
     if (section, key) == ("train", "steps"):  # every schedule but this one is a function of the last step
-        return config.optimizer.schedule == "constant"
+        return own_optimizer or config.optimizer.schedule == "constant"  # an optimizer of one's own is compared itself
     free = _FREE.get(section, frozenset())
     return free is None or key in free
 

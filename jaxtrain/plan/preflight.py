@@ -48,7 +48,7 @@ def check(run: Run) -> str:
     known, or that a prediction fails, stops no run.
     """
     if run.has_own_parts:
-        return "nothing is predicted of a run with an objective or optimizer that its config does not name"
+        return "nothing is predicted of a run with a model, objective or optimizer that its config does not name"
     devices = run.mesh.size
     try:
         target = _target(list(run.mesh.devices.flat))

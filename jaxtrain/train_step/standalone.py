@@ -7,10 +7,9 @@
 """
 
 import dataclasses
-import sys
 import warnings
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,7 +26,9 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES, with_auto_axes
 from jaxtrain.sharding.rules import AnyMesh, Names, Rules
 from jaxtrain.train_step import precision as precisions
+from jaxtrain.train_step.sharded_step import ShardedStep
 from jaxtrain.train_step.state import (
+    Extras,
     Layout,
     Skeleton,
     TrainState,
@@ -111,11 +112,12 @@ class TrainStep:
     def __init__(self, loss_fn: LossFunction, optimizer: optax.GradientTransformation, mesh: AnyMesh, rules: Rules,
                  axes: Any, accumulation: int, clip_norm: float, precision: str, zero_stage: int, gather: bool,
                  seed: int | None = None):
+        self._extras: Extras = {}
+        self._settings: dict[str, Any] = {}
         self.loss_fn, self.optimizer, self.mesh, self.rules, self.axes = loss_fn, optimizer, mesh, rules, axes
         self.accumulation, self.clip_norm, self.precision = accumulation, clip_norm, precision
         self.zero_stage, self.gather, self.seed = zero_stage, gather, seed
         self._plan: _Plan | None = None
-        self._compiled: dict[Any, jax.stages.Compiled] = {}
 
     # ------------------------------------------------------------------------------------------------- the state
     def init(self, x: Any) -> TrainState:
@@ -125,7 +127,8 @@ class TrainStep:
         nothing is ever whole on one device.
         """
         abstract = self.abstract(x)
-        finish = partial(initial_state, optimizer=self.optimizer, loss_scaling=self.precision == "float16")
+        finish = partial(initial_state, optimizer=self.optimizer, loss_scaling=self.precision == "float16",
+                         extras=self._extras)
         with sharding.use(self.mesh, self.rules), nnx.use_eager_sharding(False):
             if _is_function(x):
                 return jax.jit(lambda: finish(_parameters(x())), out_shardings=self.layout.state)()
@@ -137,16 +140,35 @@ class TrainStep:
     def abstract(self, x: Any) -> TrainState:
         """What `init(x)` returns as shapes, dtypes and shardings, nothing allocated: to lower, report or restore."""
         plan = self._make_plan(x)
-        if self._plan is None or self._plan.identity != plan.identity:
-            self._compiled = {}
-            self.__dict__.pop("_evaluate", None)
-        self._plan = plan
-        return plan.abstract
+        if self._plan is None or self._plan.identity != plan.identity:  # equal plans run the same executables
+            self._plan = plan
+            self._warn_of_idle_axes(plan.sharded.layout)
+        return plan.sharded.abstract
+
+    @property
+    def sharded(self) -> ShardedStep:
+        """What compiles the step and places its batches, once `init` or `abstract` were given the parameters."""
+        return self._planned.sharded
 
     @property
     def layout(self) -> Layout:
         """Where everything lives."""
-        return self._planned.layout
+        return self.sharded.layout
+
+    @property
+    def skeleton(self) -> Skeleton | None:
+        """The NNX module without its numbers; None for a pytree."""
+        return self._planned.skeleton
+
+    @property
+    def name(self) -> str:
+        """The class of the module or pytree that is trained."""
+        return self._planned.name
+
+    def for_a_run(self, extras: Extras, **settings: Any) -> "TrainStep":
+        """Return this step with the further named state of a run, and the arguments of `make_step` that watch it."""
+        self._extras, self._settings, self._plan = extras, settings, None
+        return self
 
     def module(self, state: TrainState) -> Any:
         """The NNX module (or pytree) with this state's parameters, whole on one device: to call eagerly, to export."""
@@ -156,9 +178,7 @@ class TrainStep:
 
     def report(self, file: Any = None) -> None:
         """Print what is placed where: path, shape, logical names, partition spec, bytes per device, and totals."""
-        from jaxtrain.train_step.report import report
-
-        print(report(self._planned.abstract, self.layout), file=file or sys.stdout)
+        self.sharded.report(file)
 
     # -------------------------------------------------------------------------------------------------- the step
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -167,45 +187,26 @@ class TrainStep:
         `state` is donated: use the returned one. A gradient that is not finite leaves the parameters as they were and
         counts as skipped. Metrics: `loss`, `grad_norm` (before clipping), `skipped`; with float16 `loss_scale`.
         """
-        return self.compiled(batch)(state, self.place(batch))
+        return self.sharded(state, batch)
 
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """The executable for batches of this shape, compiled when first wanted; takes (state, placed batch)."""
-        leaves, treedef = jax.tree.flatten(batch)
-        key = treedef, tuple((np.shape(x), jnp.result_type(x)) for x in leaves)
-        if key not in self._compiled:
-            self._compiled[key] = self.lower(batch).compile()
-        return self._compiled[key]
+        return self.sharded.compiled(batch)
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """The step, traced and lowered for a batch of arrays or of `jax.ShapeDtypeStruct`; uses no device memory."""
-        abstract, layout = self._planned.abstract, self.layout
-        step = make_step(self._weighted_loss, self.optimizer, layout, accumulation=self.accumulation,
-                         clip_norm=self.clip_norm, precision=self.precision, seed=self.seed,
-                         describe=_mean_metrics)
-        with sharding.use(self.mesh, self.rules), self._matmul_precision():
-            traced = jax.jit(step, donate_argnums=0, out_shardings=(layout.state, None)).trace(
-                abstract, self._abstract_batch(batch, self.accumulation))
-            # The devices of an abstract mesh are of no kind: take the kind that is here.
-            return traced.lower(lowering_platforms=None if isinstance(self.mesh, Mesh) else (jax.default_backend(),))
+        return self.sharded.lower(batch)
 
     def evaluate(self, state: TrainState, batch: Any) -> tuple[jax.Array, jax.Array]:
         """(total, weight) of the loss on a batch: add them up over batches, then divide. A mean loss has weight 1.
 
         A loss that takes a key gets None: nothing is dropped.
         """
-        self._abstract_batch(batch, 1)
-        with sharding.use(self.mesh, self.rules), self._matmul_precision():
-            return self._evaluate(state.params, self.place(batch))[:2]
+        return self.sharded.evaluate(state, batch)[:2]
 
     def place(self, batch: Any) -> Any:
         """Spread a batch over the mesh. With several processes each gives the whole batch, or arrays placed already."""
-        def put(x):
-            if not isinstance(x, jax.Array) and jax.process_count() > 1:
-                x = np.asarray(x, jnp.result_type(x))
-                return jax.make_array_from_callback(x.shape, self.layout.batch(x.ndim), lambda index: x[index])
-            return jax.device_put(x, self.layout.batch(np.ndim(x)))
-        return jax.tree.map(put, batch)
+        return self.sharded.place(batch)
 
     # --------------------------------------------------------------------------------------------------- innards
     @property
@@ -234,10 +235,14 @@ class TrainStep:
             axes = skeleton.params(_names_of_variable)
         else:
             axes = _spread_names(jax.tree.map(_names_of_box, params, is_leaf=_is_box), params)
-        abstract = abstract_state(params, self.optimizer, self.precision == "float16")
+        abstract = abstract_state(params, self.optimizer, self.precision == "float16", self._extras)
         layout = make_layout(abstract, axes, rules, self.mesh, self.zero_stage)
-        self._warn_of_idle_axes(layout)
-        return _Plan(skeleton, with_shardings(abstract, layout.state), layout)
+        make = partial(make_step, self.weighted_loss, self.optimizer, layout, accumulation=self.accumulation,
+                       clip_norm=self.clip_norm, precision=self.precision, seed=self.seed, describe=mean_metrics,
+                       **self._settings)
+        return _Plan(type(x).__qualname__, skeleton, ShardedStep(
+            make, self._evaluation, with_shardings(abstract, layout.state), layout, self.rules, self.precision,
+            self.accumulation))
 
     def _warn_of_idle_axes(self, layout: Layout) -> None:
         used = {axis for leaf in jax.tree.leaves((layout.state.params, layout.batch(1)))
@@ -246,9 +251,10 @@ class TrainStep:
             if size > 1 and axis not in used:
                 warnings.warn(f"mesh axis {axis}={size}: no parameter is split over it, so its devices repeat the same "
                               "work unless loss_fn splits something; give the parameters logical axis names",
-                              stacklevel=5)
+                              stacklevel=4)
 
-    def _weighted_loss(self, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, jax.Array, dict]:
+    def weighted_loss(self, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, jax.Array, dict]:
+        """Return the summed loss of a batch, the weight to divide it by, and the further sums of `loss_fn`."""
         if self.gather:
             # Left to itself the compiler may split activations as the weights are, and move both about: measured on an
             # fsdp=8 transformer, 7 times the traffic.
@@ -281,40 +287,22 @@ class TrainStep:
             return NamedSharding(self.mesh, P(*kept))
         return jax.tree.map(whole, self.layout.state.params)
 
-    @cached_property
-    def _evaluate(self):
-        return jax.jit(lambda params, batch: self._weighted_loss(precisions.cast(params, self.precision), batch))
-
-    def _abstract_batch(self, batch: Any, accumulation: int) -> Any:
-        leaves = jax.tree.leaves(batch)
-        sizes = {np.shape(x)[:1] for x in leaves}
-        if len(sizes) != 1 or sizes == {()}:
-            raise UserError("batch", f"its {len(leaves)} arrays have first dimensions {sorted(map(list, sizes))}",
-                            "make the example the first dimension of each; loss_fn can close over anything else")
-        (size,), shards = sizes.pop(), self.layout.batch_shards
-        if size % (accumulation * shards):
-            raise UserError("batch", f"{size} examples do not divide over {shards} batch shards x "
-                            f"accumulation={accumulation}", f"make it a multiple of {accumulation * shards}")
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(
-            np.shape(x), jnp.result_type(x), sharding=self.layout.batch(np.ndim(x))), batch)
-
-    def _matmul_precision(self):
-        # Accelerators round float32 matmuls to fewer bits unless told not to.
-        return jax.default_matmul_precision("highest" if self.precision == "float32" else "default")
+    def _evaluation(self, params: Any, batch: Any) -> Any:
+        return self.weighted_loss(precisions.cast(params, self.precision), batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """What follows from the parameters' shapes and names."""
 
+    name: str  # of the class of what is trained
     skeleton: Skeleton | None  # of an NNX module; None for a pytree, which is its own
-    abstract: TrainState
-    layout: Layout
+    sharded: ShardedStep
 
     @property
     def identity(self) -> Any:
         """Equal plans run the same executables."""
-        leaves, treedef = jax.tree.flatten(self.abstract)
+        leaves, treedef = jax.tree.flatten(self.sharded.abstract)
         return self.skeleton and self.skeleton.graphdef, treedef, leaves
 
 
@@ -337,7 +325,8 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
-def _mean_metrics(sums: dict[str, Any]) -> dict[str, jax.Array]:
+def mean_metrics(sums: dict[str, Any]) -> dict[str, jax.Array]:
+    """Return the further sums of a loss function, divided by the weight of its loss."""
     return {name: value / jnp.maximum(sums["weight"], 1e-8) for name, value in sums["metrics"].items()}
 
 

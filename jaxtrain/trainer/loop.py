@@ -42,7 +42,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
     """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; return the final state.
 
     Args:
-        config: a config, or a run that `build` made of one.
+        config: a config, or a run from `build`, which may have a model and loss function of your own.
         workdir: the folder of metrics and checkpoints.
         objective: what is minimised, as `build` takes it; likewise `optimizer` and `data`.
         observers: objects whose methods are called at each step.
@@ -89,16 +89,15 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
     local = opened.enter_context(contextlib.closing(
         LocalCheckpoints(workdir, c.local_checkpoint_every, c.local_dir)))
     found = find_start(run, session, checkpoints, local)
-    about = check_workdir(run, session, found)
+    about, parts = check_workdir(run, session, checkpoints, found)
     start, data = found.step, remaining(run.train_batches, found.skipped)
     if start < t.steps:
         ledger.open(t.steps)
     say(start_of_run(run, workdir))
-    state = initial_or_restored(run, session, checkpoints, found)
+    state = initial_or_restored(run, session, checkpoints, found, parts)
     ledger.resumed(start)
     with session.phase("compile"):
-        for shape in data.shapes_of(start, t.steps):
-            run.of_shape(shape).compiled_step  # noqa: B018 (now, while nothing else wants the processor)
+        run.compile_ahead(data, start, t.steps)  # now, while nothing else wants the processor
         checkpoints.prepare(state)
         suspects = SuspectDevices(workdir)
         replicas, replays = Replicas(run.abstract, r.check_every, suspects), Replays(r.replay_every, suspects)
@@ -120,7 +119,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         watchdog.training(),
     ):
         guard = AnomalyGuard(workdir, r, checkpoints, found.skipped, say, session.phase)
-        saver = Saver(checkpoints, local, policy, writer, ledger, about | {"config": run.config.to_dict()},
+        saver = Saver(checkpoints, local, policy, writer, ledger, about | {"config": run.settings},
                       found.skipped)
         evaluator, done = Evaluator(run, session, writer), start
         if evaluator.missing(start):
@@ -133,7 +132,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
                 observer.on_batch(n + 1, batch)
             # 2. The step is dispatched; the old state is donated to it.
             began = time.perf_counter()
-            state, metrics = replays.run(n + 1, run.of_shape(batch["tokens"].shape).compiled_step, state, batch)
+            state, metrics = replays.run(n + 1, run.compiled(batch), state, batch)
             stragglers.step(metrics, waited, time.perf_counter() - began)
             done = n + 1
             # 3. Observers get the metrics, as futures: nothing here waits for the device.

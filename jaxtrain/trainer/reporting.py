@@ -19,6 +19,8 @@ from jaxtrain.trainer.session import Session
 
 def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
     """Return a function from a step to what turns its seconds into throughput and MFU."""
+    if run.own_model:  # its FLOPs are not known, so there is no MFU
+        return lambda step: observe.Constants(int(np.prod(batches.shape(step))), tokens_before=batches.tokens(step))
     model = run.config.model
     matmuls = matmul_parameters(run.abstract, run.layout, model)
     peak = observe.device_peak(jax.devices()[0].device_kind)
@@ -72,9 +74,10 @@ def summary(run: Run, workdir: Path) -> str:
     axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
     axes += f"; {run.pipeline}" if run.schedules else ""
     shapes = ", ".join(f"{rows} x {length}" for rows, length in run.train_batches.shapes_of(0, c.train.steps))
-    head = f"{c.model.name}, {count:,} parameters in {run.precision}, on {jax.devices()[0].device_kind} ({axes})\n"
+    head = f"{run.name}, {count:,} parameters in {run.precision}, on {jax.devices()[0].device_kind} ({axes})\n"
     if run.data is not None:
-        return f"{head}{c.train.steps} steps of {shapes or 'no'} tokens; workdir {workdir}"
+        what = "examples" if run.own_model and shapes.endswith(" x 1") else "tokens"
+        return f"{head}{c.train.steps} steps of {shapes.removesuffix(' x 1') or 'no'} {what}; workdir {workdir}"
     corpus = run.corpus
     return (f"{head}{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens; "
             f"{c.train.steps} steps of {shapes or 'no'} tokens; workdir {workdir}\n"

@@ -41,37 +41,47 @@ def find_start(run: Run, session: Session, checkpoints: CheckpointManager, local
     return Start(recovered[0] if recovered else step, recovered, skipped)
 
 
-def check_workdir(run: Run, session: Session, start: Start) -> dict[str, Any]:
-    """Refuse a workdir, or data, with which the run cannot go on; write the run's files, and return what they say."""
+def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
+                  start: Start) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Refuse a workdir, or data, with which the run cannot go on, and write the run's files.
+
+    Returns what these say of the run, and the description of its objective, optimizer, data and model, where they are
+    not the config's.
+    """
     config, t = run.config, run.config.train
     reach = start.skipped.reach(start.step)  # in batches, of which rollbacks may have skipped some
-    observe.check_workdir(session.workdir, config, done=reach)
+    saved = start.recovered[2] if start.recovered else checkpoints.meta(start.step) if start.step else {}
+    parts = run.own_parts(observe.recorded_parts(session.workdir, saved) or {})
+    observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved)
     if t.tensorboard:
         observe.summary_writer()
     run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
     run.check_shapes(reach, start.skipped.reach(t.steps))
     batches = remaining(run.train_batches, start.skipped).num_batches
     if batches is not None and batches < t.steps:
-        raise UserError("train.steps", f"data.mixture has an end at step {batches}",
-                        "raise the epochs of its sources or train fewer steps")
+        which, fix = "data.mixture has", "raise the epochs of its sources or train fewer steps"
+        if run.data is not None:
+            which, fix = "the batches given by data= have", f"train {batches} steps or fewer, or give more"
+        raise UserError("train.steps", f"{which} an end at step {batches}", fix)
     about = observe.write_run_files(
         session.workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
         data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash, manifests=run.manifests,
-        done=reach)
+        done=reach, parts=parts, keys=run.settings, saved=saved)
     if start.step > t.steps:
         raise UserError("train.steps", f"{t.steps} is less than the {start.step} steps that {session.workdir} has",
                         "give more steps or another --workdir")
-    return about
+    return about, parts
 
 
-def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManager, start: Start) -> TrainState:
+def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManager, start: Start,
+                        parts: dict[str, Any]) -> TrainState:
     """Return the state that the run starts from.
 
     Raises:
         RolledBack: the checkpoint cannot be used after all; begin again, from an older one.
     """
     if not start.step:
-        return run.init()
+        return run.init(parts=parts)
     with session.phase("restore"):
         restored = start.recovered or checkpoints.restore_newest(run.abstract)
     if restored is None or restored[0] != start.step:

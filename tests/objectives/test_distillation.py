@@ -1,6 +1,7 @@
 """Distillation on any mesh: loss and gradients are those of a plain sum over all logits on one device."""
 
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.kernels.cross_entropy import distillation_loss
 from jaxtrain.objectives.distillation import distillation
+from jaxtrain.observe.own_parts import difference
 from tests.numerics import reference
 
 SOFT, TEMPERATURE = 0.3, 2.0
@@ -152,3 +154,73 @@ def test_a_teacher_with_a_shorter_context_is_refused():
     teacher = reference.tiny("llama", model__max_seq_len=8, data__seq_len=8)
     with pytest.raises(jt.UserError, match=r"data\.seq_len: rows of 16 tokens exceed the teacher's"):
         jt.build(reference.tiny("gpt2", mesh__data=8), objective=distillation(teacher))
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+    """A workdir with the teacher after 2 and after 4 steps, its config, and the config of students."""
+    folder = tmp_path_factory.mktemp("teachers")
+    (folder / "text.txt").write_text("a line of text\n" * 200)
+    keys = dict(train__steps=4, train__eval_batches=1, train__log_every=4, mesh__data=8, model__vocab_size=320,
+                checkpoint__every=2, checkpoint__keep=9, data__source=str(folder / "text.txt"),
+                data__cache_dir=str(folder / "cache"))
+    config = reference.tiny("llama", **keys)
+    state = jt.train(config, folder / "teacher")
+    return folder / "teacher", config, reference.tiny("gpt2", **keys), jax.device_get(state.params)
+
+
+def of_teacher(run, parts):
+    return jax.device_get(run.init(parts=parts).frozen["teacher"])
+
+
+def equal(a, b):
+    return jax.tree.all(jax.tree.map(np.array_equal, a, b))
+
+
+def test_a_run_keeps_the_teacher_that_it_began_with(teachers, tmp_path):
+    """It was killed before its first checkpoint, and meanwhile the teacher has trained on."""
+    workdir, config, student, latest = teachers
+    shutil.copytree(workdir / "checkpoints" / "2", tmp_path / "teacher/checkpoints/2")
+    run = jt.build(student, objective=distillation(config, workdir=tmp_path / "teacher"))
+    parts = run.own_parts({})
+    assert parts["objective"]["checkpoint"]["step"] == 2
+    began = of_teacher(run, parts)
+    shutil.copytree(workdir / "checkpoints" / "4", tmp_path / "teacher/checkpoints/4")
+    assert run.own_parts({})["objective"]["checkpoint"]["step"] == 4  # a new run has the newest one
+    assert run.own_parts(parts) == parts and equal(of_teacher(run, parts), began)
+    assert equal(of_teacher(run, run.own_parts({})), latest) and not equal(began, latest)
+    moved = jt.build(student, objective=distillation(config, workdir=workdir))
+    assert moved.own_parts(parts) == parts and equal(of_teacher(moved, parts), began)
+
+    shutil.rmtree(tmp_path / "teacher/checkpoints/2")
+    assert run.own_parts(parts) == parts  # what the run has saved holds the teacher too
+    with pytest.raises(jt.UserError, match="has not the checkpoint of step 2 any more with which this run began"):
+        run.init(parts=parts)
+    assert "with objective.checkpoint.workdir=" in difference(parts, jt.build(student, objective=distillation(
+        config, workdir=shutil.copytree(tmp_path / "teacher", tmp_path / "other"))).own_parts(parts))
+
+
+def test_only_a_checkpoint_that_was_found_good_teaches(teachers, tmp_path):
+    workdir, config, student, _ = teachers
+    shutil.copytree(workdir, tmp_path / "teacher")
+    run = jt.build(student, objective=distillation(config, workdir=tmp_path / "teacher"))
+    (tmp_path / "teacher/checkpoints/4/good.json").unlink()
+    assert run.own_parts({})["objective"]["checkpoint"]["step"] == 2
+    (tmp_path / "teacher/checkpoints/2/good.json").write_text("{}")
+    with pytest.raises(jt.UserError, match="none was read back and found good; start that run again"):
+        run.init()
+
+
+def test_another_teacher_or_share_is_told(teachers):
+    workdir, config, student, _ = teachers
+
+    def parts(of=config, **settings):
+        make = distillation(of, **(dict(workdir=workdir, soft=0.5) | settings))
+        return jt.build(student, objective=make).own_parts({})
+
+    assert difference(parts(), parts()) == ""
+    assert difference(parts(), parts(soft=0.7)) == "with objective.soft=0.5, this one has 0.7"
+    assert difference(parts(), parts(temperature=2.0)) == "with objective.temperature=1.0, this one has 2.0"
+    assert "objective.checkpoint=(workdir" in difference(parts(), parts(workdir=None))
+    other = reference.tiny("llama", model__vocab_size=320, model__num_layers=3)
+    assert "objective.teacher.num_layers=2, this one has 3" in difference(parts(), parts(other))

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step.anomaly import ENOUGH, SIZE, History
 from jaxtrain.train_step.step import make_step
 from tests.numerics import reference
@@ -106,7 +105,7 @@ def test_the_numbers_are_to_the_bit_those_without_a_history(keys):
                       differentiate=run._pipeline(run.objective).gradient if run.schedules else None)
     state = reference.start(run)
     without = dataclasses.replace(reference.start(run), extras={})
-    with sharding.use(run.mesh, run.rules), run._matmul_precision():
+    with run.sharded.context():
         plain = jax.jit(plain, out_shardings=(layout.state, None)).lower(without, run.abstract_batch).compile(
             compiler_options={"xla_backend_optimization_level": 0})
     step = reference.compiled(run)

@@ -1,0 +1,82 @@
+"""The arrays that a batch must have, and one sentence for a batch that has others."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.data.loading.batch_source import BatchSource
+from jaxtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """The name and dtype of each array of a batch, and the dimensions behind the first where they are fixed."""
+
+    dtypes: Mapping[str, Any]
+    whose: str  # who declares it, as a message names it
+    same_shape: bool = True  # all arrays are [rows, tokens]; False: each has dimensions of its own behind the first
+    ndims: Mapping[str, int] | None = None
+
+    @classmethod
+    def like(cls, batch: Mapping[str, Any], whose: str) -> "BatchSpec":
+        """Return the spec of batches that have the arrays of this one."""
+        if not isinstance(batch, Mapping) or not batch:
+            raise UserError("batch", f"it is {_kind(batch)}", "give a dict from names to arrays")
+        return cls({key: jnp.result_type(x) for key, x in batch.items()}, whose, False,
+                   {key: np.ndim(x) for key, x in batch.items()})
+
+    def check(self, batch: Any) -> tuple[int, ...]:
+        """Refuse a batch that is not as declared; return the shape of its first declared array."""
+        if not isinstance(batch, Mapping):
+            raise UserError("batch", f"it is {_kind(batch)}, and {self.whose} takes a dict of arrays",
+                            f"give the arrays {', '.join(self.dtypes)} by name")
+        if missing := [key for key in self.dtypes if key not in batch]:
+            raise UserError("batch", f"it has no array {missing[0]!r}, which {self.whose} takes",
+                            f"give the arrays {', '.join(self.dtypes)}")
+        if extra := [key for key in batch if key not in self.dtypes]:
+            raise UserError("batch", f"it has an array {extra[0]!r}, which {self.whose} does not take",
+                            f"give the arrays {', '.join(self.dtypes)} and no others")
+        first = next(iter(self.dtypes))
+        shape = np.shape(batch[first])
+        for key, dtype in self.dtypes.items():
+            x = batch[key]
+            if jnp.result_type(x) != (wanted := jnp.result_type(dtype)):
+                raise UserError("batch", f"its array {key!r} is {jnp.result_type(x).name}, and {self.whose} takes "
+                                f"{wanted.name}", f"convert it by .astype(np.{wanted.name})")
+            if self.same_shape and (np.ndim(x) != 2 or np.shape(x) != shape):
+                raise UserError("batch", f"its array {key!r} has the shape {_shape(x)}" + (
+                    f" and {first!r} has {_shape(batch[first])}" if key != first else ""),
+                    "give all arrays one shape of rows x tokens")
+            if self.ndims and np.ndim(x) != self.ndims[key]:
+                raise UserError("batch", f"its array {key!r} has the shape {_shape(x)}, and the batches before had "
+                                f"{self.ndims[key]} dimensions", "give every batch the same ones")
+            if np.shape(x)[:1] != shape[:1]:
+                raise UserError("batch", f"its array {key!r} has the shape {_shape(x)} and {first!r} has "
+                                f"{_shape(batch[first])}", "make the example the first dimension of each")
+        return shape
+
+
+def row_of(batches: BatchSource, step: int) -> dict[str, np.ndarray]:
+    """Return the first row of a step's batch, as a batch of its own: it tells what arrays there are."""
+    return batches.rows(step, [0])
+
+
+def first_steps(batches: BatchSource, start: int, stop: int) -> Sequence[int]:
+    """Return, for each shape that the batches of steps `start` to `stop` have, the first step that has it."""
+    wanted, found = set(map(tuple, batches.shapes_of(start, stop))), {}
+    for step in range(start, stop):
+        if len(found) == len(wanted):
+            break
+        found.setdefault(tuple(batches.shape(step)), step)
+    return list(found.values())
+
+
+def _shape(x: Any) -> str:
+    return " x ".join(map(str, np.shape(x))) or "of a single number"
+
+
+def _kind(x: Any) -> str:
+    return "an empty dict" if isinstance(x, Mapping) else f"a {type(x).__name__}"

@@ -1,0 +1,228 @@
+"""A run of a model and loss function of one's own: `build(config, model=..., loss_fn=..., optimizer=..., data=...)`.
+
+The config says how it is trained: mesh, train, checkpoint and resilience. What describes a model, data or an optimizer
+of ours does not count, and is refused where it was set.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxtrain.config.schema import Config
+from jaxtrain.data.loading.batch_source import BatchSource
+from jaxtrain.data.loading.batch_spec import BatchSpec, first_steps, row_of
+from jaxtrain.errors import UserError
+from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
+from jaxtrain.run import EXTRAS, Run
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.mesh import AXES, make_mesh
+from jaxtrain.sharding.rules import AnyMesh
+from jaxtrain.train_step import precision
+from jaxtrain.train_step.sharded_step import ShardedStep
+from jaxtrain.train_step.standalone import LossFunction, TrainStep, make_train_step, mean_metrics
+from jaxtrain.train_step.state import TrainState
+
+# The keys that count for such a run. Of the sections that are not here none does.
+_COUNT = {
+    "mesh": {*AXES, "rules", "overrides"},
+    "optimizer": {"clip_norm", "zero_stage"},
+    "data": {"prefetch"},
+    "train": {"steps", "accumulation", "precision", "log_every", "progress", "tensorboard"},
+    "checkpoint": {"every", "keep", "keep_every", "best", "verify", "mtbf_hours", "mirror",
+                   "local_checkpoint_every", "local_dir"},
+    "resilience": None,  # all of them
+}
+
+
+class OwnLoss:
+    """The objective of a run whose loss is a function of its user's."""
+
+    pipeline_parts = None
+
+    def __init__(self, step: TrainStep):
+        self._step = step
+
+    @property
+    def batch_spec(self) -> Mapping[str, Any]:
+        """Empty: batches have whatever arrays the first one has."""
+        return {}
+
+    @property
+    def frozen_axes(self) -> dict:
+        """Empty: there are no parameters but the model's."""
+        return {}
+
+    @property
+    def evaluation(self) -> "OwnLoss":
+        """The loss itself."""
+        return self
+
+    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+        """Return the summed loss, the weight to divide it by, and further sums."""
+        return self._step.weighted_loss(params, batch)
+
+    def metrics(self, sums: dict[str, Any]) -> dict[str, jax.Array]:
+        """Return the further sums, divided by the weight."""
+        return mean_metrics(sums)
+
+    def frozen_metadata(self, key: str) -> dict:
+        """Return no metadata: there are no further parameters."""
+        return {}
+
+    def init_frozen(self, key: jax.Array) -> dict:
+        """Return no parameters."""
+        return {}
+
+    def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the description of the function."""
+        return describe(self._step.loss_fn)
+
+    def load_frozen(self, abstract: dict, identity: Mapping[str, Any]) -> dict | None:
+        """Return None: there is nothing to load."""
+        return None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OwnRun(Run):
+    """A run of one's own model: all that the loop wants of a run, from a `TrainStep` and its parameters at step 0."""
+
+    own: TrainStep
+    initial: Any  # what its `init` takes
+
+    @property
+    def source(self) -> BatchSource:
+        """The batches by step."""
+        assert self.data is not None
+        return self.data
+
+    def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None) -> TrainState:
+        """The state at step 0, around the parameters that the run was built with."""
+        self.check_devices()
+        if seed is not None:
+            raise UserError("seed", "the initial values are those of the model that this run was built with",
+                            "draw them with another key there")
+        return self.own.init(self.initial)
+
+    @property
+    def sharded(self) -> ShardedStep:  # pyrefly: ignore[bad-override]
+        """What compiles the step, places its batches and evaluates."""
+        return self.own.sharded
+
+    @cached_property
+    def batch_spec(self) -> BatchSpec:  # pyrefly: ignore[bad-override]
+        """The arrays that every batch has: those of the first one."""
+        return BatchSpec.like(row_of(self.source, 0), "this run")
+
+    @property
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of the first batch."""
+        return self.sharded.abstract_batch(_abstract_batch(self.source, 0))
+
+    def compiled(self, batch: Any) -> jax.stages.Compiled:
+        """The step for batches of this shape: (state, placed batch) -> (state, metrics)."""
+        self.check_devices()
+        self.batch_spec.check(batch)
+        return self.sharded.compiled(batch)
+
+    def compile_ahead(self, batches: BatchSource, start: int, stop: int) -> None:
+        """Compile the step for every shape that the batches of these steps have."""
+        for step in first_steps(batches, start, stop):
+            self.compiled(_abstract_batch(batches, step))
+
+    def of_shape(self, shape: tuple[int, ...]) -> "OwnRun":
+        """This run: its batches may have any shape that divides over the devices."""
+        self.sharded.check_rows(shape[0], self.sharded.accumulation)
+        return self
+
+    def cast(self, params: Any) -> Any:
+        """Parameters in the dtype in which they compute."""
+        return precision.cast(params, self.precision)
+
+    def module(self, state: TrainState) -> Any:
+        """The module (or pytree) with this state's parameters, whole on one device."""
+        return self.own.module(state)
+
+    @property
+    def own_model(self) -> bool:
+        """True: the config does not describe the model."""
+        return True
+
+    @property
+    def name(self) -> str:
+        """The class of the module or pytree that is trained."""
+        return self.own.name
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The part of the config that counts for this run."""
+        return {section: {key: value for key, value in keys.items() if _counts(section, key, self.own)}
+                for section, keys in self.config.to_dict().items() if section in _COUNT}
+
+    def own_parts(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """The description of model, loss function, optimizer and data, for run.json."""
+        return {"model": {"class": self.name}, "loss_fn": self.objective.identity({}),
+                "optimizer": describe_optimizer(self.optimizer, self.abstract.params),
+                "data": describe_data(self.source)}
+
+
+def build_own(config: Config, *, model: Any, loss_fn: LossFunction | None, mesh: AnyMesh | None, devices: Any,
+              platform: str, optimizer: optax.GradientTransformation | None, data: BatchSource | None, axes: Any,
+              gather: bool, with_key: bool) -> OwnRun:
+    """Check that nothing is missing and nothing set in vain, and lay the state out; nothing is allocated."""
+    for name, part, fix in (
+            ("model", model, "give an NNX module, a pytree of parameters, or a function that returns either"),
+            ("loss_fn", loss_fn, "give a function of the model and a batch that returns the mean loss or jt.Weighted"),
+            ("optimizer", optimizer, "give an optax transformation, such as optax.adamw(1e-3)"),
+            ("data", data, "give a jt.BatchSource, such as jt.BatchFunction(function_of_the_step)")):
+        if part is None:
+            raise UserError(name, "a run of a model of one's own has none", fix)
+    assert loss_fn and optimizer and data is not None
+    t, o, r = config.train, config.optimizer, config.resilience
+    mesh = mesh or make_mesh(*(getattr(config.mesh, axis) for axis in AXES),
+                             devices=jax.devices() if devices is None else devices)
+    rules = sharding.rules(config.mesh.rules, **config.mesh.overrides)
+    step = make_train_step(
+        loss_fn, optimizer, mesh=mesh, rules=rules, axes=axes, accumulation=t.accumulation, clip_norm=o.clip_norm,
+        precision=t.precision, zero_stage=o.zero_stage, gather=gather, seed=t.seed if with_key else None,
+    ).for_a_run(EXTRAS, spike_z=r.spike_z, skip_spikes=r.spikes != "record")
+    _refuse_vain_keys(config, step, data)
+    abstract = step.abstract(model)
+    run = OwnRun(config, step.mesh, rules, step.skeleton, OwnLoss(step), optimizer, None, step.precision, abstract,
+                 step.layout, None, platform, data=data, own=step, initial=model)
+    run.of_shape(data.shape(0))
+    return run
+
+
+def _counts(section: str, key: str, step: TrainStep) -> bool:
+    keys = _COUNT.get(section, frozenset())
+    return keys is None or key in keys or (section, key, step.seed is not None) == ("train", "seed", True)
+
+
+def _refuse_vain_keys(config: Config, step: TrainStep, data: BatchSource) -> None:
+    """Refuse keys that were set and that nothing would read."""
+    if config.checkpoint.best.startswith("eval_"):
+        raise UserError("checkpoint.best", "batches given by data= have no evaluation split", "name another metric")
+    rows, default = data.shape(0)[0], Config().to_dict()
+    for section, keys in config.to_dict().items():
+        for key, value in keys.items():
+            if _counts(section, key, step) or value == default[section].get(key, None):
+                continue
+            if (section, key) == ("data", "global_batch_size"):  # train.accumulation has to divide it
+                if value == rows:
+                    continue
+                raise UserError("data.global_batch_size", f"it is {value}, and the batches given by data= have {rows} "
+                                "rows", f"leave it out, or set it to {rows}")
+            why = "loss_fn takes no key" if (section, key) == ("train", "seed") else "the model is one of your own"
+            raise UserError(f"{section}.{key}", f"nothing reads it in this run, since {why}", "leave it out")
+
+
+def _abstract_batch(batches: BatchSource, step: int) -> dict[str, jax.ShapeDtypeStruct]:
+    rows = batches.shape(step)[0]
+    return {key: jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), jnp.result_type(x))
+            for key, x in row_of(batches, step).items()}

@@ -1,0 +1,139 @@
+"""One train step on a mesh: where its state lives, how it is traced and compiled, and how batches reach it.
+
+`Run` (a config's model, or one's own) and `TrainStep` (one's own loss) both hold a `ShardedStep`. What they differ in
+is the pure function that it compiles.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxtrain.errors import UserError
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.rules import AnyMesh, Rules
+from jaxtrain.train_step.state import Layout, TrainState
+from jaxtrain.train_step.step import Step
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedStep:
+    """A train step laid out on a mesh, and compiled once for each shape of batch."""
+
+    make: Callable[[], Step]  # the pure function (state, batch) -> (state, metrics)
+    evaluation: Callable[[Any, Any], Any]  # (trained and frozen parameters, batch) -> (total, weight, ...)
+    abstract: TrainState  # shapes, dtypes and shardings
+    layout: Layout
+    rules: Rules  # by which the traced code resolves logical names
+    precision: str
+    accumulation: int = 1
+    platform: str = ""  # that an abstract mesh stands for; "": the one here
+    _steps: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
+    _evaluations: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> AnyMesh:
+        """The mesh that the state and the batches lie on."""
+        return self.layout.mesh
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Make one optimizer step. `state` is donated: use the returned one."""
+        return self.compiled(batch)(state, self.place(batch))
+
+    # --------------------------------------------------------------------------------------------------- compilation
+    def compiled(self, batch: Any) -> jax.stages.Compiled:
+        """Return the step for batches of this shape, compiled when first wanted; it takes (state, placed batch)."""
+        key = shape_of(batch)
+        if key not in self._steps:
+            self._steps[key] = self.lower(batch).compile()
+        return self._steps[key]
+
+    def compiled_evaluation(self, batch: Any) -> jax.stages.Compiled:
+        """Return the evaluation of batches of this shape; it takes (trained and frozen parameters, placed batch)."""
+        key = shape_of(batch)
+        if key not in self._evaluations:
+            abstract = self.abstract_batch(batch)
+            with self.context():
+                self._evaluations[key] = jax.jit(self.evaluation).lower(self.abstract.all_params, abstract).compile()
+        return self._evaluations[key]
+
+    def evaluate(self, state: TrainState, batch: Any) -> Any:
+        """Return what the evaluation of a batch returns: its summed loss and its weight come first."""
+        return self.compiled_evaluation(batch)(state.all_params, self.place(batch))
+
+    def lower(self, batch: Any, on: Mesh | None = None) -> jax.stages.Lowered:
+        """Return the step, traced and lowered for such a batch, which may be abstract; uses no device memory.
+
+        `on`: the devices to compile for, where the mesh is abstract.
+        """
+        # The devices of an abstract mesh are of no kind: take the one that it stands for, or the one that is here.
+        here = isinstance(self.mesh, Mesh)
+        return self.trace(batch, on).lower(lowering_platforms=None if here else (
+            self.platform or jax.default_backend(),))
+
+    def trace(self, batch: Any, on: Mesh | None = None) -> jax.stages.Traced:
+        """Return the step as operations on arrays whose types say where they live."""
+        abstract = self.abstract_batch(batch, self.accumulation)
+        state = self.layout.state if on is None else jax.tree.map(
+            lambda s: NamedSharding(on, s.spec, memory_kind=s.memory_kind), self.layout.state)
+        with self.context():
+            jitted = jax.jit(self.make(), donate_argnums=0, out_shardings=(state, None))
+            return jitted.trace(self.abstract, abstract)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Trace what is in this block for the mesh, under the rules and the precision of matrix products."""
+        with sharding.use(self.mesh, self.rules, self.platform), matmul_precision(self.precision):
+            yield
+
+    # --------------------------------------------------------------------------------------------------- batches
+    def abstract_batch(self, batch: Any, accumulation: int = 1) -> Any:
+        """Return shapes, dtypes and shardings of a batch, which may be abstract; refuse one that does not divide."""
+        leaves = jax.tree.leaves(batch)
+        sizes = {np.shape(x)[:1] for x in leaves}
+        if len(sizes) != 1 or sizes == {()}:
+            raise UserError("batch", f"its {len(leaves)} arrays have first dimensions {sorted(map(list, sizes))}",
+                            "make the example the first dimension of each; loss_fn can close over anything else")
+        self.check_rows(sizes.pop()[0], accumulation)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(
+            np.shape(x), jnp.result_type(x), sharding=self.layout.batch(np.ndim(x))), batch)
+
+    def check_rows(self, rows: int, accumulation: int) -> None:
+        """Refuse a number of examples that does not divide over devices and micro-batches."""
+        shards = self.layout.batch_shards
+        if rows % (accumulation * shards):
+            raise UserError("batch", f"{rows} examples do not divide over {shards} batch shards x "
+                            f"accumulation={accumulation}", f"make it a multiple of {accumulation * shards}")
+
+    def place(self, batch: Any) -> Any:
+        """Spread a batch over the mesh. With several processes each gives the whole batch, or arrays placed already."""
+        def put(x):
+            if not isinstance(x, jax.Array) and jax.process_count() > 1:
+                x = np.asarray(x, jnp.result_type(x))
+                return jax.make_array_from_callback(x.shape, self.layout.batch(x.ndim), lambda index: x[index])
+            return jax.device_put(x, self.layout.batch(np.ndim(x)))
+        return jax.tree.map(put, batch)
+
+    # --------------------------------------------------------------------------------------------------- report
+    def report(self, file: Any = None) -> None:
+        """Print what is placed where: path, shape, logical names, partition spec, bytes per device, and totals."""
+        from jaxtrain.train_step.report import report
+
+        print(report(self.abstract, self.layout), file=file or sys.stdout)
+
+
+def shape_of(batch: Any) -> Any:
+    """Return what decides which executable a batch needs: its structure, and the shape and dtype of each array."""
+    leaves, treedef = jax.tree.flatten(batch)
+    return treedef, tuple((np.shape(x), jnp.result_type(x)) for x in leaves)
+
+
+def matmul_precision(precision: str):
+    """Return the context in which float32 products are float32: accelerators round them to fewer bits otherwise."""
+    return jax.default_matmul_precision("highest" if precision == "float32" else "default")
