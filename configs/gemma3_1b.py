@@ -3,8 +3,10 @@
     python -m jaxtrain.main --config=configs/gemma3_1b.py --config.data.source=/path/to/text
 
 For one accelerator of 40 GB or more, or several (fully sharded): parameters and AdamW's moments take 12 GB together.
-Five of six layers see 512 tokens, the sixth all. Speed and loss: not measured. Text given as it is becomes bytes;
-`jaxtrain.data.prepare` makes a corpus with the published tokenizer. Variant: `:tiny` (seconds on a CPU).
+Five of six layers see 512 tokens, the sixth all. Tensor parallelism cannot split the one key/value head: set
+`--config.mesh.overrides.kv_heads=none --config.mesh.overrides.act_kv_heads=none` with `mesh.tensor`. Speed and loss:
+not measured. Text given as it is becomes bytes; `jaxtrain.data.prepare` makes a corpus with the published tokenizer.
+Variant: `:tiny` (seconds on a CPU).
 """
 
 from ml_collections import ConfigDict
@@ -15,7 +17,7 @@ def get_config(variant=None):
         raise ValueError(f"gemma3_1b.py has no variant {variant!r}: known is tiny")
     config = ConfigDict({
         "model": {"name": "gemma3", "vocab_size": 262144, "num_layers": 26, "embed_dim": 1152, "num_heads": 4,
-                  "num_kv_heads": 1, "head_dim": 256, "mlp_dim": 6912, "max_seq_len": 4096, "window": 512,
+                  "num_kv_heads": 1, "head_dim": 256, "mlp_dim": 6912, "max_seq_len": 32768, "window": 512,
                   "global_every": 6, "rope_theta": 1_000_000.0, "local_rope_theta": 10_000.0},
         "mesh": {"fsdp": -1, "data": 1},
         "data": {"seq_len": 4096, "global_batch_size": 64},  # a quarter of a million tokens

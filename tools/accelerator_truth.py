@@ -1,4 +1,4 @@
-"""What a device computes against what CPUs compute in float32: five tiny families, 20 steps of packed documents.
+"""What a device computes against what CPUs compute in float32: tiny families, 20 steps of packed documents.
 
     python tools/accelerator_truth.py --write     makes the figures anew, on CPU, in tools/accelerator_truth.json
 
@@ -26,6 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # of heads that share keys, widths of h
     "llama": dict(name="llama", num_kv_heads=2, tied_embeddings=False),
     "llama_window": dict(name="llama", num_kv_heads=2, window=24),
     "qwen3": dict(name="qwen3", num_kv_heads=2, head_dim=32),
+    "gemma3": dict(name="gemma3", num_kv_heads=2, window=24, global_every=2),
     "mixtral": dict(name="mixtral", num_kv_heads=2, balance_loss=0.02, **_EXPERTS),
     "deepseek_v3": dict(name="deepseek_v3", num_layers=3, dense_layers=1, q_rank=32, kv_rank=32, rope_head_dim=8,
                         value_head_dim=16, shared_experts=1, router="sigmoid", router_bias_rate=0.01, **_EXPERTS),
@@ -114,13 +115,15 @@ def wanted() -> dict[str, Any]:
 def cases(platform: str, few: bool = False) -> Iterator[tuple[str, str, str, float, float]]:
     """(family, precision, attention, tolerance of losses and norm, of a parameter's gradient) for a kind of device.
 
-    In bfloat16 some tokens go to other experts, which changes the experts' gradients more than rounding does.
+    In bfloat16 some tokens go to other experts, which changes the experts' gradients more than rounding does. Gemma 3
+    has twice the norms, and a CPU's rounding alone gives 0.02; a window that is off by one gives 0.14.
     """
     for family in ("gpt2", "mixtral") if few else FAMILIES:
         yield family, "float32", "xla", 1e-4, 1e-4
         for attention in ("xla", "cudnn") if platform in ("gpu", "cuda") else ("xla",):
             if not few or family == "gpt2":
-                yield family, "bfloat16", attention, 1e-2, 0.15 if "num_experts" in FAMILIES[family] else 2e-2
+                yield family, "bfloat16", attention, 1e-2, (
+                    0.15 if "num_experts" in FAMILIES[family] else 0.04 if family == "gemma3" else 0.02)
 
 
 def _rms(values: np.ndarray) -> float:

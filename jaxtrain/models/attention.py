@@ -47,6 +47,8 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
         "it runs on NVIDIA GPUs only": platform not in ("gpu", "cuda"),
         f"it computes in bfloat16 or float16, not {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
         f"head_dim={head_dim} is not a multiple of 8 up to 256": head_dim % 8 or head_dim > 256,
+        f"head_dim={head_dim} is over 128, which needs compute capability 9.0 or more":
+            head_dim > 128 and platform == "gpu" and _compute_capability() < 9,
         f"seq_len={seq_len} is odd": seq_len % 2,
         f"it has no mask for the order of tokens under mesh.context={context}": context > 1,
     }
@@ -54,6 +56,11 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
     if asked == "cudnn" and refusal:
         raise UserError("train.attention", f"the cudnn backend cannot do this: {refusal}", "use 'auto' or 'xla'")
     return ("xla" if refusal else "cudnn") if asked == "auto" else asked
+
+
+def _compute_capability() -> float:
+    """Return that of the GPU that is here; planning for another ("cuda") does not ask."""
+    return float(getattr(jax.local_devices()[0], "compute_capability", "inf"))
 
 
 def visible(q_len: int, k_len: int, segments_BT: jax.Array | None, window: int) -> jax.Array:

@@ -83,8 +83,9 @@ class LocalOrGlobalAttention(Attention):
             q = (q * self.query_factor).astype(q.dtype)
 
         def with_window(window):
-            return lambda q, k, v: attend(q, k, v, segments_BT=segments_BT, window=window, backend=self.backend,
-                                          context=self.context)
+            # By this name jaxtrain.plan tells which layers take a branch.
+            return jax.named_scope(f"window_{window}")(lambda q, k, v: attend(
+                q, k, v, segments_BT=segments_BT, window=window, backend=self.backend, context=self.context))
         out = jax.lax.cond(everywhere, with_window(0), with_window(self.window), q, k, v)
         return self.out(checkpoint_name(out, "attention"))
 

@@ -80,7 +80,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
         traced = run.trace()
     sizes = dict(run.mesh.shape)
     filled = experts.filled(config.model, sharding.shards(run.rules["experts"], run.mesh))
-    block = reader.read(traced.jaxpr, sizes, target.platform, target.rings, filled)
+    block = reader.read(traced.jaxpr, sizes, target.platform, target.rings, filled, config.model.windows)
     state = len(jax.tree.leaves(run.abstract))
     worst = memory.peak(block, state)
     elsewhere = in_hosts(run.abstract) if target.platform != "cpu" else 0  # on CPU it is the same memory

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,17 @@ def test_cudnn_refuses_by_name_what_it_cannot_do(arguments, word):
         choose_backend("cudnn", *arguments)
     assert refusal.value.key == "train.attention"
     assert choose_backend("auto", *arguments) == "xla"
+
+
+@pytest.mark.parametrize(("capability", "chosen"), [("8.0", "xla"), ("8.9", "xla"), ("9.0", "cudnn"),
+                                                    ("10.3", "cudnn")])
+def test_wide_heads_need_a_newer_gpu(monkeypatch, capability, chosen):
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    assert choose_backend("auto", "gpu", BF16, 128, 256) == chosen
+    assert choose_backend("auto", "gpu", BF16, 128, 128) == "cudnn" == choose_backend("auto", "cuda", BF16, 128, 256)
+    if chosen == "xla":
+        with pytest.raises(UserError, match=r"train.attention: .*head_dim=256 is over 128.*9\.0 or more; use 'auto'"):
+            choose_backend("cudnn", "gpu", BF16, 128, 256)
 
 
 def test_auto_takes_cudnn_where_it_can():

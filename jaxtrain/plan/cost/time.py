@@ -38,7 +38,7 @@ class Time:
         """Add seconds to a part."""
         self.parts.update({part: seconds})  # pyrefly: ignore[no-matching-overload]
 
-    def add(self, other: "Time", times: int = 1) -> None:
+    def add(self, other: "Time", times: float = 1) -> None:
         """Add the parts of another time, `times` times."""
         self.parts.update({part: seconds * times for part, seconds in other.parts.items()})
         self.hidden += other.hidden * times
@@ -86,10 +86,18 @@ def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, tim
 
 
 def _longest(op: Op, target: Target, sizes: Mapping[str, int], schedule: Schedule | None = None) -> Time:
-    """Return the time of a loop's body once, or of the longest branch, for which all other devices wait."""
+    """Return the time of a loop's body once, or of the longest branch, for which all other devices wait.
+
+    Where layers choose a branch by their number, it is the mean over all layers.
+    """
     each = [Time() for _ in op.bodies]
     for body, its in zip(op.bodies, each, strict=True):
         _add(body, target, sizes, its, 1, schedule)
+    if op.shares:
+        mean = Time()
+        for its, share in zip(each, op.shares, strict=True):
+            mean.add(its, share)
+        return mean
     return max(each, key=lambda its: its.seconds)
 
 

@@ -2,10 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.models import attention
 from jaxtrain.sharding import rules as sharding
@@ -24,10 +26,15 @@ def stand_ins() -> Iterator[None]:
         attention._BACKENDS["cudnn"] = before
 
 
-def flops(name: str, shapes: list[tuple[int, ...]]) -> float:
-    """Return the FLOP of these operations on arguments of these shapes: queries [B, T, H, K], then keys and values."""
+def flops(name: str, shapes: list[tuple[int, ...]], window: int = 0) -> float:
+    """Return the FLOP of these operations on arguments of these shapes: queries [B, T, H, K], then keys and values.
+
+    `window`: the tokens that a query may look back on, itself included; 0: all.
+    """
     (B, T, H, K), (_, S, _, _), (_, _, _, V) = shapes[:3]
-    seen = B * H * T * S / (2 if T == S else 1)  # causal
+    window = min(window or S, S)
+    # Causal: queries 0..window-1 see half a window on average, the later ones all of it.
+    seen = B * H * (T * window - (window**2 / 2 if T == S else 0))
     product = 2.0 * seen
     return product * (K + V) if name == FORWARD else product * (3 * K + 2 * V)  # scores again, and four gradients
 
@@ -35,9 +42,9 @@ def flops(name: str, shapes: list[tuple[int, ...]]) -> float:
 def _attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: Any, window: int) -> jax.Array:
     def local(q, k, v, segments):
         if segments is None:
-            return _kernel(q, k, v)
+            return _kernel(window, q, k, v)
         same = segments[:, None, :, None] == segments[:, None, None, :]
-        return _kernel(q, k, v, jnp.where(same, jnp.zeros((), q.dtype), -1e30))  # like JAX's mask for cuDNN
+        return _kernel(window, q, k, v, jnp.where(same, jnp.zeros((), q.dtype), -1e30))  # like JAX's mask for cuDNN
 
     spec = sharding.activation_spec(*attention.HEADS)
     if spec is None:
@@ -47,22 +54,22 @@ def _attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments
     return region(q_BTHK, k_BSGK, v_BSGK, segments_BT)
 
 
-@jax.custom_vjp
-def _kernel(q, k, v, *mask):
-    return _forward(q, k, v, *mask)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kernel(window, q, k, v, *mask):
+    return _forward(window, q, k, v, *mask)[0]
 
 
-def _forward(q, k, v, *mask):
+def _forward(window, q, k, v, *mask):
     B, T, H, _ = q.shape
     out = jax.ShapeDtypeStruct((B, T, H, v.shape[-1]), q.dtype)
     rows = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
-    result, sums = jax.ffi.ffi_call(FORWARD, (out, rows))(q, k, v, *mask)
+    result, sums = jax.ffi.ffi_call(FORWARD, (out, rows))(q, k, v, *mask, window=np.int32(window))
     return result, (q, k, v, *mask, result, sums)
 
 
-def _backward(saved, cotangent):
+def _backward(window, saved, cotangent):
     like = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved[:3])
-    gradients = jax.ffi.ffi_call(BACKWARD, like)(*saved, cotangent)
+    gradients = jax.ffi.ffi_call(BACKWARD, like)(*saved, cotangent, window=np.int32(window))
     return (*gradients, *(jnp.zeros_like(mask) for mask in saved[3:-2]))
 
 

@@ -18,8 +18,9 @@ LINEAR = VIEWS | {"convert_element_type", "neg"}
 class Placing:
     """Creates the operations that bring arrays into the required layout, and adds them to `ops`."""
 
-    def __init__(self, sizes: Mapping[str, int], platform: str, rings: float, filled: float):
-        self.sizes, self.platform, self.rings, self.filled = sizes, platform, rings, filled
+    def __init__(self, sizes: Mapping[str, int], platform: str, rings: float, filled: float,
+                 windows: Mapping[int, int]):
+        self.sizes, self.platform, self.rings, self.filled, self.windows = sizes, platform, rings, filled, windows
         self.ops: list[Op] = []
         self.whole: dict[tuple[int, Spec], Value] = {}
         self.before_turning: dict[int, Value] = {}

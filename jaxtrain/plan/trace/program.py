@@ -46,6 +46,7 @@ class Op:
     carried: int = 0  # the first outputs of a loop that are its inputs, updated in place
     beside: list[Value] = field(default_factory=list)  # values that are kept until then, although it does not read them
     consts: int = 0  # the first inputs of a loop that are the same in all iterations
+    shares: tuple[float, ...] = ()  # the share of layers that take each branch; empty where it is not known
 
 
 @dataclass(eq=False)

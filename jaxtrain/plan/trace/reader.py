@@ -6,11 +6,12 @@ by itself, the optimizer's update, is followed by shapes: results have the layou
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, subjaxprs
 
 from jaxtrain.plan.trace import kernels
 from jaxtrain.plan.trace.layouts import LINEAR, VIEWS, Placing, explicit, flat, splits_more
@@ -30,13 +31,14 @@ SHARED = {"convert_element_type": ("new_dtype",), "reshard": ("dst_sharding",), 
 
 
 def read(traced: ClosedJaxpr, sizes: Mapping[str, int], platform: str, rings: float = math.inf,
-         filled: float = 1.0) -> Block:
+         filled: float = 1.0, windows: Mapping[int, int] | None = None) -> Block:
     """Return the program of one device in a mesh of these sizes, as compiled for this platform.
 
     `rings`: on TPUs, the least length of the contracted dimension at which devices pass the sums of a product around
     while computing it. `filled`: the share of the rows of experts that hold tokens, and that TPUs compute.
+    `windows`: how many layers have each attention window, where layers choose theirs by their number.
     """
-    return _Reader(sizes, platform, rings, filled).block(traced.jaxpr)
+    return _Reader(sizes, platform, rings, filled, windows or {}).block(traced.jaxpr)
 
 
 class _Reader(Placing):
@@ -111,7 +113,8 @@ class _Reader(Placing):
             return self.ragged(eqn, inputs, outputs)
         if name == "ffi_call":
             called = eqn.params["target_name"]
-            return self.emit(called, "real", inputs, outputs, flops=kernels.flops(called, [v.shape for v in inputs]))
+            return self.emit(called, "real", inputs, outputs, flops=kernels.flops(
+                called, [v.shape for v in inputs], int(dict(eqn.params["attributes"]).get("window", 0))))
         inputs = [self.summed(value) for value in inputs]
         if name in ("scatter-add", "scatter_add"):
             return self.scattered(eqn, inputs, outputs[0])
@@ -280,4 +283,19 @@ class _Reader(Placing):
         outputs = [self.of_aval(var.aval) for var in eqn.outvars]
         outputs = [out if explicit(var.aval) else self.value(out.shape, out.dtype, found.spec)
                    for out, var, found in zip(outputs, eqn.outvars, bodies[-1].outputs, strict=True)]
-        return self.emit("cond", "real", inputs, outputs, bodies=bodies)
+        return self.emit("cond", "real", inputs, outputs, bodies=bodies, shares=self.shares(eqn.params["branches"]))
+
+    def shares(self, branches: Sequence[ClosedJaxpr]) -> tuple[float, ...]:
+        """Return the share of layers that take each branch, if every branch is named after one window of the model."""
+        found = [_windows(branch.jaxpr) for branch in branches]
+        if any(len(names) != 1 for names in found):
+            return ()
+        layers = [self.windows.get(window, 0) for names in found for window in names]
+        return tuple(count / sum(layers) for count in layers) if sum(layers) else ()
+
+
+def _windows(jaxpr: Jaxpr) -> set[int]:
+    """Return the windows after which scopes within are named: `window_512`."""
+    scopes = (str(eqn.source_info.name_stack) for eqn in jaxpr.eqns)
+    found = {int(width) for scope in scopes for width in re.findall(r"\bwindow_(\d+)", scope)}
+    return found.union(*map(_windows, subjaxprs(jaxpr)))

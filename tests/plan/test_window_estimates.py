@@ -1,0 +1,56 @@
+"""Sliding windows in estimates: attention on a GPU costs what a window lets it see, for as many layers as have it."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxtrain.config.load import load_config
+from jaxtrain.plan.cost import rough
+from jaxtrain.plan.estimate import estimate
+from jaxtrain.plan.targets import TARGETS
+from jaxtrain.plan.trace import kernels
+from jaxtrain.sharding.mesh import AXES
+
+ROWS, LONG = 8, 32768
+
+
+def estimated(mesh, target="h200", **keys):
+    sizes = {f"mesh.{axis}": mesh.get(axis, 1) for axis in AXES}
+    config = load_config("configs/gemma3_1b.py", {
+        **sizes, "data.global_batch_size": ROWS, "data.seq_len": LONG, "model.max_seq_len": LONG,
+        **{f"model.{key}": value for key, value in keys.items()}})
+    return config, sizes, estimate(config, TARGETS[target], math.prod(mesh.values()))
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 12, 20])
+def test_a_kernel_computes_what_its_window_shows(window):
+    B, T, H, K, V = 2, 12, 3, 8, 4
+    behind = np.arange(T)[:, None] - np.arange(T)
+    shown = ((behind >= 0) & (behind < (window or T))).sum() * B * H
+    shapes = [(B, T, H, K), (B, T, 1, K), (B, T, 1, V)]
+    half = B * H * T / 2  # a query sees all of its own key, of which the formula counts a half
+    for name, widths in ((kernels.FORWARD, K + V), (kernels.BACKWARD, 3 * K + 2 * V)):
+        seen = kernels.flops(name, shapes, window) / (2 * widths)
+        assert shown - half <= seen <= shown
+    assert kernels.flops(kernels.FORWARD, shapes) == 2 * (K + V) * B * H * T * T / 2
+
+
+@pytest.mark.parametrize("every", [1, 6, 27])
+def test_the_rough_sum_counts_what_is_traced(every):
+    config, sizes, made = estimated({"fsdp": 8}, global_every=every)
+    said = rough.work(config, TARGETS["h200"], sizes, rough.Size.of(config, TARGETS["h200"].platform))
+    assert said == pytest.approx(made.time.flops, rel=0.1)
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 4, "stage": 2}], ids=str)
+def test_attention_takes_the_time_of_the_mean_layer(mesh):
+    """Of 26 layers 22 are local."""
+    far, mixed, near = (estimated(mesh, global_every=every)[2].time.parts["attention"] for every in (1, 6, 27))
+    assert mixed == pytest.approx((22 * near + 4 * far) / 26) and near < far / 5
+
+
+def test_where_all_scores_are_computed_a_window_saves_nothing():
+    """XLA masks scores after it has computed them, which is how TPUs attend here."""
+    far, near = (estimated({"fsdp": 8}, "v5p", global_every=every)[2].time.flops for every in (1, 27))
+    assert near == pytest.approx(far)
