@@ -113,6 +113,7 @@ def test_blocks_are_chosen_in_their_order_and_misspelt_ones_refused(capsys):
     assert "did you mean 'truth'?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_figures_of_a_cpu_are_those_that_are_kept_and_a_wrong_one_is_seen():
     wanted = accelerator_truth.wanted()
     assert set(wanted) == set(accelerator_truth.FAMILIES)

@@ -56,6 +56,7 @@ def test_a_line_too_few(calm, stormy):
     assert "lines" in chaos.differences(stormy, calm)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elastic", [False, True])
 def test_other_parameters(flags, calm, tmp_path, elastic):
     """Another run to the same step: whole, and not the same."""

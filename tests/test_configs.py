@@ -66,16 +66,17 @@ def test_tiny_trains(file, text, tmp_path):
 
 @pytest.mark.parametrize("name, devices, overrides", [
     ("llama3_8b.py", 32, {}),
-    ("llama3_70b.py", 256, {}),
-    ("llama3_405b.py", 256, {"data.global_batch_size": 64}),
-    ("llama3_70b.py", 2048, {"data.global_batch_size": 1024}),
-    ("llama3_405b.py", 2048, {}),
-    ("llama3_405b.py", 2048, {"mesh.data": 4}),
-    ("llama3_405b.py", 2048, {"mesh.stage": 8, "mesh.tensor": 8, "mesh.context": 2, "mesh.fsdp": 16}),
-    ("deepseek_v3.py", 2048, {"mesh.data": 1, "mesh.stage": 16, "mesh.expert": 8, "mesh.fsdp": 16}),
-    ("mixtral_8x7b.py", 64, {}),
     ("qwen3_30b_a3b.py", 64, {}),
-    ("deepseek_v3.py", 2048, {}),
+    ("llama3_405b.py", 2048, {"mesh.stage": 8, "mesh.tensor": 8, "mesh.context": 2, "mesh.fsdp": 16}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("llama3_70b.py", 256, {}),
+        ("llama3_405b.py", 256, {"data.global_batch_size": 64}),
+        ("llama3_70b.py", 2048, {"data.global_batch_size": 1024}),
+        ("llama3_405b.py", 2048, {}),
+        ("llama3_405b.py", 2048, {"mesh.data": 4}),
+        ("deepseek_v3.py", 2048, {"mesh.data": 1, "mesh.stage": 16, "mesh.expert": 8, "mesh.fsdp": 16}),
+        ("mixtral_8x7b.py", 64, {}),
+        ("deepseek_v3.py", 2048, {}))),
 ])
 def test_large_ones_lower_without_their_devices(name, devices, overrides):
     start = time.perf_counter()

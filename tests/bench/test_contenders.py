@@ -33,6 +33,7 @@ def runs(tmp_path_factory):
     return {family: make(family) for family in FAMILIES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "other"), [("gpt2", "plain"), ("gpt2", "torch"), ("llama", "torch")])
 def test_losses_of_200_steps(runs, family, other):
     if other == "torch":

@@ -94,6 +94,7 @@ def test_resumed_before_at_or_behind_the_change_it_is_the_same_run(keys, straigh
     assert [line["loss"] for line in lines(workdir)] == [line["loss"] for line in lines(straight[1])]
 
 
+@pytest.mark.slow
 def test_what_is_to_come_may_change_and_is_recorded_and_what_is_past_may_not(keys, tmp_path):
     constant = {"optimizer.schedule": "constant"}
     train(config(keys, **constant, **{"train.steps": 4, "data.stages": []}), tmp_path)
@@ -186,6 +187,7 @@ def test_a_run_longer_than_its_sources_is_refused(keys, tmp_path, capsys):
     assert "train.steps: data.mixture has an end at step" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_corpus_without_evaluation_is_trained_without(keys, tmp_path, capsys):
     from jaxtrain.data.prepare.prepare import Options, prepare
 
@@ -204,10 +206,9 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("rows", ["stages", pytest.param("best_fit and a mask", marks=pytest.mark.slow),
-                                  pytest.param("bucket", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("product", ["context", *(pytest.param(name, marks=pytest.mark.slow) for name in
-                                                  ("pipeline", "pipeline and context"))])
+@pytest.mark.parametrize(("product", "rows"), [
+    pytest.param(product, rows, marks=pytest.mark.slow if one == other else pytest.mark.exhaustive)
+    for one, product in enumerate(PRODUCTS) for other, rows in enumerate(("best_fit and a mask", "stages", "bucket"))])
 def test_rows_that_change_have_the_gradients_of_one_device(keys, tmp_path, rows, product):
     """By gradient descent, so that the parameters' way is the sum of all gradients: every leaf is compared."""
     more = {"model.num_layers": 2, "optimizer.name": "sgd", "optimizer.schedule": "constant", "optimizer.clip_norm": 0,

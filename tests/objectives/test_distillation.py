@@ -117,6 +117,7 @@ def test_bad_numbers_are_refused(keys, match):
         distillation(reference.tiny("llama"), **keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_teacher_with_experts_and_as_many_layers_as_stages_divide(stages):
     """Its layers are never split over stages, and its routers compute in float32."""

@@ -80,6 +80,7 @@ def test_an_offloaded_state_takes_the_hosts_memory_and_the_time_of_its_way():
     assert away.time.parts["copies from and to hosts"] == pytest.approx(2 * away.host / target.host)
 
 
+@pytest.mark.slow
 def test_the_state_goes_to_the_hosts_where_nothing_else_fits():
     config = tiny(data__global_batch_size=64)
     least = estimate(change(config, {"mesh.data": 1, "mesh.fsdp": 8, "train.remat": "full", "optimizer.offload": True,
@@ -198,6 +199,7 @@ def test_mistakes_are_one_line(words, said, capsys):
     assert said in err and len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_keys_of_a_layout_give_that_layout(found):
     """Keys that are 1, as the stage of ZeRO or the number of micro-batches, may be others in the config."""
     for choice in found.fitting[:6]:
@@ -207,6 +209,7 @@ def test_the_keys_of_a_layout_give_that_layout(found):
         assert again.bytes == choice.estimate.bytes and again.seconds == choice.estimate.seconds
 
 
+@pytest.mark.slow
 def test_other_precisions_are_ranked_where_they_are_asked_for():
     config, target = tiny(data__global_batch_size=64), targets.TARGETS["h100"]
     usual = search.search(config, target, 8, meshes_traced=2, refined=1)
@@ -226,6 +229,7 @@ def test_other_precisions_are_ranked_where_they_are_asked_for():
     assert "precision=float32" in f"{slow}" and "--config.train.precision=float32" in keys(ranked, slow)
 
 
+@pytest.mark.slow
 def test_every_stage_of_zero_is_looked_at():
     config = tiny(data__global_batch_size=64)
     large = search.search(config, targets.TARGETS["h100"], 8, meshes_traced=2, refined=2)
@@ -246,6 +250,7 @@ def test_nothing_fits(name, alone, bytes_each, tmp_path, capsys):
     assert state / 100_000 < int(least[1]) <= 4 * state / 100_000
 
 
+@pytest.mark.slow
 def test_with_mesh_auto_a_plan_is_what_a_run_would_choose(capsys):
     config = ["--config=configs/gpt.py:tiny", "--config.mesh=auto", "--config.data.global_batch_size=16"]
     assert main([*config, "--target=cpux8"]) == 0

@@ -95,7 +95,8 @@ def test_straight(flags, straight):
     assert CheckpointManager(straight / "checkpoints").meta(STEPS)["step"] == STEPS
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [
+    pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM], ids=lambda number: number.name)
 def test_stopped(flags, straight, tmp_path, number):
     with process(flags, tmp_path) as started:
         wait_for_lines(tmp_path, 3, started)
@@ -123,6 +124,7 @@ def test_killed_twice(flags, straight, tmp_path, capsys):
     assert_same_run(flags, tmp_path, straight)
 
 
+@pytest.mark.slow
 def test_second_interrupt_ends_at_once(flags, tmp_path):
     with process(flags, tmp_path, seconds=10) as started:
         wait_for_lines(tmp_path, 1, started)
@@ -135,7 +137,8 @@ def test_second_interrupt_ends_at_once(flags, tmp_path):
     assert "Traceback" not in err and CheckpointManager(tmp_path / "checkpoints").latest() is None
 
 
-@pytest.mark.parametrize("times, status", [(3, exit_codes.DONE), (100, exit_codes.RESTART)])
+@pytest.mark.parametrize("times, status", [
+    (3, exit_codes.DONE), pytest.param(100, exit_codes.RESTART, marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, capsys, times, status):
     """The last save is tried again; if it comes to nothing, the next start does the last steps again."""
     looks, usage = iter(range(times)), shutil.disk_usage
@@ -172,6 +175,7 @@ def test_a_storage_that_does_not_answer_at_the_end(flags, straight, tmp_path, mo
     assert_same_run(flags, tmp_path / "work", straight)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_wait_for_a_disk_that_is_full(flags, tmp_path, monkeypatch, capsys):
     usage, last = shutil.disk_usage, tmp_path / "work" / "metrics.jsonl"
 
@@ -302,7 +306,8 @@ def test_seconds_held_up_are_in_the_metrics(straight):
     assert all(event["blocked_s"] > 0 for event in events(straight))
 
 
-@pytest.mark.parametrize("error", [RuntimeError("the disk is gone"), UserError("data.source", "it is gone", "find it")])
+@pytest.mark.parametrize("error", [RuntimeError("the disk is gone"), pytest.param(
+    UserError("data.source", "it is gone", "find it"), marks=pytest.mark.slow)])
 def test_an_error_in_the_data_thread(flags, straight, tmp_path, monkeypatch, capsys, error):
     """It surfaces as itself, and what was saved before it is whole."""
     def failing(self, batches, step, placed=Run.placed):

@@ -27,7 +27,7 @@ from jaxtrain.run import build
 from jaxtrain.train_step.anomaly import History
 from jaxtrain.trainer.loop import train
 from jaxtrain.trainer.rollback import AnomalyGuard, GivenUp, RolledBack, apply_pending_rollback
-from tests.tiny import free_address, tiny_flags
+from tests.tiny import free_address, tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
@@ -182,6 +182,7 @@ def test_killed_when_it_was_decided(flags, never_saw, poison, tmp_path):
     assert_went_as(flags, tmp_path, never_saw)
 
 
+@pytest.mark.slow
 def test_a_save_that_failed_does_not_end_the_run_that_goes_back(flags, never_saw, poison, tmp_path, monkeypatch):
     phases, watchdogs = [], []
 
@@ -207,6 +208,7 @@ def test_a_save_that_failed_does_not_end_the_run_that_goes_back(flags, never_saw
     assert phases == ["checkpoint", "checkpoint"]
 
 
+@pytest.mark.slow
 def test_asked_to_stop_while_it_goes_back(flags, never_saw, poison, tmp_path, monkeypatch):
     def stopped(self, *args, roll_back=AnomalyGuard._roll_back):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -369,7 +371,7 @@ def test_void_checkpoints_are_set_aside_whole(tmp_path):
 def test_two_processes_go_back_together(flags, never_saw, tmp_path):
     coordinator = free_address()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-                   "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+                   "XLA_FLAGS": virtual_devices(4)}
     script = KILLED.format(bad=BAD, settles=9)
     both = [subprocess.Popen(
         [sys.executable, "-c", script, *flags, *words(resilience__spikes="rollback"), f"--coordinator={coordinator}",

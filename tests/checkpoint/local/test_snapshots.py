@@ -23,7 +23,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
 from jaxtrain.run import build
-from tests.tiny import SLOW, free_address, tiny_flags, wait_for_checkpoint, wait_for_lines
+from tests.tiny import SLOW, free_address, tiny_flags, virtual_devices, wait_for_checkpoint, wait_for_lines
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
@@ -198,7 +198,7 @@ def processes(flags, workdir, many, devices):
     try:
         for i in range(many):
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "OWN_DISK": disk(workdir, i),
-                           "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+                           "XLA_FLAGS": virtual_devices(devices)}
             where = [f"--coordinator={coordinator}", f"--num_processes={many}", f"--process_id={i}"]
             command = [sys.executable, "-c", SLOW % 0.25, *flags, *(where if many > 1 else []),
                        "--config.checkpoint.local_dir=$OWN_DISK", f"--workdir={workdir}"]

@@ -63,7 +63,7 @@ def cached(tmp_path) -> int:
     return size
 
 
-@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("packing", ["concat", pytest.param("best_fit", marks=pytest.mark.slow)])
 def test_batches_are_those_of_the_corpus_here_through_a_bad_network(impatient, network, url, corpus, tmp_path,
                                                                     packing):
     want = stream(config(corpus, tmp_path, packing=packing))
