@@ -5,7 +5,6 @@ Loss of every step and gradients of the first, within 1e-5 relative in float32. 
 tensor parallelism, the ZeRO stage, accumulation, scanned or unrolled layers, rematerialisation, chunks of the loss.
 """
 
-import collections
 import itertools
 import random
 
@@ -41,7 +40,7 @@ def some(every, shifts):
 
 
 CASES = cases()
-QUICK, SLOW = some(CASES, (0,)), some(CASES, (0, 2))
+QUICK, SLOW = some(CASES, (2,)), some(CASES, (0, 2))
 FEW = 5  # steps
 SOME = [(8, 1, 1), (2, 2, 2), (1, 1, 8)]
 
@@ -92,7 +91,7 @@ def test_one_device_gives_the_numbers_of_the_plain_model(family):
 def test_the_cases_cover_every_choice_on_several_meshes(cases, least):
     assert {case[0] for case in cases} == set(reference.EIGHT) and len(reference.EIGHT) == 10
     for column, what in enumerate(("zero stage", "accumulation", "unroll", "family", "remat", "chunks"), 1):
-        meshes = collections.defaultdict(set)
+        meshes = {case[column]: set() for case in CASES}
         for case in cases:
             meshes[case[column]].add(case[0])
         few = {value: len(on) for value, on in meshes.items() if len(on) < least}
