@@ -88,7 +88,7 @@ def test_whoever_ends_it_ends_its_blocks(tmp_path):
     assert not Path(f"/proc/{child}").exists() or Path(f"/proc/{child}/stat").read_text().split(") ")[1][0] == "Z"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rehearsal(tmp_path):
     results = tmp_path / "results.jsonl"
     done = run(ROOT / "tools/accelerator.py", "--rehearse", f"--results={results}")

@@ -83,7 +83,7 @@ def test_seconds_that_the_ledger_misses_or_has_too_many(stormy, missing, found):
     assert len(chaos.misbooked(stormy)) == found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_storms():
     command = [sys.executable, ROOT / "tools/chaos.py", "--storms=3", "--seed=0", "--steps=60", "--every=10",
                "--only", "kill_one", "damage", "lose_one", "preempt"]

@@ -22,7 +22,7 @@ CASES = {
     "1f1b": dict(mesh=(1, 2, 2), mesh__stage=2),
     "zero-bubble": dict(mesh=(2, 1, 1), mesh__stage=2, pipeline__schedule="zb_v", train__z_loss=1e-3),
 }
-QUICK = ("one device", "1f1b")
+QUICK = ("one device",)
 
 
 def logits(config, params, batch):

@@ -266,8 +266,9 @@ def test_a_whole_snapshot_counts_where_no_checkpoint_is_good(flags, tmp_path):
     assert "checkpoint 5 is damaged" in said[0] and "resumed from the snapshot of step " in said[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [["data=6"], ["data=2", "fsdp=3"]], ids=["replicas", "shards"])
+@pytest.mark.parametrize("mesh", [
+    pytest.param(["data=6"], marks=pytest.mark.exhaustive, id="replicas"),
+    pytest.param(["data=2", "fsdp=3"], marks=pytest.mark.slow, id="shards")])
 def test_one_of_three_lost_with_its_memory(flags, tmp_path, mesh):
     flags = [*flags, *(f"--config.mesh.{axis}" for axis in mesh), "--config.optimizer.zero_stage=1"]
     calm, work = tmp_path / "calm", tmp_path / "work"
