@@ -107,6 +107,7 @@ def test_learning_rate_is_the_same(runs):
     np.testing.assert_allclose(theirs, [float(run.schedule(step)) for step in range(STEPS + 1)], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_taking_turns(runs):
     found = compare.compare(runs["gpt2"], ["step", "plain"], steps=5, warmup=2)
     assert list(found["contenders"]) == ["jaxtrain", "step", "plain"] and found["blocks"] == 5

@@ -156,6 +156,7 @@ def test_sources_that_moved_are_the_same_run(keys, tmp_path):
     assert "data_changes" not in json.loads((tmp_path / "work/run.json").read_text())
 
 
+@pytest.mark.slow
 def test_longer_rows_from_here_on_need_a_new_epoch(keys, tmp_path):
     plain = {"train.steps": 2, "data.stages": [], "optimizer.schedule": "constant"}
     train(config(keys, **plain), tmp_path)

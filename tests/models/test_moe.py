@@ -283,6 +283,7 @@ def test_the_router_computes_in_float32():
         np.testing.assert_array_equal(aux[name], exact[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_evaluation_has_no_penalties_and_steps_tell_of_the_load():
     keys = dict(model__balance_loss=0.5, model__capacity_factor=1.0, data__global_batch_size=8)
     run, without = (jt.build(reference.tiny("mixtral", **keys | more), devices=jax.devices()[:1])

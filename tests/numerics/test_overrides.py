@@ -17,7 +17,7 @@ def first_steps(run):
 
 
 @pytest.mark.parametrize("overrides", [
-    {"embed": "none"}, {"heads": "none", "kv_heads": "none"},
+    {"embed": "none"}, pytest.param({"heads": "none", "kv_heads": "none"}, marks=pytest.mark.slow),
     *(pytest.param({name: "none"}, marks=pytest.mark.slow)
       for name in ("norm", "block_seq", "kv_heads", "mlp", "vocab")),
 ], ids=lambda overrides: "+".join(overrides))

@@ -384,6 +384,7 @@ def whole_sequence(collective):
     return any(len(dims) > 2 and reference.SEQ in dims[1:-1] for _, dims in collective.arrays)
 
 
+@pytest.mark.slow
 def test_a_model_gathers_its_sequence_nowhere():
     """Not for the head, the embeddings, the positions or the norms: what travels is blocks of keys and values."""
     run = reference.build("gpt2", (1, 1, 2), mesh__context=4, mesh__context_strategy="ring")

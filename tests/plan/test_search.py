@@ -119,6 +119,7 @@ def test_the_table_and_the_explanation_add_up(found):
     assert sum(best.time.parts.values()) == pytest.approx(best.seconds)
 
 
+@pytest.mark.slow
 def test_mesh_auto_builds_what_fits_the_devices_that_are_here():
     run = jt.build(jt.load_config("configs/gpt.py:tiny", {"mesh": "auto", "data.global_batch_size": 16}))
     assert run.mesh.size == jax.device_count()

@@ -98,6 +98,7 @@ def test_a_pipeline_gives_the_losses_of_one_device_for_all_of_a_training(schedul
     reference.check(reference.build("gpt2", (1, 2, 2), **pipeline(schedule, mesh__stage=2)))
 
 
+@pytest.mark.slow
 def test_a_table_of_ones_own_gives_the_numbers_of_one_device(tmp_path):
     table = tmp_path / "own.csv"
     table.write_text(OWN)
