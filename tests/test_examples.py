@@ -38,7 +38,7 @@ def execute(notebook, folder: Path, tmp_path: Path) -> str:
     return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
 
 
-@pytest.mark.slow  # test_readme runs them all; here is what comes of them
+@pytest.mark.slow
 def test_script():
     done = subprocess.run([sys.executable, "examples/embed_train_step.py"], cwd=ROOT, env=environment(),
                           capture_output=True, text=True, timeout=300)

@@ -95,7 +95,8 @@ def chains() -> list:
 
     But for a few they are among the long tests.
     """
-    slow = ("pytest", "tools/bench", "tools/chaos", "tools/accelerator")  # which have tests of their own
+    # These have tests of their own, or take hours.
+    slow = "pytest", "tools/bench", "tools/chaos", "tools/accelerator", "tools/mutants", "python examples/"
     commands = [command for command in shown() if not any(word in command for word in slow)]
     groups = [list(group) for _, group in itertools.groupby(commands, key=lambda command: "corpora/" in command)]
     found = [chain for group in groups for chain in ([group] if "corpora/" in group[0] else [[one] for one in group])]
