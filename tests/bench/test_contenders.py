@@ -73,6 +73,7 @@ def gradients(run):
         return params, batch, jax.device_get(jax.jit(jax.grad(mean))(placed))
 
 
+@pytest.mark.slow
 def test_gradients_of_plain_jax(runs):
     from jaxtrain.bench.reference import plain_jax
 

@@ -48,6 +48,7 @@ def test_targets_that_are_ignored_may_be_negative():
     assert values[0] == pytest.approx(values[1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_look_ahead():
     run, plain = reference.build("llama", model__mtp_loss_weight=0.3), reference.build("llama")
     params, batch = run.init().params, run.place(reference.batch(0))

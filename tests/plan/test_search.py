@@ -136,6 +136,7 @@ def test_mesh_auto_in_a_config_takes_the_place_of_sizes():
         jt.build(config, devices=8)
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_refused_with_what_does(monkeypatch):
     run = jt.build(tiny(mesh__data=8, train__remat="none", data__global_batch_size=64))
     need = estimate(run.config, targets.TARGETS["h100"], 8).bytes

@@ -137,8 +137,8 @@ def test_second_interrupt_ends_at_once(flags, tmp_path):
     assert "Traceback" not in err and CheckpointManager(tmp_path / "checkpoints").latest() is None
 
 
-@pytest.mark.parametrize("times, status", [
-    (3, exit_codes.DONE), pytest.param(100, exit_codes.RESTART, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("times, status", [(3, exit_codes.DONE), (100, exit_codes.RESTART)])
 def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, capsys, times, status):
     """The last save is tried again; if it comes to nothing, the next start does the last steps again."""
     looks, usage = iter(range(times)), shutil.disk_usage
@@ -158,6 +158,7 @@ def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, 
     assert_same_run(flags, tmp_path / "work", straight)
 
 
+@pytest.mark.slow
 def test_a_storage_that_does_not_answer_at_the_end(flags, straight, tmp_path, monkeypatch, capsys):
     looks, usage = iter((errno.ENOSPC, errno.EIO, errno.ESTALE)), shutil.disk_usage
     last = tmp_path / "work" / "metrics.jsonl"
@@ -269,6 +270,7 @@ def test_a_damaged_checkpoint_is_passed_over(flags, straight, tmp_path, capsys):
     assert (tmp_path / "work" / "checkpoints" / f"{STEPS}.damaged").is_dir()
 
 
+@pytest.mark.slow
 def test_one_that_loads_as_another_is_passed_over(flags, straight, tmp_path, capsys, monkeypatch):
     """Its files are whole, and still it is not what was saved, as when a device's memory is bad."""
     shutil.copytree(straight, tmp_path / "work")
