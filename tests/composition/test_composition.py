@@ -37,6 +37,7 @@ def check(seed):
         pytest.fail(f"{error}, with {case(seed)}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(QUICK))
 def test_any_combination_gives_the_numbers_of_one_device(seed):
     check(seed)

@@ -50,6 +50,7 @@ def straight(keys, tmp_path_factory):
     return train(config(keys), workdir), workdir
 
 
+@pytest.mark.slow
 def test_a_stage_of_longer_rows_trains_as_a_plain_loop_would(keys, straight):
     """Every step's loss and the last parameters against gradients of the plain loss on one device, batch by batch."""
     run = build(config(keys, **{"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1}), devices=jax.devices()[:1])
@@ -144,6 +145,7 @@ def test_a_stage_that_does_not_fit_the_mesh_is_refused_at_the_start(keys):
         build(config(keys, **{"mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1}))
 
 
+@pytest.mark.slow
 def test_sources_that_moved_are_the_same_run(keys, tmp_path):
     train(config(keys, **{"train.steps": 2, "data.stages": [], "optimizer.schedule": "constant"}), tmp_path / "work")
     moved = {}

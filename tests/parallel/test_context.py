@@ -360,7 +360,8 @@ def said(strategy, n, layers=2, tokens=64, heads=8, kv_heads=2, width=16):
     return found, {kind: layers * each.get(kind, 0) for kind in hlo.KINDS}, layers * 2 * 4 * tokens
 
 
-@pytest.mark.parametrize("n", [pytest.param(2, marks=SLOW), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_strategy_says_what_its_formula_says(strategy, n):
     found, want, all_segments = said(strategy, n)

@@ -159,7 +159,8 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path):
     assert tree(one.path) == tree(three.path) and len(one.train.shards) > 3
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kills", [
+    pytest.param(3, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.exhaustive)])
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills):
     source, rng = jsonl(tmp_path / "a.jsonl", *RECORDS * 60), random.Random(kills)
     flags = ["--task_bytes=60000", "--workers=2", "--deduplicate=near", "--steps", *STEPS]

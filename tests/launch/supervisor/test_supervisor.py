@@ -207,6 +207,7 @@ def test_preempted_processes_are_started_again(run, tmp_path):
     assert code == 0 and kinds(tmp_path) == ["attempt", "restart", "attempt", "restart", "attempt"]
 
 
+@pytest.mark.slow
 def test_the_silent_are_ended(run, tmp_path):
     process = run({"1:0": ["await never"], "1:1": ["await never"]}, "--silent=5")
     until((tmp_path / "ready-1-1").exists)

@@ -124,7 +124,7 @@ def test_low_precision_is_close(schedule, precision, tolerance):
 
 
 @pytest.mark.parametrize("case", [
-    "zb_v", *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK if name != "zb_v"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK),
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SLOW)])
 def test_evaluation_gives_the_loss_of_one_device(case):
     family, mesh, keys = (QUICK | SLOW)[case]
