@@ -85,7 +85,7 @@ def test_groups_of_devices_are_read_in_every_form(text, groups):
 # ---------------------------------------------------------------------------------------------------- bytes
 
 @pytest.mark.parametrize(("schedule", "mesh", "overlap"), [
-    ("1f1b", (2, 2, 1), False), pytest.param("zb_v", (2, 1, 2), False, marks=SLOW),
+    *(pytest.param(schedule, mesh, False, marks=SLOW) for schedule, mesh in (("1f1b", (2, 2, 1)), ("zb_v", (2, 1, 2)))),
     *(pytest.param(schedule, (1, 1, 2), overlap, marks=EXHAUSTIVE)
       for schedule in SCHEDULES for overlap in (False, True))])
 def test_stages_exchange_two_activations_a_tick(schedule, mesh, overlap):
