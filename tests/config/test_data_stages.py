@@ -82,7 +82,8 @@ def test_a_stage_of_longer_rows_trains_as_a_plain_loop_would(keys, straight):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stop", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [2, 4, 6])
 def test_resumed_before_at_or_behind_the_change_it_is_the_same_run(keys, straight, tmp_path, stop):
     workdir = tmp_path / "work"
     shutil.copytree(straight[1], workdir)

@@ -32,6 +32,7 @@ def _small(memory):
     return dataclasses.replace(targets.TARGETS["h100"], memory=memory / 0.92)
 
 
+@pytest.mark.slow
 def test_all_that_is_offered_fits_and_the_fastest_is_first(found):
     assert found.fitting
     assert all(choice.estimate.bytes <= found.target.room for choice in found.fitting)
@@ -40,6 +41,7 @@ def test_all_that_is_offered_fits_and_the_fastest_is_first(found):
     assert found.pareto()[0] is found.fitting[0]
 
 
+@pytest.mark.slow
 def test_what_is_too_large_says_by_how_much_and_what_would_help(found):
     assert found.too_large
     for choice in found.too_large:
@@ -108,6 +110,7 @@ def test_sizes_in_words():
     assert [milliseconds(seconds) for seconds in (2.5, 0.00123, 4.56e-6, 0)] == ["2500.00", "1.23", "0.0046", "0"]
 
 
+@pytest.mark.slow
 def test_the_table_and_the_explanation_add_up(found):
     text = str(found)
     assert text.splitlines()[0].split() == ["layout", "GB", "step", "tokens/s", "MFU", "days", "cost"]

@@ -13,7 +13,6 @@ from jaxtrain.train_step.optimizers import make_optimizer, make_schedule
 from tests.numerics import reference
 
 OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd", "muon")
-QUICK = [("adamw", 0)]  # optimizer, stage of ZeRO
 RATES = {"lion": 3e-3, "sgd": 0.3}
 # Adafactor factors only dimensions of 128 and more.
 SHAPES = {"adafactor": dict(model__embed_dim=128, model__vocab_size=128, model__mlp_dim=256)}
@@ -45,8 +44,7 @@ def alone(name):
 
 
 @pytest.mark.parametrize(("name", "stage"), [
-    (name, stage) if (name, stage) in QUICK else pytest.param(
-        name, stage, marks=pytest.mark.slow if stage in (0, 3) else pytest.mark.exhaustive)
+    pytest.param(name, stage, marks=pytest.mark.slow if stage in (0, 3) else pytest.mark.exhaustive)
     for name in OPTIMIZERS for stage in range(4)])
 def test_same_losses_on_a_mesh_and_under_zero(name, stage):
     off = np.abs(losses(name, (2, 2, 2), stage) / alone(name) - 1).max()

@@ -155,7 +155,7 @@ def test_mean_loss_and_evaluate():
     close(total / weight, plain(0)[0][0])
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_further_sums_are_metrics_of_the_whole_batch(accumulation):
     def loss(params, batch):
         found = tree_loss(params, batch)

@@ -198,6 +198,7 @@ def test_sigterm_ends_the_wait_for_a_disk_that_is_full(flags, tmp_path, monkeypa
     assert err.count("checkpoint 12 could not be saved") == 2  # the second one after the signal
 
 
+@pytest.mark.slow
 def test_on_another_mesh(flags, straight, halfway):
     mesh = ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
     assert main([*flags, *mesh, f"--workdir={halfway}"]) == 0
@@ -220,6 +221,7 @@ def test_finished(flags, straight, capsys):
     assert files() == before
 
 
+@pytest.mark.slow
 def test_an_evaluation_cut_off_is_made_up_for(flags, straight, tmp_path):
     shutil.copytree(straight, tmp_path / "work")
     lines = (straight / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -308,8 +310,8 @@ def test_seconds_held_up_are_in_the_metrics(straight):
     assert all(event["blocked_s"] > 0 for event in events(straight))
 
 
-@pytest.mark.parametrize("error", [RuntimeError("the disk is gone"), pytest.param(
-    UserError("data.source", "it is gone", "find it"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [RuntimeError("the disk is gone"), UserError("data.source", "it is gone", "find it")])
 def test_an_error_in_the_data_thread(flags, straight, tmp_path, monkeypatch, capsys, error):
     """It surfaces as itself, and what was saved before it is whole."""
     def failing(self, batches, step, placed=Run.placed):
@@ -424,6 +426,7 @@ sys.exit(main())
     assert err == "stopped outside of the loop; run the same command again to resume\n"
 
 
+@pytest.mark.slow
 def test_sigterm_behind_the_last_step_changes_nothing(flags, tmp_path, monkeypatch):
     """As from a supervisor that has just decided to start with more processes: there is nothing to start again."""
     sample = importlib.import_module("jaxtrain.hub.generate")

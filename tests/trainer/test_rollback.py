@@ -233,6 +233,7 @@ def test_what_did_not_come_to_its_loop_is_closed(flags, never_saw, tmp_path, mon
     assert len({id(one) for one in closed}) == 2
 
 
+@pytest.mark.slow
 def test_skipped(flags, poison, tmp_path):
     poison("strange", {BAD})
     assert main([*flags, *words(resilience__spikes="skip"), f"--workdir={tmp_path}"]) == 0
@@ -345,6 +346,7 @@ def test_limits(tmp_path):
 
 # ------------------------------------------------------------------------------------------ checkpoints and rollbacks
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_time_before_histories_has_an_empty_one(flags, never_saw, tmp_path):
     config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
     run = build(config)

@@ -42,7 +42,7 @@ def spanning(found, sizes, axis="stage"):
 
 
 @pytest.mark.parametrize(("schedule", "mesh", "layers"), [
-    ("1f1b", (1, 2, 2), 5), pytest.param("zb_v", (2, 1, 2), 4, marks=SLOW),
+    *(pytest.param(*case, marks=SLOW) for case in (("1f1b", (1, 2, 2), 5), ("zb_v", (2, 1, 2), 4))),
     *(pytest.param(schedule, mesh, layers, marks=EXHAUSTIVE) for schedule in SCHEDULES
       for mesh, layers in (((1, 2, 2), 5), ((2, 1, 2), 4), ((2, 2, 1), 5)))])
 def test_no_collective_in_a_branch_joins_two_stages(schedule, mesh, layers):

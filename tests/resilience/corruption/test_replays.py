@@ -37,6 +37,7 @@ class Faulty:
         return (flipped_somewhere(state, self.device) if self.calls % 2 == 0 else state), metrics
 
 
+@pytest.mark.slow
 def test_the_same_bits_twice(run, tmp_path):
     replays, state, plain = Replays(2, SuspectDevices(tmp_path)), run.init(), run.init()
     for step in range(1, 6):
