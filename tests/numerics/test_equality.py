@@ -1,6 +1,6 @@
 """Any mesh, same numbers: training on every factorisation of 8 devices against plain training on one, written apart.
 
-A few steps of one case of each mesh are quick, 20 steps of two cases of each are slow, and of all cases exhaustive.
+A few steps of one case of some meshes are quick, 20 steps of two cases of each slow, and of all cases exhaustive.
 Loss of every step and gradients of the first, within 1e-5 relative in float32. What may not change them: data, fsdp and
 tensor parallelism, the ZeRO stage, accumulation, scanned or unrolled layers, rematerialisation, chunks of the loss.
 """
@@ -40,7 +40,8 @@ def some(every, shifts):
 
 
 CASES = cases()
-QUICK, SLOW = some(CASES, (2,)), some(CASES, (0, 2))
+SLOW = some(CASES, (0, 2))
+QUICK = [case for case in some(CASES, (2,)) if case[0] not in ((1, 1, 8), (1, 2, 4), (1, 4, 2))]
 FEW = 5  # steps
 SOME = [(8, 1, 1), (2, 2, 2), (1, 1, 8)]
 
@@ -88,9 +89,10 @@ def test_one_device_gives_the_numbers_of_the_plain_model(family):
     reference.check(reference.build(family), family)
 
 
-@pytest.mark.parametrize(("cases", "least"), [(QUICK, 1), (SLOW, 2), (CASES, 6)], ids=["quick", "slow", "all"])
-def test_the_cases_cover_every_choice_on_several_meshes(cases, least):
-    assert {case[0] for case in cases} == set(reference.EIGHT) and len(reference.EIGHT) == 10
+@pytest.mark.parametrize(("cases", "number", "least"), [
+    pytest.param(QUICK, 7, 1, id="quick"), pytest.param(SLOW, 10, 2, id="slow"), pytest.param(CASES, 10, 6, id="all")])
+def test_the_cases_cover_every_choice_on_several_meshes(cases, number, least):
+    assert len({case[0] for case in cases}) == number and len(reference.EIGHT) == 10
     for column, what in enumerate(("zero stage", "accumulation", "unroll", "family", "remat", "chunks"), 1):
         meshes = {case[column]: set() for case in CASES}
         for case in cases:

@@ -40,7 +40,7 @@ def uneven(accumulation):
 @functools.cache
 def plain():
     c = reference.tiny().model
-    value, gradient = jax.value_and_grad(lambda p: reference.loss(c, p, uneven(4)))(reference.initial())
+    value, gradient = jax.jit(jax.value_and_grad(lambda p: reference.loss(c, p, uneven(4))))(reference.initial())
     return float(value), jax.device_get(gradient)
 
 

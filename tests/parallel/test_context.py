@@ -171,7 +171,7 @@ MORE = [*itertools.product(("gpt2", "llama", "qwen3"), ((1, 1, 1), (1, 1, 2), (1
 def test_a_model_has_the_loss_and_gradients_of_one_device(family, mesh, n, strategy):
     run = reference.build(family, mesh, mesh__context=n, mesh__context_strategy=strategy)
     config, batch = reference.tiny(family), reference.batch(0)
-    want = jax.value_and_grad(lambda p: reference.loss(config.model, p, batch))(reference.initial(family))
+    want = jax.jit(jax.value_and_grad(lambda p: reference.loss(config.model, p, batch)))(reference.initial(family))
     params = jax.device_put(reference.initial(family), run.layout.state.params)
     placed = run.place(batch)
 
@@ -207,6 +207,7 @@ def test_training_in_a_pipeline_has_the_numbers_of_one_device(tensor, strategy):
     reference.check(run, "qwen3")
 
 
+@pytest.mark.slow
 def test_evaluation_has_the_loss_of_one_device():
     one, spread = reference.build("gpt2"), reference.build("gpt2", (1, 1, 1), mesh__context=4)
     sums = [run.compiled_eval(reference.start(run).params, run.place(reference.batch(0)))

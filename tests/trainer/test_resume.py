@@ -95,8 +95,8 @@ def test_straight(flags, straight):
     assert CheckpointManager(straight / "checkpoints").meta(STEPS)["step"] == STEPS
 
 
-@pytest.mark.parametrize("number", [
-    pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_stopped(flags, straight, tmp_path, number):
     with process(flags, tmp_path) as started:
         wait_for_lines(tmp_path, 3, started)

@@ -95,6 +95,7 @@ def never_saw(flags, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_rolled_back(flags, never_saw, poison, tmp_path, capsys, monkeypatch):
     live = []
 

@@ -74,8 +74,8 @@ def dealt():
             for (schedule, (stage, mesh)), family, *choice in zip(every, *columns, strict=True)}
 
 
-@pytest.mark.parametrize("case", [case if case in ("1f1b", "zb_v") else pytest.param(case, marks=pytest.mark.slow)
-                                  for case in QUICK])
+@pytest.mark.parametrize("case", [
+    case if case == "1f1b" else pytest.param(case, marks=pytest.mark.slow) for case in QUICK])
 def test_a_pipeline_gives_the_numbers_of_one_device(case):
     family, mesh, keys = QUICK[case]
     reference.check(reference.build(family, mesh, **keys), family, FEW)
