@@ -122,7 +122,7 @@ def test_one_hangs(flags, tmp_path):
     assert "in odd" in second.read_text() and "in odd" not in first.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_is_slow_to_begin(flags, tmp_path):
     """Gloo's first talk among processes ends after 30 seconds: neither a restore nor a first batch may come to that."""
     keys = [*flags, "--config.train.steps=4", "--config.checkpoint.every=2"]
