@@ -1,12 +1,14 @@
-"""Eight virtual CPU devices and a cache of their own for all tests, set before JAX starts."""
+"""Eight virtual CPU devices, quickly compiled, and a cache of their own for all tests, set before JAX starts."""
 
 import atexit
 import os
 import shutil
 import tempfile
 
+from tests.tiny import virtual_devices
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {virtual_devices(8)}"
 if "JAXTRAIN_CACHE" not in os.environ:
     os.environ["JAXTRAIN_CACHE"] = tempfile.mkdtemp(prefix="jaxtrain-tests-")
     atexit.register(shutil.rmtree, os.environ["JAXTRAIN_CACHE"], ignore_errors=True)

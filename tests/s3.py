@@ -124,6 +124,8 @@ def environment(address: str) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def _server():
+    for needed in ("moto.server", "s3fs"):
+        pytest.importorskip(needed, reason=f"{needed} comes with the extra .[test-all]")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -88,7 +88,7 @@ def test_whoever_ends_it_ends_its_blocks(tmp_path):
     assert not Path(f"/proc/{child}").exists() or Path(f"/proc/{child}/stat").read_text().split(") ")[1][0] == "Z"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rehearsal(tmp_path):
     results = tmp_path / "results.jsonl"
     done = run(ROOT / "tools/accelerator.py", "--rehearse", f"--results={results}")
@@ -113,6 +113,7 @@ def test_blocks_are_chosen_in_their_order_and_misspelt_ones_refused(capsys):
     assert "did you mean 'truth'?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_figures_of_a_cpu_are_those_that_are_kept_and_a_wrong_one_is_seen():
     wanted = accelerator_truth.wanted()
     assert set(wanted) == set(accelerator_truth.FAMILIES)

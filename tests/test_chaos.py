@@ -37,10 +37,12 @@ def stormy(calm, tmp_path):
     return chaos.Training(tmp_path / "run", 1, STEPS, 0)
 
 
+@pytest.mark.slow
 def test_the_same(calm, stormy):
     assert chaos.differences(stormy, calm) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elastic, by, noticed", [(False, 1e-7, True), (True, 1e-7, False), (True, 1e-5, True)])
 def test_another_loss(calm, stormy, elastic, by, noticed):
     lines = [json.loads(line) for line in (stormy.workdir / "metrics.jsonl").read_text().splitlines()]
@@ -50,12 +52,14 @@ def test_another_loss(calm, stormy, elastic, by, noticed):
     assert bool(chaos.differences(stormy, calm)) == noticed
 
 
+@pytest.mark.slow
 def test_a_line_too_few(calm, stormy):
     lines = (stormy.workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (stormy.workdir / "metrics.jsonl").write_text("".join([*lines[:1], *lines[2:]]))
     assert "lines" in chaos.differences(stormy, calm)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elastic", [False, True])
 def test_other_parameters(flags, calm, tmp_path, elastic):
     """Another run to the same step: whole, and not the same."""
@@ -66,6 +70,7 @@ def test_other_parameters(flags, calm, tmp_path, elastic):
     assert found.startswith("the final parameters differ by ")
 
 
+@pytest.mark.slow
 def test_a_flipped_byte(calm, stormy):
     largest = max((path for path in stormy.workdir.glob(f"checkpoints/{STEPS}/state/**/*") if path.is_file()),
                   key=lambda path: path.stat().st_size)
@@ -75,6 +80,7 @@ def test_a_flipped_byte(calm, stormy):
     assert any(found.startswith("the final checkpoint is damaged") for found in chaos.differences(stormy, calm))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing, found", [(0, 0), (2 * chaos.ASTRAY, 1), (-2 * chaos.ASTRAY, 1)])
 def test_seconds_that_the_ledger_misses_or_has_too_many(stormy, missing, found):
     stormy.seconds = chaos.booked(stormy)[0] + missing
@@ -82,7 +88,7 @@ def test_seconds_that_the_ledger_misses_or_has_too_many(stormy, missing, found):
     assert len(chaos.misbooked(stormy)) == found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_storms():
     command = [sys.executable, ROOT / "tools/chaos.py", "--storms=3", "--seed=0", "--steps=60", "--every=10",
                "--only", "kill_one", "damage", "lose_one", "preempt"]

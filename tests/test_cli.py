@@ -215,6 +215,7 @@ def test_steps_zero(flags, tmp_path, capsys):
     assert "nothing to do" in capsys.readouterr().err and not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_constant_schedule_may_go_on(flags, tmp_path, capsys):
     """Six steps in two commands are six steps in one."""
     constant = [*flags, "--config.optimizer.schedule=constant", "--config.train.eval_every=0"]

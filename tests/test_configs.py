@@ -51,7 +51,7 @@ def test_published_parameter_counts(name, overrides, count):
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.abstract.params)) == count
 
 
-@pytest.mark.slow  # test_readme runs the command of each
+@pytest.mark.exhaustive  # test_readme runs the command of each
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_tiny_trains(file, text, tmp_path):
     run = build(load_config(f"{file}:tiny", {"data.source": str(text), "data.cache_dir": str(tmp_path)}),
@@ -66,16 +66,17 @@ def test_tiny_trains(file, text, tmp_path):
 
 @pytest.mark.parametrize("name, devices, overrides", [
     ("llama3_8b.py", 32, {}),
-    ("llama3_70b.py", 256, {}),
-    ("llama3_405b.py", 256, {"data.global_batch_size": 64}),
-    ("llama3_70b.py", 2048, {"data.global_batch_size": 1024}),
-    ("llama3_405b.py", 2048, {}),
-    ("llama3_405b.py", 2048, {"mesh.data": 4}),
-    ("llama3_405b.py", 2048, {"mesh.stage": 8, "mesh.tensor": 8, "mesh.context": 2, "mesh.fsdp": 16}),
-    ("deepseek_v3.py", 2048, {"mesh.data": 1, "mesh.stage": 16, "mesh.expert": 8, "mesh.fsdp": 16}),
-    ("mixtral_8x7b.py", 64, {}),
     ("qwen3_30b_a3b.py", 64, {}),
-    ("deepseek_v3.py", 2048, {}),
+    ("llama3_405b.py", 2048, {"mesh.stage": 8, "mesh.tensor": 8, "mesh.context": 2, "mesh.fsdp": 16}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("llama3_70b.py", 256, {}),
+        ("llama3_405b.py", 256, {"data.global_batch_size": 64}),
+        ("llama3_70b.py", 2048, {"data.global_batch_size": 1024}),
+        ("llama3_405b.py", 2048, {}),
+        ("llama3_405b.py", 2048, {"mesh.data": 4}),
+        ("deepseek_v3.py", 2048, {"mesh.data": 1, "mesh.stage": 16, "mesh.expert": 8, "mesh.fsdp": 16}),
+        ("mixtral_8x7b.py", 64, {}),
+        ("deepseek_v3.py", 2048, {}))),
 ])
 def test_large_ones_lower_without_their_devices(name, devices, overrides):
     start = time.perf_counter()

@@ -13,6 +13,8 @@ from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
+from tests.tiny import QUICKLY
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "examples/mesh_shapes.ipynb"
 
@@ -24,21 +26,21 @@ class ThisInterpreter(KernelSpecManager):
         return KernelSpec(**get_kernel_dict())
 
 
-def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **extra}
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICKLY}
 
 
 def execute(notebook, folder: Path, tmp_path: Path) -> str:
     """Run all cells in a fresh kernel; what they printed."""
     manager = AsyncKernelManager(kernel_spec_manager=ThisInterpreter(), connection_file=str(tmp_path / "kernel.json"))
     client = NotebookClient(notebook, km=manager, timeout=300, resources={"metadata": {"path": str(folder)}})
-    client.execute(env=environment(XLA_FLAGS=""))
+    client.execute(env=environment())
     return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
 
 
-@pytest.mark.slow  # test_readme runs them all; here is what comes of them
+@pytest.mark.slow
 def test_script():
-    done = subprocess.run([sys.executable, "examples/embed_train_step.py"], cwd=ROOT, env=environment(XLA_FLAGS=""),
+    done = subprocess.run([sys.executable, "examples/embed_train_step.py"], cwd=ROOT, env=environment(),
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal within 1e-5") == 2  # the module and the pytree
@@ -47,7 +49,7 @@ def test_script():
 
 
 def printed_by(script: str) -> str:
-    done = subprocess.run([sys.executable, f"examples/{script}"], cwd=ROOT, env=environment(XLA_FLAGS=""),
+    done = subprocess.run([sys.executable, f"examples/{script}"], cwd=ROOT, env=environment(),
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
     return done.stdout
@@ -83,13 +85,14 @@ def test_models_of_ones_own_are_short(script):
     assert len((ROOT / "examples" / script).read_text().splitlines()) < 60
 
 
+@pytest.mark.slow
 def test_notebook(tmp_path):
     printed = execute(nbformat.read(NOTEBOOK, as_version=4), NOTEBOOK.parent, tmp_path)
     assert "mesh: data=2 x fsdp=2 x tensor=2" in printed
     assert "mesh: fsdp=256 x tensor=8" in printed
 
 
-@pytest.mark.parametrize("folder", [".", "examples"])
+@pytest.mark.parametrize("folder", [".", pytest.param("examples", marks=pytest.mark.slow)])
 def test_notebook_finds_the_configs(folder, tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

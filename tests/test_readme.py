@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.flags import COMMANDS
+from tests.tiny import QUICKLY, virtual_devices
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -21,6 +22,8 @@ SUBCOMMAND = re.compile(rf"^(\s*`{{0,2}}(?:[A-Z_]+=\S+ )*)(\S*/)?jaxtrain ({'|'.
 TEMPLATE = re.compile(r"[\[\]<>]|\.\.\.|\b[A-Z]{4,}\b(?![.=])|DIR\b")
 SMALL = ["--config.train.steps=2", "--config.optimizer.warmup_steps=1", "--config.train.eval_every=0",
          "--config.train.eval_batches=1", "--config.train.sample_tokens=8", "--config.checkpoint.every=0"]
+QUICK = re.compile(r"jaxtrain\.main --config=configs/gpt\.py$|--print_config|jaxtrain\.doctor$")
+LONG = ("README.md", 0), ("planner.md", 0), ("api.md", 0), ("objectives.md", 1), ("objectives.md", 2)
 SETUP = re.compile(r"^python3 -m venv \.venv && \.venv/bin/pip install -q -e \S+ && (\.venv/bin/python .*)$", re.M)
 
 
@@ -68,7 +71,7 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def run(words: list[str], environment: dict[str, str]) -> None:
-    environment = {"XLA_FLAGS": "", **environment}
+    environment = {"XLA_FLAGS": QUICKLY, **environment}
     done = subprocess.run(words, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
                           timeout=300)
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
@@ -90,14 +93,15 @@ def test_readme_begins_with_the_two_commands_and_is_short():
 def chains() -> list:
     """Commands that run by themselves, and those that follow each other with what the ones before made in corpora/.
 
-    Those that README.md does not show are among the long tests.
+    But for a few they are among the long tests.
     """
-    slow = ("pytest", "tools/bench", "tools/chaos", "tools/accelerator")  # which have tests of their own
+    # These have tests of their own, or take hours.
+    slow = "pytest", "tools/bench", "tools/chaos", "tools/accelerator", "tools/mutants", "python examples/"
     commands = [command for command in shown() if not any(word in command for word in slow)]
     groups = [list(group) for _, group in itertools.groupby(commands, key=lambda command: "corpora/" in command)]
     found = [chain for group in groups for chain in ([group] if "corpora/" in group[0] else [[one] for one in group])]
-    readme = (ROOT / "README.md").read_text()
-    return [pytest.param(chain, id=chain[0], marks=() if chain[0] in readme else pytest.mark.slow) for chain in found]
+    return [pytest.param(chain, id=chain[0], marks=() if QUICK.search(chain[0]) else pytest.mark.slow)
+            for chain in found]
 
 
 @pytest.mark.parametrize("commands", chains())
@@ -106,6 +110,7 @@ def test_shown_commands_run(commands, workdirs):
         run(*small(command, workdirs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [c for c in shown() if "pytest" in c])
 def test_shown_test_command_collects(command):
     run([*small(command, Path())[0], "--collect-only", "-p", "no:cacheprovider"], {})
@@ -121,8 +126,9 @@ def test_shown_output_is_what_the_command_prints(command, output):
 
 
 @pytest.mark.parametrize("path,number", [
-    (path, number) for path in DOCS for number in range(len(re.findall(r"^```python\n", path.read_text(), re.M)))],
+    pytest.param(path, number, marks=pytest.mark.slow if (path.name, number) in LONG else ())
+    for path in DOCS for number in range(len(re.findall(r"^```python\n", path.read_text(), re.M)))],
     ids=lambda value: value.name if isinstance(value, Path) else str(value))
 def test_shown_python_runs(path, number):
     block = re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)[number]
-    run([sys.executable, "-c", block], {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
+    run([sys.executable, "-c", block], {"XLA_FLAGS": virtual_devices(2)})

@@ -28,6 +28,7 @@ def url(bucket, tmp_path) -> str:
     return f"{bucket}/folder/file"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_passes_is_tried_again(network, url, fault, request):
     if fault == "silent":
@@ -40,6 +41,7 @@ def test_what_passes_is_tried_again(network, url, fault, request):
     assert storage.read(url) == CONTENT and [request.split()[0] for request in network.requests] == ["HEAD", "GET"]
 
 
+@pytest.mark.slow
 def test_a_file_is_read_to_its_end_through_a_bad_network(network, url, monkeypatch):
     monkeypatch.setattr(storage, "BLOCK", 10_000)
     network.calm()
@@ -53,6 +55,7 @@ def test_a_file_is_read_to_its_end_through_a_bad_network(network, url, monkeypat
         assert file.read() == CONTENT
 
 
+@pytest.mark.slow
 def test_what_was_sent_twice_is_there_once(network, url, bucket, tmp_path):
     network.calm()
     network.fault = lambda number, *_: ["busy", "reset", "error", ""][min(number, 3)]
@@ -61,6 +64,7 @@ def test_what_was_sent_twice_is_there_once(network, url, bucket, tmp_path):
     assert storage.read(f"{bucket}/again") == CONTENT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fault", "words"), [
     ("folder/none", "", "is not there"),
     ("folder/file", "forbidden", "cannot be read (PermissionError"),
@@ -75,6 +79,7 @@ def test_what_lasts_is_said_at_once(network, url, bucket, name, fault, words):
     assert len(network.requests) == 1
 
 
+@pytest.mark.slow
 def test_threads_do_not_wait_for_each_other(network, url):
     network.calm()
     together = threading.Barrier(16, timeout=30)
@@ -84,11 +89,13 @@ def test_threads_do_not_wait_for_each_other(network, url):
     assert len(network.requests) == 16  # none was given up for a second try
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_not_there_is_named(network):
     with pytest.raises(storage.Gone, match=r"s3://no-such-bucket/x: is not there"):
         storage.find("s3://no-such-bucket/x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "words"), [("busy", "injected"), ("truncated", ""), ("short", "instead of 98000"),
                                               ("reset", "")])
 def test_a_store_that_stays_away_is_named_with_the_last_reason(network, url, fault, words):
@@ -111,6 +118,7 @@ def test_pauses_grow_and_are_never_twice_the_same(monkeypatch):
     assert len({pause / high for pause, high in zip(pauses, longest, strict=True)}) == len(pauses)
 
 
+@pytest.mark.slow
 def test_credentials_that_are_not_there_are_not_waited_for(network, url, monkeypatch, request):
     import s3fs
 
@@ -128,6 +136,7 @@ def test_credentials_that_are_not_there_are_not_waited_for(network, url, monkeyp
     assert not network.requests
 
 
+@pytest.mark.slow
 def test_a_listing_names_what_prepare_would_read(bucket, tmp_path):
     (tmp_path / "x").write_bytes(b"12345")
     for name in ("b/x.txt", "a.txt", ".hidden", "c/.d/e"):
@@ -141,6 +150,7 @@ def test_a_listing_names_what_prepare_would_read(bucket, tmp_path):
     assert storage.find(f"{bucket}/nothing") == []
 
 
+@pytest.mark.slow
 def test_another_version_has_another_stamp(bucket, tmp_path):
     stamps = set()
     for content in (b"12345", b"12354"):
@@ -219,6 +229,7 @@ def send(folder: Path, url: str) -> str:
     return url
 
 
+@pytest.mark.slow
 def test_every_kind_of_input_makes_the_same_corpus_from_there(network, bucket, tmp_path, monkeypatch):
     source = every_kind(tmp_path / "in")
     url = send(source, f"{bucket}/in")
@@ -237,6 +248,7 @@ def test_every_kind_of_input_makes_the_same_corpus_from_there(network, bucket, t
     assert files[0] == files[1] and len(files[0]) > 10
 
 
+@pytest.mark.slow
 def test_several_processes_read_from_there(bucket, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     storage.put(tmp_path / "a.jsonl", f"{bucket}/a.jsonl")
@@ -245,6 +257,7 @@ def test_several_processes_read_from_there(bucket, tmp_path):
     assert prepare([f"{bucket}/a.jsonl"], there, options, workers=2).manifest_hash == here.manifest_hash
 
 
+@pytest.mark.slow
 def test_input_that_changes_between_two_runs_is_read_again(bucket, tmp_path, monkeypatch):
     def write(text):
         (tmp_path / "a.txt").write_text(text)
@@ -260,6 +273,7 @@ def test_input_that_changes_between_two_runs_is_read_again(bucket, tmp_path, mon
     assert bytes(corpus.train.read(0, 3).astype(np.uint8)) == b"two"
 
 
+@pytest.mark.slow
 def test_input_that_changes_while_it_is_read_is_noticed(bucket, tmp_path, monkeypatch):
     from jaxtrain.data.formats import inputs
 
@@ -278,6 +292,7 @@ def test_input_that_changes_while_it_is_read_is_noticed(bucket, tmp_path, monkey
     assert not (tmp_path / "out/manifest.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "words"), [
     ("{bucket}/none", "{bucket}/none has no files"),
     ("s3://no-such-bucket/in", "s3://no-such-bucket/in: is not there"),

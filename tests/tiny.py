@@ -22,6 +22,15 @@ Run.placed = slowly
 sys.exit(main())
 """
 
+# What takes longest is making machine code, which without optimization takes a third as long. What XLA makes of a
+# program, its collectives and its buffers, is the same.
+QUICKLY = "--xla_backend_optimization_level=0"
+
+
+def virtual_devices(number):
+    """XLA_FLAGS for so many virtual devices, for which programs are compiled quickly."""
+    return f"{QUICKLY} --xla_force_host_platform_device_count={number}"
+
 
 def tiny_flags(tmp_path_factory, words, lines=500):
     """Of the smallest config with these keys set, over a text of so many lines."""

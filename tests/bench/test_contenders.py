@@ -33,6 +33,7 @@ def runs(tmp_path_factory):
     return {family: make(family) for family in FAMILIES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "other"), [("gpt2", "plain"), ("gpt2", "torch"), ("llama", "torch")])
 def test_losses_of_200_steps(runs, family, other):
     if other == "torch":
@@ -72,6 +73,7 @@ def gradients(run):
         return params, batch, jax.device_get(jax.jit(jax.grad(mean))(placed))
 
 
+@pytest.mark.slow
 def test_gradients_of_plain_jax(runs):
     from jaxtrain.bench.reference import plain_jax
 
@@ -106,6 +108,7 @@ def test_learning_rate_is_the_same(runs):
     np.testing.assert_allclose(theirs, [float(run.schedule(step)) for step in range(STEPS + 1)], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_taking_turns(runs):
     found = compare.compare(runs["gpt2"], ["step", "plain"], steps=5, warmup=2)
     assert list(found["contenders"]) == ["jaxtrain", "step", "plain"] and found["blocks"] == 5

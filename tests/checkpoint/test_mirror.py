@@ -46,7 +46,7 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr(mirror, "PAUSE", (0.01, 0.1))
 
 
-@pytest.fixture(params=["path", "s3"])
+@pytest.fixture(params=["path", pytest.param("s3", marks=pytest.mark.slow)])
 def place(request, tmp_path):
     return str(tmp_path / "second" / "copy") if request.param == "path" else (
         f"{request.getfixturevalue('bucket')}/runs/a")
@@ -148,6 +148,7 @@ def test_the_config_comes_along(work, place):
 
 
 # ---------------------------------------------------------------------------------------------------- a bad network
+@pytest.mark.slow
 def test_good_json_is_last_and_half_a_copy_is_gone_on_with(network, bucket, work):
     ours = Mirror(work / "checkpoints", f"{bucket}/a")
     ours.send(2)
@@ -164,6 +165,7 @@ def test_good_json_is_last_and_half_a_copy_is_gone_on_with(network, bucket, work
     assert sent and not sent & again and ours.steps() == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_bad_network_changes_nothing(network, bucket, work, made):
     ours = Mirror(work / "checkpoints", f"{bucket}/a")
     network.shake(1, faults=["error", "busy", "reset"], methods=("PUT", "HEAD", "GET"))
@@ -173,6 +175,7 @@ def test_a_bad_network_changes_nothing(network, bucket, work, made):
     assert len(network.faults) > 5 and same(work, made, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["flipped", "short"])
 def test_bytes_that_change_on_the_way_are_not_taken(network, bucket, work, made, fault):
     ours = Mirror(work / "checkpoints", f"{bucket}/a")
@@ -199,6 +202,7 @@ def test_bytes_that_change_on_the_way_are_not_taken(network, bucket, work, made,
     assert not (work / "checkpoints" / "3").exists()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_down_holds_up_nothing(network, bucket, work, capsys):
     down = threading.Event()
     down.set()
@@ -214,6 +218,7 @@ def test_a_store_that_is_down_holds_up_nothing(network, bucket, work, capsys):
     assert Mirror(work / "checkpoints", f"{bucket}/a").steps() == [5]
 
 
+@pytest.mark.slow
 def test_nothing_here_and_a_store_that_is_down_is_no_new_beginning(network, bucket, work):
     Mirror(work / "checkpoints", f"{bucket}/a").send(3)
     shutil.rmtree(work / "checkpoints")
@@ -223,6 +228,7 @@ def test_nothing_here_and_a_store_that_is_down_is_no_new_beginning(network, buck
     assert not storage.is_url(str(work))
 
 
+@pytest.mark.slow
 def test_a_store_that_is_down_is_not_fatal_while_an_older_one_is_good(network, bucket, work, capsys):
     Mirror(work / "checkpoints", f"{bucket}/a").send(3)
     next((work / "checkpoints" / "3").rglob("d/*")).write_bytes(b"nonsense")

@@ -121,7 +121,7 @@ def test_a_first_step_that_takes_long_makes_no_early_save(tmp_path):
     assert next(iter(run.until(1000).values())) == pytest.approx(FIRST, abs=1)
 
 
-@pytest.mark.parametrize("pace", [0.001, 0.37, 45.0, 300.0])
+@pytest.mark.parametrize("pace", [pytest.param(0.001, marks=pytest.mark.slow), 0.37, 45.0, 300.0])
 def test_any_pace(tmp_path, pace):
     saved = Run(tmp_path, pace=pace).until(int(max(20, 4000 / pace)))
     times = list(saved.values())

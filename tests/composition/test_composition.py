@@ -14,7 +14,7 @@ import jaxtrain as jt
 from jaxtrain.validation import explains
 from tests.composition import fuzz
 
-QUICK, ALL = 1, 12
+QUICK, SLOW, ALL = 1, 3, 12
 
 
 @functools.cache
@@ -37,18 +37,20 @@ def check(seed):
         pytest.fail(f"{error}, with {case(seed)}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(QUICK))
 def test_any_combination_gives_the_numbers_of_one_device(seed):
     check(seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(QUICK, ALL))
+@pytest.mark.parametrize("seed", [
+    pytest.param(seed, marks=pytest.mark.slow if seed < SLOW else pytest.mark.exhaustive)
+    for seed in range(QUICK, ALL)])
 def test_more_combinations_give_the_numbers_of_one_device(seed):
     check(seed)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_combinations_on_sixteen_devices():
     command = [sys.executable, "-m", "tests.composition.fuzz", "--cases=3", "--seed=5", "--devices=16"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600)

@@ -50,6 +50,7 @@ def straight(keys, tmp_path_factory):
     return train(config(keys), workdir), workdir
 
 
+@pytest.mark.slow
 def test_a_stage_of_longer_rows_trains_as_a_plain_loop_would(keys, straight):
     """Every step's loss and the last parameters against gradients of the plain loss on one device, batch by batch."""
     run = build(config(keys, **{"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1}), devices=jax.devices()[:1])
@@ -81,7 +82,8 @@ def test_a_stage_of_longer_rows_trains_as_a_plain_loop_would(keys, straight):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stop", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [2, 4, 6])
 def test_resumed_before_at_or_behind_the_change_it_is_the_same_run(keys, straight, tmp_path, stop):
     workdir = tmp_path / "work"
     shutil.copytree(straight[1], workdir)
@@ -94,6 +96,7 @@ def test_resumed_before_at_or_behind_the_change_it_is_the_same_run(keys, straigh
     assert [line["loss"] for line in lines(workdir)] == [line["loss"] for line in lines(straight[1])]
 
 
+@pytest.mark.slow
 def test_what_is_to_come_may_change_and_is_recorded_and_what_is_past_may_not(keys, tmp_path):
     constant = {"optimizer.schedule": "constant"}
     train(config(keys, **constant, **{"train.steps": 4, "data.stages": []}), tmp_path)
@@ -143,6 +146,7 @@ def test_a_stage_that_does_not_fit_the_mesh_is_refused_at_the_start(keys):
         build(config(keys, **{"mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1}))
 
 
+@pytest.mark.slow
 def test_sources_that_moved_are_the_same_run(keys, tmp_path):
     train(config(keys, **{"train.steps": 2, "data.stages": [], "optimizer.schedule": "constant"}), tmp_path / "work")
     moved = {}
@@ -155,6 +159,7 @@ def test_sources_that_moved_are_the_same_run(keys, tmp_path):
     assert "data_changes" not in json.loads((tmp_path / "work/run.json").read_text())
 
 
+@pytest.mark.slow
 def test_longer_rows_from_here_on_need_a_new_epoch(keys, tmp_path):
     plain = {"train.steps": 2, "data.stages": [], "optimizer.schedule": "constant"}
     train(config(keys, **plain), tmp_path)
@@ -186,6 +191,7 @@ def test_a_run_longer_than_its_sources_is_refused(keys, tmp_path, capsys):
     assert "train.steps: data.mixture has an end at step" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_corpus_without_evaluation_is_trained_without(keys, tmp_path, capsys):
     from jaxtrain.data.prepare.prepare import Options, prepare
 
@@ -204,10 +210,9 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("rows", ["stages", pytest.param("best_fit and a mask", marks=pytest.mark.slow),
-                                  pytest.param("bucket", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("product", ["context", *(pytest.param(name, marks=pytest.mark.slow) for name in
-                                                  ("pipeline", "pipeline and context"))])
+@pytest.mark.parametrize(("product", "rows"), [
+    pytest.param(product, rows, marks=pytest.mark.slow if one == other else pytest.mark.exhaustive)
+    for one, product in enumerate(PRODUCTS) for other, rows in enumerate(("best_fit and a mask", "stages", "bucket"))])
 def test_rows_that_change_have_the_gradients_of_one_device(keys, tmp_path, rows, product):
     """By gradient descent, so that the parameters' way is the sum of all gradients: every leaf is compared."""
     more = {"model.num_layers": 2, "optimizer.name": "sgd", "optimizer.schedule": "constant", "optimizer.clip_norm": 0,

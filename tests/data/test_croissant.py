@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 
-import mlcroissant
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -54,7 +53,9 @@ def test_the_commit_is_told_but_does_not_change_what_the_data_is(tmp_path, sourc
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.slow
 def test_the_datasheet_validates_and_tells_what_is_known(tmp_path, source, caplog):
+    mlcroissant = pytest.importorskip("mlcroissant", reason="mlcroissant comes with the extra .[test-all]")
     options = Options(eval_fraction=0, steps=("pii",), deduplicate=True, licence_of="CC-BY-4.0", describe=TOLD)
     corpus = prepare([str(source)], tmp_path / "out", options)
     assert main([str(corpus.path), "--describe", "data_limitations=few letters"]) == 0
@@ -73,6 +74,7 @@ def test_the_datasheet_validates_and_tells_what_is_known(tmp_path, source, caplo
         assert hashlib.sha256((corpus.path / name).read_bytes()).hexdigest() == sha256
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_line(tmp_path, source, capsys):
     corpus = prepare([str(source)], tmp_path / "out", Options())
     for words, told in (([str(tmp_path / "none")], "has no manifest.json"),
@@ -83,6 +85,7 @@ def test_a_mistake_is_one_line(tmp_path, source, capsys):
         assert told in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_any_tokenizers_file_is_in_it_and_a_missing_file_is_named(tmp_path, source, capsys):
     (tmp_path / "own.tiktoken").write_bytes(
         b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))

@@ -35,6 +35,7 @@ def everything(url: str, corpus: Path) -> bool:
         storage.read(storage.join(url, name)) == (corpus / name).read_bytes() for name in names)
 
 
+@pytest.mark.slow
 def test_the_manifest_is_last_and_a_second_time_sends_nothing(network, bucket, corpus):
     url = f"{bucket}/deep/folder"
     assert publish(corpus, url) == len(list(corpus.iterdir())) == len(puts(network)) == 16
@@ -43,6 +44,7 @@ def test_the_manifest_is_last_and_a_second_time_sends_nothing(network, bucket, c
     assert publish(corpus, f"{url}/") == 0 and puts(network) == []
 
 
+@pytest.mark.slow
 def test_a_tokenizer_goes_along(bucket, tmp_path):
     from tokenizers import Tokenizer, models
 
@@ -59,6 +61,7 @@ def test_a_tokenizer_goes_along(bucket, tmp_path):
     assert opened.tokenizer.fingerprint == made.tokenizer.fingerprint and opened.manifest_hash == made.manifest_hash
 
 
+@pytest.mark.slow
 def test_a_bad_network_changes_nothing(network, bucket, corpus):
     network.shake(1, faults=["error", "busy", "reset"], methods=("PUT", "HEAD"))
     network_get = network.fault
@@ -70,6 +73,7 @@ def test_a_bad_network_changes_nothing(network, bucket, corpus):
     assert everything(f"{bucket}/c", corpus)
 
 
+@pytest.mark.slow
 def test_killed_half_way_it_goes_on(network, bucket, corpus, tmp_path):
     url, enough, go_on = f"{bucket}/c", threading.Event(), threading.Event()
 
@@ -97,6 +101,7 @@ def test_killed_half_way_it_goes_on(network, bucket, corpus, tmp_path):
     assert everything(url, corpus) and 0 < sent <= 16 - len(there) and there.isdisjoint(puts(network))
 
 
+@pytest.mark.slow
 def test_what_is_there_but_wrong_is_sent_again(network, bucket, corpus):
     publish(corpus, f"{bucket}/c")
     right = (corpus / "train-00001.bin").read_bytes()
@@ -106,6 +111,7 @@ def test_what_is_there_but_wrong_is_sent_again(network, bucket, corpus):
     assert everything(f"{bucket}/c", corpus)
 
 
+@pytest.mark.slow
 def test_what_does_not_arrive_as_it_was_sent_is_sent_again(bucket, corpus, tmp_path, monkeypatch):
     plain, sent = storage.put, []
 
@@ -123,6 +129,7 @@ def test_what_does_not_arrive_as_it_was_sent_is_sent_again(bucket, corpus, tmp_p
     assert not storage.exists(f"{bucket}/d/manifest.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("harm", "words"), [
     (lambda folder: flip(folder / "train-00000.bin", 5), "train-00000.bin is corrupt: its sha256 is not"),
     (lambda folder: (folder / "train-00000.bin").unlink(), "train-00000.bin cannot be read"),
@@ -136,6 +143,7 @@ def test_what_is_no_whole_corpus_is_refused(network, bucket, corpus, tmp_path, h
     assert words in str(caught.value) and "manifest.json" not in puts(network)
 
 
+@pytest.mark.slow
 def test_another_corpus_is_not_written_over(bucket, corpus, tmp_path):
     publish(corpus, f"{bucket}/c")
     other = made.corpus(tmp_path / "other", shards=1, tokens=1000)
@@ -144,6 +152,7 @@ def test_another_corpus_is_not_written_over(bucket, corpus, tmp_path):
     assert everything(f"{bucket}/c", corpus)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("url", "words"), [("elsewhere", "URL: 'elsewhere' is none"),
                                             ("s3://no-such-bucket/c", "is not there")])
 def test_a_mistake_is_one_line(network, corpus, capsys, url, words):

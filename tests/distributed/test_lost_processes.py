@@ -15,7 +15,7 @@ import pytest
 
 from jaxtrain.distributed import exit_codes
 from jaxtrain.observe import events
-from tests.tiny import free_address, tiny_flags
+from tests.tiny import free_address, tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[2]
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
@@ -55,7 +55,7 @@ def started(flags, workdir, processes=2, devices=2, what="pass", at=6, slow=0, o
         for i in range(processes) if of is None else of:
             environ = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_PROCESS_ID": str(i),
                        "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes),
-                       "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", **environment}
+                       "XLA_FLAGS": virtual_devices(devices), **environment}
             mine = [flag.format(i=i) for flag in flags]
             program = RUN.format(what=what, at=at, slow=slow)
             run.append(subprocess.Popen([sys.executable, "-c", program, *mine, f"--workdir={workdir}"], env=environ,
@@ -80,8 +80,9 @@ def wait_for_steps(run, workdir):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes, devices, victim", [
-    (2, 1, 1), pytest.param(2, 1, 0, marks=pytest.mark.slow), pytest.param(4, 2, 2, marks=pytest.mark.slow)])
+    (2, 1, 1), (2, 1, 0), (4, 2, 2)])
 def test_killed(flags, tmp_path, processes, devices, victim):
     with started(flags, tmp_path, processes, devices) as run:
         wait_for_steps(run, tmp_path)
@@ -121,7 +122,7 @@ def test_one_hangs(flags, tmp_path):
     assert "in odd" in second.read_text() and "in odd" not in first.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_is_slow_to_begin(flags, tmp_path):
     """Gloo's first talk among processes ends after 30 seconds: neither a restore nor a first batch may come to that."""
     keys = [*flags, "--config.train.steps=4", "--config.checkpoint.every=2"]

@@ -87,6 +87,7 @@ def test_a_killed_process_ends_all_by_name(victim, tmp_path, capfd):
     assert found and {(event["kind"], event["peer"]) for event in found} == {("peer_lost", victim)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_silent_process_ends_all_by_name(victim, monkeypatch, capfd):
     """As one that was stopped: its connections are open, and nothing comes through them."""

@@ -47,6 +47,7 @@ def test_the_other_is_named_and_nothing_stale_remains(other, tmp_path):
                 assert found.startswith(f"process {os.getpid()} on ")
 
 
+@pytest.mark.slow
 def test_a_run_is_refused_where_another_one_works(other, tmp_path, tmp_path_factory, cache, capsys, monkeypatch):
     monkeypatch.setattr(run_lock, "PATIENCE_S", 1.0)
     flags = [*tiny_flags(tmp_path_factory, ["train.steps=1", "mesh.data=8", "checkpoint.every=0"]),

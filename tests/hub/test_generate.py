@@ -28,6 +28,7 @@ def alone(text):
     return sampled(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [
     dict(mesh__context=2, mesh__tensor=2, mesh__fsdp=2), dict(mesh__stage=2, mesh__expert=2, mesh__context=2),
     dict(mesh__stage=2, mesh__fsdp=2, model__num_layers=3, pipeline__schedule="interleaved")], ids=str)

@@ -29,8 +29,10 @@ MESHES = {
 }
 SOFTMAX, SIGMOID = reference.tiny("mixtral").model, reference.tiny("deepseek_v3").model
 CAPPED = dataclasses.replace(SOFTMAX, capacity_factor=0.75)
-SOME = [pytest.param("softmax", marks=pytest.mark.slow), "sigmoid", "capacity"]
+SLOW = pytest.mark.slow
+SOME = [pytest.param("softmax", marks=SLOW), "sigmoid", pytest.param("capacity", marks=SLOW)]
 CONFIGS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "capacity": CAPPED}
+QUICK = [("sigmoid", "fsdp_expert_context"), ("capacity", "expert")]
 
 
 def layer(c, exchange="auto"):
@@ -91,8 +93,9 @@ def placed(module, mesh, rules, params=None, arguments=None):
     return params, put(x, *between), put(segments, "batch", "seq"), put(pull, *between), put(weight, "batch", "seq")
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(("name", "mesh"), [
+    (name, mesh) if (name, mesh) in QUICK else pytest.param(name, mesh, marks=SLOW)
+    for name in CONFIGS for mesh in MESHES])
 def test_any_mesh_gives_the_numbers_of_one_device(name, mesh):
     want, module, rules = alone(name), Skeleton.of(layer(CONFIGS[name])), sharding.rules()
     mesh = jt.make_mesh(**MESHES[mesh])
@@ -109,7 +112,8 @@ def only(specs, axes):
 
 
 @pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("sizes", [dict(stage=2, expert=2, tensor=2), dict(stage=2, expert=2, context=2)], ids=str)
+@pytest.mark.parametrize("sizes", [
+    dict(stage=2, expert=2, tensor=2), pytest.param(dict(stage=2, expert=2, context=2), marks=SLOW)], ids=str)
 def test_inside_a_pipeline(name, sizes):
     """Manual over all axes but `tensor`, on one stage only, in a branch that the others do not take."""
     module, rules, mesh = Skeleton.of(layer(CONFIGS[name])), sharding.rules(), jt.make_mesh(**sizes)
@@ -157,7 +161,7 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
     return output
 
 
-@pytest.mark.parametrize("sizes", [dict(expert=4, tensor=2), pytest.param(dict(expert=8), marks=pytest.mark.slow)],
+@pytest.mark.parametrize("sizes", [dict(expert=4, tensor=2), pytest.param(dict(expert=8), marks=SLOW)],
                          ids=str)
 @pytest.mark.parametrize("name", SOME)
 def test_the_ragged_exchange_gives_the_same_numbers(name, sizes, monkeypatch):
@@ -179,6 +183,7 @@ def test_the_ragged_exchange_lowers_where_it_exists(platform):
     assert lowered.count("ragged_all_to_all") >= 4  # there and back, and the same for gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [2, 4])
 def test_the_gathering_exchange_says_what_its_formula_says(experts):
     """All devices' tokens gathered and one device's sums scattered, in each layer, forward and, mirrored, backward."""
@@ -201,8 +206,8 @@ def rigged(c):
     return module, params, (x, segments, *rest)
 
 
-@pytest.mark.parametrize("exchange", ["gather", "ragged"])
-@pytest.mark.parametrize("sizes", [dict(expert=4), dict(expert=4, context=2)], ids=str)
+@pytest.mark.parametrize("exchange", ["gather", pytest.param("ragged", marks=SLOW)])
+@pytest.mark.parametrize("sizes", [dict(expert=4), pytest.param(dict(expert=4, context=2), marks=SLOW)], ids=str)
 def test_nothing_is_dropped_when_all_tokens_want_the_same_device(sizes, exchange, monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
     module, params, arguments = rigged(SOFTMAX)
@@ -219,7 +224,7 @@ def test_nothing_is_dropped_when_all_tokens_want_the_same_device(sizes, exchange
         close(in_order(result, mesh), want)
 
 
-@pytest.mark.parametrize("factor", [0.25, 0.8, 1.0, 3.9])
+@pytest.mark.parametrize("factor", [0.8, *(pytest.param(factor, marks=SLOW) for factor in (0.25, 1.0, 3.9))])
 @pytest.mark.parametrize("sizes", [{}, dict(expert=2, context=4)], ids=str)
 def test_a_full_expert_drops_the_latest_tokens_of_a_row(factor, sizes):
     c = dataclasses.replace(SOFTMAX, capacity_factor=factor)
@@ -240,7 +245,7 @@ def test_a_full_expert_drops_the_latest_tokens_of_a_row(factor, sizes):
 
 # --------------------------------------------------------------------------------------------------- what is kept apart
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", pytest.param("muon", marks=SLOW)])
 def test_the_bias_moves_against_the_load_whatever_the_optimizer(name):
     config = reference.tiny("deepseek_v3", optimizer__name=name)
     model = Skeleton.of(nnx.eval_shape(lambda: make_model(config.model, rngs=nnx.Rngs(params=0))))
@@ -253,6 +258,7 @@ def test_the_bias_moves_against_the_load_whatever_the_optimizer(name):
     np.testing.assert_array_equal(updates["blocks"]["layer"]["mlp"]["router"]["bias"], [[-0.5, 0.5, 0, 0] * 2] * 2)
 
 
+@pytest.mark.slow
 def test_clipping_leaves_the_load_alone():
     """However small the norm is made, the bias moves by its rate."""
     keys = dict(data__global_batch_size=8, data__seq_len=8)
@@ -264,6 +270,7 @@ def test_clipping_leaves_the_load_alone():
     np.testing.assert_array_equal(*biases)
 
 
+@pytest.mark.slow
 def test_the_router_computes_in_float32():
     module, (x, segments, *_) = Skeleton.of(layer(SIGMOID)), inputs()
     half = precision.cast(module.params(), "bfloat16", module.metadata("compute_dtype"))
@@ -278,6 +285,7 @@ def test_the_router_computes_in_float32():
         np.testing.assert_array_equal(aux[name], exact[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_evaluation_has_no_penalties_and_steps_tell_of_the_load():
     keys = dict(model__balance_loss=0.5, model__capacity_factor=1.0, data__global_batch_size=8)
     run, without = (jt.build(reference.tiny("mixtral", **keys | more), devices=jax.devices()[:1])

@@ -19,8 +19,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "keys"), [CASES[0], *(
-    pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str)
+@pytest.mark.parametrize(("family", "keys"), [
+    pytest.param(*case, marks=pytest.mark.slow) for case in CASES], ids=str)
 def test_looking_ahead_gives_the_numbers_of_the_plain_model(family, keys):
     fuzz.check({f"mesh.{axis}": 1 for axis in fuzz.AXES} | {
         "family": family, "packing": True, "data.global_batch_size": fuzz.ROWS, "data.seq_len": fuzz.SEQ,
@@ -48,6 +48,7 @@ def test_targets_that_are_ignored_may_be_negative():
     assert values[0] == pytest.approx(values[1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_look_ahead():
     run, plain = reference.build("llama", model__mtp_loss_weight=0.3), reference.build("llama")
     params, batch = run.init().params, run.place(reference.batch(0))

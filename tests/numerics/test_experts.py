@@ -10,18 +10,22 @@ from tests.numerics import reference
 
 STEPS = 4
 QUICK = [
-    ("mixtral", dict(mesh__expert=8)),
     ("mixtral", dict(mesh__expert=2, mesh__tensor=2, mesh__fsdp=2, train__remat="full")),
-    ("qwen3_moe", dict(mesh__expert=4, mesh__data=2, train__accumulation=2)),
-    ("deepseek_v3", dict(mesh__expert=4, mesh__tensor=2, train__accumulation=2)),
 ]
-REST = [
+SLOW = [
+    ("deepseek_v3", dict(mesh__expert=4, mesh__tensor=2, train__accumulation=2)),
+    ("qwen3_moe", dict(mesh__expert=4, mesh__data=2, train__accumulation=2)),
     ("mixtral", {}),
     ("deepseek_v3", {}),
     ("qwen3_moe", {}),
+    ("mixtral", dict(mesh__expert=8)),
+    ("mixtral", dict(mesh__data=2, mesh__expert=4, optimizer__zero_stage=2, train__unroll=0)),
+    ("qwen3_moe", dict(mesh__context=2, mesh__expert=2, mesh__tensor=2)),
+    ("deepseek_v3", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2)),
+]
+EXHAUSTIVE = [
     ("mixtral", dict(mesh__tensor=8)),
     ("mixtral", dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, optimizer__zero_stage=3)),
-    ("mixtral", dict(mesh__data=2, mesh__expert=4, optimizer__zero_stage=2, train__unroll=0)),
     ("mixtral", dict(mesh__expert=8, mesh__overrides__experts="none")),
     ("qwen3_moe", dict(mesh__expert=2, mesh__tensor=4, train__remat="attention_and_dots")),
     ("qwen3_moe", dict(mesh__expert=8, train__remat="full")),
@@ -31,9 +35,7 @@ REST = [
     ("deepseek_v3", dict(mesh__data=2, mesh__fsdp=2, mesh__expert=2, optimizer__zero_stage=1)),
     ("deepseek_v3", dict(mesh__fsdp=2, mesh__tensor=4, train__unroll=0)),
     ("deepseek_v3", dict(mesh__context=2, mesh__expert=2)),
-    ("qwen3_moe", dict(mesh__context=2, mesh__expert=2, mesh__tensor=2)),
     ("mixtral", dict(mesh__stage=2, mesh__expert=2)),
-    ("deepseek_v3", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2)),
 ]
 
 
@@ -47,13 +49,8 @@ def name(case):
     return "-".join([case[0], *(f"{key.split('__')[-1]}{value}" for key, value in case[1].items())])
 
 
-@pytest.mark.parametrize("case", QUICK, ids=name)
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW), *(
+    pytest.param(case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE)], ids=name)
 def test_experts_on_any_mesh_give_the_numbers_of_the_plain_model(case):
     family, keys = case
     reference.check(build(family, keys), family, STEPS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", REST, ids=name)
-def test_experts_on_any_mesh_give_the_numbers_of_the_plain_model_everywhere(case):
-    test_experts_on_any_mesh_give_the_numbers_of_the_plain_model(case)

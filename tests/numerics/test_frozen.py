@@ -24,7 +24,7 @@ CASES = {
         train__freeze=["blocks/layer/attention/*", "blocks/layer/mlp/*"])),
     "all layers frozen, 1f1b": ("llama", dict(mesh=(1, 1, 1), mesh__stage=2, train__freeze=["blocks/*"])),
 }
-QUICK = ("one device", "1f1b")
+QUICK = ("one device",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)

@@ -83,8 +83,11 @@ def expected(run):
 
 
 CASES = [
-    ("gpt2", DATA, {}), ("gpt2", FSDP, {}), ("gpt2", TENSOR, {}), ("gpt2", CUBE, {}), ("llama", BOTH, {}),
-    ("qwen3", CUBE, {}), ("gpt2", FSDP, dict(train__remat="full")), ("gpt2", DATA, dict(train__accumulation=2)),
+    ("gpt2", CUBE, {}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("gpt2", DATA, dict(train__accumulation=2)),
+        ("gpt2", DATA, {}), ("gpt2", FSDP, {}), ("gpt2", TENSOR, {}), ("llama", BOTH, {}), ("qwen3", CUBE, {}),
+        ("gpt2", FSDP, dict(train__remat="full")))),
 ]
 
 

@@ -19,6 +19,7 @@ def first_steps(run):
 @pytest.mark.parametrize("overrides", [
     {"embed": "none"}, {"norm": "none"}, {"block_seq": "none"}, {"kv_heads": "none"}, {"mlp": "none"},
     {"heads": "none", "kv_heads": "none"}, {"vocab": "none"}], ids=lambda overrides: "+".join(overrides))
+@pytest.mark.slow
 def test_sensible_overrides_change_no_number(overrides):
     both = overrides | {f"act_{name}": axis for name, axis in overrides.items()
                         if name in ("heads", "kv_heads", "mlp", "vocab")}
@@ -36,6 +37,7 @@ def test_any_single_override_lowers_or_is_refused(name, axis):
         assert "\n" not in str(refusal)
 
 
+@pytest.mark.slow
 def test_fewer_key_heads_than_devices():
     keys = dict(mesh__overrides__kv_heads="none", mesh__overrides__act_kv_heads="none", model__num_kv_heads=2)
     want = first_steps(reference.build("llama", model__num_kv_heads=2))

@@ -25,13 +25,15 @@ TOKENS = LAYERS * ROWS * SEQ * F32
 
 
 @pytest.mark.parametrize(("policy", "unroll"), [
-    ("full", 1), ("dots", 1), ("attention", 1), ("attention_and_dots", 1), ("full", 0), ("full", 2)])
+    ("full", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("dots", 1), ("attention", 1), ("attention_and_dots", 1), ("full", 0), ("full", 2)))])
 def test_policy_saves_at_least_the_attention_scores(policy, unroll):
     """Without a loop too, where a compiler would find both computations equal and do away with the second."""
     saved = temporary("none", unroll) - temporary(policy, unroll)
     assert saved > 0.8 * SCORES, f"{policy} saves {saved:,} bytes; the scores alone are {SCORES:,}"
 
 
+@pytest.mark.slow
 def test_policies_keep_what_they_name():
     """Each keeps more than the one before: nothing, attention's output, matmuls' results, both."""
     full, attention, dots, both = map(temporary, ("full", "attention", "dots", "attention_and_dots"))

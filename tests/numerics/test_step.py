@@ -40,11 +40,11 @@ def uneven(accumulation):
 @functools.cache
 def plain():
     c = reference.tiny().model
-    value, gradient = jax.value_and_grad(lambda p: reference.loss(c, p, uneven(4)))(reference.initial())
+    value, gradient = jax.jit(jax.value_and_grad(lambda p: reference.loss(c, p, uneven(4))))(reference.initial())
     return float(value), jax.device_get(gradient)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), CUBE], ids=str)
+@pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.slow), CUBE], ids=str)
 def test_micro_batches_of_unequal_weight_add_up_to_the_gradient_of_the_whole(mesh):
     gradient, metrics = descend(uneven(4), mesh=mesh, train__accumulation=4, optimizer__clip_norm=0.0)
     value, want = plain()
@@ -54,7 +54,8 @@ def test_micro_batches_of_unequal_weight_add_up_to_the_gradient_of_the_whole(mes
     assert error < 3e-5, f"the gradient of {leaf} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.25, 1e3])
+@pytest.mark.parametrize("clip", [pytest.param(0.0, marks=pytest.mark.slow), 0.25,
+                                  pytest.param(1e3, marks=pytest.mark.slow)])
 def test_clipping_scales_the_whole_gradient_and_reports_its_norm_before(clip):
     gradient, metrics = descend(reference.batch(0), optimizer__clip_norm=clip)
     norm = float(reference.trained()[2])
@@ -66,7 +67,8 @@ def test_clipping_scales_the_whole_gradient_and_reports_its_norm_before(clip):
 
 # --------------------------------------------------------------------------------------------------- what is not finite
 
-@pytest.mark.parametrize(("mesh", "accumulation"), [((1, 1, 1), 1), (CUBE, 4)], ids=str)
+@pytest.mark.parametrize(("mesh", "accumulation"), [
+    ((1, 1, 1), 1), pytest.param(CUBE, 4, marks=pytest.mark.slow)], ids=str)
 def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(mesh, accumulation):
     run = reference.build("gpt2", mesh, train__accumulation=accumulation)
     step, place = reference.compiled(run), run.place

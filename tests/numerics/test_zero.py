@@ -61,6 +61,7 @@ def test_losses_are_the_same_in_every_stage():
 
 
 
+@pytest.mark.slow
 def test_what_data_cannot_split_but_along_the_layers_stays_whole():
     """A width that divides by fsdp and by data, but not by both: layers are taken from their stack one by one."""
     keys = dict(model__embed_dim=36, model__head_dim=8, optimizer__zero_stage=3)

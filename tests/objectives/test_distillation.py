@@ -24,7 +24,7 @@ CASES = {
     "1f1b": dict(mesh=(1, 2, 2), mesh__stage=2),
     "zero-bubble": dict(mesh=(2, 1, 1), mesh__stage=2, pipeline__schedule="zb_v", train__z_loss=1e-3),
 }
-QUICK = ("one device", "1f1b")
+QUICK = ("one device",)
 
 
 def logits(config, params, batch):
@@ -119,6 +119,7 @@ def test_bad_numbers_are_refused(keys, match):
         distillation(reference.tiny("llama"), **keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_teacher_with_experts_and_as_many_layers_as_stages_divide(stages):
     """Its layers are never split over stages, and its routers compute in float32."""

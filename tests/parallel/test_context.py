@@ -23,7 +23,9 @@ from jaxtrain.plan import hlo
 from jaxtrain.sharding import rules as sharding
 from tests.numerics import reference
 
+SLOW = pytest.mark.slow
 STRATEGIES = ("ring", "gather", "ulysses")
+FIRST = ["ring", *(pytest.param(strategy, marks=SLOW) for strategy in STRATEGIES[1:])]
 B, T, K = 4, 32, 8
 HEADS = ("batch", "seq", "act_heads", None)
 KV_HEADS = ("batch", "seq", "act_kv_heads", None)
@@ -84,8 +86,9 @@ CASES = [  # mesh, heads, key/value heads, packed, window, small tiles
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("sizes", "heads", "packed", "window", "small"), CASES, ids=str)
+@pytest.mark.parametrize(("strategy", "sizes", "heads", "packed", "window", "small"), [
+    pytest.param(strategy, *case, marks=[] if strategy == "ring" or i in (1, 4) else SLOW)
+    for strategy in STRATEGIES for i, case in enumerate(CASES)], ids=str)
 def test_attention_has_the_output_and_gradients_of_one_device(strategy, sizes, heads, packed, window, small,
                                                               monkeypatch):
     if small:  # several tiles and several pieces, of 2 tokens or so
@@ -103,7 +106,7 @@ def test_attention_has_the_output_and_gradients_of_one_device(strategy, sizes, h
         assert off < 1e-5, f"{name} is off by {off:.1e} of its largest element"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FIRST)
 def test_values_may_be_narrower_than_keys(strategy):
     run, place, back = spread(jt.rules(), context=4)
     q, k, v, pull, segments = arrays(8, 2)
@@ -115,7 +118,7 @@ def test_values_may_be_narrower_than_keys(strategy):
         np.testing.assert_allclose(back(got), want, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FIRST)
 def test_bfloat16_loses_no_more_than_rounding(strategy):
     run, place, back = spread(jt.rules(), context=4)
     q, k, v, pull, segments = arrays(8, 4)
@@ -156,8 +159,8 @@ def test_inside_a_pipeline(strategy):
 
 # ------------------------------------------------------------------------------------------------------ the whole model
 
-MODELS = [("gpt2", (2, 1, 1), 4, "ring"), ("qwen3", (1, 2, 2), 2, "ulysses"),
-          pytest.param("llama", (1, 1, 1), 2, "gather", marks=pytest.mark.slow)]
+MODELS = [("gpt2", (2, 1, 1), 4, "ring"), pytest.param("qwen3", (1, 2, 2), 2, "ulysses", marks=SLOW),
+          pytest.param("llama", (1, 1, 1), 2, "gather", marks=SLOW)]
 # 4 meshes of each family, so that the strategies, dealt in turn, meet every mesh and family; the fuzz meets the rest.
 MORE = [*itertools.product(("gpt2", "llama", "qwen3"), ((1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2)), (2,)),
         *itertools.product(("gpt2", "llama", "qwen3"), ((1, 1, 1), (2, 1, 1)), (4,)),
@@ -168,7 +171,7 @@ MORE = [*itertools.product(("gpt2", "llama", "qwen3"), ((1, 1, 1), (1, 1, 2), (1
 def test_a_model_has_the_loss_and_gradients_of_one_device(family, mesh, n, strategy):
     run = reference.build(family, mesh, mesh__context=n, mesh__context_strategy=strategy)
     config, batch = reference.tiny(family), reference.batch(0)
-    want = jax.value_and_grad(lambda p: reference.loss(config.model, p, batch))(reference.initial(family))
+    want = jax.jit(jax.value_and_grad(lambda p: reference.loss(config.model, p, batch)))(reference.initial(family))
     params = jax.device_put(reference.initial(family), run.layout.state.params)
     placed = run.place(batch)
 
@@ -185,9 +188,9 @@ def test_a_model_has_the_loss_and_gradients_of_one_device(family, mesh, n, strat
     assert error < 1e-5, f"the gradient of {leaf} is off by {error:.1e} of its largest element"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh", "n", "strategy"), [
-    (*case, strategy) for case, strategy in zip(MORE, itertools.cycle(STRATEGIES))], ids=str)
+    pytest.param(*case, strategy, marks=SLOW if i % 7 == 2 else pytest.mark.exhaustive)
+    for i, (case, strategy) in enumerate(zip(MORE, itertools.cycle(STRATEGIES)))], ids=str)
 def test_training_has_the_numbers_of_one_device(family, mesh, n, strategy):
     policies = ("none", "full", "dots", "attention", "attention_and_dots")
     remat = policies[(n + len(family) + mesh[1]) % len(policies)]
@@ -196,7 +199,7 @@ def test_training_has_the_numbers_of_one_device(family, mesh, n, strategy):
     reference.check(run, family)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["gather", "ulysses"])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_training_in_a_pipeline_has_the_numbers_of_one_device(tensor, strategy):
@@ -204,6 +207,7 @@ def test_training_in_a_pipeline_has_the_numbers_of_one_device(tensor, strategy):
     reference.check(run, "qwen3")
 
 
+@pytest.mark.slow
 def test_evaluation_has_the_loss_of_one_device():
     one, spread = reference.build("gpt2"), reference.build("gpt2", (1, 1, 1), mesh__context=4)
     sums = [run.compiled_eval(reference.start(run).params, run.place(reference.batch(0)))
@@ -271,14 +275,16 @@ def temporary(strategy, n, tokens):
         return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("strategy", ["ring", *(pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_of_attention_falls_as_the_context_axis_grows(strategy):
     sizes = {n: temporary(strategy, n, 2048) for n in (1, 2, 4, 8)}
     print(f"{strategy}: MiB of temporaries on each device", {n: round(size / 2**20, 1) for n, size in sizes.items()})
     assert sizes[4] < 0.6 * sizes[2] and sizes[8] < 0.6 * sizes[4]
 
 
-@pytest.mark.parametrize("strategy", ["gather", *(pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES[::2])])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_of_attention_grows_no_faster_than_the_sequence(strategy):
     short, long = (temporary(strategy, 4, tokens) for tokens in (16384, 32768))
     print(f"{strategy}: {short / 2**20:.0f} MiB at 16,384 tokens, {long / 2**20:.0f} at 32,768")
@@ -355,7 +361,8 @@ def said(strategy, n, layers=2, tokens=64, heads=8, kv_heads=2, width=16):
     return found, {kind: layers * each.get(kind, 0) for kind in hlo.KINDS}, layers * 2 * 4 * tokens
 
 
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_strategy_says_what_its_formula_says(strategy, n):
     found, want, all_segments = said(strategy, n)
@@ -366,6 +373,7 @@ def test_each_strategy_says_what_its_formula_says(strategy, n):
     assert sum(c.bytes for c in integers) <= all_segments
 
 
+@pytest.mark.slow
 def test_kept_attention_is_not_computed_again():
     """Its two outputs are all that the policy keeps, and they suffice."""
     hops = {remat: reference.build("gpt2", (1, 1, 1), mesh__context=2, train__remat=remat).lower().as_text().count(
@@ -378,6 +386,7 @@ def whole_sequence(collective):
     return any(len(dims) > 2 and reference.SEQ in dims[1:-1] for _, dims in collective.arrays)
 
 
+@pytest.mark.slow
 def test_a_model_gathers_its_sequence_nowhere():
     """Not for the head, the embeddings, the positions or the norms: what travels is blocks of keys and values."""
     run = reference.build("gpt2", (1, 1, 2), mesh__context=4, mesh__context_strategy="ring")

@@ -16,6 +16,7 @@ from tools import calibrate
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_quick_on_two_virtual_devices(tmp_path, capsys):
     file = tmp_path / "mine.json"
     done = subprocess.run(

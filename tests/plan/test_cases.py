@@ -19,8 +19,9 @@ def test_all_cases_are_kept():
     assert len(CASES) >= 40
 
 
-@pytest.mark.parametrize("name", [name if name in SOON else pytest.param(name, marks=pytest.mark.slow)
-                                  for name in CASES])
+@pytest.mark.parametrize("name", [
+    name if name in SOON else pytest.param(name, marks=pytest.mark.slow if i % 3 == 0 else pytest.mark.exhaustive)
+    for i, name in enumerate(CASES)])
 def test_what_is_predicted_is_near_what_the_compiler_says(name):
     guess = bench_plan.predicted(CASES[name])
     assert guess.bytes == pytest.approx(KEPT[name]["bytes"], rel=0.15)

@@ -32,6 +32,7 @@ def _small(memory):
     return dataclasses.replace(targets.TARGETS["h100"], memory=memory / 0.92)
 
 
+@pytest.mark.slow
 def test_all_that_is_offered_fits_and_the_fastest_is_first(found):
     assert found.fitting
     assert all(choice.estimate.bytes <= found.target.room for choice in found.fitting)
@@ -40,6 +41,7 @@ def test_all_that_is_offered_fits_and_the_fastest_is_first(found):
     assert found.pareto()[0] is found.fitting[0]
 
 
+@pytest.mark.slow
 def test_what_is_too_large_says_by_how_much_and_what_would_help(found):
     assert found.too_large
     for choice in found.too_large:
@@ -80,6 +82,7 @@ def test_an_offloaded_state_takes_the_hosts_memory_and_the_time_of_its_way():
     assert away.time.parts["copies from and to hosts"] == pytest.approx(2 * away.host / target.host)
 
 
+@pytest.mark.slow
 def test_the_state_goes_to_the_hosts_where_nothing_else_fits():
     config = tiny(data__global_batch_size=64)
     least = estimate(change(config, {"mesh.data": 1, "mesh.fsdp": 8, "train.remat": "full", "optimizer.offload": True,
@@ -107,6 +110,7 @@ def test_sizes_in_words():
     assert [milliseconds(seconds) for seconds in (2.5, 0.00123, 4.56e-6, 0)] == ["2500.00", "1.23", "0.0046", "0"]
 
 
+@pytest.mark.slow
 def test_the_table_and_the_explanation_add_up(found):
     text = str(found)
     assert text.splitlines()[0].split() == ["layout", "GB", "step", "tokens/s", "MFU", "days", "cost"]
@@ -118,6 +122,7 @@ def test_the_table_and_the_explanation_add_up(found):
     assert sum(best.time.parts.values()) == pytest.approx(best.seconds)
 
 
+@pytest.mark.slow
 def test_mesh_auto_builds_what_fits_the_devices_that_are_here():
     run = jt.build(jt.load_config("configs/gpt.py:tiny", {"mesh": "auto", "data.global_batch_size": 16}))
     assert run.mesh.size == jax.device_count()
@@ -134,6 +139,7 @@ def test_mesh_auto_in_a_config_takes_the_place_of_sizes():
         jt.build(config, devices=8)
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_refused_with_what_does(monkeypatch):
     run = jt.build(tiny(mesh__data=8, train__remat="none", data__global_batch_size=64))
     need = estimate(run.config, targets.TARGETS["h100"], 8).bytes
@@ -198,6 +204,7 @@ def test_mistakes_are_one_line(words, said, capsys):
     assert said in err and len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_keys_of_a_layout_give_that_layout(found):
     """Keys that are 1, as the stage of ZeRO or the number of micro-batches, may be others in the config."""
     for choice in found.fitting[:6]:
@@ -207,6 +214,7 @@ def test_the_keys_of_a_layout_give_that_layout(found):
         assert again.bytes == choice.estimate.bytes and again.seconds == choice.estimate.seconds
 
 
+@pytest.mark.slow
 def test_other_precisions_are_ranked_where_they_are_asked_for():
     config, target = tiny(data__global_batch_size=64), targets.TARGETS["h100"]
     usual = search.search(config, target, 8, meshes_traced=2, refined=1)
@@ -226,6 +234,7 @@ def test_other_precisions_are_ranked_where_they_are_asked_for():
     assert "precision=float32" in f"{slow}" and "--config.train.precision=float32" in keys(ranked, slow)
 
 
+@pytest.mark.slow
 def test_every_stage_of_zero_is_looked_at():
     config = tiny(data__global_batch_size=64)
     large = search.search(config, targets.TARGETS["h100"], 8, meshes_traced=2, refined=2)
@@ -246,6 +255,7 @@ def test_nothing_fits(name, alone, bytes_each, tmp_path, capsys):
     assert state / 100_000 < int(least[1]) <= 4 * state / 100_000
 
 
+@pytest.mark.slow
 def test_with_mesh_auto_a_plan_is_what_a_run_would_choose(capsys):
     config = ["--config=configs/gpt.py:tiny", "--config.mesh=auto", "--config.data.global_batch_size=16"]
     assert main([*config, "--target=cpux8"]) == 0

@@ -71,11 +71,13 @@ def test_a_hang_between_steps(tmp_path):
     assert watchdog.heartbeats(tmp_path)[0]["step"] == 7
 
 
+@pytest.mark.slow
 def test_a_hang_before_the_first_step_has_its_own_limit(tmp_path):
     assert end(run(tmp_path, body="the_hang()", start_limit=1.0))[0] == exit_codes.RESTART
     assert end(run(tmp_path, body="the_hang()", hang="time.sleep(3)"))[:2] == (0, "went on\n")
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_limit_of_the_start(tmp_path):
     body = "with dog.training(), dog.phase('evaluation'): steps(dog); the_hang()"
     assert end(run(tmp_path, body=body, hang="time.sleep(3)"))[:2] == (0, "went on\n")
@@ -95,6 +97,7 @@ def test_an_error_whose_closing_hangs_is_not_lost(tmp_path):
     assert status == exit_codes.RESTART and "hangs in phase 'failure'" in error and "OSError: the real reason" in error
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_did_not_hang(tmp_path):
     process = run(tmp_path, floor=3.0, hang="time.sleep(0.4); os.kill(os.getpid(), signal.SIGSTOP); time.sleep(0.3)")
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)

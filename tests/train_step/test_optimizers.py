@@ -43,8 +43,9 @@ def alone(name):
     return losses(name, (1, 1, 1))
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "stage"), [
+    pytest.param(name, stage, marks=pytest.mark.slow if stage in (0, 3) else pytest.mark.exhaustive)
+    for name in OPTIMIZERS for stage in range(4)])
 def test_same_losses_on_a_mesh_and_under_zero(name, stage):
     off = np.abs(losses(name, (2, 2, 2), stage) / alone(name) - 1).max()
     assert off < 1e-5, f"{name} at zero_stage={stage} on data 2 x fsdp 2 x tensor 2 is off by {off:.1e} from one device"

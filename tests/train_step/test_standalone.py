@@ -120,9 +120,11 @@ CASES = [(kind, mesh, accumulation, zero, clip)
          for i, mesh in enumerate(MESHES) for j, (kind, accumulation) in enumerate(
              [("module", 1), ("tree", 4), ("module", 4)])
          for zero, clip in [((i + j) % 4, 0.5 if (i + j) % 2 else 0.0)]]
+QUICK = 1, 5, 6, 10  # every mesh and stage of ZeRO
 
 
-@pytest.mark.parametrize("kind, mesh, accumulation, zero, clip", CASES)
+@pytest.mark.parametrize("kind, mesh, accumulation, zero, clip", [
+    pytest.param(*case, marks=[] if i in QUICK else pytest.mark.slow) for i, case in enumerate(CASES)])
 def test_numbers_of_one_device(kind, mesh, accumulation, zero, clip):
     close(run(kind, jt.make_mesh(**mesh), accumulation=accumulation, zero_stage=zero, clip_norm=clip), plain(clip))
 
@@ -153,7 +155,7 @@ def test_mean_loss_and_evaluate():
     close(total / weight, plain(0)[0][0])
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_further_sums_are_metrics_of_the_whole_batch(accumulation):
     def loss(params, batch):
         found = tree_loss(params, batch)
@@ -189,7 +191,7 @@ def test_keys_follow_from_seed_step_and_micro_batch():
     assert drawn(1, 1, seed=4) != pytest.approx([of(0)])
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", [pytest.param("bfloat16", marks=pytest.mark.slow), "float16"])
 def test_low_precision(precision):
     seen = []
 

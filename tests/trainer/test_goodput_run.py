@@ -14,7 +14,7 @@ import pytest
 from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.observe.events import events
 from jaxtrain.observe.goodput import account, incarnations
-from tests.tiny import wait_for_checkpoint
+from tests.tiny import virtual_devices, wait_for_checkpoint
 
 ROOT = Path(__file__).parents[2]
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
@@ -50,7 +50,7 @@ def flags(tmp_path):
 
 def start(flags, devices=1, seconds=0.1):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-                   "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+                   "XLA_FLAGS": virtual_devices(devices)}
     return subprocess.Popen([sys.executable, "-c", RUN.format(seconds=seconds), *flags], env=environment,
                             stderr=subprocess.PIPE, text=True)
 

@@ -21,7 +21,7 @@ from jaxtrain.distributed import processes as distributed
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.run import build
-from tests.tiny import SLOW, free_address, tiny_flags
+from tests.tiny import SLOW, free_address, tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
@@ -61,7 +61,7 @@ def two_processes(flags, workdir, by_environment=False, seconds=0):
     try:
         for i in range(2):
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-                           "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+                           "XLA_FLAGS": virtual_devices(4)}
             where = [f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={i}"]
             if by_environment:
                 where = []

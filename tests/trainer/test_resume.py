@@ -95,6 +95,7 @@ def test_straight(flags, straight):
     assert CheckpointManager(straight / "checkpoints").meta(STEPS)["step"] == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_stopped(flags, straight, tmp_path, number):
     with process(flags, tmp_path) as started:
@@ -123,6 +124,7 @@ def test_killed_twice(flags, straight, tmp_path, capsys):
     assert_same_run(flags, tmp_path, straight)
 
 
+@pytest.mark.slow
 def test_second_interrupt_ends_at_once(flags, tmp_path):
     with process(flags, tmp_path, seconds=10) as started:
         wait_for_lines(tmp_path, 1, started)
@@ -135,6 +137,7 @@ def test_second_interrupt_ends_at_once(flags, tmp_path):
     assert "Traceback" not in err and CheckpointManager(tmp_path / "checkpoints").latest() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times, status", [(3, exit_codes.DONE), (100, exit_codes.RESTART)])
 def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, capsys, times, status):
     """The last save is tried again; if it comes to nothing, the next start does the last steps again."""
@@ -155,6 +158,7 @@ def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, 
     assert_same_run(flags, tmp_path / "work", straight)
 
 
+@pytest.mark.slow
 def test_a_storage_that_does_not_answer_at_the_end(flags, straight, tmp_path, monkeypatch, capsys):
     looks, usage = iter((errno.ENOSPC, errno.EIO, errno.ESTALE)), shutil.disk_usage
     last = tmp_path / "work" / "metrics.jsonl"
@@ -172,6 +176,7 @@ def test_a_storage_that_does_not_answer_at_the_end(flags, straight, tmp_path, mo
     assert_same_run(flags, tmp_path / "work", straight)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_wait_for_a_disk_that_is_full(flags, tmp_path, monkeypatch, capsys):
     usage, last = shutil.disk_usage, tmp_path / "work" / "metrics.jsonl"
 
@@ -193,6 +198,7 @@ def test_sigterm_ends_the_wait_for_a_disk_that_is_full(flags, tmp_path, monkeypa
     assert err.count("checkpoint 12 could not be saved") == 2  # the second one after the signal
 
 
+@pytest.mark.slow
 def test_on_another_mesh(flags, straight, halfway):
     mesh = ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
     assert main([*flags, *mesh, f"--workdir={halfway}"]) == 0
@@ -215,6 +221,7 @@ def test_finished(flags, straight, capsys):
     assert files() == before
 
 
+@pytest.mark.slow
 def test_an_evaluation_cut_off_is_made_up_for(flags, straight, tmp_path):
     shutil.copytree(straight, tmp_path / "work")
     lines = (straight / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -265,6 +272,7 @@ def test_a_damaged_checkpoint_is_passed_over(flags, straight, tmp_path, capsys):
     assert (tmp_path / "work" / "checkpoints" / f"{STEPS}.damaged").is_dir()
 
 
+@pytest.mark.slow
 def test_one_that_loads_as_another_is_passed_over(flags, straight, tmp_path, capsys, monkeypatch):
     """Its files are whole, and still it is not what was saved, as when a device's memory is bad."""
     shutil.copytree(straight, tmp_path / "work")
@@ -302,6 +310,7 @@ def test_seconds_held_up_are_in_the_metrics(straight):
     assert all(event["blocked_s"] > 0 for event in events(straight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError("the disk is gone"), UserError("data.source", "it is gone", "find it")])
 def test_an_error_in_the_data_thread(flags, straight, tmp_path, monkeypatch, capsys, error):
     """It surfaces as itself, and what was saved before it is whole."""
@@ -417,6 +426,7 @@ sys.exit(main())
     assert err == "stopped outside of the loop; run the same command again to resume\n"
 
 
+@pytest.mark.slow
 def test_sigterm_behind_the_last_step_changes_nothing(flags, tmp_path, monkeypatch):
     """As from a supervisor that has just decided to start with more processes: there is nothing to start again."""
     sample = importlib.import_module("jaxtrain.hub.generate")

@@ -27,7 +27,7 @@ from jaxtrain.run import build
 from jaxtrain.train_step.anomaly import History
 from jaxtrain.trainer.loop import train
 from jaxtrain.trainer.rollback import AnomalyGuard, GivenUp, RolledBack, apply_pending_rollback
-from tests.tiny import free_address, tiny_flags
+from tests.tiny import free_address, tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
@@ -95,6 +95,7 @@ def never_saw(flags, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_rolled_back(flags, never_saw, poison, tmp_path, capsys, monkeypatch):
     live = []
 
@@ -182,6 +183,7 @@ def test_killed_when_it_was_decided(flags, never_saw, poison, tmp_path):
     assert_went_as(flags, tmp_path, never_saw)
 
 
+@pytest.mark.slow
 def test_a_save_that_failed_does_not_end_the_run_that_goes_back(flags, never_saw, poison, tmp_path, monkeypatch):
     phases, watchdogs = [], []
 
@@ -207,6 +209,7 @@ def test_a_save_that_failed_does_not_end_the_run_that_goes_back(flags, never_saw
     assert phases == ["checkpoint", "checkpoint"]
 
 
+@pytest.mark.slow
 def test_asked_to_stop_while_it_goes_back(flags, never_saw, poison, tmp_path, monkeypatch):
     def stopped(self, *args, roll_back=AnomalyGuard._roll_back):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -231,6 +234,7 @@ def test_what_did_not_come_to_its_loop_is_closed(flags, never_saw, tmp_path, mon
     assert len({id(one) for one in closed}) == 2
 
 
+@pytest.mark.slow
 def test_skipped(flags, poison, tmp_path):
     poison("strange", {BAD})
     assert main([*flags, *words(resilience__spikes="skip"), f"--workdir={tmp_path}"]) == 0
@@ -246,9 +250,10 @@ def test_skipped(flags, poison, tmp_path):
     assert (ours.step, ours.skipped, ours.extras["history"].seen) == (STEPS, 1, STEPS - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices, mesh", [
     pytest.param(1, {}, id="one"),
-    pytest.param(8, dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2), id="product", marks=pytest.mark.slow)])
+    pytest.param(8, dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2), id="product")])
 def test_on_any_mesh_the_same_is_decided(flags, never_saw, poison, tmp_path, devices, mesh):
     poison("strange", {BAD})
     keys = [*flags[1:], *words(resilience__spikes="rollback", **mesh)]
@@ -342,6 +347,7 @@ def test_limits(tmp_path):
 
 # ------------------------------------------------------------------------------------------ checkpoints and rollbacks
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_time_before_histories_has_an_empty_one(flags, never_saw, tmp_path):
     config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
     run = build(config)
@@ -369,7 +375,7 @@ def test_void_checkpoints_are_set_aside_whole(tmp_path):
 def test_two_processes_go_back_together(flags, never_saw, tmp_path):
     coordinator = free_address()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-                   "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+                   "XLA_FLAGS": virtual_devices(4)}
     script = KILLED.format(bad=BAD, settles=9)
     both = [subprocess.Popen(
         [sys.executable, "-c", script, *flags, *words(resilience__spikes="rollback"), f"--coordinator={coordinator}",

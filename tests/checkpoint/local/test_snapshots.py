@@ -23,7 +23,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
 from jaxtrain.run import build
-from tests.tiny import SLOW, free_address, tiny_flags, wait_for_checkpoint, wait_for_lines
+from tests.tiny import SLOW, free_address, tiny_flags, virtual_devices, wait_for_checkpoint, wait_for_lines
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
@@ -198,7 +198,7 @@ def processes(flags, workdir, many, devices):
     try:
         for i in range(many):
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "OWN_DISK": disk(workdir, i),
-                           "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+                           "XLA_FLAGS": virtual_devices(devices)}
             where = [f"--coordinator={coordinator}", f"--num_processes={many}", f"--process_id={i}"]
             command = [sys.executable, "-c", SLOW % 0.25, *flags, *(where if many > 1 else []),
                        "--config.checkpoint.local_dir=$OWN_DISK", f"--workdir={workdir}"]
@@ -266,8 +266,9 @@ def test_a_whole_snapshot_counts_where_no_checkpoint_is_good(flags, tmp_path):
     assert "checkpoint 5 is damaged" in said[0] and "resumed from the snapshot of step " in said[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [["data=6"], ["data=2", "fsdp=3"]], ids=["replicas", "shards"])
+@pytest.mark.parametrize("mesh", [
+    pytest.param(["data=6"], marks=pytest.mark.exhaustive, id="replicas"),
+    pytest.param(["data=2", "fsdp=3"], marks=pytest.mark.slow, id="shards")])
 def test_one_of_three_lost_with_its_memory(flags, tmp_path, mesh):
     flags = [*flags, *(f"--config.mesh.{axis}" for axis in mesh), "--config.optimizer.zero_stage=1"]
     calm, work = tmp_path / "calm", tmp_path / "work"

@@ -74,6 +74,7 @@ checkpoints.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what, who", [("write", 0), ("write", 2), ("sums", 0), ("sums", 1), ("commit", 0)])
 def test_a_save_that_fails_in_one_process_alone(tmp_path, what, who):
     address = free_address()

@@ -107,6 +107,7 @@ def test_licences_and_lists(tmp_path):
     assert apply("licence=mit", "x") == "licence=mit: no licence"
 
 
+@pytest.mark.slow
 def test_datatroves_filters_and_formatters_by_name():
     assert apply("datatrove:RegexFilter(regex_exp='forbidden')", "is forbidden").endswith(": filtered")
     assert apply("datatrove:SymbolLinesFormatter(symbols_to_remove=['|'])", "x\n|\ny").content == b"x\ny"
@@ -149,6 +150,7 @@ def test_removal_of_duplicates_sees_cleaned_text(tmp_path):
         {"step": "deduplicate=exact", "seen": 4, "changed": 0, "removed": {"equal to another": 2}}]
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path):
     """Even with a step that keeps something in mind: datatrove's goes through its replacements in turn."""
     source = jsonl(tmp_path / "a.jsonl", *RECORDS, *RECORDS)
@@ -157,7 +159,8 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path):
     assert tree(one.path) == tree(three.path) and len(one.train.shards) > 3
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [
+    pytest.param(3, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.exhaustive)])
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills):
     source, rng = jsonl(tmp_path / "a.jsonl", *RECORDS * 60), random.Random(kills)
     flags = ["--task_bytes=60000", "--workers=2", "--deduplicate=near", "--steps", *STEPS]
@@ -305,15 +308,16 @@ def test_the_example_leaves_out_keys(tmp_path):
     (["--steps", "own_steps:nothing"], "own_steps:nothing gave None for a.jsonl, line 1"),
     (["--steps", "own_steps:string"], "own_steps:string gave 'text' as the content of a.jsonl, line 1"),
     (["--steps", "own_steps:cut", "--deduplicate"], r"own_steps:cut gave b'\xc3' as the content of a.jsonl, line 1"),
-    (["--steps", "datatrove:Nonsense"], "datatrove has no filter or formatter 'Nonsense'"),
-    (["--steps", "datatrove:RegexFilter(1)"], "datatrove:RegexFilter(1) is not understood"),
-    (["--steps", "datatrove:RegexFilter(pattern='x')"], "RegexFilter(pattern='x') cannot be made (TypeError"),
     (["--deduplicate=fuzzy"], "invalid choice: 'fuzzy'"),
     (["--deduplicate=near", "--near_threshold=2"], "--near_threshold: 2.0 is not between"),
     (["--describe", "nonsense"], "--describe: 'nonsense' is no KEY=VALUE"),
     (["--describe", "desciption=x"], "has no field 'desciption'; did you mean 'description'?"),
     (["--describe", "date_published=soon"], "date_published=soon is no date"),
     (["--sample=3"], "--sample: 3 is for nothing"),
+    *(pytest.param(["--steps", f"datatrove:{call}"], words, marks=pytest.mark.slow) for call, words in (
+        ("Nonsense", "datatrove has no filter or formatter 'Nonsense'"),
+        ("RegexFilter(1)", "datatrove:RegexFilter(1) is not understood"),
+        ("RegexFilter(pattern='x')", "RegexFilter(pattern='x') cannot be made (TypeError"))),
 ])
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, plugin, flags, words):
     plugin(PLUGIN)
@@ -329,6 +333,7 @@ def test_tokens_cannot_be_cleaned():
         Steps(["pii"])(Ids("x", np.arange(3)))
 
 
+@pytest.mark.slow
 def test_a_step_that_leaves_nothing_removes():
     assert Steps(["datatrove:SymbolLinesFormatter(symbols_to_remove=['|'])"])(Text("a", b"|")) == (
         "datatrove:SymbolLinesFormatter(symbols_to_remove=['|']): nothing was left of it")

@@ -43,7 +43,7 @@ HARM = {
 }
 
 
-@pytest.fixture(params=["here", "there"])
+@pytest.fixture(params=["here", pytest.param("there", marks=pytest.mark.slow)])
 def place(request, tmp_path):
     """harmed folder -> where a run would read it."""
     if request.param == "here":

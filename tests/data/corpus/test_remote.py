@@ -63,6 +63,7 @@ def cached(tmp_path) -> int:
     return size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_batches_are_those_of_the_corpus_here_through_a_bad_network(impatient, network, url, corpus, tmp_path,
                                                                     packing):
@@ -74,6 +75,7 @@ def test_batches_are_those_of_the_corpus_here_through_a_bad_network(impatient, n
         assert len(network.faults) >= least and "silent" in network.faults
 
 
+@pytest.mark.slow
 def test_a_chunk_is_fetched_once_and_then_read_from_the_disk(network, url, corpus, tmp_path):
     network.calm()
     first = stream(config(url, tmp_path), range(100))
@@ -85,6 +87,7 @@ def test_a_chunk_is_fetched_once_and_then_read_from_the_disk(network, url, corpu
     assert [request for request in network.requests if "train-" in request] == []  # but for manifest and listing
 
 
+@pytest.mark.slow
 def test_evaluation_reads_every_row_once(url, corpus, tmp_path):
     here, there = (eval_batches(c, load_corpus(c)) for c in (config(corpus, tmp_path), config(url, tmp_path)))
     assert here.num_batches == there.num_batches
@@ -93,6 +96,7 @@ def test_evaluation_reads_every_row_once(url, corpus, tmp_path):
             np.testing.assert_array_equal(column, there[step][name])
 
 
+@pytest.mark.slow
 def test_a_cache_smaller_than_the_corpus_stays_so(network, url, corpus, tmp_path):
     small = config(url, tmp_path, cache_bytes=4 * CHUNK)
     batches, want = (train_batches(c, load_corpus(c)) for c in (small, config(corpus, tmp_path)))
@@ -103,6 +107,7 @@ def test_a_cache_smaller_than_the_corpus_stays_so(network, url, corpus, tmp_path
     assert len([request for request in network.requests if request.endswith(".bin")]) > 20  # some came again
 
 
+@pytest.mark.slow
 def test_what_the_disk_did_to_a_chunk_is_put_right(network, url, corpus, tmp_path):
     want = stream(config(url, tmp_path))
     damaged = sorted((tmp_path / "cache").rglob("chunks/*/*"))
@@ -115,6 +120,7 @@ def test_what_the_disk_did_to_a_chunk_is_put_right(network, url, corpus, tmp_pat
     assert len([request for request in network.requests if request.endswith(".bin")]) == 3
 
 
+@pytest.mark.slow
 def test_offsets_are_kept_and_checked(network, url, corpus, tmp_path):
     open_corpus(url, tmp_path)
     network.calm()
@@ -146,6 +152,7 @@ def reading(url, tmp_path, cache_bytes) -> subprocess.Popen:
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
 
 
+@pytest.mark.slow
 def test_processes_share_a_cache_and_put_up_with_each_other(network, url, corpus, tmp_path):
     network.shake(5, share=0.1)
     both = [reading(url, tmp_path, 3 * CHUNK) for _ in range(2)]
@@ -157,6 +164,7 @@ def test_processes_share_a_cache_and_put_up_with_each_other(network, url, corpus
     assert cached(tmp_path) <= 4 * CHUNK  # one of them may have come between the other's looking and writing
 
 
+@pytest.mark.slow
 def test_a_kill_while_caching_leaves_nothing_wrong(network, url, corpus, tmp_path):
     cut = 0
     for wait in (0.0, 0.05, 0.15):
@@ -198,6 +206,7 @@ def one_sentence(caught) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_is_no_corpus_is_said(bucket, tmp_path):
     for url in (f"{bucket}/none", "s3://no-such-bucket/x"):
         with pytest.raises(UserError) as caught:
@@ -205,6 +214,7 @@ def test_what_is_no_corpus_is_said(bucket, tmp_path):
         assert f"data.source: {url} has no manifest.json, so it is no corpus" in one_sentence(caught)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train-00001.bin", "train-00001.trained.bin", "train-00001.offsets.npy"])
 def test_an_object_that_is_missing_is_named_when_the_corpus_is_opened(url, tmp_path, name):
     storage._connected("s3").rm_file(f"{url}/{name}")
@@ -213,6 +223,7 @@ def test_an_object_that_is_missing_is_named_when_the_corpus_is_opened(url, tmp_p
     assert f"{url}/{name}" in one_sentence(caught) and "is not there" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_object_that_is_too_short_is_named_when_the_corpus_is_opened(url, tmp_path):
     storage._connected("s3").pipe_file(f"{url}/train-00001.bin", b"123")
     with pytest.raises(UserError) as caught:
@@ -220,6 +231,7 @@ def test_an_object_that_is_too_short_is_named_when_the_corpus_is_opened(url, tmp
     assert f"{url}/train-00001.bin has 3 bytes instead of 2600000" in one_sentence(caught)
 
 
+@pytest.mark.slow
 def test_an_object_that_vanishes_later_is_named_at_its_step(network, url, tmp_path):
     batches = train_batches(config(url, tmp_path), load_corpus(config(url, tmp_path)))
     batches[0]
@@ -233,6 +245,7 @@ def test_an_object_that_vanishes_later_is_named_at_its_step(network, url, tmp_pa
     assert "trained.bin: is not there" in one_sentence(caught)
 
 
+@pytest.mark.slow
 def test_a_store_that_stays_away_is_named_at_its_step(network, url, tmp_path):
     batches = train_batches(config(url, tmp_path), load_corpus(config(url, tmp_path)))
     network.fault = lambda *_: "busy"
@@ -251,6 +264,7 @@ def test_a_store_that_stays_away_is_named_at_its_step(network, url, tmp_path):
         pytest.fail("it did not recover")
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_costs_only_time(url, corpus, tmp_path):
     there = config(url, tmp_path)
     load_corpus(there)

@@ -69,7 +69,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["audio", "events"])
-@pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.exhaustive)])
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kind, kills):
     make, source = KINDS[kind]
     inputs, rng = make(tmp_path / "in"), random.Random(kills)

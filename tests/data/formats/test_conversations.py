@@ -420,6 +420,7 @@ def test_examples_of_preferences_are_what_they_say(tmp_path):
     assert (first, second) == ("user: Say hello.\nassistant: Hello!", "user: Say hello.\nassistant: No.")
 
 
+@pytest.mark.slow
 def test_a_command_line_prepares_and_another_one_trains(tmp_path):
     def run(*words):
         done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=300)

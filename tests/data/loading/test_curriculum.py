@@ -72,8 +72,9 @@ def random_config(rng: random.Random, names) -> DataConfig:
 
 
 def few_of(cases):
-    """The first of them at once, the others among the long tests."""
-    return [case if case < 6 else pytest.param(case, marks=pytest.mark.slow) for case in range(cases)]
+    """The first of them are quick, as many more slow, and the rest exhaustive."""
+    return [case if case < 6 else pytest.param(case, marks=pytest.mark.slow if case < 12 else pytest.mark.exhaustive)
+            for case in range(cases)]
 
 
 @pytest.mark.parametrize("case", few_of(30))

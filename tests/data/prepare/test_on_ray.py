@@ -16,7 +16,7 @@ from jaxtrain.data.prepare.tasks import tokenize_shard
 from jaxtrain.errors import UserError
 from tests.data.prepare.test_on_slurm import files, write
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="ray comes with the extra .[test-all]")
 ROOT = Path(__file__).parents[3]
 
 

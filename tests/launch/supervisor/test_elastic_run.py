@@ -13,7 +13,7 @@ import pytest
 
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
-from tests.tiny import tiny_flags
+from tests.tiny import tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
@@ -70,7 +70,7 @@ def test_four_three_two_four(flags, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     calm, stormy = tmp_path / "calm", tmp_path / "stormy"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-                   "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+                   "XLA_FLAGS": virtual_devices(1)}
     alone = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "calm.txt"), "0", *flags, f"--workdir={calm}"]
     subprocess.run(alone, env=environment, check=True, timeout=200, stderr=subprocess.DEVNULL)
 

@@ -154,6 +154,7 @@ def test_recovered(run, tmp_path):
     assert recovered["step"] == 2 and recovered["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_crash_loop_is_given_up(run, tmp_path):
     """The cause is shown: not who died first of it, nor who died last."""
     plan = {"1": ["meet 2", "raise Gloo all-reduce failed: Connection closed by peer"],
@@ -206,6 +207,7 @@ def test_preempted_processes_are_started_again(run, tmp_path):
     assert code == 0 and kinds(tmp_path) == ["attempt", "restart", "attempt", "restart", "attempt"]
 
 
+@pytest.mark.slow
 def test_the_silent_are_ended(run, tmp_path):
     process = run({"1:0": ["await never"], "1:1": ["await never"]}, "--silent=5")
     until((tmp_path / "ready-1-1").exists)
@@ -214,6 +216,7 @@ def test_the_silent_are_ended(run, tmp_path):
     assert code == 0 and "process 1 gave no sign of life; starting again" in err
 
 
+@pytest.mark.slow
 def test_the_silent_are_blamed_where_their_peers_notice_first(run, tmp_path):
     process = run({"1:0": ["await go", "exit 76"], "1:1": ["await never"]}, "--max_restarts=0")
     until(lambda: all((tmp_path / f"ready-1-{rank}").exists() for rank in range(2)))
@@ -225,6 +228,7 @@ def test_the_silent_are_blamed_where_their_peers_notice_first(run, tmp_path):
     assert "SIGKILL" not in err
 
 
+@pytest.mark.slow
 def test_who_writes_down_a_hang_may_end_later(run, tmp_path):
     process = run({"1:0": ["meet 1", "exit 76"],
                    "1:1": ["meet 0", "outlive 0", "await go", "say all is written", "exit 76"]})

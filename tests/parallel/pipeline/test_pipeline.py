@@ -74,25 +74,31 @@ def dealt():
             for (schedule, (stage, mesh)), family, *choice in zip(every, *columns, strict=True)}
 
 
-@pytest.mark.parametrize("case", QUICK)
+@pytest.mark.parametrize("case", [
+    case if case == "1f1b" else pytest.param(case, marks=pytest.mark.slow) for case in QUICK])
 def test_a_pipeline_gives_the_numbers_of_one_device(case):
     family, mesh, keys = QUICK[case]
     reference.check(reference.build(family, mesh, **keys), family, FEW)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", cases := SLOW | dealt())
+EVERY = SLOW | dealt()
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(name, marks=pytest.mark.slow if i % 4 == 0 else pytest.mark.exhaustive)
+    for i, name in enumerate(EVERY)])
 def test_a_pipeline_gives_the_numbers_of_one_device_everywhere(case):
-    family, mesh, keys = cases[case]
+    family, mesh, keys = EVERY[case]
     reference.check(reference.build(family, mesh, **keys), family, FEW)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [
+    pytest.param(name, marks=pytest.mark.slow if name == "zb_v" else pytest.mark.exhaustive) for name in SCHEDULES])
 def test_a_pipeline_gives_the_losses_of_one_device_for_all_of_a_training(schedule):
     reference.check(reference.build("gpt2", (1, 2, 2), **pipeline(schedule, mesh__stage=2)))
 
 
+@pytest.mark.slow
 def test_a_table_of_ones_own_gives_the_numbers_of_one_device(tmp_path):
     table = tmp_path / "own.csv"
     table.write_text(OWN)
@@ -100,6 +106,7 @@ def test_a_table_of_ones_own_gives_the_numbers_of_one_device(tmp_path):
     reference.check(reference.build("gpt2", (1, 2, 1), **keys), steps=FEW)
 
 
+@pytest.mark.slow
 def test_a_table_may_place_stages_in_another_order(tmp_path):
     table = tmp_path / "turned.json"
     table.write_text(json.dumps(TURNED))
@@ -107,16 +114,18 @@ def test_a_table_may_place_stages_in_another_order(tmp_path):
     reference.check(run, steps=FEW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [
-    pytest.param("bfloat16", 5e-2, marks=pytest.mark.slow), ("float16", 1e-2)])
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_v", marks=pytest.mark.slow)])
+    ("bfloat16", 5e-2), ("float16", 1e-2)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_low_precision_is_close(schedule, precision, tolerance):
     keys = pipeline(schedule, mesh__stage=2, model__num_layers=5, train__precision=precision)
     reference.check(reference.build("gpt2", (1, 2, 1), **keys), steps=FEW, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("case", ["zb_v", *(pytest.param(name, marks=pytest.mark.slow)
-                                           for name in (*QUICK, *SLOW) if name != "zb_v")])
+@pytest.mark.parametrize("case", [
+    *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK),
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SLOW)])
 def test_evaluation_gives_the_loss_of_one_device(case):
     family, mesh, keys = (QUICK | SLOW)[case]
     run = reference.build(family, mesh, **keys)

@@ -18,7 +18,7 @@ from tests.numerics import reference
 F32 = 4
 ROWS, SEQ, DIM = 2, 16, 32  # of one micro-batch on one device
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
-SLOW = pytest.mark.slow
+SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 
 
 def step(schedule, mesh, microbatches=4, layers=4, overlap=False):
@@ -42,8 +42,8 @@ def spanning(found, sizes, axis="stage"):
 
 
 @pytest.mark.parametrize(("schedule", "mesh", "layers"), [
-    ("1f1b", (1, 2, 2), 5), ("zb_v", (2, 1, 2), 4),
-    *(pytest.param(schedule, mesh, layers, marks=SLOW) for schedule in SCHEDULES
+    *(pytest.param(*case, marks=SLOW) for case in (("1f1b", (1, 2, 2), 5), ("zb_v", (2, 1, 2), 4))),
+    *(pytest.param(schedule, mesh, layers, marks=EXHAUSTIVE) for schedule in SCHEDULES
       for mesh, layers in (((1, 2, 2), 5), ((2, 1, 2), 4), ((2, 2, 1), 5)))])
 def test_no_collective_in_a_branch_joins_two_stages(schedule, mesh, layers):
     run, found = step(schedule, mesh, layers=layers)
@@ -85,8 +85,9 @@ def test_groups_of_devices_are_read_in_every_form(text, groups):
 # ---------------------------------------------------------------------------------------------------- bytes
 
 @pytest.mark.parametrize(("schedule", "mesh", "overlap"), [
-    ("1f1b", (2, 2, 1), False), ("zb_v", (2, 1, 2), False),
-    *(pytest.param(schedule, (1, 1, 2), overlap, marks=SLOW) for schedule in SCHEDULES for overlap in (False, True))])
+    *(pytest.param(schedule, mesh, False, marks=SLOW) for schedule, mesh in (("1f1b", (2, 2, 1)), ("zb_v", (2, 1, 2)))),
+    *(pytest.param(schedule, (1, 1, 2), overlap, marks=EXHAUSTIVE)
+      for schedule in SCHEDULES for overlap in (False, True))])
 def test_stages_exchange_two_activations_a_tick(schedule, mesh, overlap):
     run, found = step(schedule, mesh, overlap=overlap)
     ticks, A = run.schedules[0].length, ROWS * SEQ * DIM * F32 // mesh[2]  # the sequence is split between blocks
@@ -116,7 +117,8 @@ def sums(found, sizes):
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [
-    ("1f1b", 4), ("1f1b", 8), *(pytest.param(schedule, 8, marks=SLOW) for schedule in SCHEDULES)])
+    ("1f1b", 4), pytest.param("1f1b", 8, marks=SLOW), pytest.param("zb_v", 8, marks=SLOW),
+    *(pytest.param(schedule, 8, marks=EXHAUSTIVE) for schedule in ("gpipe", "interleaved", "zb_h1"))])
 def test_gradients_are_summed_once_a_step(schedule, microbatches):
     run, found = step(schedule, (2, 2, 1), microbatches=microbatches)
     over, want = sums(found, run.mesh.shape), {"reduce-scatter": 0, "all-reduce": 0}
@@ -132,7 +134,8 @@ def test_gradients_are_summed_once_a_step(schedule, microbatches):
         f"summed in every tick, not once:\n{hlo.table(inside)}")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(schedule, marks=SLOW) for schedule in SCHEDULES)])
+@pytest.mark.parametrize("schedule", ["1f1b", *(
+    pytest.param(schedule, marks=EXHAUSTIVE) for schedule in SCHEDULES if schedule != "1f1b")])
 def test_weights_are_gathered_once_a_step(schedule):
     run, found = step(schedule, (2, 2, 1))
     gathered = [c for c in found if c.kind == "all-gather" and c.joins("fsdp", run.mesh.shape)]

@@ -40,17 +40,19 @@ def check_growth(schedule, counts, inputs_kept):
                                         f"activation has {ACTIVATION:,}")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(schedule, marks=SLOW) for schedule in FLAT[1:])])
+@pytest.mark.parametrize("schedule", [pytest.param(schedule, marks=SLOW) for schedule in FLAT])
 def test_memory_does_not_grow_with_micro_batches(schedule):
     check_growth(schedule, (8, 32), inputs_kept=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(8, 32), pytest.param((4, 8, 16, 32), marks=SLOW)], ids=str)
 def test_gpipe_keeps_one_stage_input_for_each_micro_batch(counts):
     check_growth("gpipe", counts, inputs_kept=1)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", *FLAT])
+@pytest.mark.parametrize("schedule", [
+    pytest.param(name, marks=[] if name in ("1f1b", "zb_v") else SLOW) for name in ("gpipe", *FLAT)])
 def test_the_program_does_not_grow_with_micro_batches(schedule):
     lines = {m: build(schedule, m).lower().as_text().count("\n") for m in (8, 32)}
     assert lines[8] == lines[32], f"{lines[8]} and {lines[32]} instructions with 8 and 32 micro-batches"

@@ -151,6 +151,7 @@ def test_a_file_that_cannot_be_written(found, tmp_path):
             html.write(found, path, "one")
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
     words = ["--config=configs/llama3_8b.py:tiny", "--target=h100", f"--html={tmp_path / 'page.html'}"]
     assert main(words) == 0

@@ -16,7 +16,8 @@ from tests.faults import flipped_somewhere
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module", params=[1, 4], ids=["one", "product"])
+@pytest.fixture(scope="module", params=[
+    pytest.param(1, id="one"), pytest.param(4, id="product", marks=pytest.mark.slow)])
 def run(request, tmp_path_factory):
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(500)))
@@ -37,6 +38,7 @@ class Faulty:
         return (flipped_somewhere(state, self.device) if self.calls % 2 == 0 else state), metrics
 
 
+@pytest.mark.slow
 def test_the_same_bits_twice(run, tmp_path):
     replays, state, plain = Replays(2, SuspectDevices(tmp_path)), run.init(), run.init()
     for step in range(1, 6):

@@ -21,7 +21,7 @@ from jaxtrain.resilience.corruption.replicas import LAG, Replicas
 from jaxtrain.resilience.corruption.suspects import Corrupted, SuspectDevices
 from jaxtrain.sharding.mesh import make_mesh
 from tests.faults import flipped, flipped_somewhere
-from tests.tiny import free_address, tiny_flags
+from tests.tiny import free_address, tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[3]
 
@@ -122,6 +122,7 @@ def with_fault(monkeypatch, at, device):
     monkeypatch.setattr(Replays, "run", run)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_wrong_device(flags, tmp_path, capfd):
     workdir = tmp_path / "work"
     def life(at):
@@ -165,7 +166,7 @@ def test_two_processes_stop_together(flags, tmp_path, mesh, named):
     """Device 3 is the second one of process 1; both processes know, at the same step."""
     coordinator = free_address()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-                   "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+                   "XLA_FLAGS": virtual_devices(2)}
     command = [sys.executable, "-c", FAULTY, *flags, *(f"--config.mesh.{axis}" for axis in mesh),
                "--config.checkpoint.every=0", "--config.resilience.replay_every=1",
                f"--coordinator={coordinator}", "--num_processes=2"]
