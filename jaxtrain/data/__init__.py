@@ -1,16 +1,16 @@
-"""Text to batches: source -> tokenizer -> cache -> packed rows -> batches.
+"""The data pipeline, from text to batches: source -> tokenizer -> cache -> packed rows -> batches.
 
     corpus = load_corpus(config.data)                              # tokenised once, memory-mapped after that
     rows = PackedRows(corpus.train, config.data.seq_len)           # documents packed into rows
     batches = Batches(rows, global_batch_size=16, seed=0)          # batches[n] is a pure function of n
 
-    corpus = open_sequences("corpora/speech")                      # or audio and events, which are no text
-    rows = SequenceRows(corpus.train)                              # each a row of its own (DocumentRows: documents)
+    corpus = open_sequences("corpora/speech")                      # or audio and events instead of text
+    rows = SequenceRows(corpus.train)                              # one sequence per row (DocumentRows: one document)
     batches = BucketedBatches(rows, buckets=[200, 800, 3000], global_batch_size=16, seed=0)
 
 A folder that `python -m jaxtrain.data.prepare` made is opened as it is; smaller text is tokenised on first use.
 
-Nothing here knows of devices: a process asks for its rows of a batch with `batches.rows(step, indices)`.
+Nothing here depends on devices: each process reads its own rows of a batch with `batches.rows(step, indices)`.
 """
 
 import importlib
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxtrain.data.loading.packing import PackedRows
     from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
-_NAMES = {  # module: what it gives
+_NAMES = {  # module: the names it provides
     "corpus.corpus": ["Corpus", "Tokens"],
     "corpus.open": ["open_corpus"],
     "corpus.sequences": ["SequenceCorpus", "Sequences", "open_sequences"],
@@ -42,7 +42,7 @@ _NAMES = {  # module: what it gives
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [  # imported when first used: a run pays for what it reads
+__all__ = [  # imported on first use, so that a run imports only what it needs
     "Batches", "BucketedBatches", "Corpus", "Document", "DocumentRows", "PackedRows", "SequenceCorpus", "SequenceRows",
     "Sequences", "Tokenizer", "Tokens", "find_documents", "load_corpus", "load_tokenizer", "open_corpus",
     "open_sequences", "prefetch"]

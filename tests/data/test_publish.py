@@ -90,7 +90,7 @@ def test_killed_half_way_it_goes_on(network, bucket, corpus, tmp_path):
     go_on.set()
     there = {found.name for found in storage.find(url)}
     assert 0 < len(there) < 15 and "manifest.json" not in there
-    with pytest.raises(UserError, match=r"has no manifest\.json, so it is no corpus"):
+    with pytest.raises(UserError, match=r"has no manifest\.json, so it is not a corpus"):
         open_corpus(url, tmp_path)
     network.calm()
     sent = publish(corpus, url)

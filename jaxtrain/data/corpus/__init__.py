@@ -1,1 +1,1 @@
-"""Tokenised text on disk: its files, how they are written, opened and verified."""
+"""Tokenised text on disk: the file format, and code to write, open and verify it."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and survive a power cut once they are."""
+"""Write files atomically: complete or absent, and durable across a power failure."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears at `path`, durable, when the block ends without an error; until then under another name."""
+    """Yield a file that appears at `path`, durable, when the block ends without error; another name until then."""
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with open(partial, "wb") as file:
@@ -25,7 +25,7 @@ def written(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Sync a folder to disk, so that the names in it are durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -34,17 +34,17 @@ def sync(folder: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Readable, and the same bytes for the same content."""
+    """Write readable JSON; equal content gives equal bytes."""
     with written(path) as file:
         file.write(json.dumps(content, indent=1).encode())
 
 
 def digest(content: Any) -> str:
-    """Of anything that JSON can say."""
+    """Return the sha256 of any content that JSON can represent."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """The sha256 of a file."""
+    """Return the sha256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,6 +1,6 @@
-"""Tokens on disk, memory-mapped: documents end to end over any number of shards, each closed by the end-of-document id.
+"""A tokenised corpus: memory-mapped shards of documents, each document closed by the end-of-document id.
 
-Made by `prepare` and opened by opening.py, or from small text by cache.py.
+`prepare` makes a corpus and open.py opens it; text_cache.py makes one from small text.
 """
 
 import bisect
@@ -18,16 +18,16 @@ from jaxtrain.errors import UserError
 
 FORMAT = "jaxtrain-corpus-2"
 SPLITS = ("train", "eval")
-UNFINISHED = "unfinished"  # a folder beside the shards, with what `prepare` knows of them, until there is a manifest
+UNFINISHED = "unfinished"  # a folder next to the shards that holds the state of `prepare` until the manifest is written
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One stretch of a split: whole documents."""
+    """A part of a split that holds whole documents."""
 
-    tokens: Any  # an array, or what can be sliced like one
-    offsets: np.ndarray  # where each document starts, and the end of the last; int64
-    trained: Any = None  # whether each token is to be learnt (1) or only read (0); None: all are
+    tokens: Any  # an array, or an object that can be sliced like one
+    offsets: np.ndarray  # int64: the start of each document, and the end of the last one
+    trained: Any = None  # whether each token is trained on (1) or only context (0); None: all are trained on
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Tokens:
     """The tokens of one split."""
 
     shards: tuple[Shard, ...]
-    num_bytes: int  # of the text that the tokens stand for
+    num_bytes: int  # size of the text behind the tokens
 
     def __post_init__(self):
         starts = [0, *accumulate(len(shard.tokens) for shard in self.shards)]
@@ -43,43 +43,43 @@ class Tokens:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the split, end-of-document ids included."""
+        """The number of tokens in the split, including end-of-document ids."""
         return self._starts[-1]  # type: ignore[attr-defined]
 
     @property
     def num_documents(self) -> int:
-        """Documents in the split."""
+        """The number of documents in the split."""
         return sum(len(shard.offsets) - 1 for shard in self.shards)
 
     @functools.cached_property
     def masked(self) -> bool:
-        """Whether some tokens are only read."""
+        """Whether some tokens are only context, without a loss."""
         return any(shard.trained is not None for shard in self.shards)
 
     @property
     def lost(self) -> int:
-        """Tokens that are known to be corrupt, or their marks; remote ones become known when they are asked for."""
+        """The number of tokens known to be corrupt, in ids or masks; a remote chunk is known only once it is read."""
         return sum(max(column.damage.lost if hasattr(column, "damage") else 0
                        for column in (shard.tokens, shard.trained)) for shard in self.shards)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop` of the split, as int32."""
+        """Return tokens `start` to `stop` of the split as int32."""
         return self.stored(start, stop).astype(np.int32)
 
     def stored(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop` of the split as they are stored, where possible without a copy."""
+        """Return tokens `start` to `stop` of the split in their stored dtype, without a copy where possible."""
         parts = [shard.tokens[a:b] for shard, a, b, _ in self._between(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def trained(self, start: int, stop: int) -> np.ndarray | None:
-        """Whether tokens `start` to `stop` are to be learnt, or only read; None: all are."""
+        """Return whether each of tokens `start` to `stop` is trained on; None: all are."""
         if not self.masked:
             return None
         return np.concatenate([np.ones(b - a, bool) if shard.trained is None else shard.trained[a:b] > 0
                                for shard, a, b, _ in self._between(start, stop)])
 
     def starts(self, start: int, stop: int) -> np.ndarray:
-        """Where documents begin within tokens `start` to `stop`, counted in the split."""
+        """Return the places within `start` to `stop` where documents begin, counted from the start of the split."""
         found = []
         for shard, a, b, before in self._between(start, stop):
             first, last = shard.offsets[:-1].searchsorted((a, b))
@@ -87,13 +87,13 @@ class Tokens:
         return np.concatenate(found) if len(found) != 1 else found[0]
 
     def document(self, place: int) -> tuple[int, int]:
-        """-> the shard of the document that this token is in, and the document's number there."""
+        """Return the index of the shard that holds the token at `place`, and its document's index in that shard."""
         starts: list[int] = self._starts  # type: ignore[attr-defined]
         i = bisect.bisect_right(starts, place) - 1
         return i, int(np.searchsorted(self.shards[i].offsets, place - starts[i], "right")) - 1
 
     def _between(self, start: int, stop: int):
-        """(shard, from, to, its own start) of each shard that has a part of it."""
+        """Yield (shard, from, to, start of the shard in the split) for each shard that overlaps `start` to `stop`."""
         starts: list[int] = self._starts  # type: ignore[attr-defined]
         i = bisect.bisect_right(starts, start) - 1
         while True:
@@ -106,30 +106,30 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Both splits of a source, and what identifies them."""
+    """The train and eval splits of a data source, their tokenizer, and the hash that identifies them."""
 
     train: Tokens
     eval: Tokens
     tokenizer: Tokenizer
-    manifest_hash: str  # the same wherever and by whomever the corpus was made
-    path: Path  # of the manifest and of all that is small
-    threads: int = 0  # that should read at once, where reading is waiting
+    manifest_hash: str  # depends on the content only, not on where or when it was made
+    path: Path  # the folder of the manifest and the other small files
+    threads: int = 0  # number of reader threads, where reading waits for a network
     parts: Mapping[str, "Corpus"] = field(default_factory=dict)  # the sources of a mixture, by name
 
     def part(self, name: str) -> "Corpus":
-        """One source of the mixture; a corpus that is none is its own only part."""
+        """Return one source of the mixture; a corpus that is not a mixture is its own only part."""
         return self.parts[name] if self.parts else self
 
     @property
     def manifests(self) -> dict[str, str]:
-        """The hash of each source."""
+        """The manifest hash of each source, by name."""
         return {name: part.manifest_hash for name, part in self.parts.items()} or {"": self.manifest_hash}
 
 
 def is_corpus(folder: str | Path) -> bool:
-    """Whether `python -m jaxtrain.data.prepare` made this folder, or began to; all that is behind a URL is one.
+    """Return whether a folder is a corpus of `python -m jaxtrain.data.prepare`, even an unfinished one; every URL is.
 
-    A folder of shards is one that was not copied whole: not text either.
+    A folder of shards without a manifest also counts: it is an incomplete copy of a corpus rather than text.
     """
     if "://" in str(folder):
         return True
@@ -140,9 +140,9 @@ def is_corpus(folder: str | Path) -> bool:
 
 
 def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    """A file of numbers, mapped."""
+    """Return a file of numbers as a memory-mapped array."""
     try:
-        if not path.stat().st_size:  # what is empty cannot be mapped
+        if not path.stat().st_size:  # an empty file cannot be mapped
             return np.zeros(0, dtype)
         # A plain array over the map: slices of np.memmap itself cost microseconds more each.
         return np.asarray(np.memmap(path, dtype, mode="r"))
@@ -151,6 +151,6 @@ def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """Of a file of a corpus."""
+    """Return the error for a corpus file that cannot be read."""
     return UserError("data.source", f"{path} cannot be read ({error.strerror})", "make it readable, or prepare the "
                      "corpus again")

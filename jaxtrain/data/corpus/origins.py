@@ -1,4 +1,4 @@
-"""Where a row's documents come from: the file, and the place within it."""
+"""Find where the documents of a row come from: the input file, and the place within it."""
 
 import json
 from typing import Any
@@ -8,18 +8,18 @@ import numpy as np
 from jaxtrain.data.corpus.corpus import Corpus, Tokens
 from jaxtrain.data.corpus.open import read_manifest
 
-PLACES = {"text": "", "jsonl": "byte", "parquet": "row"}  # what a number within a piece counts; else documents
+PLACES = {"text": "", "jsonl": "byte", "parquet": "row"}  # the unit of a place, by kind of input; "document" for others
 
 
 def origins(corpus: Corpus, split: str, source: str, rows: Any, number: int | None) -> list[str]:
-    """Of each document of row `number` of `rows`, which are those of one source: where it is from, in words."""
+    """Return the origin of each document in row `number` of `rows` (the rows of one source), as text for the user."""
     if number is None or not hasattr(rows, "places"):
         return []
     return [_from(corpus, split, source, place) for place in rows.places(number)]
 
 
 def _from(corpus: Corpus, split: str, source: str, place: int) -> str:
-    """Of the document that has the token at this place of the split of a source, or of all sources (end to end)."""
+    """Return the origin of the document at token `place` of a source's split, or of all sources end to end."""
     for name, part in corpus.parts.items():
         tokens: Tokens = getattr(part, split)
         if name == source or (not source and place < tokens.num_tokens):
@@ -30,7 +30,7 @@ def _from(corpus: Corpus, split: str, source: str, place: int) -> str:
 
 def _origin(corpus: Corpus, split: str, shard: int, document: int) -> str:
     manifest = json.loads((corpus.path / "manifest.json").read_bytes())
-    if "splits" not in manifest:  # text that was tokenised on first use: a document is a file, or a part of it
+    if "splits" not in manifest:  # text tokenised on first use: a document is a file, or a part of one
         file = manifest[split]["files"][document]
         return file["name"] + (f" from byte {file['start']}" if file["start"] else "")
     manifest = read_manifest(corpus.path)

@@ -1,4 +1,4 @@
-"""Sequences of anything: frames of audio, events of a user. What a corpus of tokens is to text, with columns by name.
+"""Corpora of sequences of anything, such as audio frames or user events, stored as named columns.
 
 A column has a value for each step (a frame's features, an event's item), one for the whole sequence (a label), or a
 number of values of its own (a transcript). On disk each is a flat file; a shard's manifest entry has their checksums.
@@ -21,28 +21,28 @@ from jaxtrain.data.corpus.shard_writer import ORIGIN, Origin
 from jaxtrain.data.formats import inputs
 
 FORMAT = "jaxtrain-sequences-1"
-STEPS = "steps"  # the name of the offsets that all columns with a value for each step share
+STEPS = "steps"  # the name of the offsets shared by all columns with a value per step
 
 
 @dataclass(frozen=True)
 class Column:
-    """What the values of a column are."""
+    """The dtype, shape and granularity of a column's values."""
 
     dtype: str
     shape: tuple[int, ...] = ()  # of one value
     per: Literal["step", "sequence", "own"] = "step"
 
     def array(self, values: Any) -> np.ndarray:
-        """Of values, as they are stored."""
+        """Convert values to the array that is stored."""
         return np.ascontiguousarray(values, np.dtype(self.dtype).newbyteorder("<")).reshape(-1, *self.shape)
 
     def offsets(self, name: str) -> str | None:
-        """Which array says where each sequence's values begin; None: each has one."""
+        """Return the name of the offsets that delimit each sequence's values; None: one value per sequence."""
         return {"step": STEPS, "sequence": None, "own": name}[self.per]
 
 
 class SequenceWriter:
-    """One shard under way: sequences go to disk as they come."""
+    """Writes one shard of sequences to disk as they are added."""
 
     def __init__(self, path: Path, columns: Mapping[str, Column]):
         self.path, self.columns = path, columns
@@ -53,7 +53,7 @@ class SequenceWriter:
         self._files = {name: shard_writer.Column(_path(path, name)) for name in columns}
 
     def add(self, values: Mapping[str, np.ndarray], key: bytes, origin: Origin) -> None:
-        """One sequence: its columns as `Column.array` gives them."""
+        """Append one sequence, with column values as `Column.array` returns them."""
         counts: dict[str | None, int] = {None: 1}
         for name, column in self.columns.items():
             assert counts.setdefault(column.offsets(name), len(values[name])) == len(values[name])
@@ -64,7 +64,7 @@ class SequenceWriter:
         self.origins.append((origin.piece, origin.place))
 
     def close(self) -> dict[str, Any]:
-        """-> the shard's entry in the manifest."""
+        """Finish the shard and return its manifest entry."""
         arrays = {f"{name}.offsets": np.array(ends, "<i8") for name, ends in self.ends.items()}
         arrays["keys"] = np.frombuffer(b"".join(self.keys), np.uint8).reshape(-1, 16)
         arrays["origins"] = np.array(self.origins, ORIGIN)
@@ -73,26 +73,26 @@ class SequenceWriter:
 
 
 def content_key(values: Mapping[str, np.ndarray], columns: Mapping[str, Column]) -> bytes:
-    """Equal for sequences with equal steps, whatever is said about them: those belong to one split."""
+    """Return a hash of the steps only: sequences with equal steps belong to one split, whatever their labels."""
     return inputs.content_hash(b"".join(values[name].tobytes() for name in columns if columns[name].per == "step"))
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceShard:
-    """One stretch of a split, memory-mapped."""
+    """One memory-mapped shard of a split of sequences."""
 
     columns: dict[str, np.ndarray]
     offsets: dict[str, np.ndarray]
 
     @property
     def lengths(self) -> np.ndarray:
-        """Steps of each sequence."""
+        """The number of steps in each sequence."""
         return np.diff(self.offsets[STEPS])
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """One split: `sequences[i]` is a dict of arrays, as stored."""
+    """One split of a sequence corpus: `sequences[i]` is a dict of arrays, as stored."""
 
     columns: dict[str, Column]
     shards: tuple[SequenceShard, ...]
@@ -116,7 +116,7 @@ class Sequences:
         return map(self.__getitem__, range(len(self)))
 
     def counts(self, name: str = STEPS) -> np.ndarray:
-        """Steps of each sequence, or values of a column with a number of its own."""
+        """Return the number of steps in each sequence, or the number of values of a column with its own count."""
         return np.concatenate([np.zeros(0, np.int64), *(np.diff(shard.offsets[name]) for shard in self.shards)])
 
     @cached_property
@@ -126,7 +126,7 @@ class Sequences:
 
 @dataclass(frozen=True, eq=False)
 class SequenceCorpus:
-    """Both splits, and what identifies them."""
+    """The train and eval splits of a sequence corpus, and their manifest."""
 
     train: Sequences
     eval: Sequences
@@ -135,12 +135,12 @@ class SequenceCorpus:
 
     @property
     def manifest_hash(self) -> str:
-        """The same wherever and by whomever the corpus was made."""
+        """The hash that identifies the content, independent of where it was made."""
         return self.manifest["sha256"]
 
 
 def open_sequences(folder: str | Path, cache: Path | None = None) -> SequenceCorpus:
-    """Open what `prepare_sequences` wrote; with a `cache` a file is checked once for each version of it."""
+    """Open a corpus that `prepare_sequences` wrote; with a `cache`, each version of a file is verified only once."""
     folder = Path(folder).expanduser()
     manifest = read_manifest(folder, FORMAT)
     columns = {name: Column(said["dtype"], tuple(said["shape"]), said["per"])
@@ -156,7 +156,7 @@ def open_sequences(folder: str | Path, cache: Path | None = None) -> SequenceCor
 
 
 def describe(columns: Mapping[str, Column]) -> dict[str, Any]:
-    """For the manifest."""
+    """Return the description of the columns that goes into the manifest."""
     return {name: asdict(column) | {"shape": list(column.shape)} for name, column in columns.items()}
 
 

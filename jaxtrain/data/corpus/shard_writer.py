@@ -1,4 +1,4 @@
-"""Shards as they are written: documents end to end, where each begins, what it hashes to and where it came from."""
+"""Write corpus shards: documents end to end, with the start, content hash and origin of each."""
 
 import base64
 import hashlib
@@ -13,23 +13,23 @@ import numpy as np
 from jaxtrain.data.corpus import atomic_files
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 
-CHUNK = 2**20  # bytes of a column that one checksum stands for: what can be checked without reading the whole
-ORIGIN = np.dtype([("piece", "<u4"), ("place", "<u8")])  # piece of the task; line, byte, row or document of it
+CHUNK = 2**20  # bytes of a column per checksum, so that parts can be verified without reading the whole
+ORIGIN = np.dtype([("piece", "<u4"), ("place", "<u8")])  # input piece; line, byte, row or document in it
 
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Where a document came from."""
+    """Where a document came from: the input piece and the place within it."""
 
     piece: int
     place: int
 
 
 class ShardWriter:
-    """One shard under way: documents go to disk as they come.
+    """Writes one shard of documents to disk as they are added.
 
-    A column has a file; all are as long as the tokens are: `.bin` holds ids, `.trained.bin`, if asked for, whether an
-    id is to be learnt (1) or only read (0).
+    Each column is a file with one entry per token: `.bin` holds ids; the optional `.trained.bin` says whether an id is
+    trained on (1) or only context (0).
     """
 
     def __init__(self, path: Path, dtype: np.dtype, end: int, trained: bool = False):
@@ -43,7 +43,7 @@ class ShardWriter:
 
     def add(self, ids: np.ndarray, key: bytes, num_bytes: int, origin: Origin,
             trained: np.ndarray | None = None) -> None:
-        """One document; the end is put behind it, and the last of `trained` says whether that is learnt."""
+        """Append one document and the end-of-document id; the last entry of `trained` is for that id."""
         self._tokens.write(ids.astype(self.dtype, copy=False))
         self._tokens.write(self._end)
         if self._trained:
@@ -57,7 +57,7 @@ class ShardWriter:
         self.bytes += num_bytes
 
     def close(self) -> dict[str, Any]:
-        """-> the shard's entry in the manifest."""
+        """Finish the shard and return its manifest entry."""
         columns = [column for column in (self._tokens, self._trained) if column]
         arrays = {"offsets": np.cumsum([0, *self.lengths], dtype="<i8"),
                   "keys": np.frombuffer(b"".join(self.keys), np.uint8).reshape(-1, 16),
@@ -68,7 +68,7 @@ class ShardWriter:
 
 
 def close(path: Path, columns: Sequence["Column"], arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """End a shard's columns and put its arrays beside them -> the checksums of them all."""
+    """Close a shard's columns, write its arrays, and return the checksums of all these files."""
     crc32 = {column.path.name: column.close() for column in columns}
     sha256 = {column.path.name: column.sha256.hexdigest() for column in columns}
     for name, array in arrays.items():
@@ -80,17 +80,17 @@ def close(path: Path, columns: Sequence["Column"], arrays: dict[str, np.ndarray]
 
 
 class Column:
-    """A file under way, its hash, and the checksums of its chunks."""
+    """Writes one file, and computes its hash and the checksums of its chunks on the way."""
 
     def __init__(self, path: Path):
         self.path, self.sha256 = path, hashlib.sha256()
         self._context = atomic_files.written(path)
         self._file = self._context.__enter__()
-        self._chunk, self._size = memoryview(bytearray(CHUNK)), 0  # what is not in the file yet
+        self._chunk, self._size = memoryview(bytearray(CHUNK)), 0  # bytes that are not in the file yet
         self._sums: list[int] = []
 
     def write(self, content: Any) -> None:
-        """Bytes, or an array, as they are."""
+        """Append bytes or an array."""
         left = memoryview(content).cast("B") if len(content) else memoryview(b"")
         while left:
             some, left = left[: CHUNK - self._size], left[CHUNK - self._size:]
@@ -100,7 +100,7 @@ class Column:
                 self._end_chunk()
 
     def close(self) -> str:
-        """-> the checksums, as text."""
+        """Finish the file and return the chunk checksums as base64 text."""
         if self._size:
             self._end_chunk()
         self._context.__exit__(None, None, None)
@@ -115,5 +115,5 @@ class Column:
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
-    """The narrowest that holds every id."""
+    """Return the narrowest dtype that holds every token id."""
     return np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")

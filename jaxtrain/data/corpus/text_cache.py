@@ -1,7 +1,7 @@
-"""Tokenised once: a folder of memory-mapped tokens whose name is the hash of everything that made them.
+"""Tokenise small text once, into a cache folder of memory-mapped tokens named by the hash of all its inputs.
 
-A cache folder appears by one rename, whole or not at all, so a kill, or any number of processes that build it at once,
-can leave nothing wrong behind; what a disk does to it later is caught by the hashes in its manifest.
+A cache folder appears by one rename, complete or not at all, so that a kill or several processes building it at once
+do no harm; later damage on disk is caught by the hashes in its manifest.
 """
 
 import json
@@ -25,7 +25,7 @@ FORMAT = 1
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """Open the tokens of `config.source`, or of all sources of `config.mixture`, made first if need be.
+    """Open the tokens of `config.source`, or of all sources of `config.mixture`; tokenise them first if needed.
 
     Every process of a run may call this at once.
     """
@@ -58,7 +58,7 @@ def _joined(parts: list[Tokens]) -> Tokens:
 def _load(config: DataConfig) -> Corpus:
     root = cache_root(config)
     if config.source != "stdlib" and is_corpus(config.source):
-        from jaxtrain.data.corpus.open import open_corpus  # that is not for text
+        from jaxtrain.data.corpus.open import open_corpus  # not needed for plain text
 
         return open_corpus(config.source, root, config.corrupt, config.cache_bytes)
     tokenizer = load_tokenizer(config.tokenizer)
@@ -75,12 +75,12 @@ def _load(config: DataConfig) -> Corpus:
 
 
 def cache_root(config: DataConfig) -> Path:
-    """Where what is made from data is kept."""
+    """Return the folder for everything that is derived from data."""
     return Path(config.cache_dir or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain").expanduser() / "data"
 
 
 def _identity(config: DataConfig, tokenizer: Tokenizer, documents: list[Document]) -> dict:
-    """All that the tokens depend on, and no absolute path: the same text elsewhere is the same data."""
+    """Return all that the tokens depend on, without absolute paths: the same text elsewhere gives the same hash."""
     files = {split: [{"name": d.name, "start": d.start, "bytes": d.stop - d.start, "sha256": d.sha256}
                      for d in documents if d.split == split] for split in SPLITS}
     return {
@@ -108,7 +108,7 @@ def _build(folder: Path, manifest: dict, tokenizer: Tokenizer, documents: list[D
         try:
             os.rename(partial, folder)
         except OSError:
-            if not folder.exists():  # else another process was faster, with the same content
+            if not folder.exists():  # otherwise another process was faster, with the same content
                 raise
         sync(folder.parent)
     finally:
@@ -158,7 +158,7 @@ def _open_split(folder: Path, split: str, entry: dict, dtype: np.dtype) -> Token
         if not intact:
             raise _corrupt(path)
     tokens_path, offsets_path = _paths(folder, split)
-    # Plain arrays over the maps: slices of np.memmap itself cost microseconds more each.
+    # Plain arrays over the maps: each slice of np.memmap itself costs microseconds more.
     tokens = np.asarray(np.memmap(tokens_path, dtype, mode="r"))
     offsets = np.asarray(np.load(offsets_path, mmap_mode="r"))
     return Tokens((Shard(tokens, offsets),), num_bytes=entry["bytes"])

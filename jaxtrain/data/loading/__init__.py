@@ -1,1 +1,1 @@
-"""The batch of every step: rows packed, shuffled, mixed and placed on the mesh."""
+"""The data loader: rows packed, shuffled, mixed, cut into the batch of every step, and placed on the mesh."""

@@ -1,4 +1,4 @@
-"""The protocol of what yields the batch of each step: a run's own loader, or a source of one's own."""
+"""The protocol of batch sources: objects that give the batch of each step, built in or your own."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,11 +7,11 @@ import numpy as np
 
 
 class BatchSource(Protocol):
-    """Batches by step: the batch at a step must be a pure function of the step, so that a run can resume anywhere."""
+    """Batches by step; the batch must be a pure function of the step, so that a run can resume anywhere."""
 
     @property
     def num_batches(self) -> int | None:
-        """How many there are; None: there is no end."""
+        """The number of batches; None: endless."""
         ...
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
@@ -19,21 +19,21 @@ class BatchSource(Protocol):
         ...
 
     def rows(self, step: int, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return only these rows of it: what one of several processes reads."""
+        """Return only these rows of the batch: those that one of several processes needs."""
         ...
 
     def shape(self, step: int) -> tuple[int, int]:
-        """Return rows, and tokens of a row, at this step."""
+        """Return the number of rows, and of tokens per row, at this step."""
         ...
 
     def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the shapes that the batches of steps `start` to `stop` may have, each once."""
+        """Return the distinct shapes that the batches of steps `start` to `stop` may have."""
         ...
 
     def tokens(self, step: int) -> int:
-        """Return the tokens in all batches before this step."""
+        """Return the number of tokens in all batches before this step."""
         ...
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Return how often each named source was gone through before this step."""
+        """Return the number of epochs over each named source before this step."""
         ...

@@ -1,9 +1,9 @@
-"""Best-fit packing: which pieces of documents share a row, planned once so that few documents are cut.
+"""Best-fit packing: plan which pieces of documents share a row, so that few documents are cut.
 
-Documents longer than a row are cut to rows and a rest; then the longest piece goes first, each into the row where it
-leaves the least room (Ding et al. 2024, arXiv 2404.10830). Pieces of one length are all the same to this, so a plan
-follows from how many there are of each length: some thousand groups of rows that look alike, however many documents
-there are. Which piece it is that stands at a place says its rank among those of its length.
+Documents longer than a row are cut into whole rows and a remainder. Then pieces are placed from the longest to the
+shortest, each into the row where it leaves the least room (Ding et al. 2024, arXiv 2404.10830). Pieces of equal length
+are interchangeable, so a plan depends only on how many there are of each length: it is some thousand groups of rows
+that look alike, however many documents there are. A piece is identified by its rank among those of its length.
 
 T: the row length. G: groups. I: items, `each` pieces of one length in each row of a group. P: pieces, by length.
 """
@@ -18,42 +18,42 @@ import numpy as np
 from jaxtrain.data.corpus import atomic_files
 from jaxtrain.data.corpus.corpus import Tokens
 
-VERSION = 1  # of the plan: another one where the same lengths give other rows
-CHUNK = 2**22  # documents that are looked at together: what bounds the memory
+VERSION = 1  # of the plan; raised when the same lengths give different rows
+CHUNK = 2**22  # documents processed at once, which bounds the memory
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Rows `rows[g]` to `rows[g + 1]` are of group g and have items `items[g]` to `items[g + 1]`.
+    """A packing plan: rows `rows[g]` to `rows[g + 1]` form group g and hold items `items[g]` to `items[g + 1]`.
 
     A piece is a stretch of inputs, each followed by its target.
     """
 
     rows: np.ndarray  # [G + 1]
     items: np.ndarray  # [G + 1]
-    lengths: np.ndarray  # [I] of the pieces
+    lengths: np.ndarray  # [I] length of the pieces
     each: np.ndarray  # [I] pieces in each row
-    first: np.ndarray  # [I] the piece where the group's first row begins; its other rows follow
-    starts: np.ndarray  # [P] of each piece, in the tokens of the split; memory-mapped if it comes from the cache
-    cut: int  # documents that were cut
+    first: np.ndarray  # [I] the first piece of the group's first row; the pieces of its other rows follow
+    starts: np.ndarray  # [P] start of each piece, in the tokens of the split; memory-mapped if it comes from the cache
+    cut: int  # number of documents that were cut
 
     def __len__(self) -> int:
         return int(self.rows[-1])
 
     @property
     def used(self) -> int:
-        """Places that hold a token."""
+        """The number of places that hold a token."""
         rows_I = np.repeat(np.diff(self.rows), np.diff(self.items))
         return int((self.lengths * self.each * rows_I).sum())
 
     @property
     def fill(self) -> float:
-        """The share of places that hold a token, were all rows as long as the longest."""
+        """The share of places that hold a token, if all rows are as long as the longest."""
         longest = max(np.add.reduceat(self.lengths * self.each, self.items[:-1]), default=1)
         return self.used / max(1, len(self) * longest)
 
     def pieces(self, numbers_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """How many pieces each of these rows has, and all their starts and lengths, row by row."""
+        """Return how many pieces each of these rows has, and the starts and lengths of all of them, row by row."""
         group_N = self.rows.searchsorted(numbers_N, "right") - 1
         counts_N = self.items[group_N + 1] - self.items[group_N]
         item = _ranges(self.items[group_N], counts_N)
@@ -63,12 +63,12 @@ class Plan:
 
 
 def _ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """`counts` numbers from `first` on, one range behind the other."""
+    """Return the ranges of `counts[i]` numbers from `first[i]` on, concatenated."""
     return np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
 
 
 def plan(tokens: Tokens, seq_len: int) -> Plan:
-    """Of all documents with at least one token to predict."""
+    """Return the best-fit plan for all documents that have at least one token to predict."""
     counts_T, cut = _counts(tokens, seq_len)
     starts = np.empty(counts_T.sum(), np.int64)
     _sort(tokens, counts_T, starts)
@@ -76,7 +76,7 @@ def plan(tokens: Tokens, seq_len: int) -> Plan:
 
 
 def pieces(tokens: Tokens, seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Starts and lengths of whole rows and rests; documents that were cut. A last token is a target only."""
+    """Yield starts and lengths of pieces, and the number of cut documents; a document's last token is only a target."""
     before = 0
     for shard in tokens.shards:
         for at in range(0, len(shard.offsets) - 1, CHUNK):
@@ -90,7 +90,7 @@ def pieces(tokens: Tokens, seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarra
 
 
 def _counts(tokens: Tokens, seq_len: int) -> tuple[np.ndarray, int]:
-    """How many pieces there are of each length, and how many documents were cut."""
+    """Return how many pieces there are of each length, and how many documents were cut."""
     counts_T, all_cut = np.zeros(seq_len + 1, np.int64), 0
     for _, lengths, cut in pieces(tokens, seq_len):
         counts_T += np.bincount(lengths, minlength=seq_len + 1)
@@ -99,7 +99,7 @@ def _counts(tokens: Tokens, seq_len: int) -> tuple[np.ndarray, int]:
 
 
 def _sort(tokens: Tokens, counts_T: np.ndarray, out: np.ndarray) -> None:
-    """Put the starts of all pieces in order of their lengths; those of one length stay in the order of the corpus."""
+    """Write the starts of all pieces to `out`, by length; pieces of one length stay in the order of the corpus."""
     seq_len, next_T = len(counts_T) - 1, np.cumsum(counts_T) - counts_T
     for starts, lengths, _ in pieces(tokens, seq_len):
         order = np.argsort(lengths.astype(np.min_scalar_type(seq_len)), kind="stable")  # 16 bits: a radix sort
@@ -109,11 +109,11 @@ def _sort(tokens: Tokens, counts_T: np.ndarray, out: np.ndarray) -> None:
 
 
 def _fit(counts_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """-> rows, items, lengths, each, first of the plan.
+    """Return the arrays `rows`, `items`, `lengths`, `each` and `first` of the plan.
 
-    Groups whose rows have equal room left are a stack; a bit set says which stacks are not empty, so that the tightest
-    one is the lowest bit from the length on. A row takes as many pieces of the length as fit: once it has one, it is
-    tighter than all others.
+    Groups whose rows have equal room left share a stack. Bit n of `there` says that the stack of n free places is not
+    empty, so the tightest fit is the lowest set bit from the length on. A row takes as many pieces of that length as
+    fit, because after the first it is the tightest of all rows.
     """
     T, there = len(counts_T) - 1, 0
     stacks: list[list[tuple[int, list[tuple[int, int, int]]]]] = [[] for _ in range(T + 1)]
@@ -150,7 +150,7 @@ def _fit(counts_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
 
 
 def cached_plan(tokens: Tokens, seq_len: int, folder: Path, identity: str) -> Plan:
-    """The plan, from `folder` if it was made before. `identity` stands for the tokens."""
+    """Return the plan, from the cache in `folder` if it was made before; `identity` identifies the tokens."""
     path = folder / f"{atomic_files.digest([VERSION, identity, seq_len])[:32]}.plan"
     try:
         return _open(path)
@@ -164,13 +164,13 @@ def cached_plan(tokens: Tokens, seq_len: int, folder: Path, identity: str) -> Pl
                 np.save(file, array)
             at = file.tell()
             file.flush()
-            # On a full disk an error here, where a store to the map would be the end of the process.
+            # On a full disk this raises, whereas writing to the map would kill the process.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, at + 8 * max(1, int(counts_T.sum())))
             _sort(tokens, counts_T, np.memmap(file.name, np.int64, "r+", at))
         return _open(path)
     except OSError:
-        return plan(tokens, seq_len)  # and again next time
+        return plan(tokens, seq_len)  # without the cache, to be planned again next time
 
 
 def _open(path: Path) -> Plan:

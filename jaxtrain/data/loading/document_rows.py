@@ -1,4 +1,4 @@
-"""Rows of their own: one document or one sequence a row, padded to whatever length its batch has.
+"""Unpacked rows: one document or one sequence each, padded to the length of its batch.
 
 T: the row length.
 """
@@ -14,22 +14,22 @@ from jaxtrain.errors import UserError
 
 
 class Unpacked(Protocol):
-    """Rows of different lengths: dicts of arrays, among them `weights` [T], which is 0 where a row is padding."""
+    """The protocol of rows of different lengths: dicts of arrays, among them `weights` [T], which is 0 for padding."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """How long each row is."""
+        """The length of each row."""
         ...
 
     def row(self, i: int, length: int) -> dict[str, np.ndarray]:
-        """Row `i`, padded to `length`."""
+        """Return row `i`, padded to `length`."""
         ...
 
 
 class DocumentRows:
-    """The documents that have something to predict, in the columns of packed rows.
+    """Rows of one document each, in the columns of packed rows; documents with nothing to predict are left out.
 
-    With `longest`, documents longer than that are cut to rows of it and a rest, so that every token is learnt.
+    With `longest`, longer documents are cut into rows of that length and a remainder, so that no token is lost.
     """
 
     def __init__(self, tokens: Tokens, longest: int | None = None):
@@ -39,11 +39,11 @@ class DocumentRows:
         self.cut = sum(cut for *_, cut in found)
 
     def places(self, i: int) -> list[int]:
-        """Where the row begins, in the tokens of the split."""
+        """Return where the row begins, in the tokens of the split."""
         return [int(self.starts[i])]
 
     def row(self, i: int, length: int) -> dict[str, np.ndarray]:
-        """`tokens`, `targets`, `segments` (1, and 0 for padding), `positions` and `weights`, each [T]."""
+        """Return `tokens`, `targets`, `segments` (1, and 0 for padding), `positions` and `weights`, each [T]."""
         start, size = int(self.starts[i]), int(self.lengths[i])
         text = self._tokens.read(start, start + size + 1)
         trained = self._tokens.trained(start + 1, start + size + 1)
@@ -54,10 +54,11 @@ class DocumentRows:
 
 
 class SequenceRows:
-    """Sequences; a column with a value a step becomes [T, ...], one with a number of its own is as long as its longest.
+    """Rows of one sequence each, padded.
 
-    `weights` [T] is 1 for each step, and `NAME_weights` for each value of a column with a number of its own. Sequences
-    longer than `longest` are an error, or end there if `crop` says so.
+    Columns with a value per step become [T, ...]; a column with its own count is padded to the longest in the data.
+    `weights` [T] is 1 for each step, `NAME_weights` for each value of a column with its own count. Sequences longer
+    than `longest` are an error, or are cut there with `crop`.
     """
 
     def __init__(self, sequences: Sequences, longest: int | None = None, crop: bool = False):
@@ -72,7 +73,7 @@ class SequenceRows:
         self._most = {name: int(sequences.counts(name).max(initial=1)) for name in own}
 
     def row(self, i: int, length: int) -> dict[str, np.ndarray]:
-        """The columns of one sequence and their weights."""
+        """Return the columns of one sequence and their weights."""
         row = {}
         for name, values in self.sequences[i].items():
             offsets = self.sequences.columns[name].offsets(name)

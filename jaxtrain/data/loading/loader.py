@@ -1,7 +1,7 @@
 """Batches by step number, and a thread that prepares the next ones while the device computes.
 
-The order of all rows is known at any place (shuffle.py). So the step number alone says which rows a batch holds: a
-restart needs no state, and processes need not agree on anything.
+The order of rows can be computed at any place (shuffle.py), so the step number alone determines which rows a batch
+holds: a restart needs no data loader state, and processes need no coordination.
 """
 
 import functools
@@ -17,9 +17,9 @@ from jaxtrain.data.loading.shuffle import Order
 
 
 class Rows(Protocol):
-    """Random access to rows: dicts of arrays with the same names, shapes and dtypes, among them `weights`.
+    """The protocol of rows by number: dicts of arrays with the same names, shapes and dtypes, among them `weights`.
 
-    Rows that are cheaper by the batch have `take(numbers)` too: several at once, each array with one dimension more.
+    Rows that are cheaper to read together also have `take(numbers)`, which returns several rows stacked.
     """
 
     def __len__(self) -> int: ...
@@ -28,11 +28,11 @@ class Rows(Protocol):
 
 
 class Batches:
-    """`batches[step]`: the global batch at `step`, a dict of [global_batch_size, ...] arrays.
+    """Batches by step: `batches[step]` is the global batch, a dict of [global_batch_size, ...] arrays.
 
-    With `repeat` the epochs follow each other without end, and a batch may take its last rows from the next epoch: no
-    row is lost. Without, there are `num_batches`, and the last one is filled up with rows of zeros (so, of weight 0).
-    With `threads` so many rows are read at once, those of the next steps too: for where reading is waiting.
+    With `repeat` epochs follow each other without end, and a batch may take its last rows from the next epoch, so no
+    row is lost. Without it there are `num_batches`, and the last one is filled up with rows of zeros (of weight 0).
+    `threads` rows are read at once, those of the next steps too; use it where reading waits for a network.
     """
 
     def __init__(self, rows: Rows, *, global_batch_size: int, seed: int, shuffle: bool = True, repeat: bool = True,
@@ -46,7 +46,7 @@ class Batches:
         return self.rows(step, range(self.global_batch_size))
 
     def rows(self, step: int, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Only these rows of the global batch at `step`: what one process reads of it."""
+        """Return only these rows of the global batch at `step`: those that one process needs."""
         if step < 0 or (self.num_batches is not None and step >= self.num_batches):
             raise IndexError(f"batch {step} of {self.num_batches}")
         within = np.asarray(indices, np.int64)
@@ -66,14 +66,14 @@ class Batches:
         return batch
 
     def origin(self, step: int, index: int) -> tuple[str, Rows, int | None]:
-        """-> the source of a row ("": the only one), its rows, and which of them it is; None: an empty row."""
+        """Return a row's source ("": the only one), that source's rows, and its number there; None: an empty row."""
         place = step * self.global_batch_size + index
         if self.num_batches and place >= len(self._rows):
             return "", self._rows, None
         return "", self._rows, int(self._order.rows(np.array([place]))[0])
 
     def shape(self, step: int) -> tuple[int, int]:
-        """Rows, and tokens of a row, at this step: always the same."""
+        """Return the number of rows, and of tokens per row, which is the same at every step."""
         return self.global_batch_size, self._row_length
 
     @functools.cached_property
@@ -81,20 +81,20 @@ class Batches:
         return len(self._rows[0]["weights"])
 
     def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Those that the batches of steps `start` to `stop` have, each once."""
+        """Return the distinct shapes of the batches of steps `start` to `stop`."""
         return [self.shape(start)] if start < stop else []
 
     def tokens(self, step: int) -> int:
-        """Tokens in all batches before this step."""
+        """Return the number of tokens in all batches before this step."""
         return step * math.prod(self.shape(step))
 
     def epochs(self, step: int) -> dict[str, float]:
-        """How often all rows were gone through before this step."""
+        """Return the number of epochs over all rows before this step."""
         return {"": step * self.global_batch_size / len(self._rows)}
 
 
 def take(rows: Rows, numbers: np.ndarray) -> dict[str, np.ndarray]:
-    """Several rows at once, each array with one dimension more."""
+    """Return several rows stacked."""
     if method := getattr(rows, "take", None):
         return method(numbers)
     chosen = [rows[number] for number in numbers.tolist()]
@@ -105,8 +105,8 @@ class prefetch(Iterator[tuple[int, Any, float]]):
     """Iterate over `(step, place(step, batches), seconds waited)`, prepared up to `depth` steps ahead on one thread.
 
     Exactly the `num_steps` steps from `start_step` on are placed, in order; an error in `place` is raised here, at its
-    step. Use it in a `with` statement, or call `close()`: that ends the thread after the step it is in. `place` runs on
-    another thread than the caller: thread-local settings, such as JAX's mesh context, do not reach it.
+    step. Use it in a `with` statement, or call `close()`, which ends the thread after its current step. `place` runs on
+    another thread than the caller: thread-local settings, such as JAX's mesh context, do not apply there.
     """
 
     def __init__(self, batches: Any, start_step: int, num_steps: int, place: Callable[[int, Any], Any],
@@ -114,7 +114,7 @@ class prefetch(Iterator[tuple[int, Any, float]]):
         import grain
 
         steps = grain.MapDataset.range(start_step, start_step + num_steps)
-        # One thread: two would place steps out of order, which collectives and a filling device memory do not forgive.
+        # One thread: two could place steps out of order, which breaks collectives and can exhaust the device memory.
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=depth)
         placed = steps.map(lambda step: (step, place(step, batches)))
         self._placed = iter(placed.to_iter_dataset(options))
@@ -125,12 +125,12 @@ class prefetch(Iterator[tuple[int, Any, float]]):
         try:
             step, batch = next(self._placed)
         except BaseException:
-            self.close()  # going on behind an error would leave out a step
+            self.close()  # continuing after an error would skip a step
             raise
         return step, batch, time.perf_counter() - start
 
     def close(self) -> None:
-        """Drop what was prepared, and end the thread."""
+        """Drop the prepared batches, and end the thread."""
         self._placed.close()
 
     def __enter__(self) -> "prefetch":

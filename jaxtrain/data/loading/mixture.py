@@ -1,8 +1,8 @@
-"""Which source each place of the order draws from, and which of its units: exact in every block, and closed-form.
+"""Mix sources by weight: which source and unit each place of the order draws, exact in every block and closed-form.
 
-A block of BLOCK places has a fixed number of each source, its weight rounded by largest remainders, and they are spread
-evenly over it: any stretch of places has of a source what its weight says, up to a few. Nothing is drawn at random
-as places pass, so place 10^12 costs as much as place 0.
+A block of BLOCK places has a fixed number of each source, its weight rounded by largest remainders, spread evenly, so
+that any stretch of places follows the weights up to a few units. Nothing depends on earlier draws, so place 10^12 costs
+as much as place 0.
 """
 
 import functools
@@ -19,7 +19,7 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class Period:
-    """Places from `start` on in which weights stay and no source ends."""
+    """A range of places from `start` on in which weights stay constant and no source ends."""
 
     start: int
     counts: tuple[int, ...]  # of each source in a block
@@ -27,13 +27,13 @@ class Period:
 
 
 class Mixture:
-    """Sources by number. Weights change at given places; a source with a limit drops out when it has given so much."""
+    """A mixture of numbered sources; weights change at given places, and a source drops out at its limit."""
 
     def __init__(self, names: Sequence[str], weights: Sequence[tuple[int, Sequence[float]]],
                  limits: Sequence[float], seed: int):
-        """`weights`: from which place on, and of each source; `limits`: units that each source has to give."""
+        """`weights`: pairs (first place, weight of each source); `limits`: how many units each source may give."""
         self._names, self._limits, self._seed = names, limits, seed
-        self.end: float = math.inf  # the first place for which no source is left
+        self.end: float = math.inf  # the first place at which no source is left
         self.periods: list[Period] = []
         before = (0,) * len(names)
         starts = [start for start, _ in weights]
@@ -52,7 +52,7 @@ class Mixture:
         self._starts = np.array([period.start for period in self.periods])
 
     def locate(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """-> of each place the source and which of its units in the order of that source, counted over all epochs."""
+        """Return the source of each place, and the unit in that source's order, counted over all epochs."""
         sources, units = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
         period_of = np.searchsorted(self._starts, places, "right") - 1
         for number in np.unique(period_of):
@@ -69,7 +69,7 @@ class Mixture:
         return sources, units
 
     def drawn(self, place: int) -> tuple[int, ...]:
-        """Units of each source at places before this one."""
+        """Return how many units of each source are drawn before this place."""
         number = int(np.searchsorted(self._starts, place, "right")) - 1
         return self._drawn(self.periods[number], place)
 
@@ -80,7 +80,7 @@ class Mixture:
         return tuple(b + c * blocks + p for b, c, p in zip(period.before, period.counts, part, strict=True))
 
     def _exhausted(self, period: Period) -> float:
-        """The first place at which a source would give more than it has."""
+        """Return the first place at which a source would exceed its limit."""
         found = math.inf
         for i, (limit, count, before) in enumerate(zip(self._limits, period.counts, period.before, strict=True)):
             if count and limit < math.inf:
@@ -95,7 +95,7 @@ class Mixture:
 
 
 def _counts(names: Sequence[str], weights: Sequence[float]) -> tuple[int, ...]:
-    """Places of each source in a block, by largest remainders."""
+    """Return the number of places of each source in a block, by largest remainders."""
     total = math.fsum(weights)
     ideal = [weight / total * BLOCK for weight in weights]
     counts = [math.floor(share) for share in ideal]
@@ -111,9 +111,9 @@ def _counts(names: Sequence[str], weights: Sequence[float]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _spread(counts: tuple[int, ...], seed: int, start: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """-> of each place in this block its source, and how many of that source come before it in the block.
+    """Return, for each place in this block, its source and how many of that source come before it in the block.
 
-    The n places of a source are spread as one in each n-th of the block, at a place of its own there.
+    The block is divided into n equal parts for a source with n places; one place falls in each, at a hashed position.
     """
     source = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(count) for count in counts])
@@ -123,7 +123,7 @@ def _spread(counts: tuple[int, ...], seed: int, start: int, number: int) -> tupl
 
 
 def _hashed(*words: int) -> np.ndarray:
-    """BLOCK numbers in [0, 1) that follow from the words: splitmix64, which no version of a library will change."""
+    """Return BLOCK numbers in [0, 1) hashed from the words by splitmix64, which no library update can change."""
     state = np.uint64(0)
     with np.errstate(over="ignore"):
         for word in words:

@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length: concatenated and chopped, or by a plan. Row i is a pure function of i.
+"""Pack documents into rows of one length, concatenated and cut, or by a best-fit plan; row i is a pure function of i.
 
 T: the row length.
 """
@@ -13,7 +13,7 @@ from jaxtrain.errors import UserError
 
 
 class PackedRows:
-    """Random access to rows of `seq_len` tokens; a document may end in one row and go on in the next.
+    """Rows of `seq_len` tokens from concatenated documents; a document may end in one row and go on in the next.
 
     A row is a dict of [T] arrays: `tokens`; `targets` (the token that follows each); `segments` (1, 2, ... per document
     within the row, 0 for padding); `positions` (from 0 at each document and at each row); `weights` (0 where the target
@@ -23,7 +23,7 @@ class PackedRows:
 
     def __init__(self, tokens: Tokens, seq_len: int, pad_last: bool = False):
         self._tokens, self._T = tokens, seq_len
-        targets = tokens.num_tokens - 1  # the very first token follows nothing
+        targets = tokens.num_tokens - 1  # the very first token is not a target
         self._len = -(-targets // seq_len) if pad_last else targets // seq_len
         if self._len < 1:
             raise UserError("data.source", f"{tokens.num_tokens} tokens are too short for one row of data.seq_len="
@@ -39,18 +39,18 @@ class PackedRows:
 
     @property
     def cut(self) -> int:
-        """Documents of which not all is in one row."""
+        """The number of documents that do not lie in a single row."""
         count, before = 0, 0
         for shard in self._tokens.shards:
             edges = (shard.offsets + before) // self._T
-            # The last token of a document is a target only: it may be the first of the next row.
+            # The last token of a document is only a target: it may be the first of the next row.
             lasts = (shard.offsets[1:] + before - 2) // self._T
             count += int((lasts > edges[:-1]).sum())
             before += len(shard.tokens)
         return count
 
     def places(self, i: int) -> list[int]:
-        """Where each of its segments begins, in the tokens of the split."""
+        """Return where each segment of a row begins, in the tokens of the split."""
         start, stop = i * self._T, min((i + 1) * self._T, self._tokens.num_tokens - 1)
         return [start, *self._tokens.starts(start + 1, stop).tolist()]
 
@@ -58,7 +58,7 @@ class PackedRows:
         return {name: column[0] for name, column in self.take([i]).items()}
 
     def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """Several rows at once, [n, T] arrays."""
+        """Return several rows at once as [n, T] arrays."""
         T, starts_N = self._T, _checked(numbers, self._len) * self._T
         n, end, edges = len(starts_N), self._tokens.num_tokens, []
         tokens, targets, weights = _empty(n, T)
@@ -66,20 +66,20 @@ class PackedRows:
         for row, start in enumerate(starts_N.tolist()):
             stop = min(start + T + 1, end)
             text = self._tokens.stored(start, stop)
-            size = len(text) - 1  # T, but for a padded last row
+            size = len(text) - 1  # T, except in a padded last row
             tokens[row, :size], targets[row, :size] = text[:-1], text[1:]
             if size < T:  # every document ends in the end-of-document id, so the very last token is one
                 tokens[row, size:] = targets[row, size:] = text[-1]
             if (trained := self._tokens.trained(start + 1, stop)) is not None:
                 weights[row, :size] = trained
-            # A segment begins with the row, and where documents do: in it, or right behind it (and is then empty).
+            # A segment begins with the row and with each document, in the row or right after it (then it is empty).
             edges += [starts_N[row: row + 1], self._tokens.starts(start + 1, stop)]
         counts_N = 1 + np.fromiter(map(len, edges[1::2]), np.int64, n)
         first_N, row_S = np.cumsum(counts_N) - counts_N, np.repeat(np.arange(n), counts_N)  # S: segments of all rows
         within_S = np.concatenate(edges) - starts_N[row_S]
         number_S = np.arange(1, len(row_S) + 1) - first_N[row_S]
         begun_S = number_S > 1
-        weights[row_S[begun_S], within_S[begun_S] - 1] = 0  # the token before has a foreign target
+        weights[row_S[begun_S], within_S[begun_S] - 1] = 0  # the target of the token before belongs to another document
         segments, positions = _spread(number_S, within_S, row_S, n, T)
         for row in np.flatnonzero(starts_N + T >= end):
             for column in (segments, positions, weights):
@@ -88,7 +88,7 @@ class PackedRows:
 
 
 class FittedRows:
-    """Random access to rows of a plan: whole documents where they fit, padding (segment 0) where a row is not full."""
+    """Rows of a best-fit plan: whole documents where they fit, and padding (segment 0) in the rest of a row."""
 
     def __init__(self, tokens: Tokens, plan: Plan, seq_len: int):
         if not len(plan):
@@ -105,21 +105,21 @@ class FittedRows:
 
     @property
     def cut(self) -> int:
-        """Documents of which not all is in one row."""
+        """The number of documents that do not lie in a single row."""
         return self._plan.cut
 
     def places(self, i: int) -> list[int]:
-        """Where each of its segments begins, in the tokens of the split."""
+        """Return where each segment of a row begins, in the tokens of the split."""
         return self._plan.pieces(np.array([i]))[1].tolist()
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         return {name: column[0] for name, column in self.take([i]).items()}
 
     def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """Several rows at once, [n, T] arrays."""
+        """Return several rows at once as [n, T] arrays."""
         T, n = self._T, len(numbers)
         counts_N, starts, lengths = self._plan.pieces(_checked(numbers, len(self)))
-        counts_N += 1  # what is left of the row is a segment, too
+        counts_N += 1  # the rest of the row is a segment, too
         row_S = np.repeat(np.arange(n), counts_N)
         begin_N = np.cumsum(counts_N) - counts_N
         number_S = np.arange(1, len(row_S) + 1) - begin_N[row_S]
@@ -152,13 +152,13 @@ def _checked(numbers: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
 
 
 def _empty(n: int, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, targets, weights: one block, for the memory of many small ones goes back and is cleared each time."""
+    """Return empty tokens, targets and weights, in one block: many small ones would be freed and cleared each time."""
     tokens, targets, weights = np.empty((3, n, T), np.int32)
     return tokens, targets, weights.view(np.float32)
 
 
 def _spread(number_S: np.ndarray, within_S: np.ndarray, row_S: np.ndarray, n: int, T: int) -> list[np.ndarray]:
-    """Segments and positions of n rows, from the number of each segment, where in its row it begins, and which row."""
+    """Return segments and positions of n rows, from each segment's number, start within its row, and row."""
     lengths_S = np.diff(within_S + row_S * T, append=n * T)
     segments, begins = (np.repeat(each_S.astype(np.int32), lengths_S).reshape(n, T) for each_S in (number_S, within_S))
     return [segments, np.subtract(np.arange(T, dtype=np.int32), begins, out=begins)]

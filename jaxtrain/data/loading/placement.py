@@ -1,4 +1,4 @@
-"""A batch from the host to the mesh."""
+"""Transfer a batch from the host to the mesh."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Rows read by several threads, before they are asked for: where a row waits for a network and not for a processor."""
+"""Read rows ahead on several threads, for data where reading waits for a network rather than a processor."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ Rows = dict[str, np.ndarray]
 
 
 class ReadAhead:
-    """`rows(step, indices)` as `read(step, indices)` gives them; those of the next steps are begun meanwhile."""
+    """Returns rows as `read(step, indices)` would, and starts to read those of the next steps."""
 
     def __init__(self, read: Callable[[int, np.ndarray], Rows], threads: int):
         self._read, self._threads = read, threads
@@ -20,7 +20,7 @@ class ReadAhead:
         self._lock = threading.Lock()
 
     def rows(self, step: int, indices: Sequence[int] | np.ndarray) -> Rows:
-        """In the order of `indices`."""
+        """Return the rows of a step in the order of `indices`."""
         indices = [int(index) for index in indices]
         if not indices:
             return self._read(step, np.zeros(0, np.int64))
@@ -29,7 +29,7 @@ class ReadAhead:
         with self._lock:
             begun = {place: self._begun.pop(place, None) or self._pool.submit(self._one, *place)
                      for place in (*now, *soon)}
-            for other in self._begun.values():  # of a step that nobody came to
+            for other in self._begun.values():  # of steps that were skipped
                 other.cancel()
             self._begun = {place: begun[place] for place in soon}
         try:
