@@ -1,1 +1,1 @@
-"""Conversations as tokens: chat templates, and masks of what is learnt."""
+"""Convert conversations to tokens, by chat templates, and to loss masks."""

@@ -1,6 +1,6 @@
-"""Text with marks around what is learnt of it, to ids and to whether each is learnt.
+"""Encode text with marks around the trained parts into ids and a loss mask.
 
-The text becomes ids as a whole, as it does when a model is asked; an id that has a part within marks is learnt.
+The text is encoded as a whole, as it is at inference; an id is trained on if any part of it lies within marks.
 """
 
 import re
@@ -12,12 +12,12 @@ import numpy as np
 from jaxtrain.data.tokenizers.special_tokens import BREAK, Specials
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # as BREAK: in no text
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # noncharacters that occur in no text, like BREAK
 
 
 @dataclass(frozen=True, eq=False)
 class Learnt:
-    """The ids of one document, and whether each is learnt; the last of `trained` is said of the document's end."""
+    """The ids of one document and its loss mask; the last entry of `trained` is for the end-of-document id."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -25,7 +25,7 @@ class Learnt:
 
 
 def encode(specials: Specials, marked: list[str]) -> list[Learnt]:
-    """Texts with marks to documents."""
+    """Encode texts with marks as documents."""
     parted = [spans_of(text) for text in marked]
     return [_learnt(specials, text, spans, *columns)
             for (text, spans), columns in zip(parted, specials.encode([text for text, _ in parted]), strict=True)]
@@ -39,14 +39,14 @@ def _learnt(specials: Specials, text: str, spans: list[tuple[int, int]], ids: np
     inside = inside.cumsum()
     trained = inside[stops] > inside[starts]
     num_bytes = len(text.replace(BREAK, "").encode())
-    if len(ids) and ids[-1] == specials.tokenizer.eod:  # the token that ends the turn ends the document, too
+    if len(ids) and ids[-1] == specials.tokenizer.eod:  # the token that ends the turn also ends the document
         return Learnt(ids[:-1], trained, num_bytes)
     ended = len(ids) and ids[-1] in specials.ids.values()
     return Learnt(ids, np.append(trained, bool(len(ids) and trained[-1] and not ended)), num_bytes)
 
 
 def spans_of(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks, and what they are around; what they are around twice in a row is one."""
+    """Return the text without marks, and the marked spans; adjacent spans are joined."""
     parts = re.split(f"([{OPEN}{CLOSE}])", marked)
     edges = np.cumsum([0] + [len(part) for part in parts[::2]]).tolist()
     opened, spans = None, []
@@ -60,11 +60,11 @@ def spans_of(marked: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def check_probe(tokenizer: Tokenizer, probe: dict[str, Any]) -> bool:
-    """Whether a tokenizer still gives the ids and learns the same of them."""
+    """Return whether a tokenizer still gives the ids and mask of a probe from the manifest."""
     return probe == probed(Specials(tokenizer), probe["marked"])
 
 
 def probed(specials: Specials, text: str) -> dict[str, Any]:
-    """A text and what becomes of it, as JSON has it."""
+    """Return a marked text with its ids and mask as JSON values."""
     one, = encode(specials, [text])
     return {"marked": text, "ids": one.ids.tolist(), "trained": one.trained.astype(int).tolist()}

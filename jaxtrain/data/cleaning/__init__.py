@@ -1,1 +1,1 @@
-"""Filters, cleaning steps and removal of near duplicates."""
+"""Text quality filters, cleaning steps and near-duplicate removal."""

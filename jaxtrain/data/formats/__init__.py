@@ -1,1 +1,1 @@
-"""The file formats that text and tokens are read from."""
+"""Readers of the file formats that hold text and tokens."""

@@ -1,7 +1,7 @@
-"""Special tokens where a template wrote them, and nowhere else: what somebody said stays text.
+"""Encode special tokens only where a template wrote them; in messages they stay ordinary text.
 
-Before a template sees a message, what looks like a special token in it is `guarded`: broken up by a character that no
-text has. Ordinary text passes unchanged, so its ids are those that any program gets for the template's whole text.
+Before a template sees a message, anything in it that looks like a special token is `guarded`: split by a noncharacter.
+Other text is unchanged, so its ids are those that any program gets for the template's whole text.
 """
 
 import json
@@ -13,25 +13,25 @@ import numpy as np
 
 from jaxtrain.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer
 
-# Unicode keeps these for a program's own use: they stand for nothing in any text.
+# Unicode reserves these noncharacters for a program's own use: they occur in no text.
 BREAK, CODE = "\ufdd2", "\ufdd3"
 
 
 class Specials:
-    """The special tokens of a tokenizer."""
+    """The special tokens of a tokenizer, and an encoder that cannot be tricked by messages that spell them."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.ids = {text: id for text, id in tokenizer.specials.items() if len(text) > 1}  # less cannot be broken up
+        self.ids = {text: id for text, id in tokenizer.specials.items() if len(text) > 1}  # one cannot be split
         self.tokenizer = tokenizer
         longest_first = sorted(self.ids, key=lambda text: (-len(text), text))
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        # What a special token could grow from, together with what stands beside it.
+        # Parts of special tokens, which could form one together with the text around them.
         self._begins = {text[:i] for text in self.ids for i in range(1, len(text))}
         self._ends = {text[i:] for text in self.ids for i in range(1, len(text))}
         self._sizes = range(1, max(map(len, self.ids), default=0))
 
     def guarded(self, said: Any) -> Any:
-        """Text, or any structure with text in it, that yields no special token wherever it is put."""
+        """Return text, or any structure with text in it, such that it yields no special token in any template."""
         if isinstance(said, dict):
             return {self.guarded(key): value if key == "role" else self.guarded(value) for key, value in said.items()}
         if isinstance(said, list):
@@ -40,7 +40,7 @@ class Specials:
             return said
         while self.pattern.search(said):
             said = self.pattern.sub(lambda found: BREAK.join(found[0]), said)
-        core = said.strip()  # as many templates do
+        core = said.strip()  # many templates strip, too
         if not core:
             return said
         before = BREAK * any(core[:size] in self._ends for size in self._sizes)
@@ -48,7 +48,7 @@ class Specials:
         return said.replace(core, before + core + after, 1) if before or after else said
 
     def encode(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Ids, and where in the text each begins and ends (in characters), of texts with guarded parts."""
+        """Encode texts with guarded parts, and return ids with the start and end of each in the text, in characters."""
         if not isinstance(self.tokenizer, JsonTokenizer):
             return [self._bytes(text) for text in texts]
         raw = self.tokenizer.raw
@@ -57,7 +57,7 @@ class Specials:
         return [self._coded(text) if BREAK in text else _columns(next(plain)) for text in texts]
 
     def _coded(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """By a tokenizer that differs only in how special tokens are spelt, so that nobody can have said them."""
+        """Encode with a tokenizer that spells special tokens in a way that no message can contain."""
         coded, places, at = [], [], 0
         for found in [*self.pattern.finditer(text), None]:
             for i in range(at, found.start() if found else len(text)):
@@ -88,7 +88,7 @@ class Specials:
         return twin, {twin.token_to_id(f"{CODE}{id}{CODE}"): id for id in self.ids.values()}
 
     def _bytes(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        # Every character's bytes, where it is; then special tokens, each in place of its characters.
+        # The bytes of every character, with its place; then special tokens replace their characters.
         points = np.frombuffer(text.encode("utf-32-le"), "<u4")
         sizes = 1 + np.searchsorted([0x80, 0x800, 0x10000], points, "right")  # UTF-8
         ids = self.tokenizer.encode(text.encode())
@@ -102,6 +102,6 @@ class Specials:
 
 def _columns(encoding: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-    # A byte-level tokenizer may count spaces to no token (`trim_offsets`): that begins where the one before ended.
+    # A byte-level tokenizer with `trim_offsets` assigns spaces to no token: then it begins where the last one ended.
     before = np.concatenate([[0], stops])[:-1]
     return np.array(encoding.ids, np.uint32), np.where(starts == stops, np.minimum(before, starts), starts), stops

@@ -1,4 +1,4 @@
-"""What tokenizers that come in a file have in common: its content, and the tokens that begin and end a document."""
+"""The base class of tokenizers that are read from a file: its content, and the tokens that begin and end a document."""
 
 import os
 from abc import abstractmethod
@@ -13,26 +13,26 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 
-# What ends a document in well-known vocabularies, the likeliest first.
+# Tokens that end a document in well-known vocabularies, the most likely first.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
 class Vocabulary:
-    """The base of tokenizers that come in a file."""
+    """The base class of tokenizers that are read from a file."""
 
-    name: str  # for people
+    name: str  # for display
     vocab_size: int
-    file: str  # what the file is called in a corpus: enough to open it again
+    file: str  # the file's name in a corpus, from which it can be opened again
     content: bytes  # of the file
     fingerprint: str
     eod: int
     eod_token: str
     bos: int | None
     bos_token: str
-    specials: Mapping[str, int] = MappingProxyType({})  # tokens that stand for no text, where it is known
+    specials: Mapping[str, int] = MappingProxyType({})  # tokens that stand for no text, where they are known
 
     def settle(self, path: str | Path, sha256: str, eod: str, bos: str, ends: Iterable[str] = ENDS) -> None:
-        """Find what ends and begins documents; `sha256` stands for all else that the ids depend on."""
+        """Find the tokens that end and begin documents; `sha256` identifies all else that the ids depend on."""
         self.eod_token, self.eod = self._first(path, "--eod", [eod] if eod else list(ends), "end")
         self.bos_token, self.bos = self._first(path, "--bos", [bos], "begin") if bos else ("", None)
         begins = f"{bos} begins and " if bos else ""
@@ -48,19 +48,19 @@ class Vocabulary:
 
     @abstractmethod
     def id_of(self, token: str) -> int | None:
-        """The id of a token that text cannot forge; None: there is none."""
+        """Return the id of a token that text cannot produce, or None if there is none."""
 
     @abstractmethod
     def encode_many(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Of several documents: faster than one by one."""
+        """Encode several documents, faster than one by one."""
 
     def encode(self, text: bytes) -> np.ndarray:
-        """The ids of one document; text that looks like a special token is text."""
+        """Return the ids of one document; text that looks like a special token is encoded as text."""
         return self.encode_many([text])[0]
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a tokenizer's file."""
+    """Return the content of a tokenizer's file."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -69,7 +69,7 @@ def read_file(path: Path) -> bytes:
 
 
 def library(module: str, path: str | Path) -> Any:
-    """The package that runs such files."""
+    """Import the package that runs such a file; if it is missing, raise a UserError."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -78,15 +78,15 @@ def library(module: str, path: str | Path) -> Any:
 
 
 def uint32(ids: list[int]) -> np.ndarray:
-    """An array of them: in half the time that numpy takes for a list."""
+    """Convert a list to an array, in half the time that numpy takes."""
     return np.array(array("I", ids))
 
 
 def threads() -> int:
-    """How many a tokenizer may use: one where several processes share the work."""
+    """Return how many threads a tokenizer may use: one if several processes share the work."""
     return 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else os.cpu_count() or 1
 
 
 def without_metaspace(piece: str) -> int:
-    """Bytes of text that a piece of SentencePiece's stands for, where ▁ is written for a space."""
+    """Return the bytes of text that a SentencePiece piece stands for, with ▁ for a space."""
     return len(piece.replace("▁", " ").encode())

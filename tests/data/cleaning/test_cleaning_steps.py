@@ -271,7 +271,7 @@ def test_a_list_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch, at, ded
     if not at:
         begun = job.begun
         monkeypatch.setattr(job, "begun", lambda *rest: listed.write_text("two") and begun(*rest))
-    with pytest.raises(UserError, match=r"--steps: what it names is another one .* delete .* and run again"):
+    with pytest.raises(UserError, match=r"--steps: its files differ between machines.* delete .* and run again"):
         prepare([source], tmp_path / "out", options, say=edit)
 
 
@@ -306,14 +306,14 @@ def test_the_example_leaves_out_keys(tmp_path):
     (["--steps", "own_steps:string"], "own_steps:string gave 'text' as the content of a.jsonl, line 1"),
     (["--steps", "own_steps:cut", "--deduplicate"], r"own_steps:cut gave b'\xc3' as the content of a.jsonl, line 1"),
     (["--steps", "datatrove:Nonsense"], "datatrove has no filter or formatter 'Nonsense'"),
-    (["--steps", "datatrove:RegexFilter(1)"], "datatrove:RegexFilter(1) is not understood"),
+    (["--steps", "datatrove:RegexFilter(1)"], "datatrove:RegexFilter(1) cannot be parsed"),
     (["--steps", "datatrove:RegexFilter(pattern='x')"], "RegexFilter(pattern='x') cannot be made (TypeError"),
     (["--deduplicate=fuzzy"], "invalid choice: 'fuzzy'"),
     (["--deduplicate=near", "--near_threshold=2"], "--near_threshold: 2.0 is not between"),
-    (["--describe", "nonsense"], "--describe: 'nonsense' is no KEY=VALUE"),
+    (["--describe", "nonsense"], "--describe: 'nonsense' is not KEY=VALUE"),
     (["--describe", "desciption=x"], "has no field 'desciption'; did you mean 'description'?"),
-    (["--describe", "date_published=soon"], "date_published=soon is no date"),
-    (["--sample=3"], "--sample: 3 is for nothing"),
+    (["--describe", "date_published=soon"], "date_published=soon is not a date"),
+    (["--sample=3"], "--sample: 3 has no use here"),
 ])
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, plugin, flags, words):
     plugin(PLUGIN)
@@ -325,10 +325,10 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, plugin, flags, wor
 
 
 def test_tokens_cannot_be_cleaned():
-    with pytest.raises(UserError, match="x is tokens already"):
+    with pytest.raises(UserError, match="x is already tokenised"):
         Steps(["pii"])(Ids("x", np.arange(3)))
 
 
 def test_a_step_that_leaves_nothing_removes():
     assert Steps(["datatrove:SymbolLinesFormatter(symbols_to_remove=['|'])"])(Text("a", b"|")) == (
-        "datatrove:SymbolLinesFormatter(symbols_to_remove=['|']): nothing was left of it")
+        "datatrove:SymbolLinesFormatter(symbols_to_remove=['|']): empty after the step")
