@@ -1,1 +1,1 @@
-"""Preparation of a corpus in tasks that can be interrupted, on one machine, Ray or Slurm."""
+"""Prepare a corpus in tasks that can be interrupted, on one machine, Ray or Slurm."""

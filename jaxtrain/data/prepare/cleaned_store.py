@@ -1,4 +1,7 @@
-"""Documents after all steps, kept on disk from the search for duplicates until they are tokenised: steps run once."""
+"""A store on disk of cleaned documents, kept from the search for duplicates until they are tokenised.
+
+With it, cleaning steps run only once.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -14,7 +17,7 @@ from jaxtrain.data.formats.inputs import Piece, Text, stamps
 
 @contextmanager
 def written(output: Path, number: int) -> Iterator[Callable[[Text, Origin], None]]:
-    """A function that keeps a document of the task."""
+    """Yield a function that stores a document of the task."""
     with atomic_files.written(_path(output, number)) as file:
         def keep(text: Text, origin: Origin) -> None:
             line = [origin.piece, origin.place, text.name, text.content.decode(), dict(text.record)]
@@ -24,7 +27,7 @@ def written(output: Path, number: int) -> Iterator[Callable[[Text, Origin], None
 
 
 def read(output: Path, number: int) -> Iterator[tuple[Text, Origin]]:
-    """What was kept of the task."""
+    """Yield the stored documents of a task."""
     with open(_path(output, number), "rb") as file:
         for line in file:
             piece, place, name, content, record = json.loads(line)
@@ -32,12 +35,12 @@ def read(output: Path, number: int) -> Iterator[tuple[Text, Origin]]:
 
 
 def write_note(output: Path, number: int, note: dict[str, Any]) -> None:
-    """Say, last, that all documents of a task were looked at, with its `plan` and the `stamps` of its input."""
+    """Record, last of all, that a task's documents were processed, with its `plan` and its input's `stamps`."""
     atomic_files.write_json(_note_path(output, number), note)
 
 
 def read_note(output: Path, number: int, task: tuple[Piece, ...], plan: str) -> dict[str, Any] | None:
-    """None: nobody looked, or the input has changed since."""
+    """Return the note of a task, or None if there is none or the input has changed since."""
     try:
         note = json.loads(_note_path(output, number).read_bytes())
         return note if [note["plan"], note["stamps"]] == [plan, stamps(task)] else None

@@ -1,4 +1,7 @@
-"""What a preparation would leave out and change, with examples; nothing is written, and all stays in this process."""
+"""Report what a preparation would leave out and change, with examples, without writing anything.
+
+Everything runs in this process.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -11,11 +14,11 @@ from jaxtrain.data.formats.inputs import Ids, Text
 from jaxtrain.data.prepare.duplicates import compared, signature
 from jaxtrain.data.prepare.tasks import ALIKE, Options, Task, chat_of, key_of, offered
 
-EXAMPLES, WIDTH = 3, 100  # of each step; characters of each
+EXAMPLES, WIDTH = 3, 100  # examples per step; characters per example
 
 
 def dry_run(tasks: Sequence[Task], options: Options, sample: int = 0) -> str:
-    """A report on `sample` documents, the first of tasks all over the input; on all of them if it is 0."""
+    """Return a report on `sample` documents, the first ones of tasks across the input; 0: on all documents."""
     examples: list[list[str]] = [[] for _ in options.steps]
 
     def watch(step: int, before: Text, after: Text | str) -> None:
@@ -48,7 +51,7 @@ def dry_run(tasks: Sequence[Task], options: Options, sample: int = 0) -> str:
 
 
 def _shares(tasks: Sequence[Task], sample: int) -> Iterator[tuple[Task, int | None]]:
-    """Tasks all over, and how many documents of each."""
+    """Yield tasks from across the input, and how many documents to take from each."""
     if not sample:
         yield from ((task, None) for task in tasks)
         return
@@ -84,7 +87,7 @@ def _title(row: dict[str, Any]) -> str:
 
 
 def _change(before: Text, after: Text) -> str:
-    """Both around the first difference."""
+    """Return both texts around the first difference."""
     old, new = before.content.decode(), after.content.decode()
     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     start = max(0, at - WIDTH // 4)

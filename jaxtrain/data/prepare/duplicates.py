@@ -1,7 +1,7 @@
-"""Which documents are the first of their kind: found before anything is tokenised, for it depends on all tasks.
+"""Find which documents are duplicates of earlier ones, before anything is tokenised.
 
-A task writes what is to be compared of its documents, once; then all are compared in this process, in the order of the
-input. That takes some 60 bytes of memory a document, however many bands there are.
+Each task writes what is compared of its documents, once. Then this process compares all of them, in the order of the
+input, in some 60 bytes of memory per document, however many bands there are.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from jaxtrain.data.prepare.tasks import Options, Task, chat_of, documents, key_o
 
 def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, plan: str, workers: int | Engine,
                     say: Callable[[str], None] = lambda line: None) -> None:
-    """Say of each task's documents which are like an earlier one, in the order of the input."""
+    """Record which documents of each task duplicate an earlier one, in the order of the input."""
     sign_documents(tasks, range(len(tasks)), output, options, plan, workers, say)
     keys = [np.load(_path(output, number, "keys"), mmap_mode="r") for number in range(len(tasks))]
     starts = np.cumsum([0, *map(len, keys)])
@@ -37,7 +37,7 @@ def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, plan:
 
 def compared(options: Options, keys: Sequence[np.ndarray], columns: Callable[[np.ndarray], Any],
              ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """-> what is said of each document (tasks.ALIKE), which ones differ, and the first of these that each is like."""
+    """Return verdicts (indices of tasks.ALIKE), distinct documents, and the first one that each of them resembles."""
     different = _different(keys)
     verdicts = np.ones(sum(map(len, keys)), np.uint8)
     verdicts[different] = 0
@@ -49,7 +49,7 @@ def compared(options: Options, keys: Sequence[np.ndarray], columns: Callable[[np
 
 
 def signature(document: Text | Ids, options: Options) -> bytes:
-    """For options.near; of a conversation what is said in it."""
+    """Return the near-duplicate signature of a document; of a conversation it covers what user and assistant say."""
     if isinstance(document, Text) and options.format != "text":
         document = replace(document, content=Example.from_bytes(document.content).spoken().encode())
     return options.near.signature(document)
@@ -57,7 +57,7 @@ def signature(document: Text | Ids, options: Options) -> bytes:
 
 def sign_documents(tasks: Sequence[Task], numbers: Sequence[int], output: Path, options: Options, plan: str,
                    workers: int | Engine, say: Callable[[str], None]) -> None:
-    """What is compared, of those of the tasks where it is not there yet."""
+    """Run `sign_task` for those of the tasks that are not signed yet."""
     missing = [number for number in numbers if cleaned_store.read_note(output, number, tasks[number], plan) is None]
     progress = Progress("duplicates", tasks, numbers, missing, say)
     for number in engines.run(sign_task, tasks, missing, output, options, plan, workers):
@@ -65,7 +65,7 @@ def sign_documents(tasks: Sequence[Task], numbers: Sequence[int], output: Path, 
 
 
 def _different(keys: Sequence[np.ndarray]) -> np.ndarray:
-    """The first document of each key, in order: by half a key, and among those by the other half."""
+    """Return the indices of the first document of each key, in order."""
     head, tail = (np.concatenate([np.zeros(0, "<u8"), *(some.view("<u8").reshape(-1, 2)[:, half] for some in keys)])
                   for half in (0, 1))
     order = np.lexsort((tail, head))  # stable: equal documents stay in the order of the input
@@ -75,7 +75,7 @@ def _different(keys: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def sign_task(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
-    """What is to be compared of a task's documents, in order; last the note that it is there."""
+    """Write what is compared of a task's documents, in order, and last the note that it is complete."""
     output, keys, signatures, left_out = Path(output), bytearray(), bytearray(), {}
     note = {"plan": plan, "stamps": stamps(task), "left_out": left_out}
     steps, chat = Steps(options.steps), chat_of(options)
@@ -98,7 +98,7 @@ def sign_task(number: int, task: Task, output: str | Path, options: Options, pla
 
 
 def _columns(output: Path, starts: np.ndarray, which: np.ndarray):
-    """Keys of a band, and marks, of `which` documents; read as they are asked for."""
+    """Return functions that read the keys of a band and the marks of `which` documents on demand."""
     tasks = range(len(starts) - 1)
     places = np.searchsorted(which, starts)
 

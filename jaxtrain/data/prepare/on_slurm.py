@@ -1,7 +1,7 @@
-"""A script that prepares a corpus on a Slurm cluster: an array of jobs, each for a part, then one that finishes.
+"""Write a script that prepares a corpus on a Slurm cluster: an array of jobs, one per part, and a final job.
 
-It needs nothing that runs meanwhile, and nothing but Slurm's own commands. What a job did not do, for it failed or
-never ran, the one that finishes does; submitted again, the script goes on.
+It needs only Slurm's own commands, and no process that runs meanwhile. The final job does whatever other jobs did not
+do because they failed or never ran; a script that is submitted again continues.
 """
 
 import os
@@ -43,7 +43,7 @@ LAST = 'last=$(submit --dependency=afterany:$tokens "$0" run)'
 
 
 def render(argv: Sequence[str], parts: int, workers: int, deduplicate: bool) -> str:
-    """The script that does what `prepare` with these flags would do in this folder, with this interpreter."""
+    """Return the script that does what `prepare` with these flags would do in this folder, with this interpreter."""
     ours = Parser(add_help=False)
     for flag in ("--engine", "--parts", "--script", "--workers"):
         ours.add_argument(flag)

@@ -1,4 +1,4 @@
-"""How far the work is: a line that is rewritten in a terminal; elsewhere a new one every few seconds."""
+"""Show the progress of a preparation: one line, rewritten in place on a terminal, printed at intervals elsewhere."""
 
 import shutil
 import time
@@ -11,7 +11,7 @@ from jaxtrain.data.prepare.tasks import Task
 
 
 class Progress:
-    """Share, rate and time left of those of the tasks that are ours; what was done before counts for the share only."""
+    """Share, rate and time left of the tasks in `ours`; tasks done before count only towards the share."""
 
     def __init__(self, what: str, tasks: Sequence[Task], ours: Sequence[int], missing: Sequence[int],
                  say: Callable[[str], None]):
@@ -24,7 +24,7 @@ class Progress:
             say(f"{what}: {self.tasks:,} of {self.of:,} tasks")
 
     def add(self, number: int) -> None:
-        """A task is done."""
+        """Count a task as done."""
         self.tasks += 1
         self.left -= self.sizes[number]
         rate = max(1, self.before - self.left) / max(1e-9, time.monotonic() - self.started)
@@ -33,18 +33,18 @@ class Progress:
 
 
 class Line:
-    """Says one line at a time: on a terminal in place of the one before, elsewhere not sooner than `every` seconds.
+    """Prints one line at a time: on a terminal in place of the previous one, elsewhere at most every `every` seconds.
 
-    The last one is always said, unless there is an error to be said instead.
+    The last line is always printed, unless there is an error.
     """
 
     def __init__(self, stream: TextIO, every: float = 5.0):
         self.stream, self.every, self.terminal = stream, every, stream.isatty()
         self.spoke = time.monotonic()
-        self.held = ""  # what is still to be said, if nothing newer comes
+        self.held = ""  # printed at the end, unless there is a newer line
 
     def __call__(self, text: str) -> None:
-        """Say it now, or keep it until the end or something newer."""
+        """Print a line now, or keep it until the end or a newer line."""
         self.held = text
         if self.terminal:
             self._print(f"\r\x1b[2K{text[:shutil.get_terminal_size().columns - 1]}", end="")

@@ -1,1 +1,1 @@
-"""Preparation of audio clips and event tables as sequences."""
+"""Prepare audio clips and event tables as sequences."""

@@ -274,12 +274,12 @@ def test_a_tokenizer_that_changed_is_found(tmp_path, tokenizer, monkeypatch):
 
 @pytest.mark.parametrize(("name", "content", "flags", "words"), [
     ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', [], "a.jsonl, line 2 has no field 'text'"),
-    ("a.jsonl", b'{"text": "x"}\nnot json\n', [], "a.jsonl, line 2 is no JSON object"),
-    ("a.jsonl", b'{"text": 3}\n', [], "'text' is no text"),
+    ("a.jsonl", b'{"text": "x"}\nnot json\n', [], "a.jsonl, line 2 is not a JSON object"),
+    ("a.jsonl", b'{"text": 3}\n', [], "'text' is not text"),
     ("a.jsonl.gz", gzip.compress(b'{"text": "xxxxxxx"}\n' * 99)[:-9], [], "a.jsonl.gz cannot be read"),
     ("a.txt", b"x", ["--tokenizer=nonsense"], "there is no tokenizer 'nonsense'"),
     ("a.txt", b"x", ["--tokenizer=/no/tokenizer.json"], "/no/tokenizer.json cannot be read"),
-    ("a.txt", b"x", ["--tokenizer=a.txt"], "a.txt is no tokenizer.json"),
+    ("a.txt", b"x", ["--tokenizer=a.txt"], "a.txt is not a tokenizer.json"),
     ("a.txt", b"x", ["--eval_fraction=1"], "--eval_fraction: 1.0 is not between"),
     ("a.txt", b"x", ["--workers=-1"], "--workers: -1"),
     ("a.txt", b"x", ["--input=none"], "none does not exist"),
