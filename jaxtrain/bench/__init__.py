@@ -1,7 +1,7 @@
-"""How fast a config trains on the devices that are here, where the time of a step goes, and what it needs.
+"""Measure how fast a config trains on the available devices, where the time of a step goes, and what it needs.
 
     python -m jaxtrain.bench --config=configs/gpt.py --steps=20 --profile
 
-`measurement` trains and times, `profile` reads a trace, `compare` takes turns with other programs, `sweep` measures
+`measurement` trains and times, `profile` reads a trace, `compare` alternates with other programs, `sweep` measures
 combinations of keys, `records` keeps measurements as lines of JSON, and `tables` renders those as Markdown.
 """

@@ -1,4 +1,4 @@
-"""A run beside other programs, in alternating blocks of steps: whatever disturbs one disturbs all."""
+"""Compare a run with other programs in alternating blocks of steps, so that any disturbance affects all of them."""
 
 import statistics
 import time
@@ -12,15 +12,15 @@ from jaxtrain.bench.measurement import Steps, summary, training
 from jaxtrain.run import Run
 
 BLOCKS = 20
-PAUSE = 0.1  # seconds between blocks: the threads of the one before no longer spin
-HELD = 32  # batches that the others keep on the device and go through again and again
+PAUSE = 0.1  # seconds between blocks, until the threads of the last one stop spinning
+HELD = 32  # batches that the other programs keep on the device and cycle through
 
-Block = tuple[float, float]  # milliseconds a step of wall time, and of CPU time of all threads
+Block = tuple[float, float]  # milliseconds per step of wall time, and of CPU time of all threads
 
 
 def compare(run: Run, names: list[str], steps: int, warmup: int) -> dict[str, Any]:
-    """Milliseconds a step of jaxtrain and of each other, their ratios, and how far apart their losses are."""
-    # On an accelerator a block begins with a device that waits for its first step: that must not count for much.
+    """Measure milliseconds per step of jaxtrain and each other program, and how much times and losses differ."""
+    # On an accelerator a block begins with an idle device that waits for its first step: that must not count for much.
     size = max(1 if jax.default_backend() == "cpu" else 10, steps // BLOCKS)
     blocks = -(-steps // size)
     with training(run, warmup + blocks * size, one_shape=True) as (loop, ready):
@@ -49,7 +49,7 @@ def compare(run: Run, names: list[str], steps: int, warmup: int) -> dict[str, An
             if block >= 0:
                 for name, one in spent.items():
                     times[name].append(one)
-        same = min(warmup + blocks * size, HELD)  # behind these the others see batches again
+        same = min(warmup + blocks * size, HELD)  # after these the others see batches again
         far = apart({name: curve[:same] for name, curve in curves.items()})
         measured = took[1:]
         together = Steps([second for one in measured for second in one.seconds],
@@ -60,7 +60,7 @@ def compare(run: Run, names: list[str], steps: int, warmup: int) -> dict[str, An
 
 
 def _row(ours: list[Block], theirs: list[Block], far: float | None) -> dict[str, Any]:
-    """Medians of a contender, and jaxtrain's time over its."""
+    """Return a contender's medians, and the ratios of jaxtrain's time to its time."""
     row: dict[str, Any] = {"loss_apart": far}
     for index, clock in enumerate(("wall", "cpu")):
         mine, its = (statistics.median(block[index] for block in blocks) for blocks in (ours, theirs))

@@ -1,4 +1,4 @@
-"""Other programs that train the same model, from the same weights on the same batches, to compare a run with.
+"""Other programs that train the same model from the same weights on the same batches, for comparison with a run.
 
 "step" is jaxtrain's own compiled step without the loop; "plain" a hand-written step in JAX (gpt2, float32, one device);
 "torch" a hand-written step in PyTorch, "torch.compile" the same compiled, and "torch.causal" compiled and without a
@@ -21,7 +21,7 @@ from jaxtrain.run import Run
 
 @dataclass
 class Contender:
-    """Trains as the run does. `issue(batch)` begins a step, `read` of what it returned waits for the loss."""
+    """A program to compare with: `issue(batch)` starts a step, and `read` waits for the loss of what it returned."""
 
     issue: Callable[[Any], Any]
     read: Callable[[Any], float]
@@ -42,7 +42,7 @@ NAMES = ("step", "plain", "torch", "torch.compile", "torch.causal")
 
 
 def named(text: str) -> list[str]:
-    """The contenders that a command line names, such as "step,plain"."""
+    """Parse the contenders on a command line, such as "step,plain"."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in NAMES:
@@ -51,7 +51,7 @@ def named(text: str) -> list[str]:
 
 
 def contenders(names: Iterable[str], run: Run, params: Any) -> dict[str, Contender]:
-    """The named ones, each about to take its first step from these parameters."""
+    """Create the named contenders, each ready to take its first step from these parameters."""
     makers: dict[str, Callable[[Run, Any], Contender]] = {
         "step": step_alone, "plain": plain, "torch": torch_twin, "torch.compile": partial(torch_twin, compiled=True),
         "torch.causal": partial(torch_twin, compiled=True, exact=False)}
@@ -59,7 +59,7 @@ def contenders(names: Iterable[str], run: Run, params: Any) -> dict[str, Contend
 
 
 def step_alone(run: Run, params: Any) -> Contender:
-    """jaxtrain's own compiled step: tells whether a difference comes from it or from the loop."""
+    """jaxtrain's own compiled step, which shows whether a difference comes from the step or from the loop."""
     state = run.init()
 
     def issue(batch):
@@ -71,7 +71,7 @@ def step_alone(run: Run, params: Any) -> Contender:
 
 
 def refuse(names: Iterable[str], run: Run) -> None:
-    """Refuse, before anything is compiled, what the named programs cannot do."""
+    """Raise a UserError before compiling if a named program cannot train this config."""
     for name in names:
         if name == "plain":
             _refuse_plain(run)
@@ -101,7 +101,7 @@ def plain(run: Run, params: Any) -> Contender:
 
     def issue(batch):
         nonlocal state
-        with jax.default_matmul_precision("highest"):  # as jaxtrain computes float32
+        with jax.default_matmul_precision("highest"):  # jaxtrain computes float32 like this
             state, loss = step(state, batch)
         return loss
 
@@ -109,7 +109,7 @@ def plain(run: Run, params: Any) -> Contender:
 
 
 def require(run: Run, kept: dict[str, bool], what: str) -> None:
-    """Refuse a config with a key that another program does not have; `what` says which it has."""
+    """Raise a UserError for a config key that another program does not support; `what` says what it supports."""
     o, t = run.config.optimizer, run.config.train
     kept = {**kept, "optimizer.name": o.name == "adamw", "optimizer.schedule": o.schedule == "cosine",
             "optimizer.offload": not o.offload, "optimizer.clip_norm": o.clip_norm > 0, "train.z_loss": not t.z_loss}
@@ -123,7 +123,7 @@ def require(run: Run, kept: dict[str, bool], what: str) -> None:
 
 
 def shape_of(model: ModelConfig) -> Any:
-    """A model's sizes as the plain step takes them."""
+    """Convert a model's sizes for the plain step."""
     from jaxtrain.bench.reference.plain_jax import Shape
 
     return Shape(model.num_layers, model.embed_dim, model.num_heads, model.max_seq_len, model.vocab_size)
@@ -151,7 +151,7 @@ def _torch_device() -> str:
 
 
 def torch_twin(run: Run, params: Any, compiled: bool = False, exact: bool = True) -> Contender:
-    """A hand-written step in PyTorch, on the CPU or the first GPU, as jaxtrain is."""
+    """A hand-written step in PyTorch, on the CPU or the first GPU, like jaxtrain."""
     import torch
 
     from jaxtrain.bench.reference import torch_twin
@@ -166,7 +166,7 @@ def torch_twin(run: Run, params: Any, compiled: bool = False, exact: bool = True
 
 
 def hyper(run: Run) -> Any:
-    """The optimizer's settings as the hand-written programs take them."""
+    """Convert the optimizer's settings for the hand-written programs."""
     from jaxtrain.bench.reference import plain_jax
 
     o = run.config.optimizer
@@ -175,6 +175,6 @@ def hyper(run: Run) -> Any:
 
 
 def apart(curves: dict[str, list[float]]) -> dict[str, float]:
-    """How far each contender's losses lie from jaxtrain's, at most."""
+    """Return the largest difference of each contender's losses from jaxtrain's."""
     ours = np.array(curves["jaxtrain"])
     return {name: float(np.abs(np.array(curve) - ours).max()) for name, curve in curves.items() if name != "jaxtrain"}

@@ -1,4 +1,4 @@
-"""Which part of a training step an operation belongs to: by the scope it was traced in, then by what it does."""
+"""Classify the operations of a training step, by the scope they were traced in, then by what they do."""
 
 import re
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ KINDS = (MATMUL, ATTENTION, HEAD, OPTIMIZER, ELEMENTWISE, CONTROL, COPIES, OTHER
 
 _SCOPES = {"optimizer": OPTIMIZER, "loss_head": HEAD, "attention": ATTENTION}  # of jax.named_scope
 _SCOPE = re.compile(rf"(?<![\w.])({'|'.join(_SCOPES)})(?![\w.])")
-# Kernels of libraries, where a trace does not say which instruction called them.
+# Names of library kernels, used where a trace does not say which instruction called them.
 _KERNELS = ((r"nccl", "collectives"), (r"fmha|flash|sdpa|attention", ATTENTION),
             (r"gemm|cutlass|nvjet|xmma|cublas|wgmma|dot_", MATMUL), (r"memcpy|memset", COPIES))
 
 
 def kind_of(instruction: Instruction, program: Program, mesh: Mapping[str, int]) -> str:
-    """The kind of an instruction; for a collective, its name and the mesh axes whose devices it joins."""
+    """Return the kind of an instruction; for a collective, its name and the mesh axes of its devices."""
     inner = [other for name in instruction.called for other in program.inside(name)]
     for found in (instruction, *(inner if instruction.opcode not in CONTAINERS else ())):
         if found.collective:
@@ -36,18 +36,19 @@ def kind_of(instruction: Instruction, program: Program, mesh: Mapping[str, int])
 
 
 def kind_of_kernel(name: str) -> str:
-    """The kind of a kernel that belongs to no known instruction, by what libraries call theirs."""
+    """Return the kind of a kernel without a known instruction, from the names that libraries use."""
     return next((kind for pattern, kind in _KERNELS if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
 def rank(kind: str) -> int:
-    """Which of several operations that run at once a moment belongs to: those whose kind has the lowest rank.
+    """Return the priority of a kind: a moment counts for the operations that run then and have the lowest rank.
 
-    Computation comes first, since what is sent beside it costs nothing; a loop comes last, behind what runs in it.
+    Computation comes first, since transfers at the same time cost nothing; a loop comes last, after the operations in
+    it.
     """
     return 2 if kind == CONTROL else 1 if is_sent(kind) else 0
 
 
 def is_sent(kind: str) -> bool:
-    """Whether it moves data to other devices or the host: collectives and copies."""
+    """Return whether a kind moves data to other devices or the host: collectives and copies."""
     return kind not in KINDS or kind == COPIES

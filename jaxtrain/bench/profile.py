@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: a trace of a few steps, by kind of operation and by kernel."""
+"""Profile a training step: trace a few steps, and divide their time by kind of operation and by kernel."""
 
 import re
 import tempfile
@@ -12,12 +12,12 @@ from jaxtrain.bench import kinds, trace
 from jaxtrain.plan.instructions import CONTAINERS, Instruction, Program, program
 from jaxtrain.plan.targets import Target
 
-TOP = 20  # kernels that are listed
+TOP = 20  # number of kernels listed
 
 
 def profile(compiled: jax.stages.Compiled, take: Callable[[], float], steps: int, mesh: Mapping[str, int],
             target: Target | None) -> dict[str, Any]:
-    """Trace `take()`, which runs so many steps and returns the seconds they took by the host's clock."""
+    """Trace `take()`, which runs `steps` steps and returns their seconds by the host's clock; return the profile."""
     with tempfile.TemporaryDirectory(prefix="jaxtrain-trace-") as folder:
         trace.begin(folder)
         try:
@@ -32,7 +32,7 @@ def profile(compiled: jax.stages.Compiled, take: Callable[[], float], steps: int
 
 def account(found: list[trace.Event], code: Program, steps: int, mesh: Mapping[str, int],
             target: Target | None) -> dict[str, Any]:
-    """The milliseconds of a step by kind, which add up to the step, and its kernels, those that take longest first."""
+    """Return the milliseconds of a step by kind, which add up to the step, and its kernels, longest first."""
     named = _instructions(found, code)
     of = {one: kinds.kind_of(instruction, code, mesh) if instruction else kinds.kind_of_kernel(one[1])
           for one, instruction in named.items()}
@@ -63,10 +63,10 @@ def _largest(amounts: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def _instructions(found: list[trace.Event], code: Program) -> dict[tuple[str, str], Instruction | None]:
-    """What of the program each kernel of each operation is; None for what is none of its instructions.
+    """Return the instruction of each operation and kernel in a trace; None if it belongs to no instruction.
 
-    Of kernels that XLA for GPUs launches as one graph, a trace knows the graph only. Those that XLA made itself are
-    known by name: that of "loop_add_fusion.3", or of what it calls, is loop_add_fusion_3.
+    If XLA launches GPU kernels as one graph, a trace contains only the graph's name as the operation. Kernels compiled
+    by XLA are then found by their name: that of "loop_add_fusion.3", or of what it calls, is loop_add_fusion_3.
     """
     kernels = {re.sub(r"\W", "_", name): instruction for instruction in code.instructions.values()
                if instruction.opcode not in CONTAINERS for name in (*instruction.called, instruction.name)}
@@ -81,13 +81,13 @@ def _instructions(found: list[trace.Event], code: Program) -> dict[tuple[str, st
 
 
 def _place(instruction: Instruction, code: Program) -> str:
-    """Where in the model an instruction comes from, without the numbers that tell layers apart."""
+    """Return where in the model an instruction comes from, without the numbers of layers."""
     return re.sub(r"\d+", "", code.path(instruction)) or instruction.opcode
 
 
 def _kernel(same: tuple[str, str, str], runs: list[tuple[trace.Event, float]], steps: int, total: float,
             named: Mapping[tuple[str, str], Instruction | None], target: Target | None) -> dict[str, Any]:
-    """One row of the list of kernels: all runs of the same shape from the same place in the model."""
+    """Return one row of the kernel list: all runs with the same result shape from the same place in the model."""
     kind, path, result = same
     busiest, _ = max(runs, key=lambda run: run[1])
     own, seconds = (sum(values) for values in zip(*((ns, event.end - event.start) for event, ns in runs), strict=True))
@@ -105,7 +105,7 @@ def _kernel(same: tuple[str, str, str], runs: list[tuple[trace.Event, float]], s
 
 
 def _executions(events: list[trace.Event]) -> dict[str, int]:
-    """How often each operation ran: one that takes several kernels, as often as the most frequent of them."""
+    """Count how often each operation ran; one with several kernels ran as often as its most frequent kernel."""
     kernels: dict[str, Counter[str]] = defaultdict(Counter)
     for event in events:
         kernels[event.operation][event.kernel] += 1
@@ -113,7 +113,7 @@ def _executions(events: list[trace.Event]) -> dict[str, int]:
 
 
 def _least_seconds(instruction: Instruction, flops: float, moved: float, target: Target) -> float:
-    """The time that the data sheet allows: of computing, or of moving, whichever is longer."""
+    """Return the least time that the data sheet allows: for computing or for memory, whichever is longer."""
     names = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
     dtype = "float8" if instruction.dtype.startswith("f8") else names.get(instruction.dtype, "float32")
     return max(flops / target.peak.get(dtype, target.peak["float32"]), moved / target.bandwidth)

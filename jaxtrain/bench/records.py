@@ -1,4 +1,4 @@
-"""Measurements as lines of JSON: what was measured, and on which machine, versions and commit."""
+"""Measurements as lines of JSON: the results, with machine, versions and commit."""
 
 import datetime
 import json
@@ -16,7 +16,7 @@ from jaxtrain.errors import UserError, say
 from jaxtrain.plan.targets import MEMORY_FRACTION
 from jaxtrain.versions import git_commit, version_of
 
-# Settings outside the config that change how fast a step is. (None of them names a path.)
+# Settings outside the config that affect how fast a step is. (None of them names a path.)
 _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_OPTIMIZATION_LEVEL", "JAX_COMPILER_ENABLE_REMAT_PASS",
                 "JAX_DEFAULT_MATMUL_PRECISION", "OMP_NUM_THREADS", "XLA_PYTHON_CLIENT_MEM_FRACTION",
                 "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE")
@@ -26,9 +26,9 @@ Record = dict[str, Any]
 
 
 def about(command: str) -> Record:
-    """The time, commit, command, devices, processor, versions and settings of a measurement.
+    """Return the time, commit, command, devices, processor, versions and settings of a measurement.
 
-    Starts JAX's backend in this process, which on a GPU then holds most of the memory: `about_elsewhere` does not.
+    Starts JAX's backend in this process, which on a GPU then holds most of the memory; `about_elsewhere` does not.
     """
     import jax
 
@@ -50,7 +50,7 @@ print(json.dumps(about(sys.argv[1])))
 
 
 def about_elsewhere(command: str) -> Record:
-    """The same, asked in a process of its own, for a process that leaves the devices to others."""
+    """Return `about(command)` from another process, so that this one does not hold the devices."""
     root = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     try:
@@ -64,7 +64,7 @@ def about_elsewhere(command: str) -> Record:
 
 
 def reason(text: str) -> str:
-    """Why a program failed, by what it wrote to stderr: the line of its exception, else its last line."""
+    """Return why a program failed, from its stderr: the line of its exception, else its last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if "Traceback (most recent call last)" in text:
         errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit|Interrupt)\b", line)]
@@ -73,7 +73,7 @@ def reason(text: str) -> str:
 
 
 def processor() -> str:
-    """The model of this machine's processor."""
+    """Return the model of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -82,7 +82,7 @@ def processor() -> str:
 
 
 def command_line(module: str, argv: Iterable[str]) -> str:
-    """The command as a reader would repeat it, without the file that its line went to."""
+    """Return the command for readers to repeat, without the --json flag."""
     words, skip = [], False
     for word in argv:
         if not skip and word.partition("=")[0] != "--json":
@@ -92,7 +92,7 @@ def command_line(module: str, argv: Iterable[str]) -> str:
 
 
 def writable(file: str | Path, flag: str = "--json") -> None:
-    """Refuse a file that lines cannot be appended to, before anything is measured."""
+    """Raise a UserError for a file that cannot be appended to, before anything is measured."""
     path = Path(file)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -103,7 +103,7 @@ def writable(file: str | Path, flag: str = "--json") -> None:
 
 
 def append(file: str | Path, record: Mapping[str, Any]) -> None:
-    """Add a line to a file, on a line of its own even where the one before was cut off."""
+    """Append a record as a line of its own, even if the previous line was cut off."""
     line = (json.dumps(record) + "\n").encode()
     try:
         with open(file, "a+b", buffering=0) as lines:
@@ -116,7 +116,7 @@ def append(file: str | Path, record: Mapping[str, Any]) -> None:
 
 
 def read(file: str | Path) -> list[Record]:
-    """The measurements in a file, oldest first; a line that was cut off is left out, with a warning."""
+    """Return the measurements in a file, oldest first; a truncated line is left out with a warning."""
     try:
         lines = Path(file).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

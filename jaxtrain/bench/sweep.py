@@ -1,4 +1,4 @@
-"""Every combination of some keys' values, one process each, ranked: one that runs out of memory costs only itself."""
+"""Measure every combination of some keys' values, each in its own process, so that a failure costs only itself."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ from jaxtrain.errors import UserError, nearest, say
 
 
 def combinations(words: Iterable[str]) -> Iterator[dict[str, str]]:
-    """["train.remat=none,full", "train.unroll=1,0"] -> four dicts, the last key changing first."""
+    """Yield combinations: ["train.remat=none,full", "train.unroll=1,0"] -> four dicts, the last key changing first."""
     keys: dict[str, list[str]] = {}
     for word in words:
         key, equals, values = word.partition("=")
@@ -30,22 +30,22 @@ def combinations(words: Iterable[str]) -> Iterator[dict[str, str]]:
 
 
 def _known(key: str) -> None:
-    """Refuse a key that no config has, before anything is measured."""
+    """Raise a UserError for a key that no config has, before anything is measured."""
     section, _, name = key.partition(".")
     sections = get_type_hints(Config)
     if section not in sections:
         raise UserError("--sweep", f"there is no section {section!r}", nearest(section, sections))
     known = set(get_type_hints(sections[section]))
-    if section == "model":  # whichever family the config names
+    if section == "model":  # in any model family
         known = {field.name for cls in FAMILIES.values() for field in fields(cls)}
     if name.partition(".")[0] not in known:
         raise UserError("--sweep", f"there is no key {key!r}", nearest(name, known))
 
 
 def sweep(argv: list[str], words: list[str], json_file: str | None, seconds: float) -> list[records.Record]:
-    """Measure every combination by a process with the flags `argv`; returns their records, fastest first.
+    """Measure every combination in a process with the flags `argv`; return their records, fastest first.
 
-    `seconds`: after which one is ended.
+    `seconds`: the time limit of each process.
     """
     found = []
     every = list(combinations(words))
@@ -65,9 +65,9 @@ def sweep(argv: list[str], words: list[str], json_file: str | None, seconds: flo
 
 def measured(argv: list[str], seconds: float, environment: dict[str, str] | None = None,
              about: records.Record | None = None) -> records.Record:
-    """The record of `python -m jaxtrain.bench` with these flags, in a process of its own; a failure's says why.
+    """Return the record of `python -m jaxtrain.bench` with these flags, run in its own process; a failed one says why.
 
-    `about`: what is known of this machine, for the record of a failure. This process itself uses no device.
+    `about`: facts about this machine for the record of a failure. This process itself uses no device.
     """
     with tempfile.TemporaryDirectory(prefix="jaxtrain-sweep-") as folder:
         file, errors = Path(folder) / "measured.jsonl", Path(folder) / "errors.txt"
@@ -85,7 +85,7 @@ def measured(argv: list[str], seconds: float, environment: dict[str, str] | None
             process.wait()
         if file.exists() and (lines := records.read(file)):
             return lines[-1]
-        if "Traceback" in (told := errors.read_text(errors="replace")):  # nobody's mistake: show where
+        if "Traceback" in (told := errors.read_text(errors="replace")):  # not a user error: show where
             print(told[-3000:], file=sys.stderr, flush=True)
         command = records.command_line("-m jaxtrain.bench", argv)
         compared = any(word.startswith("--compare") for word in argv)
@@ -95,5 +95,5 @@ def measured(argv: list[str], seconds: float, environment: dict[str, str] | None
 
 
 def ranked(found: list[records.Record]) -> str:
-    """The sweep as a table, fastest first."""
+    """Return the sweep as a table, fastest first."""
     return tables.table("run", found)

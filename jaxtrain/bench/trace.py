@@ -1,4 +1,4 @@
-"""What ran when: the operations in a trace of JAX's profiler, and which of them each moment of its time goes to."""
+"""Read the operations in a trace of JAX's profiler, and divide its time among them."""
 
 import glob
 import heapq
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 GAP = "gaps"  # no operation runs: the device waits for the host, or for the start of the next kernel
-# Lines of a GPU's plane that repeat what its streams have, added by tools that have opened the trace.
+# Lines of a GPU's plane that repeat its streams, added by tools that have opened the trace.
 _DERIVED = ("XLA Ops", "XLA Modules", "XLA TraceMe", "Framework Ops", "Framework Name Scope", "Steps", "Source code",
             "TensorFlow Ops", "TensorFlow Name Scope")
 
@@ -22,19 +22,19 @@ _DERIVED = ("XLA Ops", "XLA Modules", "XLA TraceMe", "Framework Ops", "Framework
 class Event:
     """One execution of an operation on one device, in nanoseconds since the trace began."""
 
-    operation: str  # the name of an HLO instruction, or of a kernel where the trace has none
-    kernel: str  # what ran
+    operation: str  # the name of an HLO instruction, or of a kernel where the trace has no such name
+    kernel: str  # the kernel that ran
     start: float
     end: float
 
     @property
     def what(self) -> tuple[str, str]:
-        """What ran, whenever."""
+        """The operation and kernel, independent of time."""
         return self.operation, self.kernel
 
 
 def begin(folder: str | Path) -> None:
-    """Start a trace that records what devices do, and of the host as little as can be."""
+    """Start a trace that records what devices do, and as little as possible of the host."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     # On CPU the host is the device: its operations are recorded at level 2.
@@ -43,9 +43,9 @@ def begin(folder: str | Path) -> None:
 
 
 def events(folder: str | Path) -> list[Event]:
-    """The operations of the newest trace in a folder, of this process's first device; on CPU of all devices together.
+    """Return the operations of a folder's newest trace, of this process's first device; on CPU of all devices together.
 
-    Virtual CPU devices share the same cores, so that only all of them together account for the time.
+    Virtual CPU devices share the same cores, so only all of them together account for the time.
     """
     files = sorted(glob.glob(str(Path(folder) / "**" / "*.xplane.pb"), recursive=True), key=os.path.getmtime)
     if not files:
@@ -57,7 +57,7 @@ def events(folder: str | Path) -> list[Event]:
 
 
 def events_of(data: Any, platform: str = "") -> Iterator[Event]:
-    """The operations of a trace (`jax.profiler.ProfileData`); of a host only where no accelerator is to be traced."""
+    """Yield the operations of a trace (`jax.profiler.ProfileData`); of the host only if it is the device."""
     planes = {plane.name: plane for plane in data.planes}
     for kind in ("GPU", "TPU"):
         if devices := sorted(name for name in planes if re.fullmatch(rf"/device:{kind}:\d+.*", name)):
@@ -87,11 +87,11 @@ def _of_accelerator(plane: Any) -> Iterator[Event]:
 
 
 def divide(found: list[Event], rank: Callable[[Event], int]) -> tuple[dict[Event, float], dict[Event, float], float]:
-    """Give every moment between the first start and the last end to what ran then.
+    """Assign every moment between the first start and the last end to the operations that ran then.
 
-    Where several run at once, those of the lowest `rank` count, in equal parts: work on a chip hides what is sent
-    beside it. Returns the nanoseconds of each event, those that it ran hidden behind others, and the nanoseconds in
-    which nothing ran.
+    If several run at once, those of the lowest `rank` share the moment equally: computation hides communication that
+    runs at the same time. Returns the nanoseconds of each event, those that it ran hidden behind others, and the
+    nanoseconds in which nothing ran.
     """
     own: dict[Event, float] = defaultdict(float)
     hidden: dict[Event, float] = defaultdict(float)
@@ -99,7 +99,7 @@ def divide(found: list[Event], rank: Callable[[Event], int]) -> tuple[dict[Event
     running: list[tuple[float, int]] = []  # (end, index), the earliest end first
     events = sorted(found, key=lambda event: event.start)
     ranks = [rank(event) for event in events]
-    active: dict[int, set[int]] = defaultdict(set)  # by rank, those that run now
+    active: dict[int, set[int]] = defaultdict(set)  # those that run now, by rank
 
     def pass_until(end: float) -> None:
         nonlocal now, idle

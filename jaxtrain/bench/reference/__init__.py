@@ -1,1 +1,1 @@
-"""Hand-written training steps in JAX and PyTorch that jaxtrain.bench compares a run with."""
+"""Hand-written training steps in JAX and PyTorch, with which jaxtrain.bench compares a run."""

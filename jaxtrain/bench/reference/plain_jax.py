@@ -1,9 +1,8 @@
-"""A bare train step of a GPT-2-style decoder in float32: what a careful person would write by hand in JAX, and no more.
+"""A plain train step of a GPT-2-style decoder in float32, as a careful person would write it by hand in JAX.
 
-No framework, no mesh, no options: the fastest formulation known on CPU (activations as matrices, gradients of softmax,
-GELU and LayerNorm by hand, one product for queries, keys and values, layers stacked and unrolled, AdamW by hand). It is
-what `jaxtrain.bench --compare=plain` measures jaxtrain beside. Run as a program it times nothing, but ends after its
-first step:
+It has no framework, mesh or options, and uses the fastest formulation known on CPU (activations as matrices, gradients
+of softmax, GELU and LayerNorm by hand, one product for queries, keys and values, layers stacked and unrolled, AdamW by
+hand). `jaxtrain.bench --compare=plain` compares jaxtrain with it. Run as a program it only takes its first step:
 
     python jaxtrain/bench/reference/plain_jax.py 4 128 4 256 8     (layers, width, heads, context, sequences)
 """
@@ -38,12 +37,12 @@ class Hyper(NamedTuple):
     eps: float = 1e-8
 
 
-MATRICES = {"wte", "wpe", "qkv_w", "out_w", "up_w", "down_w"}  # these decay
+MATRICES = {"wte", "wpe", "qkv_w", "out_w", "up_w", "down_w"}  # parameters with weight decay
 EPS = 1e-5
 
 
 def init(shape: Shape, seed: int = 0) -> dict[str, np.ndarray]:
-    """Stacked parameters, drawn by numpy: nothing to compile."""
+    """Return stacked parameters, drawn by numpy so that nothing is compiled."""
     L, D, T, V = shape.layers, shape.width, shape.context, shape.vocab
     matrices = {"wte": (V, D), "wpe": (T, D), "qkv_w": (L, D, 3 * D), "out_w": (L, D, D), "up_w": (L, D, 4 * D),
                 "down_w": (L, 4 * D, D)}
@@ -57,7 +56,7 @@ def init(shape: Shape, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def from_jaxtrain(tree: Any) -> dict[str, np.ndarray]:
-    """The same parameters (or gradients) from jaxtrain's nested dict."""
+    """Convert the same parameters (or gradients) from jaxtrain's nested dict."""
     tree = jax.tree.map(np.array, jax.device_get(tree))
     layer, attention = tree["blocks"]["layer"], tree["blocks"]["layer"]["attention"]
     L, D = layer["attention_norm"]["scale"].shape
@@ -112,7 +111,7 @@ def _layer_norm_forward(x, scale, bias):
 
 def _layer_norm_backward(saved, dy):
     x, mean, inverse, scale = saved
-    unit, ones = (x - mean) * inverse, jnp.ones((1, len(dy)))  # sums over rows as products: a little faster
+    unit, ones = (x - mean) * inverse, jnp.ones((1, len(dy)))  # sums over rows as products are a little faster
     pull, dyu = dy * scale, dy * unit
     dx = inverse * (pull - pull.mean(-1, keepdims=True) - unit * (dyu * scale).mean(-1, keepdims=True))
     return dx, (ones @ dyu)[0], (ones @ dy)[0]
@@ -122,7 +121,7 @@ layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 def loss(params: dict, batch: dict, shape: Shape) -> jax.Array:
-    """The weighted mean cross-entropy of a packed batch."""
+    """Return the weighted mean cross-entropy of a packed batch."""
     D, H, (B, T) = shape.width, shape.heads, batch["tokens"].shape
     K, segments = D // H, batch["segments"]
     seen = np.tril(np.ones((T, T), bool)) & (segments[:, :, None] == segments[:, None, :])
@@ -149,19 +148,19 @@ def loss(params: dict, batch: dict, shape: Shape) -> jax.Array:
 
 
 def learning_rate(hyper: Hyper, t: jax.Array) -> jax.Array:
-    """Linear warm-up, then a cosine down to `final_fraction`."""
+    """Return the learning rate: linear warm-up, then a cosine down to `final_fraction`."""
     after = jnp.clip((t - hyper.warmup_steps) / max(1, hyper.steps - hyper.warmup_steps), 0, 1)
     cosine = (1 - hyper.final_fraction) * 0.5 * (1 + jnp.cos(jnp.pi * after)) + hyper.final_fraction
     return hyper.learning_rate * jnp.where(t < hyper.warmup_steps, (t + 1) / max(1, hyper.warmup_steps), cosine)
 
 
 def start(params: dict) -> tuple:
-    """The state at step 0: parameters, both moments, the step."""
+    """Return the state at step 0: parameters, both moments, the step."""
     return (*(jax.tree.map(make, params) for make in (jnp.array, jnp.zeros_like, jnp.zeros_like)), jnp.int32(0))
 
 
 def make_step(shape: Shape, hyper: Hyper):
-    """`step(state, batch) -> (state, loss)`, compiled, the state donated."""
+    """Return `step(state, batch) -> (state, loss)`, compiled, with the state donated."""
     def step(state, batch):
         params, first, second, t = state
         value, grads = jax.value_and_grad(loss)(params, batch, shape)

@@ -1,8 +1,8 @@
-"""GPT-2 and Llama in PyTorch, trained as jaxtrain trains them: what a careful person would write there.
+"""GPT-2 and Llama in PyTorch, trained like jaxtrain trains them, as a careful person would write it.
 
-Attention is torch's own: with an exact mask that keeps packed documents apart (FlexAttention where it is compiled for a
-GPU), or causal only, as most published runs have it, which its flash kernels compute. AdamW is the fused one over
-float32 parameters; on GPUs activations are bfloat16 by autocast. `model` is the model section of jaxtrain's config.
+Attention is PyTorch's own: with an exact mask that separates packed documents (FlexAttention where it is compiled for a
+GPU), or only causal, like most published runs, which its flash kernels compute. AdamW is the fused one over float32
+parameters; on GPUs activations are bfloat16 by autocast. `model` is the model section of jaxtrain's config.
 """
 
 import math
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Twin(nn.Module):
-    """Returns the summed loss of a packed batch and its weight."""
+    """The decoder; returns the summed loss of a packed batch and its weight."""
 
     def __init__(self, model: Any, exact: bool = True, remat: bool = False):
         super().__init__()
@@ -92,7 +92,7 @@ class Twin(nn.Module):
         else:
             angle = positions[:, None, :, None] * self.frequency
             angles = angle.cos(), angle.sin()
-        if torch.is_autocast_enabled(x.device.type):  # else what passes between layers would stay float32
+        if torch.is_autocast_enabled(x.device.type):  # otherwise activations between layers would stay float32
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:
             if self.remat:
@@ -109,7 +109,7 @@ def make_norm(model: Any) -> nn.Module:
 
 
 def frequencies(model: Any) -> torch.Tensor:
-    """Radians a position, with Llama 3.1's stretching of the slow ones."""
+    """Return the rotary frequencies in radians per position, with Llama 3.1's scaling of the low ones."""
     f = model.rope_theta ** (-torch.arange(0, model.head_dim, 2, dtype=torch.float64) / model.head_dim)
     if model.rope_scaling != 1:
         kept = ((model.rope_original_len * f / (2 * math.pi) - 1) / 3).clamp(0, 1)
@@ -118,15 +118,15 @@ def frequencies(model: Any) -> torch.Tensor:
 
 
 def rotated(x, cos, sin):
-    """Queries or keys [B, H, T, K], in the half-split convention."""
+    """Rotate queries or keys [B, H, T, K], in the half-split convention."""
     a, b = x.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(x)
 
 
 def make_mask(segments: torch.Tensor, blocks: bool = False) -> Any:
-    """Causal, and within documents: of all pairs of tokens, or of blocks of them for FlexAttention.
+    """Return the causal mask within documents: for all pairs of tokens, or for blocks of them with FlexAttention.
 
-    FlexAttention is fast where it is compiled, on GPUs. (Compiled for CPU, that of PyTorch 2.13 computes wrongly from
+    FlexAttention is fast where it is compiled, on GPUs. (Compiled for CPU, PyTorch 2.13's computes wrong results from
     rotated queries.)
     """
     B, T = segments.shape
@@ -140,7 +140,7 @@ def make_mask(segments: torch.Tensor, blocks: bool = False) -> Any:
 
 
 def from_jaxtrain(tree: Any) -> dict[str, torch.Tensor]:
-    """jaxtrain's parameters (or gradients), a nested dict of arrays, by the names they have here."""
+    """Convert jaxtrain's parameters (or gradients), a nested dict of arrays, to the names used here."""
     layers, attention = tree["blocks"]["layer"], tree["blocks"]["layer"]["attention"]
     L, D = np.shape(layers["attention_norm"]["scale"])
     named = {"wte.weight": tree["embed"]["table"], **_norm("lnf", tree["norm"])}
@@ -150,7 +150,7 @@ def from_jaxtrain(tree: Any) -> dict[str, torch.Tensor]:
         named["head.weight"] = np.asarray(tree["output"]["kernel"]).T
 
     def linear(name: str, layer: int, parts: list, rows: int) -> None:
-        """One layer of torch's out of several of ours that share their input."""
+        """Join several of jaxtrain's layers that share their input into one linear layer."""
         kernels = [np.asarray(part["kernel"][layer]).reshape(rows, -1).T for part in parts]
         named[f"blocks.{layer}.{name}.weight"] = np.concatenate(kernels)
         if "bias" in parts[0]:
@@ -176,14 +176,14 @@ def _norm(name: str, ours: Any) -> dict[str, Any]:
 
 
 def tensors(batch: dict[str, Any], device: str = "cpu") -> dict[str, torch.Tensor]:
-    """A batch; indices are what torch likes them to be, ahead of time."""
+    """Convert a batch to tensors, with int64 indices as PyTorch prefers."""
     kinds = {"weights": torch.float32}
     return {name: torch.from_numpy(np.array(value)).to(device, kinds.get(name, torch.int64))
             for name, value in batch.items()}
 
 
 def learning_rate(hyper: Any, t: int) -> float:
-    """Linear warm-up, then a cosine down to `final_fraction`."""
+    """Return the learning rate: linear warm-up, then a cosine down to `final_fraction`."""
     if t < hyper.warmup_steps:
         return hyper.learning_rate * (t + 1) / hyper.warmup_steps
     after = min(1.0, (t - hyper.warmup_steps) / max(1, hyper.steps - hyper.warmup_steps))
@@ -192,7 +192,7 @@ def learning_rate(hyper: Any, t: int) -> float:
 
 
 def make_step(model: Twin, hyper: Any, compiled: bool = False, accumulation: int = 1):
-    """`step(batch) -> loss`; the model is trained in place. `hyper` is `plain_jax.Hyper`."""
+    """Return `step(batch) -> loss`, which trains the model in place; `hyper` is a `plain_jax.Hyper`."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": hyper.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -208,7 +208,7 @@ def make_step(model: Twin, hyper: Any, compiled: bool = False, accumulation: int
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(hyper, done)
         whole, total = batch["weights"].sum(), torch.zeros((), device=batch["weights"].device)
-        for part in range(accumulation):  # rows part, part + accumulation, ..., as jaxtrain has them
+        for part in range(accumulation):  # rows part, part + accumulation, ..., as in jaxtrain
             micro = {name: rows[part::accumulation] for name, rows in batch.items()}
             mask = masked(micro["segments"]) if model.exact else None
             with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
@@ -218,7 +218,7 @@ def make_step(model: Twin, hyper: Any, compiled: bool = False, accumulation: int
             total = total + loss.detach()
         nn.utils.clip_grad_norm_(matrices + vectors, hyper.clip_norm, foreach=True)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)  # not at the start of a step: the memory is wanted before
+        optimizer.zero_grad(set_to_none=True)  # not at the start of a step: the memory is needed before
         done += 1
         return total
 

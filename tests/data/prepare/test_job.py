@@ -88,5 +88,5 @@ def test_what_was_deleted_meanwhile_is_no_mistake(tmp_path):
 def test_sequences_are_held_too(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/0.wav").write_bytes(b"RIFF")
-    with job.begun(tmp_path / "out", "plan", prepare_sequences.FORMAT), pytest.raises(UserError, match="another process"):
+    with job.begun(tmp_path / "out", "plan", prepare_sequences.FORMAT), pytest.raises(UserError, match="is preparing"):
         prepare_sequences.prepare_sequences([str(tmp_path / "in")], tmp_path / "out", Audio())

@@ -268,7 +268,7 @@ def test_a_tokenizer_that_changed_is_found(tmp_path, tokenizer, monkeypatch):
     other = json.loads((corpus.path / "tokenizer.json").read_text())
     other["model"]["merges"].pop()
     (corpus.path / "tokenizer.json").write_text(json.dumps(other))
-    with pytest.raises(UserError, match="has another tokenizer"):
+    with pytest.raises(UserError, match="has a different tokenizer"):
         open_corpus(corpus.path)
 
 
@@ -285,8 +285,8 @@ def test_a_tokenizer_that_changed_is_found(tmp_path, tokenizer, monkeypatch):
     ("a.txt", b"x", ["--input=none"], "none does not exist"),
     ("a.txt", b"x", ["--output=a.txt"], "cannot be written"),
     ("a.txt", b"x", ["--output=."], "is not empty"),
-    ("a.txt", b"x", ["--near_threshold=0.7"], "--near_threshold: it says how documents are nearly equal"),
-    ("a.txt", b"x", ["--deduplicate", "--near_shingle=4"], "--near_shingle: it says how"),
+    ("a.txt", b"x", ["--near_threshold=0.7"], "--near_threshold: it has no effect without --deduplicate=near"),
+    ("a.txt", b"x", ["--deduplicate", "--near_shingle=4"], "--near_shingle: it has no effect"),
     ("a.txt", b"x", ["--train_on=last"], "--train_on: it is for conversations, and the input is text"),
     ("a.jsonl", b'{"text": "x"}', ["--format=text", "--chat_template=plain"], "--chat_template: it is for conv"),
     ("a.txt", b"x", ["--token_dtype=uint16"], "--token_dtype: the input has no files of tokens"),
