@@ -1,4 +1,4 @@
-"""What might hang or crash runs in a process of its own, which says what it measured as it goes: JSON, line by line."""
+"""Run code that might hang or crash in a process of its own, which prints what it measured as lines of JSON."""
 
 import contextlib
 import json
@@ -19,20 +19,20 @@ Measured = dict[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a child said before it ended, and how it ended."""
+    """The measurements that a child printed before it ended, and how it ended."""
 
     measured: Measured
-    end: str  # "" if all went well
+    end: str  # "" if it ended normally
     stderr: str = ""
 
 
 def say(**measured: Any) -> None:
-    """In the child: so much is known, whatever happens next."""
+    """Print measurements; called in the child as soon as they are known."""
     print(json.dumps(measured), flush=True)
 
 
 def run(module: str, *args: str, seconds: float, environment: Mapping[str, str] | None = None) -> Outcome:
-    """Run jaxtrain.doctor.MODULE; end it, with all that it started, behind so many seconds."""
+    """Run jaxtrain.doctor.MODULE, and kill it with all that it started after `seconds`."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             [sys.executable, "-m", f"jaxtrain.doctor.{module}", *args], stdin=subprocess.DEVNULL, stdout=out,
@@ -57,7 +57,7 @@ def _ended(code: int) -> str:
 
 
 def _leave(process: subprocess.Popen) -> None:
-    """Not for ever: one that waits for a file system that is gone cannot even be killed."""
+    """Wait briefly for the child: one that waits for a dead file system cannot even be killed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(2)
 
@@ -68,7 +68,7 @@ def _content(file: Any) -> str:
 
 
 def _objects(text: str) -> Measured:
-    """All that was said, as one; libraries may print what they like in between."""
+    """Merge all JSON objects in a child's output; other lines, from libraries, are ignored."""
     found: Measured = {}
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
@@ -78,15 +78,15 @@ def _objects(text: str) -> Measured:
 
 
 class Budget:
-    """So many seconds, for whoever measures until then."""
+    """A time budget for measurements."""
 
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds
 
     def left(self) -> bool:
-        """Whether there are any."""
+        """Return whether any time is left."""
         return time.monotonic() < self._end
 
     def most(self, seconds: float) -> float:
-        """So many, or as many as are left; one in any case."""
+        """Return `seconds`, or the time left if that is less, but at least one second."""
         return max(min(seconds, self._end - time.monotonic()), 1.0)

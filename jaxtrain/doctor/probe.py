@@ -1,6 +1,6 @@
-"""In a process of its own: what JAX sees here, a product of matrices on each device, a sum over all of them.
+"""Probe the devices in a process of its own: list them, multiply matrices on each, and sum over all of them.
 
-Numbers are small integers, so that right results are exact in every precision and there is nothing to tolerate.
+Numbers are small integers, so that correct results are exact in every precision.
 """
 
 import contextlib
@@ -10,17 +10,17 @@ from typing import Any
 
 from jaxtrain.doctor.child import Budget, say
 
-ROWS = 8  # of a product that are computed again on the host
+ROWS = 8  # rows of a product that are computed again on the host
 REPEATS = 5
 
 
 def main() -> None:
-    """Say what there is, then what it does, as far as it comes."""
+    """Print the devices, then the measurements, as far as it gets."""
     try:
         import jax
 
         say(jax=jax.__version__)
-        with contextlib.suppress(Exception):  # private, and only a hint
+        with contextlib.suppress(Exception):  # private API, and only a hint
             from jax._src import cloud_tpu_init, hardware_utils
 
             say(tpu_chips=hardware_utils.num_available_tpu_chips_and_device_id()[0],
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _products(devices: list, kind: str) -> dict[str, Any]:
-    """Device -> its rate in FLOP/s, and whether the result was right."""
+    """Return, for each device, its rate in FLOP/s, and whether the result was correct."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -74,7 +74,7 @@ def _products(devices: list, kind: str) -> dict[str, Any]:
 
 
 def _all_reduce(devices: list) -> dict[str, Any]:
-    """Its rate in bytes a second, as each device's link sees it, and which devices have a wrong sum."""
+    """Return the all-reduce rate in bytes per second of each device's link, and the devices with a wrong sum."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -92,12 +92,12 @@ def _all_reduce(devices: list) -> dict[str, Any]:
     expected = (many * (many + 1) // 2) * (np.arange(count) % 7).astype(np.float32)
     wrong = [str(shard.device) for shard in total(parts).addressable_shards
              if not np.array_equal(np.asarray(shard.data), expected)]
-    moved = 2 * (many - 1) / many * expected.nbytes  # what each device sends in a ring
+    moved = 2 * (many - 1) / many * expected.nbytes  # sent by each device in a ring
     return {"rate": moved / _seconds(total, [parts]), "wrong": wrong}
 
 
 def _seconds(program: Any, given: list) -> float:
-    """Of the fastest call; the first one does not count."""
+    """Return the seconds of the fastest call, after one to warm up."""
     import jax
 
     jax.block_until_ready(program(*given))
@@ -116,7 +116,7 @@ def _alone(device: Any) -> Any:
 
 
 def _memory(device: Any) -> int | None:
-    with contextlib.suppress(Exception):  # not every platform tells
+    with contextlib.suppress(Exception):  # not every platform reports it
         return (device.memory_stats() or {}).get("bytes_limit")
     return None
 

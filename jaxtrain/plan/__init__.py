@@ -1,1 +1,1 @@
-"""Which mesh, and will it fit: answered from the traced step and data sheets, and checked by the real compiler."""
+"""Choose a mesh and predict whether a run fits, from the traced step and data sheets, checked by the real compiler."""

@@ -1,4 +1,4 @@
-"""One layout of one config on a target: what it needs, what it takes, and whether it fits."""
+"""Estimate one layout of a config on a target: its memory, its time, and whether it fits."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from jaxtrain.train_step.report import in_hosts, matmul_parameters, total
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step of `config` is predicted to be on so many devices of a target."""
+    """The predictions for a step of `config` on `devices` devices of a target."""
 
     config: Config
     target: Target
@@ -31,50 +31,50 @@ class Estimate:
     time: time.Time
     talked: Counter  # (kind, axes) -> bytes of results on one device
     host: int  # bytes of the host's memory for each device
-    useful: float  # of one device: what the model needs, attention counted as causal
+    useful: float  # FLOP of one device that the model needs, with causal attention
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Devices along each axis."""
+        """The number of devices along each axis."""
         sizes = axis_sizes(tuple(getattr(self.config.mesh, axis) for axis in AXES), self.devices)
         return dict(zip(AXES, sizes, strict=True))
 
     @property
     def bytes(self) -> int:
-        """Of one device's memory, at the worst moment."""
+        """The peak memory of one device."""
         return self.memory.total()
 
     @property
     def fits(self) -> bool:
-        """Into what a program may use of it."""
+        """Whether the step fits into the memory that a program may use."""
         return self.bytes <= self.target.room and self.host <= self.target.host_room
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """The seconds of a step."""
         return self.time.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices together."""
+        """The throughput of all devices together."""
         return self.config.data.global_batch_size * self.config.data.seq_len / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Share of the peak in bfloat16 that the model's own arithmetic reaches."""
+        """The share of the bfloat16 peak that the model's own arithmetic reaches."""
         return self.useful / self.seconds / self.target.peak["bfloat16"]
 
     def days(self, tokens: float) -> float:
-        """Until so many tokens are seen, without interruptions."""
+        """Return the days to train on so many tokens, without interruptions."""
         return tokens / self.tokens_per_second / 86_400
 
     def cost(self, tokens: float) -> float:
-        """Dollars, at the target's price."""
+        """Return the dollars to train on so many tokens, at the target's price."""
         return self.days(tokens) * 24 * self.devices * self.target.price
 
 
 def estimate(config: Config, target: Target, devices: int) -> Estimate:
-    """Trace the step for this many devices and add up. Raises a `UserError` for what `build` refuses."""
+    """Trace the step for this many devices and estimate it; raises a `UserError` for what `build` refuses."""
     with kernels.stand_ins():
         run = build(config, devices=devices, platform=target.platform)
         traced = run.trace()
@@ -83,7 +83,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     block = reader.read(traced.jaxpr, sizes, target.platform, target.rings, filled)
     state = len(jax.tree.leaves(run.abstract))
     worst = memory.peak(block, state)
-    elsewhere = in_hosts(run.abstract) if target.platform != "cpu" else 0  # there it is the same memory
+    elsewhere = in_hosts(run.abstract) if target.platform != "cpu" else 0  # on CPU it is the same memory
     parts = Counter({
         "parameters": total(run.abstract.params),
         "optimizer": total(run.abstract.opt_state) - elsewhere,
@@ -103,7 +103,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
 
 
 def _named(worst: memory.Peak, run: Run) -> Counter:
-    """What is live at the worst moment, as a user would call it."""
+    """Name the arrays that are live at the peak in the user's terms."""
     shapes = {leaf.shape for leaf in jax.tree.leaves(run.abstract.params)}
     layers = {shape[1:] for shape in shapes if len(shape) > 1}
     named: Counter = Counter()
@@ -124,7 +124,7 @@ def _named(worst: memory.Peak, run: Run) -> Counter:
 
 
 def change(config: Config, overrides: dict[str, Any]) -> Config:
-    """The config with some keys at other values."""
+    """Return the config with some keys changed."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in overrides.items():
         section, _, name = key.partition(".")
@@ -134,12 +134,12 @@ def change(config: Config, overrides: dict[str, Any]) -> Config:
 
 
 def gigabytes(size: float) -> str:
-    """With as many digits as tell something, however small it is."""
+    """Format bytes as gigabytes, with enough digits for small amounts."""
     amount = size / 1e9
     return f"{amount:.1f}" if amount >= 9.95 else f"{amount:.2f}" if amount >= 0.995 else f"{amount:.2g}"
 
 
 def divisors(n: int) -> list[int]:
-    """All of them, in order."""
+    """Return all divisors of a number, in order."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})

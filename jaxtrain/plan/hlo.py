@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: kind, shapes, bytes on each device, and how often a step executes them."""
+"""Parse the collectives of a compiled program: kind, shapes, bytes on each device, and executions per step."""
 
 import math
 import re
@@ -26,14 +26,14 @@ class Collective:
 
     kind: str
     arrays: tuple[tuple[str, tuple[int, ...]], ...]  # (dtype, dimensions) of each result, on one device
-    times: int  # executions in one call of the program; of a conditional's branch, as often as it is reached
+    times: int  # executions in one call of the program; in a branch of a conditional, as if it were always taken
     operation: str  # where in the model it comes from
     groups: Groups  # the devices that it joins; of a permutation, each (source, target)
-    conditional: bool  # whether it stands in a branch, which some devices may not take
+    conditional: bool  # whether it is in a branch, which some devices may not take
 
     @property
     def bytes(self) -> int:
-        """Of the result on one device, over all executions."""
+        """The bytes of the result on one device, over all executions."""
         return self.times * sum(math.prod(dims) * BYTES[dtype] for dtype, dims in self.arrays)
 
     def __str__(self) -> str:
@@ -41,18 +41,18 @@ class Collective:
         return f"{self.bytes:>9,} B  {self.kind} {self.times} x ({shapes})  {self.operation}"
 
     def joins(self, axis: str, mesh: Mapping[str, int]) -> bool:
-        """Whether it joins devices of different coordinates on an axis of a mesh of these sizes."""
+        """Return whether it joins devices with different coordinates on an axis of a mesh of these sizes."""
         at = np.unravel_index(np.arange(math.prod(mesh.values())), tuple(mesh.values()))[list(mesh).index(axis)]
         return any(len({int(at[device]) for device in group}) > 1 for group in self.groups)
 
 
 def collectives(text: str) -> list[Collective]:
-    """Of a program's text (`compiled.as_text()`), loops multiplied by their trip counts."""
+    """Return the collectives in a program's text (`compiled.as_text()`), with loops multiplied by their trip counts."""
     computations, entry = _computations(text)
     devices = re.search(r"num_partitions=(\d+)", text)
     found, fused = [], set()
     for channel, collective in _walk(computations, entry, 1, int(devices[1]) if devices else 1, False):
-        # For TPUs what runs beside fusions stands in each of them: where it begins, where it goes on and where it ends.
+        # On TPUs, what runs beside fusions appears in each of them: where it begins, continues and ends.
         if channel not in fused:
             found.append(collective)
         fused |= {channel} - {None}
@@ -60,12 +60,12 @@ def collectives(text: str) -> list[Collective]:
 
 
 def total(found: list[Collective], kind: str) -> int:
-    """Bytes of all collectives of one kind."""
+    """Return the bytes of all collectives of one kind."""
     return sum(c.bytes for c in found if c.kind == kind)
 
 
 def table(found: list[Collective]) -> str:
-    """For failure messages: one collective a line, the largest first."""
+    """Format the collectives for failure messages, one per line, largest first."""
     return "\n".join(str(c) for c in sorted(found, key=lambda c: -c.bytes))
 
 
@@ -81,7 +81,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _trips(line: str, computations: dict[str, list[str]]) -> int:
-    """How often a loop runs: as the compiler notes it, or as its condition has it (TPU), counting up from 0."""
+    """Return the trip count of a loop, from the compiler's note or from its condition (TPU), counting up from 0."""
     if known := _TRIPS.search(line):
         return int(known[1])
     named = re.search(r"condition=%?([\w.\-]+)", line)
@@ -92,7 +92,7 @@ def _trips(line: str, computations: dict[str, list[str]]) -> int:
 
 
 def _step(line: str, condition: str, computations: dict[str, list[str]]) -> int:
-    """What the counter of a loop rises by: more than one where XLA unrolled it."""
+    """Return the increment of a loop's counter, which is more than one where XLA unrolled it."""
     at, body = re.search(r"get-tuple-element\(.*index=(\d+)", condition), re.search(r"body=%?([\w.\-]+)", line)
     if not at or not body:
         return 1
@@ -109,17 +109,17 @@ def _step(line: str, condition: str, computations: dict[str, list[str]]) -> int:
 
 def _walk(computations: dict[str, list[str]], name: str, times: int, devices: int,
           conditional: bool, fusion: bool = False) -> Iterator[tuple[str | None, Collective]]:
-    """Each collective; of those in fusions with the channel by which devices know it."""
+    """Yield each collective; one in a fusion comes with its channel id."""
     for line in computations[name]:
         instruction = _INSTRUCTION.search(line)
-        assert instruction, line  # as all lines that were kept
+        assert instruction, line  # all lines that were kept match
         result, operation = instruction.groups()
         kind = operation.removesuffix("-start")
         if kind in KINDS:
             arrays = tuple((dtype, tuple(int(n) for n in dims.split(",") if n))
                            for dtype, dims in _ARRAY.findall(result))
             if operation != kind and (result.startswith("((") or kind != "all-reduce"):
-                # Where one begins it tells its operands too, and of some kinds a mark or two.
+                # The start of a collective also lists its operands, and for some kinds one or two marks.
                 arrays = tuple(array for array in arrays if array != ("u32", ()))
                 arrays = arrays[len(arrays) // 2:]
             origin = re.search(r'op_name="([^"]*)"', line)

@@ -1,7 +1,7 @@
 """The instructions of a compiled program, each with the FLOP it computes and the bytes it reads and writes.
 
-Read from the text of optimised HLO (`compiled.as_text()`). What one execution costs is counted; how often an
-instruction runs is for the caller to know, from a trace for example.
+They are parsed from the text of optimised HLO (`compiled.as_text()`). Costs are those of one execution; the caller must
+know how often an instruction runs, for example from a trace.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from jaxtrain.plan import hlo
 
-CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")  # whose time is that of what they run
+CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")  # their time is that of what they run
 _NOTHING = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "iota",
             "partition-id", "replica-id", "add-dependency")
 _SLICES = ("dynamic-slice", "slice", "gather")
@@ -29,10 +29,10 @@ Array = tuple[str, tuple[int, ...]]
 
 @dataclass
 class Instruction:
-    """One instruction of the program, with what one execution of it costs on one device."""
+    """One instruction of the program, with the cost of one execution on one device."""
 
     name: str
-    opcode: str  # as HLO has it: "fusion", "dot", "all-reduce-start"
+    opcode: str  # in HLO: "fusion", "dot", "all-reduce-start"
     text: str  # the whole line
     arrays: list[Array]  # dtype and dimensions of each result
     operands: list[str]
@@ -41,65 +41,65 @@ class Instruction:
     computation: str
     flops: float = 0.0
     bytes: float = 0.0
-    dtype: str = ""  # that its products are computed from; "" without any
+    dtype: str = ""  # of its products' operands; "" without products
 
     @property
     def path(self) -> str:
-        """Where in the model it comes from: the scopes that JAX noted, such as "jit(step)/jvp()/attention/mul"."""
+        """Where in the model it comes from: JAX's scopes, such as "jit(step)/jvp()/attention/mul"."""
         found = re.search(r'op_name="([^"]*)"', self.text)
         return found[1] if found else ""
 
     @property
     def useful(self) -> list[Array]:
-        """Its results without the workspace that libraries of kernels return beside them, as bytes."""
+        """Its results without the workspace, as bytes, that library kernels also return."""
         if self.opcode != "custom-call":
             return self.arrays
         return self.arrays[:1] + [array for array in self.arrays[1:] if array[0] not in ("s8", "u8")]
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """The target of a custom call."""
         found = re.search(r'custom_call_target="([^"]*)"', self.text)
         return found[1] if found else ""
 
     @property
     def collective(self) -> str:
-        """The kind of collective that it is; "" for any other instruction."""
+        """The kind of a collective; "" for any other instruction."""
         kind = self.opcode.removesuffix("-start").removesuffix("-done")
         return kind if kind in hlo.KINDS else ""
 
     @property
     def result(self) -> str:
-        """Its results' types, such as "bf16[8,128]"."""
+        """The types of its results, such as "bf16[8,128]"."""
         return ", ".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in self.arrays)
 
 
 @dataclass
 class Program:
-    """All instructions of a compiled program by name, and the computations that they stand in."""
+    """All instructions of a compiled program by name, and the computations that contain them."""
 
     instructions: dict[str, Instruction] = field(default_factory=dict)
     computations: dict[str, list[Instruction]] = field(default_factory=dict)
     devices: int = 1
 
     def inside(self, name: str) -> Iterator[Instruction]:
-        """The instructions of a computation and of all that it calls."""
+        """Yield the instructions of a computation and of all that it calls."""
         for instruction in self.computations.get(name, ()):
             yield instruction
             for called in instruction.called:
                 yield from self.inside(called)
 
     def path(self, instruction: Instruction) -> str:
-        """Where in the model an instruction comes from; of a fusion that does not say so, where its products do."""
+        """Return where in the model an instruction comes from; for a fusion without a path, that of its products."""
         inner = [one for name in instruction.called for one in self.inside(name)] if not instruction.path else []
         told = sorted((one for one in inner if one.path), key=lambda one: (not one.flops, not one.is_root))
         return told[0].path if told else instruction.path
 
     def axes(self, instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
-        """The axes of a mesh of these sizes along which a collective joins devices."""
+        """Return the axes of a mesh of these sizes along which a collective joins devices."""
         try:
             groups = hlo.device_groups(instruction.text, self.devices)
-        except AssertionError:  # the end of one that runs beside others does not repeat its devices
+        except AssertionError:  # the end of an asynchronous one does not repeat its devices
             begun = self.instructions.get(instruction.operands[0]) if instruction.operands else None
             return self.axes(begun, mesh) if begun is not None else ()
         found = hlo.Collective(instruction.collective, (), 1, "", groups, False)
@@ -124,7 +124,7 @@ def program(text: str) -> Program:
 
 
 def size(array: Array) -> float:
-    """Bytes of an array."""
+    """Return the bytes of an array."""
     dtype, dims = array
     bits = re.search(r"\d+", dtype)
     width = hlo.BYTES.get(dtype) or (1 if dtype.startswith("f8") else int(bits[0]) / 8 if bits else 1)
@@ -150,7 +150,7 @@ def _parsed(line: str, computation: str) -> Instruction | None:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis that `text` begins with is closed."""
+    """Return where the parenthesis at the beginning of `text` is closed."""
     depth = 0
     for place, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -186,13 +186,13 @@ def _count(instruction: Instruction, made: Program) -> None:
 
 
 def _operand(instruction: Instruction, index: int, made: Program) -> Array:
-    """Dtype and dimensions of an operand."""
+    """Return the dtype and dimensions of an operand."""
     operand = made.instructions.get(instruction.operands[index]) if len(instruction.operands) > index else None
     return operand.arrays[0] if operand is not None and operand.arrays else ("", ())
 
 
 def _flops(instruction: Instruction, made: Program) -> float:
-    """Of one product of matrices, or of attention in one kernel."""
+    """Return the FLOP of a matrix product, or of attention in one kernel."""
     target = instruction.target
     if instruction.opcode == "dot":
         summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.text)
@@ -203,7 +203,7 @@ def _flops(instruction: Instruction, made: Program) -> float:
         if len(queries) != 4 or len(keys) != 4:
             return 0.0
         B, T, H, K = queries
-        # Forward two products, backward five; causal, so about half of the pairs.
+        # Two products forward, five backward; causal, so about half of the pairs.
         return (5 if "Backward" in target else 2) * 2.0 * B * H * T * keys[1] * K / 2
     else:
         return 0.0
@@ -215,7 +215,7 @@ def _flops(instruction: Instruction, made: Program) -> float:
 
 
 def _read_by_fusion(body: list[Instruction], made: Program) -> float:
-    """Bytes that a fusion reads of its operands: of one that it only takes slices of, the slices."""
+    """Return the bytes that a fusion reads of its operands; if it only takes slices of one, those of the slices."""
     users: dict[str, list[Instruction]] = {}
     for instruction in body:
         for name in instruction.operands:
@@ -237,7 +237,7 @@ def _read_by_fusion(body: list[Instruction], made: Program) -> float:
 
 
 def _written_by_fusion(body: list[Instruction], made: Program) -> float:
-    """Bytes of a fusion's results: of one that is updated in place, the part that changes."""
+    """Return the bytes of a fusion's results; of one updated in place, those of the part that changes."""
     def written(instruction: Instruction | None) -> float:
         while instruction is not None and instruction.opcode in _VIEWS:
             instruction = made.instructions.get(instruction.operands[0])
@@ -246,7 +246,7 @@ def _written_by_fusion(body: list[Instruction], made: Program) -> float:
         if instruction.opcode == "dynamic-update-slice":
             return size(_operand(instruction, 1, made))
         if instruction.opcode == "get-tuple-element" and instruction.arrays[0][0] in ("s8", "u8"):
-            return 0.0  # the workspace of a kernel from a library
+            return 0.0  # the workspace of a library kernel
         return sum(map(size, instruction.useful))
 
     root = next((instruction for instruction in body if instruction.is_root), None)

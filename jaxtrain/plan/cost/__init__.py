@@ -1,1 +1,1 @@
-"""Estimates of the memory and time that a traced step takes on given hardware."""
+"""Estimate the memory and time of a traced step on given hardware."""

@@ -1,4 +1,4 @@
-"""How long devices talk: a collective along mesh axes, over the links that join those devices.
+"""Estimate the time of a collective along mesh axes, from the links between the devices that it joins.
 
 Devices are numbered with the last axis of the mesh varying fastest, so that neighbours along it share the nearest link.
 """
@@ -11,26 +11,29 @@ from jaxtrain.plan.trace.program import Axes, Collective
 
 
 def seconds(collective: Collective, target: Target, sizes: Mapping[str, int]) -> float:
-    """Of one collective, at the bandwidth of its slowest link; rings, as NCCL and TPUs make them of large arrays."""
+    """Return the seconds of one collective at the bandwidth of its slowest link.
+
+    It assumes rings, which NCCL and TPUs use for large arrays.
+    """
     n = math.prod(sizes[axis] for axis in collective.axes)
     if n <= 1:
         return 0.0
     link, bandwidth = _link(collective.axes, target, sizes)
-    whole = collective.bytes * (n if collective.kind == "reduce-scatter" else 1)  # before it is cut up, or together
+    whole = collective.bytes * (n if collective.kind == "reduce-scatter" else 1)  # before a scatter, or after a gather
     moved = {"all-reduce": 2 * whole * (n - 1) / n, "all-to-all": whole * (n - 1) / n,
              "collective-permute": whole}.get(collective.kind, whole * (n - 1) / n)
     steps = {"all-reduce": 2 * (n - 1), "collective-permute": 1, "all-to-all": n - 1}.get(collective.kind, n - 1)
-    # Beyond some devices latency grows with the logarithm: trees, not rings, for what is small.
+    # Beyond some devices latency grows with the logarithm: small arrays use trees instead of rings.
     return moved / (bandwidth * target.efficiency["links"]) + link.latency * min(steps, 4 * math.log2(n) + 2)
 
 
 def crossed(axes: Axes, target: Target, sizes: Mapping[str, int]) -> Link:
-    """The slowest link that a collective along these axes needs."""
+    """Return the slowest link that a collective along these axes uses."""
     return _link(axes, target, sizes)[0]
 
 
 def _link(axes: Axes, target: Target, sizes: Mapping[str, int]) -> tuple[Link, float]:
-    """... and the bytes a second that each device gets through it."""
+    """Return the slowest link for these axes, and the bytes per second that each device gets through it."""
     span, inner, nearer = _span(axes, sizes), 1, math.inf
     for link in target.links:
         if span <= link.devices or link is target.links[-1]:
@@ -41,7 +44,7 @@ def _link(axes: Axes, target: Target, sizes: Mapping[str, int]) -> tuple[Link, f
 
 
 def _span(axes: Axes, sizes: Mapping[str, int]) -> int:
-    """How many consecutive devices hold one group."""
+    """Return how many consecutive devices a group spans."""
     span, stride = 1, 1
     for axis in reversed(list(sizes)):
         if axis in axes:
@@ -51,7 +54,7 @@ def _span(axes: Axes, sizes: Mapping[str, int]) -> int:
 
 
 def _members(axes: Axes, sizes: Mapping[str, int], devices: int) -> int:
-    """How many of a group are among so many consecutive devices."""
+    """Return how many members of a group are among the first `devices` consecutive devices."""
     members, stride = 1, 1
     for axis in reversed(list(sizes)):
         if axis in axes:

@@ -1,37 +1,37 @@
-"""How much of a device's memory a step takes at most, and by what: how long each array of the program lives.
+"""Estimate the peak memory of a step on a device, from the lifetime of each array in its program.
 
-A compiler does not write down what it can compute where it is used. So arrays that come from element-wise operations
-take memory only where something else than such operations reads them; what they come from lives until then.
+A compiler does not store what it can compute where it is used. So results of element-wise operations take memory only
+if other kinds of operations read them; the arrays that they are computed from stay live until then.
 """
 
 from dataclasses import dataclass, field
 
 from jaxtrain.plan.trace.program import Block, Op, Value
 
-# What reads arrays through whatever computes them; everything else wants them in memory.
+# Operations that fuse with whatever computes their arguments; all others need them in memory.
 READS_THROUGH = ("reduce_", "argmax", "argmin")
 
 
 @dataclass
 class Peak:
-    """Bytes at the worst moment, beyond the arguments of the block, and the arrays that live then."""
+    """The bytes at the peak, beyond the arguments of the block, and the arrays that are live then."""
 
     bytes: int = 0
     values: list[Value] = field(default_factory=list)
 
 
 def peak(block: Block, donated: int = 0) -> Peak:
-    """Of a step whose first so many arguments may be overwritten by its results; beyond all its arguments."""
+    """Return the peak of a step beyond all its arguments; results may overwrite the first `donated` ones."""
     return _Life(block, block.inputs[:donated]).peak()
 
 
 class Reads:
-    """Which values of a block are in memory, and which of those every operation reads through what is not."""
+    """Determines which values of a block are in memory, and which of them each operation reads through fused ones."""
 
     def __init__(self, block: Block):
         self.block = block
         self.inputs = set(map(id, block.inputs))
-        self.made: set[int] = set()  # values that are in memory, by id
+        self.made: set[int] = set()  # values in memory, by id
         self._sources: dict[int, frozenset] = {}
         for op in block.ops:
             if op.made == "real":
@@ -47,7 +47,7 @@ class Reads:
                 self._add_in_place(op)
 
     def _add_in_place(self, op: Op) -> None:
-        """A product that is added to a sum which a loop carries: matmuls add to what is there."""
+        """Handle a product that is added to a sum carried by a loop: the matmul adds to the existing array."""
         products = [value for value in op.inputs if value.op is not None and value.op.name == "dot_general"]
         sums = [value for value in op.inputs if id(value) in self.inputs]
         if len(products) == 1 and sums and sum(products[0] in other.inputs for other in self.block.ops) == 1:
@@ -59,7 +59,7 @@ class Reads:
             self.made.add(id(value))
 
     def sources(self, value: Value) -> frozenset:
-        """The arrays in memory that it is computed from, or itself."""
+        """Return the arrays in memory that a value is computed from, or the value itself."""
         if id(value) in self._sources:
             return self._sources[id(value)]
         if id(value) in self.inputs or id(value) in self.made or value.op is None:
@@ -70,16 +70,16 @@ class Reads:
         return found
 
     def writes(self, op: Op) -> list[Value]:
-        """Its results that are in memory."""
+        """Return the results of an operation that are in memory."""
         return [value for value in op.outputs if id(value) in self.made]
 
     def of(self, op: Op) -> frozenset:
-        """The arrays in memory that it reads."""
+        """Return the arrays in memory that an operation reads."""
         return frozenset().union(*map(self.sources, op.inputs)) if op.inputs else frozenset()
 
     def bytes(self, op: Op) -> int:
-        """Read and written, where its result is in memory; nothing else is an operation of its own."""
-        if op.name == "dynamic_update_slice":  # in its place
+        """Return the bytes that an operation reads and writes; 0 if it is fused and its result is not in memory."""
+        if op.name == "dynamic_update_slice":  # in place
             return 2 * op.inputs[1].bytes
         written = self.writes(op)
         return sum(value.bytes for value in (*self.of(op), *written)) if written else 0
@@ -87,13 +87,13 @@ class Reads:
 
 class _Life:
     def __init__(self, block: Block, donated: list[Value], stacked: int | None = None):
-        """`donated`: inputs that results may overwrite; `stacked`: from which output on they go into stacks at once."""
+        """Set the `donated` inputs, which results may overwrite; outputs from `stacked` on are stacked at once."""
         self.block, self.donated = block, donated
         self.stacked = len(block.outputs) if stacked is None else stacked
         self.reads = Reads(block)
 
     def peak(self) -> Peak:
-        """Walk through the block once."""
+        """Walk through the block once, and return its peak."""
         ops = [op for op in self.block.ops if op.made == "real" or self.reads.writes(op)]
         reads = [self.reads.of(op).union(*map(self.reads.sources, op.beside)) for op in ops]
         last = {id(value): at for at, values in enumerate(reads) for value in values}
@@ -127,7 +127,7 @@ class _Life:
         found = [_Life(body, body.inputs[carried] if op.name == "scan" else [],
                        op.carried if op.name == "scan" else None).peak() for body in op.bodies]
         worst = max(found, key=lambda one: one.bytes, default=Peak())
-        if op.name == "cond":  # what a branch returns is what the operation returns
+        if op.name == "cond":  # the result of a branch is the result of the operation
             return Peak(max(0, worst.bytes - sum(value.bytes for value in op.outputs)))
         return worst
 
@@ -139,7 +139,7 @@ def _behind_views(value: Value) -> Value:
 
 
 def _overwritten(reads: Reads, op: Op) -> set[int]:
-    """Arguments whose place its result may take where nobody needs them any more: of a loop, what it carries."""
+    """Return the arguments whose memory the result may reuse when they are no longer needed; of a loop, its carry."""
     if op.made != "real" or op.name in ("while", "cond"):
         values = op.inputs
     elif op.name == "scan":

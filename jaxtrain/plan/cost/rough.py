@@ -1,4 +1,4 @@
-"""How long a step takes, roughly and without a trace: only to leave out the meshes that cannot be among the best."""
+"""Estimate the time of a step roughly and without a trace, only to exclude meshes that cannot be among the best."""
 
 import dataclasses
 import math
@@ -14,25 +14,25 @@ from jaxtrain.plan.trace.program import Collective
 from jaxtrain.run import build
 from jaxtrain.train_step.report import matmul_parameters, total
 
-TWO_BYTES = 2  # of a weight or an activation on its way
+TWO_BYTES = 2  # bytes of a weight or an activation in a collective
 
 
 def rows(config: Config, mesh: dict[str, int]) -> int:
-    """Of the batch, on one device; none where there are more devices than rows."""
+    """Return the rows of the batch on one device; 0 if there are more devices than rows."""
     return config.data.global_batch_size // (mesh["mesh.data"] * mesh["mesh.fsdp"] * mesh["mesh.expert"])
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model, whatever the mesh."""
+    """The size of a model, independent of the mesh."""
 
     parameters: int  # bytes
     optimizer: int
-    per_token: float  # FLOP, there and back
+    per_token: float  # FLOP, forward and backward
 
     @classmethod
     def of(cls, config: Config, platform: str) -> "Size":
-        """From its shapes."""
+        """Return the size of a config's model."""
         alone = dataclasses.replace(config, mesh=MeshConfig(data=1), pipeline=PipelineConfig(),
                                     train=dataclasses.replace(config.train, accumulation=1))
         run = build(alone, devices=1, platform=platform)
@@ -41,21 +41,21 @@ class Size:
                    flops_per_token(config.model, active, config.data.seq_len, True))
 
     def state(self, mesh: dict[str, int], zero_stage: int, offload: bool) -> float:
-        """Bytes of a device at least: all axes but `data` split everything."""
+        """Return the least bytes of state on a device: all axes except `data` split everything."""
         split = math.prod(mesh.values()) / mesh["mesh.data"]
         parameters = self.parameters / (mesh["mesh.data"] if zero_stage == 3 else 1)
         return parameters / split if offload else parameters / split + self.moments(mesh, zero_stage)
 
     def moments(self, mesh: dict[str, int], zero_stage: int) -> float:
-        """Bytes of the optimizer's state for a device."""
+        """Return the bytes of the optimizer's state on a device."""
         return self.optimizer / math.prod(mesh.values()) * (1 if zero_stage else mesh["mesh.data"])
 
 
 def seconds(config: Config, target: Target, mesh: dict[str, int], size: Size, left: float) -> float:
-    """Computation at a usual rate, weights and gradients on their way, activations between devices, the bubble.
+    """Return the seconds of a step: computation at a usual rate, communication of weights and activations, the bubble.
 
-    `left`: bytes of a device for activations. The batch goes through in as few parts as these allow, and for each of
-    them weights are gathered.
+    `left`: bytes of a device for activations. The batch is cut into as few parts as these allow, and weights are
+    gathered for each part.
     """
     sizes, model = {key.removeprefix("mesh."): n for key, n in mesh.items()}, config.model
     computing = work(config, target, mesh, size) / (target.efficiency["matmul"] * target.peak["bfloat16"])
@@ -64,7 +64,7 @@ def seconds(config: Config, target: Target, mesh: dict[str, int], size: Size, le
         return links.seconds(Collective(kind, axes, int(size)), target, sizes)
 
     split = sizes["stage"] * sizes["tensor"] * sizes["expert"]
-    here = size.parameters / 4 / split * TWO_BYTES  # of a device's layers, whole
+    here = size.parameters / 4 / split * TWO_BYTES  # of a device's layers, gathered
     tokens = config.data.global_batch_size * config.data.seq_len
     mine = tokens / (sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"])
     layers = model.num_layers / sizes["stage"]
@@ -84,7 +84,7 @@ def seconds(config: Config, target: Target, mesh: dict[str, int], size: Size, le
 
 
 def work(config: Config, target: Target, mesh: dict[str, int], size: Size) -> float:
-    """FLOP of a device in a step, with everything computed twice."""
+    """Return the FLOP of a device in a step, with full activation checkpointing."""
     model, tokens = config.model, config.data.global_batch_size * config.data.seq_len
     others = 3 * 6 * model.embed_dim * model.expert_mlp_dim * _masked(model, target, mesh["mesh.expert"])
     per_token = size.per_token + others * (model.num_layers - model.dense_layers)
@@ -92,7 +92,10 @@ def work(config: Config, target: Target, mesh: dict[str, int], size: Size) -> fl
 
 
 def _masked(model: ModelConfig, target: Target, devices: int) -> float:
-    """Experts that XLA computes for a token beside its own and masks: but for TPUs all of a device's, for all rows."""
+    """Return how many experts XLA computes per token besides its own and masks.
+
+    On TPUs there are none; elsewhere it computes all rows with all experts of a device.
+    """
     if target.platform == "tpu" or not model.num_experts:
         return 0.0
     return experts.buffered(model, devices) * model.num_experts / devices - model.experts_per_token

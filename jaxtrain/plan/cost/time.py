@@ -1,8 +1,8 @@
-"""How long a step takes, and by what: every operation at the rate of what limits it, and what overlaps.
+"""Estimate the time of a step by part: each operation at the rate that limits it, minus what overlaps.
 
-A matmul takes the longer of computing and moving; what is fused takes the time to read and write memory. Collectives
-of weights on their way in, and of gradients on their way out, run beside computation as far as there is any in the same
-loop, and as far as the target's kernels leave each other alone; those of activations stand in the way.
+A matmul takes the longer of computing and moving; fused operations take the time to read and write memory. Collectives
+of incoming weights and outgoing gradients overlap with computation, as far as the same loop has any, and as far as the
+target's kernels do not disturb each other; collectives of activations do not overlap.
 """
 
 from collections import Counter, defaultdict
@@ -23,7 +23,7 @@ JOINED = 30 * 2**20  # bytes, by default
 
 @dataclass
 class Time:
-    """Seconds of a step, by part; `hidden` is talk behind computation, which costs nothing."""
+    """The seconds of a step, by part; `hidden` is communication behind computation, which costs nothing."""
 
     parts: Counter = field(default_factory=Counter)
     hidden: float = 0.0
@@ -31,22 +31,22 @@ class Time:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """The seconds of the whole step."""
         return sum(self.parts.values())
 
     def spend(self, seconds: float, part: str) -> None:
-        """On one part, one after the other."""
+        """Add seconds to a part."""
         self.parts.update({part: seconds})  # pyrefly: ignore[no-matching-overload]
 
     def add(self, other: "Time", times: int = 1) -> None:
-        """So often, one after the other."""
+        """Add the parts of another time, `times` times."""
         self.parts.update({part: seconds * times for part, seconds in other.parts.items()})
         self.hidden += other.hidden * times
         self.flops += other.flops * times
 
 
 def estimate(block: Block, target: Target, sizes: Mapping[str, int], schedule: Schedule | None = None) -> Time:
-    """Of a step on a mesh of these sizes; `schedule`: of a pipeline's stages."""
+    """Estimate the time of a step on a mesh of these sizes; `schedule` is that of its pipeline stages, if any."""
     time = Time()
     _add(block, target, sizes, time, 1, schedule)
     return time
@@ -67,7 +67,7 @@ def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, tim
                 waiting[collective.kind, collective.axes].append(collective.bytes)
             else:
                 talk = links.seconds(collective, target, sizes)
-                hidden = behind(talk, seconds, target) if op.flops else 0.0  # a product that passes its sums around
+                hidden = behind(talk, seconds, target) if op.flops else 0.0  # a product that passes sums around
                 time.hidden += times * hidden
                 time.spend(times * (talk - hidden), said(collective.kind, collective.axes))
         time.flops += op.flops * times
@@ -86,7 +86,7 @@ def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, tim
 
 
 def _longest(op: Op, target: Target, sizes: Mapping[str, int], schedule: Schedule | None = None) -> Time:
-    """Of a loop's body once; of branches that with most to do: others wait for the devices that take it."""
+    """Return the time of a loop's body once, or of the longest branch, for which all other devices wait."""
     each = [Time() for _ in op.bodies]
     for body, its in zip(op.bodies, each, strict=True):
         _add(body, target, sizes, its, 1, schedule)
@@ -94,14 +94,14 @@ def _longest(op: Op, target: Target, sizes: Mapping[str, int], schedule: Schedul
 
 
 def _operations(tick: Block, schedule: Schedule) -> list[Op]:
-    """F, B and W of a pipeline's tick, as far as the schedule has them: its branches that compute."""
+    """Return the branches of a pipeline's tick that compute: F, B and W, as far as the schedule has them."""
     branching = [op for op in tick.ops if op.name == "cond"]
     found = [op for op in branching if any(inner.flops for body in op.bodies for inner, _ in body.all())]
     return found if len(found) == len(schedule.kinds) else []
 
 
 def _ticks(tick: Block, target: Target, sizes: Mapping[str, int], schedule: Schedule) -> Time:
-    """All ticks: each takes as long as the stage with most to do in it, and what all stages do besides."""
+    """Return the time of all ticks: each takes as long as its busiest stage, plus the work that all stages do."""
     time, operations = Time(), _operations(tick, schedule)
     rest = Block(tick.inputs, [op for op in tick.ops if op not in operations], tick.outputs)
     _add(rest, target, sizes, time, len(schedule.ticks))
@@ -114,12 +114,12 @@ def _ticks(tick: Block, target: Target, sizes: Mapping[str, int], schedule: Sche
 
 
 def said(kind: str, axes: Axes) -> str:
-    """What a collective is called."""
+    """Return the name of a collective for the user."""
     return f"{kind} over {'+'.join(sorted(axes, key=AXES.index))}"
 
 
 def _joined(sizes: list[int]) -> list[int]:
-    """What waits for nothing and is of one kind XLA makes one of, as long as that is not large."""
+    """Join independent collectives of one kind, like XLA, as long as the result is not too large."""
     joined = [0]
     for size in sorted(sizes):
         if joined[-1] + size > JOINED and joined[-1]:
@@ -129,12 +129,12 @@ def _joined(sizes: list[int]) -> list[int]:
 
 
 def behind(talking: float, computing: float, target: Target) -> float:
-    """Seconds of talk that cost nothing: never more than there are of computation to hide them."""
+    """Return the seconds of communication that are hidden: never more than the computation."""
     return min(target.efficiency["overlap"] * talking, computing)
 
 
 def _own(op: Op, reads: "Reads", target: Target) -> tuple[str, float]:
-    """What an operation takes on its own device."""
+    """Return the part and the seconds of an operation on its own device."""
     if hosts := sum(value.host for value in (*op.inputs, *op.outputs)) if op.name == "device_put" else 0:
         return "copies from and to hosts", hosts / target.host
     moved = reads.bytes(op)
@@ -148,14 +148,14 @@ def _own(op: Op, reads: "Reads", target: Target) -> tuple[str, float]:
 
 
 def _loose(block: Block) -> set[int]:
-    """The collectives that wait for no computation of this block, or for which none waits."""
+    """Return the collectives that do not depend on computation of this block, or on which none depends."""
     depends = _reached(block, forwards=True)
     awaited = _reached(block, forwards=False)
     return {id(op) for op in block.ops if op.collectives and (id(op) not in depends or id(op) not in awaited)}
 
 
 def _reached(block: Block, forwards: bool) -> set[int]:
-    """The operations behind (or before) some computation, through the values that they pass on."""
+    """Return the operations after (or before) any computation, along data dependencies."""
     marked: set[int] = set()
     values: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""Stacked bars and lines as SVG, to stand in a page: numbers keep their size to a thousandth of a pixel."""
+"""Draw stacked bars and lines as SVG for a page; lengths are exact to a thousandth of a pixel."""
 
 import math
 import string
@@ -15,7 +15,7 @@ FONT = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="1
 
 
 def bars(stacks: list[tuple[str, Counter]], unit: str, scale: float, limits: list[tuple[str, float]]) -> str:
-    """One bar a line, with a letter for every part, which a print in black and white keeps. `scale`: of one unit."""
+    """Draw one bar per line, with a letter for each part, for prints in black and white; `scale`: of one unit."""
     drawn = [(label, _positive(parts)) for label, parts in stacks]
     names = [name for name, _ in sum((parts for _, parts in drawn), Counter()).most_common()]
     most = max([parts.total() for _, parts in drawn] + [value for _, value in limits])
@@ -51,7 +51,7 @@ def bars(stacks: list[tuple[str, Counter]], unit: str, scale: float, limits: lis
 
 
 def curves(title: str, xs: list[int], series: dict[str, dict[int, float]], percent: bool) -> str:
-    """Lines over numbers that double, with a ring at every point."""
+    """Draw lines over numbers that double, with a ring at every point."""
     most = max((value for points in series.values() for value in points.values()), default=1.0)
     step = PLOT / len(xs)
     lines = [f'<svg {FONT} viewBox="-60 -30 {PLOT + 60} {TALL + 110}" width="{PLOT + 60}">',
@@ -78,7 +78,7 @@ def curves(title: str, xs: list[int], series: dict[str, dict[int, float]], perce
 
 
 def ticks(most: float) -> list[float]:
-    """Round numbers from 0 up, about five of them."""
+    """Return about five round numbers from 0 up."""
     rough = most / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * one for one in (1, 2, 5, 10) if power * one >= rough)
@@ -86,7 +86,7 @@ def ticks(most: float) -> list[float]:
 
 
 def _positive(parts: Counter) -> Counter:
-    """What is less than nothing (places used twice) is taken from the largest part, so that the sum stays."""
+    """Subtract negative parts (places used twice) from the largest part, so that the sum stays the same."""
     drawn = +parts
     if missing := drawn.total() - parts.total():
         drawn[drawn.most_common(1)[0][0]] -= missing

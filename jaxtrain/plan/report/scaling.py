@@ -1,4 +1,4 @@
-"""The best layout of a search on fewer and on more devices: only `data` or `fsdp` changes, whichever is then faster."""
+"""Scale the best layout of a search to fewer and to more devices, by `data` or `fsdp`, whichever is then faster."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ SAME, ALONG = "the same batch", "as many rows a device"
 
 @dataclass(frozen=True)
 class Point:
-    """One count of devices: a layout, or why there is none."""
+    """One number of devices: a layout, or the reason why there is none."""
 
     devices: int
     batch: int  # rows of a step
@@ -24,7 +24,7 @@ class Point:
 
 
 def scaled(found: Found) -> dict[str, list[Point]]:
-    """At a quarter, half, twice and four times as many devices, with the batch as it is and with one in proportion."""
+    """Return the layout at a quarter to four times as many devices, with the same and with a proportional batch."""
     return {name: list(_points(found, name == ALONG)) for name in (SAME, ALONG)} if found.best else {}
 
 
@@ -57,12 +57,12 @@ def _points(found: Found, along: bool) -> Iterator[Point]:
 
 
 def _changed(overrides: dict[str, Any], axis: str, factor: Fraction, along: bool) -> dict[str, Any]:
-    """... by a factor along one axis; the parts of a batch that stays become more or fewer, as long as they can."""
+    """Multiply one axis of a layout by a factor; if the batch stays, adapt gradient accumulation as far as possible."""
     size = overrides.get(axis, 1) * factor
     if size.denominator > 1:
         raise UserError(axis, f"{overrides.get(axis, 1)} cannot be multiplied by {factor}", "use another number")
     changed = {**overrides, axis: int(size)}
-    if changed.get("mesh.data", 1) > 1:  # copies of a model need no copies of the optimizer
+    if changed.get("mesh.data", 1) > 1:  # several copies of a model need only one of the optimizer
         changed["optimizer.zero_stage"] = max(1, changed.get("optimizer.zero_stage", 0))
     parts = changed.get("train.accumulation", 1) / factor
     if not along and changed.get("mesh.stage", 1) == 1:

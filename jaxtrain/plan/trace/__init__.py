@@ -1,1 +1,1 @@
-"""The traced train step, read as operations, layouts and communication."""
+"""Read the traced train step as operations, layouts and communication."""

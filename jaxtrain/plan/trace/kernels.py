@@ -1,4 +1,4 @@
-"""Stand-ins for kernels that only the target has: they trace anywhere, tell what they cost, and are never run."""
+"""Stand-ins for kernels that only the target has: they can be traced anywhere, have a known cost, and are never run."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ FORWARD, BACKWARD = "attention_forward", "attention_backward"
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """Within it, attention by cuDNN is one operation each way, which keeps operands, result and a row of sums."""
+    """Replace cuDNN attention by one operation per direction, which keeps operands, result and a row of sums."""
     before = attention._BACKENDS["cudnn"]
     attention._BACKENDS["cudnn"] = _attention
     try:
@@ -25,7 +25,7 @@ def stand_ins() -> Iterator[None]:
 
 
 def flops(name: str, shapes: list[tuple[int, ...]]) -> float:
-    """Of one of these operations on arguments of these shapes: queries [B, T, H, K] first, then keys and values."""
+    """Return the FLOP of these operations on arguments of these shapes: queries [B, T, H, K], then keys and values."""
     (B, T, H, K), (_, S, _, _), (_, _, _, V) = shapes[:3]
     seen = B * H * T * S / (2 if T == S else 1)  # causal
     product = 2.0 * seen
@@ -37,7 +37,7 @@ def _attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments
         if segments is None:
             return _kernel(q, k, v)
         same = segments[:, None, :, None] == segments[:, None, None, :]
-        return _kernel(q, k, v, jnp.where(same, jnp.zeros((), q.dtype), -1e30))  # as JAX hands a mask to cuDNN
+        return _kernel(q, k, v, jnp.where(same, jnp.zeros((), q.dtype), -1e30))  # like JAX's mask for cuDNN
 
     spec = sharding.activation_spec(*attention.HEADS)
     if spec is None:

@@ -1,4 +1,4 @@
-"""Arrays that are to lie otherwise, and sums that are still in parts: what compilers make of them."""
+"""Model how compilers move arrays to another layout, and add up partial sums."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +11,12 @@ from jaxtrain.plan.trace.program import Axes, Collective, Op, Spec, Value
 
 VIEWS = {"reshape", "reshard", "leave", "transpose", "squeeze", "expand_dims", "copy_p", "name", "optimization_barrier",
          "pvary", "pcast", "stop_gradient", "reduce_precision", "mesh_cast", "rev"}
-# Of one argument: a sum over devices may as well follow them.
+# Operations of one argument that commute with a sum over devices.
 LINEAR = VIEWS | {"convert_element_type", "neg"}
 
 
 class Placing:
-    """Makes operations that bring arrays to where they are wanted; each is added to `ops`."""
+    """Creates the operations that bring arrays into the required layout, and adds them to `ops`."""
 
     def __init__(self, sizes: Mapping[str, int], platform: str, rings: float, filled: float):
         self.sizes, self.platform, self.rings, self.filled = sizes, platform, rings, filled
@@ -27,18 +27,18 @@ class Placing:
         self.same: dict[tuple, list[Value]] = {}
 
     def shards(self, axes: Axes) -> int:
-        """Into how many parts these axes split."""
+        """Return the number of parts that these axes split an array into."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def value(self, shape: Sequence[int], dtype: Any, spec: Spec, pending: Axes = ()) -> Value:
-        """A new one, its bytes as each device holds them."""
+        """Create a value, with its bytes per device."""
         spec = tuple(tuple(axis for axis in entry if self.sizes[axis] > 1) for entry in spec)
         local = math.prod(-(-n // self.shards(entry)) for n, entry in zip(shape, spec, strict=True))
         width = dtype.itemsize if hasattr(dtype, "itemsize") else 4  # keys of random numbers
         return Value(tuple(shape), dtype, spec, local * width, pending=pending)
 
     def of_aval(self, aval: Any) -> Value:
-        """As a type of the trace has it."""
+        """Create a value from a type in the trace."""
         sharding = getattr(aval, "sharding", None)
         spec = spec_of(sharding.spec if sharding is not None else (), len(getattr(aval, "shape", ())))
         unreduced = tuple(getattr(sharding.spec, "unreduced", ()) or ()) if sharding is not None else ()
@@ -49,7 +49,7 @@ class Placing:
         return value
 
     def emit(self, name: str, made: str, inputs: Sequence[Value], outputs: Sequence[Value], **more: Any) -> list[Value]:
-        """Add an operation -> its results."""
+        """Add an operation, and return its results."""
         op = Op(name, made, list(inputs), list(outputs), **more)
         for value in op.outputs:
             value.op = op
@@ -57,7 +57,7 @@ class Placing:
         return op.outputs
 
     def gathered(self, value: Value, spec: Spec) -> Value:
-        """With some dimensions whole that are split; once for all who want it so."""
+        """Return a value with some split dimensions made whole; equal requests share the result."""
         if spec == value.spec:
             return value
         if (id(value), spec) not in self.whole:
@@ -68,11 +68,11 @@ class Placing:
         return self.whole[id(value), spec]
 
     def summed(self, value: Value) -> Value:
-        """The value itself, where devices hold parts of a sum."""
+        """Return a value with the partial sums of devices added up."""
         if not value.pending:
             return value
         parts = _parts(value)
-        if self.platform == "tpu":  # where it is converted to less on its way, that is done first
+        if self.platform == "tpu":  # TPUs first convert it, if that makes it smaller
             parts = min((value, *(op.inputs[0] for op in _since(value))), key=lambda one: one.bytes)
         if (key := (id(parts), value.shape, str(value.dtype))) not in self.sums:
             out = self.value(value.shape, value.dtype, value.spec)
@@ -81,7 +81,7 @@ class Placing:
         return self.sums[key]
 
     def move(self, value: Value, aval: Any) -> Value:
-        """To where a type says; values in the compiler's own region stay where they are."""
+        """Move a value to the layout of a type; values in the region that the compiler places stay as they are."""
         if not explicit(aval):
             return value
         out = self.of_aval(aval)
@@ -93,7 +93,7 @@ class Placing:
             value = self.summed(value)
             pending = scattered = reduced = ()
         gathered = tuple(axis for axis in before if axis not in after)
-        if reduced and not scattered and before == after:  # added up where somebody wants the sum, or parts of it
+        if reduced and not scattered and before == after:  # added up where the sum, or parts of it, are needed
             out.pending = value.pending
             return self.emit("reshard", "view", [value], [out])[0]
         moved = tuple(axis for d, entry in enumerate(value.spec) for axis in entry
@@ -109,9 +109,9 @@ class Placing:
         return self.turned(out, value) if gathered else out
 
     def sums_before_it_splits(self, value: Value, reduced: Axes) -> bool:
-        """Whether the compiler misses that a sum is only wanted in parts, and makes all of it everywhere.
+        """Return whether the compiler misses that only parts of a sum are needed, and computes all of it everywhere.
 
-        For CPUs and TPUs always. For GPUs where the sum is over more devices than split it, or has another shape then.
+        CPUs and TPUs always do. GPUs do if the sum is over more devices than split it, or has a different shape then.
         """
         if self.platform != "cuda":
             return True
@@ -119,9 +119,9 @@ class Placing:
         return (made is None or made.name != "scatter-add") and (bool(reduced) or _reshaped(value))
 
     def turned(self, whole: Value, parts: Value) -> Value:
-        """NCCL joins and cuts arrays along the dimension that is outermost in memory: others are turned around first.
+        """Transpose an array for NCCL, which gathers and scatters along the outermost dimension in memory.
 
-        What comes from outside, as weights do, can be kept so that nothing has to be turned.
+        Arrays from outside the block, such as weights, can be stored so that no transpose is needed.
         """
         if self.platform != "cuda" or self.before(whole, parts) == 1 or _from_outside(parts):
             return whole
@@ -130,11 +130,11 @@ class Placing:
         return self.emit("turn", "real", [whole], [out])[0]
 
     def unturned(self, values: list[Value]) -> list[Value]:
-        """Of those that were turned around, what they were before: other products want them that way."""
+        """Return transposed arrays as they were before, as other products need them."""
         return [self.before_turning[id(value)] for value in values if id(value) in self.before_turning]
 
     def before(self, whole: Value, parts: Value) -> int:
-        """How many places there are in the dimensions outside of the first along which two layouts differ."""
+        """Return the number of places in the dimensions before the first one in which two layouts differ."""
         count = 1
         for n, a, b in zip(whole.shape, whole.spec, parts.spec, strict=True):
             if a != b:
@@ -144,19 +144,19 @@ class Placing:
 
 
 def _parts(value: Value) -> Value:
-    """Where the parts of a sum come from, which is where they are added: before they are converted."""
+    """Return the value whose parts are added up, which is the one before any conversion."""
     return [value, *(op.inputs[0] for op in _since(value))][-1]
 
 
 def _from_outside(value: Value) -> bool:
-    """Whether it is an argument of the block, but for its dtype."""
+    """Return whether a value is an argument of the block, apart from its dtype."""
     while value.op is not None and value.op.name in LINEAR:
         value = value.op.inputs[0]
     return value.op is None
 
 
 def _reshaped(value: Value) -> bool:
-    """Whether the parts of a sum had another shape when they were made."""
+    """Return whether the parts of a sum had another shape when they were computed."""
     return any(op.name == "reshape" and op.inputs[0].shape != op.outputs[0].shape for op in _since(value))
 
 
@@ -167,24 +167,24 @@ def _since(value: Value) -> Iterator[Op]:
 
 
 def spec_of(spec: Any, rank: int) -> Spec:
-    """Of a sharding's spec: the axes of each of so many dimensions."""
+    """Return the mesh axes of each of `rank` dimensions in a sharding's spec."""
     entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in
                getattr(spec, "partitions", spec)]
     return (*entries, *[()] * (rank - len(entries)))
 
 
 def flat(spec: Spec) -> Axes:
-    """All axes of it."""
+    """Return all axes of a spec."""
     return tuple(axis for entry in spec for axis in entry)
 
 
 def explicit(aval: Any) -> bool:
-    """Whether its type says how it lies."""
+    """Return whether a type determines the layout."""
     sharding = getattr(aval, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     return mesh is None or mesh.empty or jax.sharding.AxisType.Auto not in mesh.axis_types
 
 
 def splits_more(value: Value, out: Value) -> bool:
-    """Whether a value lies otherwise than what it is computed from."""
+    """Return whether a value's layout differs from that of the value it is computed from."""
     return set(flat(out.spec)) != set(flat(value.spec))

@@ -1,8 +1,8 @@
-"""One device's program, read from the traced step.
+"""Derive one device's program from the traced step.
 
-Shardings are part of the types of a step on an explicit mesh, so that the trace says which part of every array a device
-holds and where devices have to talk; nothing here knows a model. The one region in which the compiler places arrays by
-itself, the optimizer's update, is followed by shapes: what is computed from arrays of one shape lies as they do.
+Shardings are part of the types of a step on an explicit mesh, so the trace says which part of every array a device
+holds and where devices communicate; nothing here depends on a model. The one region in which the compiler places arrays
+by itself, the optimizer's update, is followed by shapes: results have the layout of arguments with the same shape.
 """
 
 import math
@@ -25,23 +25,23 @@ OWN = {"all_gather": "all-gather", "all_gather_invariant": "all-gather", "reduce
 HEAVY = {"conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add", "sort", "top_k", "cumsum",
          "cumlogsumexp", "dynamic_update_slice", "random_bits", "approx_top_k"}
 KERNELS = ("pallas", "custom_call", "dot_product_attention", "cudnn")
-# What compilers do once for all who want the same: with these parameters alike.
+# Operations that compilers share among equal requests, with the parameters that must be equal.
 SHARED = {"convert_element_type": ("new_dtype",), "reshard": ("dst_sharding",), "ppermute": ("axis_name", "perm")}
 
 
 def read(traced: ClosedJaxpr, sizes: Mapping[str, int], platform: str, rings: float = math.inf,
          filled: float = 1.0) -> Block:
-    """The program of one device of a mesh of these sizes, as the compiler for this platform makes it.
+    """Return the program of one device in a mesh of these sizes, as compiled for this platform.
 
-    `rings`: for TPUs, from which length of the summed dimension on devices hand the sums of a product around while they
-    compute it. `filled`: the share of the rows of experts that hold tokens, and that TPUs compute.
+    `rings`: on TPUs, the least length of the contracted dimension at which devices pass the sums of a product around
+    while computing it. `filled`: the share of the rows of experts that hold tokens, and that TPUs compute.
     """
     return _Reader(sizes, platform, rings, filled).block(traced.jaxpr)
 
 
 class _Reader(Placing):
     def block(self, jaxpr: Jaxpr, inputs: Sequence[Value] | None = None) -> Block:
-        """A block of its own, with new values for its arguments (as given ones lie, if any are given)."""
+        """Return a separate block, with new values for its arguments (in the layout of given ones, if any)."""
         outer, self.ops = self.ops, []
         mine = [self.of_aval(v.aval) for v in jaxpr.invars]
         if inputs:
@@ -69,7 +69,7 @@ class _Reader(Placing):
         name, params = eqn.primitive.name, eqn.params
         if name in CALLS:
             inner, outer = params[CALLS[name]], self.same
-            if name in ("remat2", "checkpoint"):  # what is computed again is not what was computed before
+            if name in ("remat2", "checkpoint"):  # recomputed values are not shared with the first computation
                 self.same = {}
             outputs = self.inline(getattr(inner, "jaxpr", inner), inputs)
             self.same = outer
@@ -90,14 +90,14 @@ class _Reader(Placing):
         return self.computed(eqn, inputs)
 
     def computed(self, eqn: Any, inputs: list[Value]) -> list[Value]:
-        """What is neither a call nor a loop."""
+        """Emit an equation that is neither a call nor a loop."""
         name = eqn.primitive.name
         if name in SUMS or name in OWN:
             return self.spoken(eqn, inputs)
         if name == "reshard":
             return [self.move(inputs[0], eqn.outvars[0].aval)]
         outputs = [self.of_aval(var.aval) for var in eqn.outvars]
-        if name == "device_put":  # between the memories of devices and hosts
+        if name == "device_put":  # between device and host memory
             return self.emit(name, "real", inputs, outputs)
         if name in LINEAR and inputs[0].pending and not outputs[0].pending and not splits_more(inputs[0], outputs[0]):
             outputs[0].pending = inputs[0].pending
@@ -124,7 +124,7 @@ class _Reader(Placing):
         return self.emit(name, made, inputs, outputs)
 
     def placed(self, eqn: Any, inputs: list[Value], outputs: list[Value]) -> None:
-        """Where types do not say how arrays lie, they lie as the arguments of the same shape do."""
+        """Give values without a layout in their types that of the arguments of the same shape."""
         if all(explicit(var.aval) for var in eqn.outvars):
             return
         if eqn.primitive.name == "broadcast_in_dim" and inputs:
@@ -158,7 +158,7 @@ class _Reader(Placing):
         flops = 2.0 * math.prod(sizes) * out.bytes / np.dtype(out.dtype).itemsize
         shared = flat(out.spec)
         scattered = tuple(axis for axis in axes if axis in shared)
-        if scattered:  # the sum is cut up at once
+        if scattered:  # the sum is scattered at once
             flops *= self.shards(scattered)
         inside = tuple(axis for axis in axes if axis not in scattered and axis not in out.pending)
         if not scattered:
@@ -170,7 +170,7 @@ class _Reader(Placing):
             return self.emit("dot_general", "real", inputs, [out], flops=flops, collectives=(around,))
         whole = self.value(out.shape, out.dtype, tuple(tuple(a for a in e if a not in scattered) for e in out.spec))
         self.emit("dot_general", "real", inputs, [whole], flops=flops, beside=self.unturned(inputs))
-        if self.platform != "cuda":  # all of the sum, then a part of it
+        if self.platform != "cuda":  # the whole sum first, then a part of it
             summed = self.value(whole.shape, whole.dtype, whole.spec)
             self.emit("sum", "real", [whole], [summed], collectives=(Collective("all-reduce", scattered, whole.bytes),))
             return self.emit("slice", "fused", [summed], [out])
@@ -178,11 +178,12 @@ class _Reader(Placing):
                          collectives=(Collective("reduce-scatter", scattered, out.bytes),))
 
     def ragged(self, eqn: Any, inputs: list[Value], outputs: list[Value]) -> list[Value]:
-        """Each row times its expert's matrix. But for TPUs XLA makes of it one product with every expert, masked.
+        """Emit each row times its expert's matrix.
 
-        TPUs have a kernel whose loop is as long as rows hold tokens.
+        Except on TPUs, XLA turns it into one product with every expert, masked. TPUs have a kernel that computes only
+        rows that hold tokens.
         """
-        work = 2.0 * inputs[0].bytes / np.dtype(inputs[0].dtype).itemsize * outputs[0].shape[-1]  # there, and back
+        work = 2.0 * inputs[0].bytes / np.dtype(inputs[0].dtype).itemsize * outputs[0].shape[-1]  # forward or backward
         if self.platform == "tpu":
             return self.emit("ragged_dot", "real", inputs, outputs, flops=work * self.filled)
         experts = inputs[2].shape[0]
@@ -190,7 +191,7 @@ class _Reader(Placing):
         return self.emit("ragged_dot", "real", [*masked, inputs[2]], outputs, flops=work * experts)
 
     def masked(self, rows: Value, experts: int) -> Value:
-        """Rows as often as there are experts, zero where they are not theirs; once for all who want it so."""
+        """Repeat rows for each expert, with zeros in rows of other experts; equal requests share the result."""
         if (id(rows), ()) not in self.whole:
             out = self.value((experts, *rows.shape), rows.dtype, ((), *rows.spec))
             self.whole[id(rows), ()] = self.emit("mask", "real", [rows], [out])[0]
@@ -203,19 +204,19 @@ class _Reader(Placing):
         return self.emit(eqn.primitive.name, "real", inputs, outputs)
 
     def scattered(self, eqn: Any, inputs: list[Value], out: Value) -> list[Value]:
-        """Added where indices say: what is spread over devices by anything but a window leaves each with a part."""
+        """Emit a scatter-add; updates that are split outside of their window leave each device with a partial sum."""
         windows = eqn.params["dimension_numbers"].update_window_dims
         axes = tuple(axis for d, entry in enumerate(inputs[2].spec) if d not in windows for axis in entry)
         out.pending = (*out.pending, *(axis for axis in axes if axis not in (*out.pending, *flat(out.spec))))
         return self.emit("scatter-add", "real", inputs, [out])
 
     def looked_up(self, eqn: Any, inputs: list[Value], out: Value) -> Value:
-        """Where types do not say how it lies: as the indices do."""
+        """Return the result of a gather in the layout of its indices, if its type does not determine one."""
         if explicit(eqn.outvars[0].aval) and any(out.spec):
             return out
         numbers, indices = eqn.params["dimension_numbers"], iter(inputs[1].spec)
         collapsed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-        # What is taken whole of a dimension stays split, where the compiler places arrays by itself.
+        # A dimension that is taken whole stays split, where the compiler places arrays by itself.
         stays = not explicit(eqn.outvars[0].aval)
         windows = iter([inputs[0].spec[d] if stays and size == inputs[0].shape[d] else ()
                         for d, size in enumerate(eqn.params["slice_sizes"]) if d not in collapsed])
@@ -223,7 +224,7 @@ class _Reader(Placing):
         return self.value(out.shape, out.dtype, spec)
 
     def spoken(self, eqn: Any, inputs: list[Value]) -> list[Value]:
-        """A collective that the program itself makes, inside an island."""
+        """Emit a collective that the program itself contains, inside a manual region."""
         name, params = eqn.primitive.name, eqn.params
         named = params.get("axes", params.get("axis_name", ()))
         axes = tuple(axis for axis in (named if isinstance(named, tuple) else (named,))
@@ -232,7 +233,7 @@ class _Reader(Placing):
         kind = OWN.get(name, "all-reduce")
         if not axes:
             return self.emit(name, "view", inputs, outputs)
-        if name in SUMS:  # which the compiler may find to be wanted in parts only
+        if name in SUMS:  # the compiler may find that only parts are needed
             for out in outputs:
                 out.pending = axes
             return self.emit(name, "view", [self.summed(value) for value in inputs], outputs)
