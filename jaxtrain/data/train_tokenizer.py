@@ -2,7 +2,7 @@
 
     jaxtrain train_tokenizer --input=jaxtrain --vocab_size=2000 --output=corpora/tokenizer.json
 
-Every text can be encoded, and each digit is a token. Any program that reads a Hugging Face tokenizer.json can use the
+Every text can be encoded, and digits are never merged. Any program that reads a Hugging Face tokenizer.json can use the
 result, such as `jaxtrain prepare`.
 """
 

@@ -13,9 +13,9 @@ _CUDA_SAYS = r"Unable to load|CUDA_ERROR|cuInit|cuDNN|INSUFFICIENT_DRIVER|driver
 _CUDA = (
     (r"SYSTEM_NOT_READY|system not yet initialized",
      "start nvidia-fabricmanager, of the driver's version: GPUs behind NVSwitch wait for it"),
-    (r"SYSTEM_DRIVER_MISMATCH", "the driver and its kernel module differ: reboot, start containers anew"),
+    (r"SYSTEM_DRIVER_MISMATCH", "the driver and its kernel module differ: reboot, or restart containers"),
     (r"INSUFFICIENT_DRIVER|driver version is insufficient", "update the driver, or pip install 'jax[cuda12]'"),
-    (r"CUDA_ERROR_UNKNOWN", "modprobe nvidia_uvm (a host that slept needs it loaded anew), or reboot"),
+    (r"CUDA_ERROR_UNKNOWN", "modprobe nvidia_uvm (needed after the host was suspended), or reboot"),
     (r"CUDA_ERROR_NO_DEVICE|no CUDA-capable device", "see CUDA_VISIBLE_DEVICES; in a container, docker run --gpus all"),
     (r"DEVICE_UNAVAILABLE", "another process has the GPU to itself: end it, or nvidia-smi -c DEFAULT"),
     (r"Unable to load|cuDNN|lib(cu|nv)\w+\.so", "unset LD_LIBRARY_PATH; pip install --force-reinstall 'jax[cuda13]'"),

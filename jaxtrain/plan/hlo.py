@@ -52,7 +52,7 @@ def collectives(text: str) -> list[Collective]:
     devices = re.search(r"num_partitions=(\d+)", text)
     found, fused = [], set()
     for channel, collective in _walk(computations, entry, 1, int(devices[1]) if devices else 1, False):
-        # On TPUs, what runs beside fusions appears in each of them: where it begins, continues and ends.
+        # On TPUs, what runs during fusions appears in each of them: where it begins, continues and ends.
         if channel not in fused:
             found.append(collective)
         fused |= {channel} - {None}

@@ -1,6 +1,6 @@
 """Run cleaning steps one after another; each returns the document, changed or not, or a reason to leave it out.
 
-A step is a pure function. It may request other fields of the record with an attribute `fields`. Steps are created anew
+A step is a pure function. It may request other fields of the record with an attribute `fields`. New steps are created
 for each task, so that even a step with internal state gives the same result for every task.
 """
 

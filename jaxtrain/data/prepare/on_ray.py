@@ -1,6 +1,6 @@
 """Run tasks as remote functions on a Ray cluster; they write to a folder that all machines share.
 
-A task is a pure function that writes its ledger last, so Ray may run it again wherever a worker or a machine died.
+A task is a pure function that writes its ledger last, so Ray may run it again after a worker or a machine died.
 """
 
 import contextlib

@@ -112,7 +112,7 @@ class Options:
 def tokenize_shard(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
     """Write the shards of both splits, then their ledger; `plan` identifies all that the tokens depend on."""
     output = Path(output)
-    if (output / UNFINISHED / "plan").read_text().split("\n")[0] != plan:  # the folder was begun anew, or never
+    if (output / UNFINISHED / "plan").read_text().split("\n")[0] != plan:  # the folder was begun again, or never
         raise UserError("--output", f"another command began in {output}", "name another folder")
     tokenizer, chat = loaded(options.tokenizer, options.eod, options.bos), chat_of(options)
     writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod, options.masked)

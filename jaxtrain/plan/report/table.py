@@ -117,7 +117,7 @@ def table(found: Found, top: int = 10, tokens: float = 1e12) -> str:
         lines += ["", f"{_many(len(found.too_large), 'layout is', 'layouts are')} too large, such as"]
         lines += [f"  {choice}: {found.why(choice)}" for choice in found.too_large[:5]]
     if found.refused:
-        lines += ["", f"{_many(len(found.refused), 'mesh was', 'meshes were')} not searched in detail or cannot be, such"
+        lines += ["", f"{_many(len(found.refused), 'mesh was', 'meshes were')} not searched closely or cannot be, such"
                   " as"]
         lines += [f"  {shown(overrides)}: {why}" for overrides, why in found.refused[:5]]
     return "\n".join(lines)
