@@ -5,8 +5,8 @@
     jaxtrain bench --config=configs/gpt.py:tiny --steps=10 --sweep train.remat=none,full train.unroll=1,0
     jaxtrain bench --render measurements/cpu.jsonl
 
-Trains on packed batches of the config's own data, through the loader, and writes no checkpoints. Exit status 0; 1: it
-ran out of memory, or all of a sweep failed; 2: the user's mistake, in one line; 130: stopped by Ctrl-C.
+Trains on packed batches of the config's own data, with its data loader, and writes no checkpoints. Exit status 0; 1: it
+ran out of memory, or all runs of a sweep failed; 2: a user error, reported in one line; 130: stopped by Ctrl-C.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main(argv: list[str] | None) -> None:
             print(tables.render(flags.render), end="")
         return
     if flags.into:
-        raise UserError("--into", "it says where rendered tables go", "give --render FILE... too")
+        raise UserError("--into", "it needs --render", "give --render FILE... too")
     if not flags.config:
         raise UserError("--config", "it is missing", "give a config file, such as --config=configs/gpt.py")
     for name in ("steps", "warmup"):
@@ -55,9 +55,9 @@ def main(argv: list[str] | None) -> None:
         from jaxtrain.bench import sweep
 
         if flags.num_processes:
-            raise UserError("--sweep", "it starts processes of its own", "leave --num_processes out")
+            raise UserError("--sweep", "it starts its own processes", "leave --num_processes out")
         if flags.compare or flags.name:
-            raise UserError("--sweep", f"it ranks runs, and {'--compare' if flags.compare else '--name'} is for one",
+            raise UserError("--sweep", f"it ranks runs, and {'--compare' if flags.compare else '--name'} takes one run",
                             "leave one of them out")
         found = sweep.sweep(_others(argv, flags.sweep), flags.sweep, flags.json, flags.timeout)
         print(sweep.ranked(found), end="")
@@ -69,7 +69,7 @@ def main(argv: list[str] | None) -> None:
 
     try:
         record = measured(flags, overrides, argv)
-    except Exception as error:  # behind this the other processes, if there are any, would wait for this one
+    except Exception as error:  # without this, other processes would wait for this one
         processes.fail(2 if isinstance(error, UserError) else 1, error)
         raise
     if processes.process() == 0:
@@ -84,7 +84,7 @@ def main(argv: list[str] | None) -> None:
 
 
 def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[str]) -> dict[str, Any]:
-    """The record of one measurement."""
+    """Run one measurement and return its record."""
     import jax
 
     from jaxtrain import compile_cache
@@ -100,11 +100,11 @@ def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[st
     if names and flags.profile:
         raise UserError("--profile", "a comparison is not traced", "leave one of them out")
     if names and flags.targets:
-        raise UserError("--targets", "a comparison predicts nothing", "leave one of them out")
+        raise UserError("--targets", "a comparison makes no predictions", "leave one of them out")
     compile_cache.enable_compilation_cache()
     processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
     if names and processes.processes() > 1:
-        raise UserError("--compare", "several processes take no turns", "compare in one process")
+        raise UserError("--compare", "several processes cannot be compared", "compare in one process")
     config = load_config(flags.config, overrides)
     processes.agree(config)
     run = build(preflight.resolve(config, jax.devices()))
@@ -127,7 +127,7 @@ def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[st
 
 
 def described(run: Any) -> dict[str, Any]:
-    """What was measured."""
+    """Describe what was measured: the model, mesh, batch and other settings, for the record."""
     c = run.config
     return {"config_hash": c.hash(), "model": c.model.name, "parameters": _count(run), "precision": run.precision,
             "mesh": {axis: size for axis, size in run.mesh.shape.items() if size > 1},
@@ -137,7 +137,7 @@ def described(run: Any) -> dict[str, Any]:
 
 
 def shown(record: dict[str, Any]) -> str:
-    """A record as a person reads it."""
+    """Render a record as text for the terminal."""
     from jaxtrain.bench import tables
 
     parts = [tables.TABLES[record["what"]]([record])]
@@ -151,7 +151,7 @@ def shown(record: dict[str, Any]) -> str:
 
 
 def doubts(record: dict[str, Any]) -> list[str]:
-    """What makes the figures of a run doubtful, in words."""
+    """Return the reasons to doubt the figures of a run, as text."""
     ms = record["step_ms"]
     found = []
     if ms["p90"] > 1.3 * ms["median"]:
@@ -164,15 +164,15 @@ def doubts(record: dict[str, Any]) -> list[str]:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether it says that a device's memory does not suffice, in the words of JAX or of PyTorch."""
+    """Return whether JAX or PyTorch raised this error because a device ran out of memory."""
     text = f"{type(error).__name__} {error}".lower().replace("_", " ")
     return any(words in text for words in ("resource exhausted", "outofmemory", "out of memory", "alloc failed"))
 
 
 def prepare_environment(shared: bool) -> None:
-    """Set what has to be set before a backend starts, as `jaxtrain.main` does.
+    """Set what must be set before a backend starts, as `jaxtrain.main` does.
 
-    `shared`: PyTorch is to use the same device, so that JAX must not take all of its memory at once.
+    `shared`: PyTorch will use the same device, so JAX must not reserve all of its memory.
     """
     from jaxtrain.plan.targets import claim_memory
 
@@ -183,25 +183,25 @@ def prepare_environment(shared: bool) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Define the flags of the command line."""
+    """Return the parser of the command line."""
     made = parser_of("bench", __doc__)
     made.add_argument("--config", help="FILE[:variant]; --config.SECTION.KEY=VALUE changes a key of it")
     made.add_argument("--steps", type=int, default=50, help="steps to measure; default 50")
     made.add_argument("--warmup", type=int, default=5, help="steps before those; default 5")
     made.add_argument("--profile", action="store_true", help="trace a few more steps: time by kind and by kernel")
     made.add_argument("--compare", default="", metavar="NAME,...",
-                      help="take turns with other programs of the same model: step, plain, torch, torch.compile, "
-                           "torch.causal (docs/measuring.md says what they are)")
+                      help="alternate with other programs of the same model: step, plain, torch, torch.compile,  "
+                           "torch.causal (explained in docs/measuring.md)")
     made.add_argument("--sweep", nargs="+", default=[], metavar="KEY=V1,V2",
                       help="measure every combination of these keys' values, one process each, and rank them")
     made.add_argument("--timeout", type=float, default=1800,
-                      help="seconds after which a process of a sweep is ended; default 1800")
+                      help="time limit of each process of a sweep in seconds; default 1800")
     add_process_flags(made)
-    made.add_argument("--targets", metavar="FILE", help="what tools/calibrate.py measured, for the predictions")
+    made.add_argument("--targets", metavar="FILE", help="measurements by tools/calibrate.py, for the predictions")
     made.add_argument("--json", metavar="FILE", help="append the measurement to this file, one line of JSON each")
-    made.add_argument("--name", help="what the measurement is called in tables; default: the config and its changes")
-    made.add_argument("--label", help="the table that the measurement belongs to, one word; see --into")
-    made.add_argument("--render", nargs="+", metavar="FILE", help="print the tables of measurements in such files")
+    made.add_argument("--name", help="the measurement's name in tables; default: the config and its changes")
+    made.add_argument("--label", help="the measurement's table, one word; see --into")
+    made.add_argument("--render", nargs="+", metavar="FILE", help="print the tables of measurements in --json files")
     made.add_argument("--into", metavar="DOCUMENT",
                       help="with --render: write the tables into this document, between lines '<!-- rendered: KIND "
                            "LABEL -->' and '<!-- end -->'; KIND is run, memory, compare, profile or figures")
@@ -209,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _others(argv: list[str], swept: list[str]) -> list[str]:
-    """The flags without those of a sweep, for each process of it."""
+    """Return the flags without those of a sweep, for each of its processes."""
     own, skip = [], False
     for word in argv:
         if word.startswith("-"):
@@ -226,5 +226,5 @@ def _count(run: Any) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its own processes and files are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its processes and files are removed
     sys.exit(main())

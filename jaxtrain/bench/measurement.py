@@ -1,4 +1,4 @@
-"""How fast a config trains on the devices that are here: the measured steps, and what was predicted of them."""
+"""Measure how fast a config trains on the available devices, with the planner's predictions next to it."""
 
 import contextlib
 import tempfile
@@ -30,24 +30,24 @@ TRACED = 3  # steps of a profile
 
 @dataclass
 class Steps:
-    """What some steps in a row took, by the host's clock."""
+    """The times, losses and tokens of some consecutive steps, by the host's clock."""
 
     seconds: list[float]  # from the completion of the step before; of the first one, from the start
-    waited: list[float]  # of each step, for its batch
-    losses: list[float]  # in process 0, which writes them
+    waited: list[float]  # for the batch of each step
+    losses: list[float]  # only in process 0, which writes them
     tokens: int
 
 
 class Training:
-    """The training loop without checkpoints, evaluation and protection: what makes a step, and its metrics.
+    """The training loop without checkpoints, evaluation and protection: only steps and their metrics.
 
-    Batches come from the loader's thread, metrics are read one step late by the writer's. `tools/bench_protection.py`
-    measures what the rest costs.
+    Batches come from the data loader's thread, and metrics are read one step late by the writer's.
+    `tools/bench_protection.py` measures the cost of the rest.
     """
 
     def __init__(self, run: Run, state: TrainState, batches: Iterator[tuple[int, Any, float]], folder: Path, last: int):
         self.run, self.state, self.done = run, state, 0
-        self.compiled: jax.stages.Compiled | None = None  # takes the place of the run's own step
+        self.compiled: jax.stages.Compiled | None = None  # replaces the run's own step if set
         self._batches, self._ends = batches, list[float]()
         self._losses = list[float]()
         self._writer = observe.MetricsWriter(
@@ -55,7 +55,7 @@ class Training:
             completed=lambda _: self._ends.append(_now()), sinks=[_Losses(self._losses)])
 
     def steps(self, count: int) -> Steps:
-        """Train so many steps; returns when the devices are done with them."""
+        """Train `count` steps, and return when the devices have finished them."""
         self._ends.clear()
         self._losses.clear()
         waits, tokens, start = [], 0, _now()
@@ -71,13 +71,13 @@ class Training:
         return Steps(list(np.diff([start, *self._ends])), waits, list(self._losses), tokens)
 
     def close(self) -> None:
-        """Write the last lines."""
+        """Write the last lines of metrics."""
         self._writer.close()
 
 
 @dataclass
 class _Losses:
-    """Collects the losses of the lines that are written to metrics.jsonl."""
+    """A metrics sink that collects the losses of the lines that are written to metrics.jsonl."""
 
     seen: list[float]
 
@@ -91,13 +91,13 @@ class _Losses:
 
 @contextlib.contextmanager
 def training(run: Run, steps: int, one_shape: bool = False) -> Iterator[tuple[Training, dict[str, Any]]]:
-    """A run that is ready to take so many steps, and what it took to get it ready.
+    """Yield a training loop that is ready for so many steps, and its compile time as record entries.
 
     `one_shape`: refuse data whose batches differ in shape.
     """
     batches = run.train_batches
     if batches.num_batches is not None and batches.num_batches < steps:
-        raise UserError("--steps", f"the data has an end after {batches.num_batches} batches and {steps} are wanted",
+        raise UserError("--steps", f"the data ends after {batches.num_batches} batches, before {steps} steps",
                         "give fewer --steps, or more epochs in data.mixture")
     run.check_shapes(0, steps)
     if one_shape and len(batches.shapes_of(0, steps)) > 1:
@@ -117,12 +117,12 @@ def training(run: Run, steps: int, one_shape: bool = False) -> Iterator[tuple[Tr
 
 
 def measure(run: Run, steps: int, warmup: int, *, traced: bool = False, file: str | None = None) -> dict[str, Any]:
-    """Train `warmup` steps and then `steps` that are measured, and with `traced` a few more under the profiler.
+    """Train `warmup` steps, measure the next `steps`, and with `traced` profile a few more; return the record.
 
-    `file`: figures of accelerators for the predictions, as `jaxtrain.plan --targets` takes it.
+    `file`: figures of accelerators for the predictions, as for `jaxtrain.plan --targets`.
     """
     guess, target = predicted(run, file)
-    sheet = target if file or (target and target.platform != "cpu") else None  # CPUs have none that tells a peak
+    sheet = target if file or (target and target.platform != "cpu") else None  # a peak is not known for CPUs
     with training(run, warmup + steps + (1 + TRACED) * traced, one_shape=traced) as (loop, ready):
         say_once(f"compiled in {ready['compile_s']:.1f} s; {warmup} steps to warm up, then {steps} to measure")
         first = loop.steps(warmup).losses
@@ -139,28 +139,28 @@ def measure(run: Run, steps: int, warmup: int, *, traced: bool = False, file: st
                 loop.steps(1)
                 measured["profile"] = profile(loop.compiled, lambda: sum(loop.steps(TRACED).seconds), TRACED,
                                               dict(run.mesh.shape), sheet)
-            except Exception as error:  # what was measured is not lost for what could not be traced
+            except Exception as error:  # a failed profile must not lose the measurement
                 measured["profile_failed"] = f"{type(error).__name__}: {error}"[:300]
                 say(f"warning: the profile failed: {traceback.format_exc()}")
         return measured
 
 
 def traceable(run: Run) -> jax.stages.Compiled:
-    """The step, compiled so that a trace can tell its operations apart.
+    """Return the step, compiled so that a trace can tell its operations apart.
 
-    On GPUs XLA launches many kernels as one graph, of which a trace knows nothing but the graph.
+    On GPUs XLA launches many kernels as one graph, which a trace shows only as a whole.
     """
     if jax.default_backend() != "gpu":
         return run.compiled_step
     try:
         return run.lower().compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
     except jax.errors.JaxRuntimeError as error:
-        say(f"the step is traced with its graphs of kernels: {f'{error}'.splitlines()[0]}")
+        say(f"the step is traced with kernels combined in graphs: {f'{error}'.splitlines()[0]}")
         return run.compiled_step
 
 
 def summary(run: Run, took: Steps, done: int) -> dict[str, Any]:
-    """Step times, throughput and utilisation of measured steps."""
+    """Return step times, throughput and utilisation of the measured steps."""
     each = np.array(took.seconds)
     total = float(each.sum())
     speed = took.tokens / total
@@ -177,7 +177,7 @@ def summary(run: Run, took: Steps, done: int) -> dict[str, Any]:
 
 
 def predicted(run: Run, file: str | None) -> tuple[Estimate | None, targets.Target | None]:
-    """What the planner says of a step here; nothing of devices that it does not know."""
+    """Return the planner's estimate of a step on these devices, and their target; None if it does not know them."""
     devices = list(run.mesh.devices.flat)
     try:
         target = targets.here(devices, file)
@@ -189,14 +189,14 @@ def predicted(run: Run, file: str | None) -> tuple[Estimate | None, targets.Targ
 
 
 def _peak_bytes() -> int | None:
-    """The most memory of a device that this process has used so far; None where JAX does not report it (CPU)."""
+    """Return the peak memory of a device in this process so far; None where JAX does not report it (CPU)."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     return max((each.get("peak_bytes_in_use", 0) for each in stats), default=0) or None
 
 
 @contextlib.contextmanager
 def _cache_use() -> Iterator[Counter[str]]:
-    """Counts the programs that the compilation cache has ("hits") and has not ("misses") in this context."""
+    """Count the programs found ("hits") and not found ("misses") in the compilation cache in this context."""
     counts: Counter[str] = Counter()
 
     def heard(event: str, **_: Any) -> None:
@@ -211,7 +211,7 @@ def _cache_use() -> Iterator[Counter[str]]:
 
 
 def say_once(text: str) -> None:
-    """Report progress, from one process."""
+    """Report progress from process 0 only."""
     if jax.process_index() == 0:
         say(text)
 

@@ -1,4 +1,4 @@
-"""Markdown tables of recorded measurements, and their places in a document."""
+"""Render recorded measurements as Markdown tables, also in place in a document."""
 
 import os
 import re
@@ -10,12 +10,12 @@ from jaxtrain.bench.records import Record, read
 from jaxtrain.errors import UserError
 
 GB = 1e9
-# In a document, what is between these two lines is rendered: a kind of measurement and a label.
+# In a document, text between these two lines is rendered: a kind of measurement and a label.
 _PLACE = re.compile(r"(<!-- rendered: (\w+) (\S+) -->\n)(?:.*?)(<!-- end -->)", re.DOTALL)
 
 
 def render(files: Iterable[str | Path]) -> str:
-    """All tables that the lines of these files make, by label and kind, in the order of the lines."""
+    """Return all tables of the lines in these files, by label and kind, in the order of the lines."""
     files = list(files)
     groups = grouped(line for file in files for line in read(file))
     if not groups:
@@ -24,7 +24,7 @@ def render(files: Iterable[str | Path]) -> str:
 
 
 def fill(document: str | Path, files: Iterable[str | Path]) -> int:
-    """Write the tables into their places in a document, of which every one must find its lines; returns how many."""
+    """Write the tables into their places in a document, and return the number of places; each must have lines."""
     groups = grouped(line for file in files for line in read(file))
     try:
         before = Path(document).read_text()
@@ -37,25 +37,25 @@ def fill(document: str | Path, files: Iterable[str | Path]) -> int:
     try:
         written = Path(f"{document}.tmp")
         written.write_text(text)
-        os.replace(written, document)  # a reader never finds half of it
+        os.replace(written, document)  # readers never see half of it
     except OSError as error:
         raise UserError("--into", f"{document} cannot be written ({error.strerror})", "name a document") from None
     return places
 
 
 def filled(text: str, groups: dict[tuple[str, str], list[Record]], name: str = "the document") -> str:
-    """A document's text with its tables rendered again."""
+    """Return a document's text with its tables rendered again."""
     def rendered(place: re.Match) -> str:
         if (place[2], place[3]) not in groups:
-            raise UserError("--into", f"{name} wants a table {place[2]} {place[3]}, of which no line was given",
-                            "render the file with those lines too")
+            raise UserError("--into", f"{name} has a place for {place[2]} {place[3]}, but no line was given for it",
+                            "also render the file with those lines")
         return f"{place[1]}{table(place[2], groups[place[2], place[3]])}{place[4]}"
 
     return _PLACE.sub(rendered, text)
 
 
 def grouped(lines: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
-    """Lines by what was measured and label; of several measurements of the same thing the newest."""
+    """Group lines by kind and label, keeping only the newest of several measurements of the same thing."""
     newest: dict[tuple[str, ...], Record] = {}
     for line in lines:
         if line["what"] not in TABLES:
@@ -76,7 +76,7 @@ def grouped(lines: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
 
 
 def table(what: str, lines: list[Record]) -> str:
-    """One table, and below it where its figures come from."""
+    """Return one table, and below it the sources of its figures."""
     try:
         return TABLES[what](lines) + "\n" + sources(lines)
     except (KeyError, TypeError) as error:
@@ -84,14 +84,14 @@ def table(what: str, lines: list[Record]) -> str:
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
+    """Return a Markdown table."""
     head = list(head)
     lines = [head, ["---"] * len(head), *map(list, rows)]
     return "".join(f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in line)} |\n" for line in lines)
 
 
 def sources(lines: list[Record]) -> str:
-    """Machine, versions, commit and command of each line; the same ones only once."""
+    """Return machine, versions, commit and command of each line; equal ones only once."""
     said: dict[str, list[str]] = {}
     for line in lines:
         versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
@@ -108,18 +108,18 @@ def sources(lines: list[Record]) -> str:
 
 
 def short(commit: str | None) -> str:
-    """A commit as people write it."""
+    """Return a commit's short hash."""
     return "unknown" if not commit else commit[:7] + ("-dirty" if commit.endswith("-dirty") else "")
 
 
 def number(value: Any, form: str = ",.1f", scale: float = 1.0, unit: str = "") -> str:
-    """A figure, or a dash for what was not measured."""
+    """Format a figure, or a dash for a missing one."""
     return "–" if value is None else f"{value * scale:{form}}{unit}"
 
 
 # ----------------------------------------------------------------------------------------------------------- the tables
 def runs(lines: list[Record]) -> str:
-    """Throughput and step time."""
+    """Return the table of throughput and step times."""
     def row(line: Record) -> list[str]:
         if failure := line.get("failed"):
             return [line["name"], shape(line), failure, *[""] * 5]
@@ -135,7 +135,7 @@ def runs(lines: list[Record]) -> str:
 
 
 def memory(lines: list[Record]) -> str:
-    """Memory of a device, and time, predicted and measured."""
+    """Return the table of device memory and step time, predicted and measured."""
     def row(line: Record) -> list[str]:
         if failure := line.get("failed"):
             return [line["name"], failure, *[""] * 7]
@@ -150,7 +150,7 @@ def memory(lines: list[Record]) -> str:
 
 
 def comparisons(lines: list[Record]) -> str:
-    """Each contender of each comparison."""
+    """Return the table with each contender of each comparison."""
     rows = []
     for line in lines:
         if failure := line.get("failed"):
@@ -172,7 +172,7 @@ def _paired(one: dict[str, Any]) -> str:
 
 
 def profiles(lines: list[Record]) -> str:
-    """Where the time of a step goes, a column a measurement."""
+    """Return the table of where the time of a step goes, with a column per measurement."""
     kinds = dict.fromkeys(kind for line in lines for kind in line["profile"]["kinds_ms"])
     hidden = dict.fromkeys(kind for line in lines for kind in line["profile"]["hidden_ms"])
     rows = [[kind, *(_share(line["profile"], line["profile"]["kinds_ms"].get(kind, 0.0)) for line in lines)]
@@ -189,7 +189,7 @@ def _share(profile: dict[str, Any], milliseconds: float) -> str:
 
 
 def kernels(profile: dict[str, Any]) -> str:
-    """The kernels that take longest, and where in the model they come from."""
+    """Return the table of the kernels that take longest, and where in the model they come from."""
     rows = [[kernel["name"], kernel["kind"], kernel["path"][-48:], kernel["result"][:32], f"{kernel['runs']:g}",
              f"{kernel['ms']:.3f}", f"{kernel['share']:.1%}", number(kernel.get("flops_per_s"), ",.3g", 1e-12),
              number(kernel.get("bytes_per_s"), ",.3g", 1e-9), number(kernel.get("roofline"), ".0%")]
@@ -200,13 +200,13 @@ def kernels(profile: dict[str, Any]) -> str:
 
 
 def blocks(lines: list[Record]) -> str:
-    """What a session on an accelerator came to."""
+    """Return the table of the blocks of a session on an accelerator."""
     return markdown(["block", "result", "seconds"], [[line["name"], line["status"], f"{line['seconds']:.0f}"]
                                                       for line in lines])
 
 
 def figures(lines: list[Record]) -> str:
-    """Named figures, each line a row."""
+    """Return the table of named figures, one row per line."""
     head = list(dict.fromkeys(key for line in lines for key in line["figures"]))
     return markdown(["", *head], [[line["name"], *(_figure(line["figures"].get(key)) for key in head)]
                                   for line in lines])
@@ -219,7 +219,7 @@ def _figure(value: Any) -> str:
 
 
 def outcome(record: Record) -> str:
-    """A measurement in a few words."""
+    """Summarise a measurement in a few words."""
     if failure := record.get("failed"):
         return failure
     return f"{record['step_ms']['median']:,.1f} ms a step" + (
@@ -227,7 +227,7 @@ def outcome(record: Record) -> str:
 
 
 def shape(line: Record) -> str:
-    """Rows and tokens of a step; nothing for one that failed before it was known."""
+    """Return rows and tokens of a step; empty for a run that failed before they were known."""
     if "rows" not in line:
         return ""
     micro = f", {line['accumulation']} parts" if line["accumulation"] > 1 else ""

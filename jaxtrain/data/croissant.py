@@ -2,7 +2,7 @@
 
     jaxtrain croissant corpora/told --describe date_published=2026-01-31
 
-What is in it comes from the manifest; what only people know is told with --describe, to `jaxtrain prepare` or here.
+Its facts come from the manifest; add what the manifest cannot know with --describe, to `jaxtrain prepare` or here.
 """
 
 import json
@@ -21,7 +21,7 @@ from jaxtrain.flags import command, parser_of
 
 
 def datasheet(folder: Path, describe: Sequence[str] = ()) -> dict[str, Any]:
-    """The JSON-LD of the corpus in a folder; mlcroissant has found no fault with it."""
+    """Return the JSON-LD datasheet of the corpus in a folder, validated by mlcroissant."""
     mlc = extra("mlcroissant", "a datasheet", "croissant", "croissant")
     manifest = read_manifest(folder)
     told = described(manifest["options"].get("describe", ())) | described(describe)
@@ -35,7 +35,7 @@ def datasheet(folder: Path, describe: Sequence[str] = ()) -> dict[str, Any]:
             "data_preprocessing_protocol": _protocol(manifest), "distribution": _files(mlc, folder, manifest),
             "data_collection_raw_data": _sources(manifest)} | fields).to_json()
     except mlc.ValidationError as error:
-        raise UserError("--describe", f"the datasheet does not validate ({error})", "say it otherwise") from error
+        raise UserError("--describe", f"the datasheet does not validate ({error})", "change the description") from error
 
 
 def _description(manifest: dict[str, Any]) -> str:
@@ -45,7 +45,7 @@ def _description(manifest: dict[str, Any]) -> str:
 
 
 def _protocol(manifest: dict[str, Any]) -> list[str]:
-    """A sentence for each step."""
+    """Return one sentence per processing step."""
     said = []
     for step in manifest.get("steps", ()):
         removed = ", ".join(f"{count:,} ({reason})" for reason, count in step["removed"].items()) or "none"
@@ -61,7 +61,7 @@ def _sources(manifest: dict[str, Any]) -> str:
 
 
 def _files(mlc: Any, folder: Path, manifest: dict[str, Any]) -> list[Any]:
-    """The manifest, and every file that it names."""
+    """Return the manifest and every file that it names, as Croissant file objects."""
     hashes = {name: sha256 for split in SPLITS for shard in manifest["splits"][split]["shards"]
               for name, sha256 in shard["sha256"].items()}
     try:
@@ -78,7 +78,7 @@ def _files(mlc: Any, folder: Path, manifest: dict[str, Any]) -> list[Any]:
 
 @command()
 def main(argv: list[str] | None) -> None:
-    """Exit status 2: the user's mistake, in one line."""
+    """Run the command; exit status 2 means a user error, reported in one line."""
     parser = parser_of("croissant", __doc__)
     parser.add_argument("corpus", help="a folder that jaxtrain prepare made")
     parser.add_argument("--output", default="", help="default: croissant.json in the folder")

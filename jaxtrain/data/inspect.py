@@ -2,8 +2,8 @@
 
     jaxtrain inspect --config=configs/gpt.py:tiny --config.data.source=corpora/own --step=3 --row=0
 
-Prints what training gets at that step. A token is learnt where it is the target of one that carries loss: a stretch's
-last target is shown with it.
+Prints exactly the batch that training gets at that step. A token counts as learnt if it is the target of a position
+with loss, so a segment is shown with its last target.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.flags import command, overrides_of, parser_of
 
-COLOURS = (153, 157, 223, 183, 216, 159)  # of one document after another
-GREY = 240  # what carries no loss
+COLOURS = (153, 157, 223, 183, 216, 159)  # of successive documents
+GREY = 240  # tokens without loss
 
 
 @command()
 def main(argv: list[str] | None) -> None:
-    """Exit status 2: the user's mistake, in one line."""
+    """Run the command; exit status 2 means a user error, reported in one line."""
     flags, overrides = parse(argv)
     config = load_config(flags.config, overrides).data
     corpus = load_corpus(config)
@@ -42,11 +42,11 @@ def main(argv: list[str] | None) -> None:
         batches = remaining(batches, SkippedBatches.read(flags.workdir) or SkippedBatches())
     last = 2**62 if batches.num_batches is None else batches.num_batches - 1
     if not 0 <= flags.step <= last:
-        raise UserError("--step", f"{flags.step} is no step", f"use 0 to {last}")
+        raise UserError("--step", f"{flags.step} is out of range", f"use 0 to {last}")
     size = batches.shape(flags.step)[0]
     rows = range(size) if flags.row is None else [flags.row]
     if not 0 <= rows[0] < size:
-        raise UserError("--row", f"{flags.row} is no row of {size}", "count from 0")
+        raise UserError("--row", f"{flags.row} is out of range: the batch has {size} rows", "count from 0")
     batch = batches.rows(flags.step, rows)
     masked = getattr(corpus, flags.split).masked
     colour = sys.stdout.isatty() if flags.colour == "auto" else flags.colour == "always"
@@ -60,14 +60,14 @@ def main(argv: list[str] | None) -> None:
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
-    """The flags, and the dotted config overrides."""
+    """Return the parsed flags and the dotted config overrides."""
     parser = parser_of("inspect", __doc__)
     parser.add_argument("--config", required=True, help="FILE[:variant]; --config.data.KEY=VALUE changes a key of it")
     parser.add_argument("--step", type=int, default=0, help="which batch; default: 0")
-    parser.add_argument("--workdir", help="of a run: its rollbacks say which batches it passed over")
+    parser.add_argument("--workdir", help="a run's folder: skip the batches that its rollbacks skip")
     parser.add_argument("--row", type=int, help="one row only")
     parser.add_argument("--split", choices=("train", "eval"), default="train", help="default: train")
-    parser.add_argument("--tokens", action="store_true", help="ids beside the text")
+    parser.add_argument("--tokens", action="store_true", help="print ids below the text")
     parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto",
                         help="mark what is learnt by colour; default: on a terminal")
     flags, rest = parser.parse_known_args(argv)
@@ -75,7 +75,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
 
 
 def cuts(tokens: Tokens, config: DataConfig) -> str:
-    """How many conversations do not stay whole."""
+    """Describe how many conversations are cut."""
     long = sum(int((np.diff(shard.offsets) - 1 > config.seq_len).sum()) for shard in tokens.shards)
     if config.packing in ("best_fit", "bucket"):
         return f"cut: {long:,} of {tokens.num_documents:,} conversations, longer than data.seq_len={config.seq_len}"
@@ -84,7 +84,7 @@ def cuts(tokens: Tokens, config: DataConfig) -> str:
 
 def show(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, tokens: bool, style: str,
          froms: Sequence[str] = ()) -> str:
-    """One row, a paragraph a document. `froms`: where each segment comes from."""
+    """Render one row, a paragraph per document; `froms` says where each segment comes from."""
     segments, weights = row["segments"], row["weights"]
     edges = [0, *map(int, np.flatnonzero(np.diff(segments)) + 1), len(segments)]
     lines = [f"row {number}: {len(segments)} tokens, {len(np.unique(segments[segments > 0]))} documents or parts, "
@@ -111,10 +111,10 @@ def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
 
 def _marked(row: dict[str, np.ndarray], start: int, stop: int, tokenizer: Tokenizer, style: str) -> str:
-    """What is learnt in the document's colour, the rest grey; or what is learnt in brackets."""
+    """Render a document: trained tokens in its colour and others grey, or trained tokens in brackets."""
     ids = np.append(row["tokens"][start:stop], row["targets"][stop - 1])
     learnt = np.append(False, row["weights"][start:stop] > 0)
-    size = stop - start + int(learnt[-1])  # the last target only where it is learnt: else it is another document's
+    size = stop - start + int(learnt[-1])  # a last target without loss belongs to another document
     edges = [0, *(np.flatnonzero(np.diff(learnt[:size])) + 1).tolist(), size]
     colour = COLOURS[row["segments"][start] % len(COLOURS)]
 

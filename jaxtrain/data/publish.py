@@ -3,8 +3,8 @@
     jaxtrain publish corpora/stored memory://bucket/stored
     jaxtrain publish corpora/own s3://BUCKET/own
 
-Every object is read back and compared before the manifest is written, which is the last: until then there is no corpus.
-Killed at any moment, the same command goes on; what is there and right is not sent again.
+Every object is read back and compared. The manifest is written last; until then there is no valid corpus. If it is
+interrupted, run the same command again: complete objects are not sent again.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ from jaxtrain.data.prepare.prepare_progress import Line
 from jaxtrain.errors import UserError
 from jaxtrain.flags import command, parser_of
 
-THREADS = 8  # files under way at a time
-AGAIN = 3  # times a file is sent that does not arrive as it is
+THREADS = 8  # concurrent transfers
+AGAIN = 3  # attempts to send a file that does not arrive intact
 
 
 def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
-    """-> how many files were sent."""
+    """Copy a corpus to a URL, and return the number of files sent."""
     if not storage.is_url(url):
-        raise UserError("URL", f"{url!r} is none", "name one as s3://bucket/name")
+        raise UserError("URL", f"{url!r} is not a URL", "name one as s3://bucket/name")
     folder = Path(corpus).expanduser()
     manifest = read_manifest(folder)
     there = {found.name: found.size for found in storage.find(url)} if storage.exists(url) else {}
@@ -47,7 +47,7 @@ def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
         try:
             for done, future in enumerate(as_completed(under_way), start=1):
                 sent += future.result()
-                say(f"{done} of {len(wanted)} files are there")
+                say(f"{done} of {len(wanted)} files copied")
         finally:
             pool.shutdown(cancel_futures=True)
     last = folder / "manifest.json"
@@ -56,7 +56,7 @@ def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
 
 
 def _put(path: Path, url: str, sha256: str, there: int | None) -> bool:
-    """Whether it had to be sent."""
+    """Send a file unless an identical object exists, and return whether it was sent."""
     with _readable(path):
         right = path.stat().st_size == there and _digest(url) == sha256
         if right:
@@ -68,7 +68,7 @@ def _put(path: Path, url: str, sha256: str, there: int | None) -> bool:
         storage.put(path, url)
         if storage.size(url) == path.stat().st_size and _digest(url) == sha256:
             return True
-    raise UserError("URL", f"{url} is not what was sent, {AGAIN} times", "see whether others write there")
+    raise UserError("URL", f"{url} arrived corrupt {AGAIN} times", "check whether other programs write there")
 
 
 @contextmanager
@@ -84,12 +84,12 @@ def _digest(url: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
-@command("stopped; the same command goes on")
+@command("stopped; run the same command to continue")
 def main(argv: list[str] | None) -> None:
-    """Exit status 0: all of it is there; 2: the user's mistake, in one line."""
+    """Run the command; exit status 0: the corpus is complete; 2: a user error, reported in one line."""
     parser = parser_of("publish", __doc__)
     parser.add_argument("corpus", help="a folder that jaxtrain prepare made")
-    parser.add_argument("url", help="where to; then give it to a run as --config.data.source")
+    parser.add_argument("url", help="the destination; then pass it to a run as --config.data.source")
     flags = parser.parse_args(argv)
     with Line(sys.stderr) as say:
         sent = publish(flags.corpus, flags.url, say)

@@ -2,8 +2,8 @@
 
     jaxtrain train_tokenizer --input=jaxtrain --vocab_size=2000 --output=corpora/tokenizer.json
 
-Every text has ids, and digits stand one by one. Any program that reads a Hugging Face tokenizer.json can use it, first
-of all `jaxtrain prepare`.
+Every text can be encoded, and digits are never merged. Any program that reads a Hugging Face tokenizer.json can use the
+result, such as `jaxtrain prepare`.
 """
 
 import argparse
@@ -21,13 +21,15 @@ from jaxtrain.errors import UserError
 from jaxtrain.flags import command, parser_of
 
 EOD = ENDS[0]
-# Words with the space before them, punctuation, space: as GPT-2 splits text, but for digits, which stand alone.
+# Words with the space before them, punctuation, space: GPT-2's split of text, except that digits stand alone.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def train(texts: Iterator[str], vocab_size: int, specials: Sequence[str] = ()) -> str:
-    """The content of a tokenizer.json with so many ids, of which 256 are bytes, one ends documents, and the `specials`
-    are what a chat template puts around turns."""
+    """Train on texts, and return the content of a tokenizer.json with `vocab_size` ids.
+
+    256 ids are bytes, one ends documents, and the `specials` are the tokens that a chat template puts around turns.
+    """
     try:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
@@ -48,7 +50,7 @@ def train(texts: Iterator[str], vocab_size: int, specials: Sequence[str] = ()) -
 
 
 def texts(sources: list[str], field: str, limit: int) -> Iterator[str]:
-    """Documents until so many bytes have passed, taken evenly from all tasks; of conversations, what is said."""
+    """Yield documents up to `limit` bytes, evenly from all tasks; of conversations, the text of the messages."""
     tasks = inputs.find_tasks(sources)
     form = inputs.find_format(tasks, field)
     share = limit // len(tasks)
@@ -67,7 +69,7 @@ def texts(sources: list[str], field: str, limit: int) -> Iterator[str]:
 
 @command()
 def main(argv: list[str] | None) -> None:
-    """Exit status 2: the user's mistake, in one line."""
+    """Run the command; exit status 2 means a user error, reported in one line."""
     flags = parse(argv)
     output = Path(flags.output)
     if output.exists():
@@ -84,14 +86,14 @@ def main(argv: list[str] | None) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The flags."""
+    """Return the parsed flags."""
     parser = parser_of("train_tokenizer", __doc__)
-    parser.add_argument("--input", nargs="+", required=True, help="files or folders, as of jaxtrain prepare")
+    parser.add_argument("--input", nargs="+", required=True, help="files or folders, as for jaxtrain prepare")
     parser.add_argument("--output", required=True, help="the tokenizer.json to write")
-    parser.add_argument("--vocab_size", type=int, default=32_768, help="ids in all; default: 32768")
+    parser.add_argument("--vocab_size", type=int, default=32_768, help="number of ids; default: 32768")
     parser.add_argument("--special_tokens", nargs="+", default=[], help="such as '<|im_start|>' '<|im_end|>'")
     parser.add_argument("--field", default="text", help="which field of a JSON record or Parquet row is text")
-    parser.add_argument("--bytes", type=int, default=2**30, help="of text to learn from, at most")
+    parser.add_argument("--bytes", type=int, default=2**30, help="train on at most this much text")
     return parser.parse_args(argv)
 
 

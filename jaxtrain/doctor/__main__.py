@@ -3,7 +3,7 @@
     jaxtrain doctor
     jaxtrain doctor --workdir=DIR --json
 
-Prints one line a finding, with its fix. Exit status 0: training would work; 1: something FAILs; 2: the command line
+Prints one line per finding, with its fix. Exit status 0: training would work; 1: something FAILs; 2: the command line
 is wrong.
 """
 
@@ -31,11 +31,11 @@ from jaxtrain.doctor.finding import Finding, guarded
 from jaxtrain.errors import UserError
 from jaxtrain.flags import Parser, command, parser_of
 
-_WITHOUT, _WITH = 55.0, 240.0  # seconds in all without an accelerator, and with one
+_WITHOUT, _WITH = 55.0, 240.0  # seconds in total without an accelerator, and with one
 
 
 def findings(workdir: str, coordinator: str | None) -> Iterator[Finding]:
-    """All checks, each as soon as it is done; what the next ones need of one is asked only once."""
+    """Run all checks and yield their findings, each as soon as it is done."""
     environ = dict(os.environ)
     accelerator = nvidia.present() or any(Path("/dev").glob("accel*")) or Path("/dev/vfio").exists()
     budget = child.Budget(_WITH if accelerator else _WITHOUT)
@@ -64,7 +64,7 @@ def findings(workdir: str, coordinator: str | None) -> Iterator[Finding]:
             outcome = child.run("probe", seconds=budget.most(_WITH) - 1, environment=around)
             if not (unknown := devices.unknown_flags(outcome.stderr)):
                 break
-            found += devices.failed(outcome, environ)  # and once more without them
+            found += devices.failed(outcome, environ)  # and once more without the unknown flags
         found += devices.devices(outcome, environ, cuda, nvidia.present() or bool(gpus))
         return [*found, *speed.speed(outcome), *file_systems.cache(outcome.measured.get("cache", "://"))]
 
@@ -89,24 +89,24 @@ def _text(path: str) -> str:
 
 
 def parser() -> Parser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = parser_of("doctor", __doc__)
-    made.add_argument("--workdir", default=".", help="whose file system to look at; default: here")
+    made.add_argument("--workdir", default=".", help="the folder whose file system to check; default: here")
     made.add_argument("--coordinator", help="host:port of process 0, for runs of several processes; default: "
                                                      "JAX_COORDINATOR_ADDRESS")
-    made.add_argument("--json", action="store_true", help="print one JSON object a finding: level, check, what, fix")
+    made.add_argument("--json", action="store_true", help="print one JSON object per finding: level, check, what, fix")
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the findings; returns the exit status."""
+    """Print the findings; return the exit status."""
     counts: Counter[str] = Counter()
 
     @command()
     def examined(argv: list[str] | None) -> None:
         flags = parser().parse_args(argv)
         if "://" in flags.workdir:
-            raise UserError("--workdir", "runs live in a folder", "give one; a URL can be --config.checkpoint.mirror")
+            raise UserError("--workdir", "a workdir is a folder", "give one; a URL can be --config.checkpoint.mirror")
         coordinator = flags.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
         if coordinator:
             network.split(coordinator)
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         return examined(argv) or int(bool(counts["FAIL"]))
-    except BrokenPipeError:  # whoever read has seen enough
+    except BrokenPipeError:  # the reader of a pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -1,4 +1,4 @@
-"""What JAX sees of this machine, against what is there."""
+"""Compare the devices that JAX finds with those that the machine has."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ from jaxtrain.doctor.finding import Finding, fail, note, ok, size, warn
 CHECK = "devices"
 _CUDA_PLUGIN = "pip install 'jax[cuda13]', or 'jax[cuda12]' where the driver is older than 580"
 _CUDA_SAYS = r"Unable to load|CUDA_ERROR|cuInit|cuDNN|INSUFFICIENT_DRIVER|driver version"
-# What CUDA says when it does not start, and what that means.
+# CUDA's messages when it does not start, and what fixes it.
 _CUDA = (
     (r"SYSTEM_NOT_READY|system not yet initialized",
      "start nvidia-fabricmanager, of the driver's version: GPUs behind NVSwitch wait for it"),
-    (r"SYSTEM_DRIVER_MISMATCH", "the driver and its kernel module differ: reboot, start containers anew"),
+    (r"SYSTEM_DRIVER_MISMATCH", "the driver and its kernel module differ: reboot, or restart containers"),
     (r"INSUFFICIENT_DRIVER|driver version is insufficient", "update the driver, or pip install 'jax[cuda12]'"),
-    (r"CUDA_ERROR_UNKNOWN", "modprobe nvidia_uvm (a host that slept needs it loaded anew), or reboot"),
+    (r"CUDA_ERROR_UNKNOWN", "modprobe nvidia_uvm (needed after the host was suspended), or reboot"),
     (r"CUDA_ERROR_NO_DEVICE|no CUDA-capable device", "see CUDA_VISIBLE_DEVICES; in a container, docker run --gpus all"),
     (r"DEVICE_UNAVAILABLE", "another process has the GPU to itself: end it, or nvidia-smi -c DEFAULT"),
     (r"Unable to load|cuDNN|lib(cu|nv)\w+\.so", "unset LD_LIBRARY_PATH; pip install --force-reinstall 'jax[cuda13]'"),
@@ -23,12 +23,12 @@ _CUDA = (
 
 
 def devices(outcome: Outcome, environ: Mapping[str, str], cuda: Sequence[int], nvidia: bool) -> list[Finding]:
-    """From what the probe said.
+    """Return findings about the devices that the probe found.
 
     Args:
         outcome: of the probe.
-        environ: what JAX was told.
-        cuda: for which versions of CUDA there is a plugin.
+        environ: the environment of JAX.
+        cuda: the CUDA versions for which a plugin is installed.
         nvidia: whether there is an NVIDIA GPU.
     """
     seen = outcome.measured.get("devices")
@@ -42,7 +42,7 @@ def devices(outcome: Outcome, environ: Mapping[str, str], cuda: Sequence[int], n
     tpus = outcome.measured.get("tpu_chips", 0)
     there = "an NVIDIA GPU" if nvidia else f"{tpus} TPU chips" if tpus else ""
     if platform == "cpu" and there and wanted:
-        found.append(warn(CHECK, f"JAX_PLATFORMS={wanted} has JAX use the CPU, and there is {there}",
+        found.append(warn(CHECK, f"JAX_PLATFORMS={wanted} makes JAX use the CPU, but there is {there}",
                           "unset JAX_PLATFORMS"))
     elif platform == "cpu" and nvidia:
         plugin, why = "does not work here" if cuda else "is not installed", _because(outcome.stderr, _CUDA_SAYS)
@@ -65,7 +65,7 @@ def devices(outcome: Outcome, environ: Mapping[str, str], cuda: Sequence[int], n
 
 
 def failed(outcome: Outcome, environ: Mapping[str, str]) -> list[Finding]:
-    """JAX did not come as far as its devices."""
+    """Return findings for a JAX that did not get as far as its devices."""
     text = outcome.stderr
     if unknown := unknown_flags(text):
         return [fail("XLA_FLAGS", f"this jaxlib does not know {', '.join(unknown)} and ends every program",
@@ -78,12 +78,12 @@ def failed(outcome: Outcome, environ: Mapping[str, str]) -> list[Finding]:
         return [fail(CHECK, f"importing JAX {outcome.end}",
                      "run this again; if that is no faster, put the Python environment on a local disk")]
     if "took longer" in outcome.end:
-        return [fail(CHECK, f"JAX hangs while it looks for devices ({why})",
-                     "on a TPU slice start this on all hosts at once; else see dmesg for what the driver says")]
+        return [fail(CHECK, f"JAX hangs while it searches for devices ({why})",
+                     "on a TPU slice start this on all hosts at once; else see the driver's messages in dmesg")]
     if "libtpu" in error and "in use" in error:
         return [fail(CHECK, f"another process holds the TPU ({why})", "end it; the message names it")]
     if wanted and wanted != "cpu" and error and "ImportError" not in error and "No module" not in error:
-        return [fail(CHECK, f"JAX_PLATFORMS={wanted} asks for what cannot be used ({why})",
+        return [fail(CHECK, f"JAX_PLATFORMS={wanted} names devices that cannot be used ({why})",
                      "unset JAX_PLATFORMS, or install what it names: pip install 'jax[cuda13]' or 'jax[tpu]'")]
     if "No module named" in error or "ImportError" in error:
         return [fail(CHECK, f"JAX cannot be imported ({why})", "pip install --force-reinstall jax jaxlib")]
@@ -91,12 +91,12 @@ def failed(outcome: Outcome, environ: Mapping[str, str]) -> list[Finding]:
 
 
 def unknown_flags(stderr: str) -> list[str]:
-    """Of XLA_FLAGS, those that this jaxlib refuses."""
+    """Return those of XLA_FLAGS that this jaxlib refuses."""
     said = re.search(r"Unknown flags? in XLA_FLAGS: *(.*)", stderr)
     return re.findall(r"--[\w-]+", said[1]) if said else []
 
 
 def _because(stderr: str, sign: str) -> str:
-    """What a plugin said when it gave up."""
+    """Return the last message on stderr that matches, in brackets."""
     lines = [line for line in stderr.splitlines() if re.search(sign, line)]
     return f" ({' '.join(lines[-1].split())[-200:]})" if lines else ""

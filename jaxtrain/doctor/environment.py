@@ -1,4 +1,4 @@
-"""Variables of the environment that hide devices, slow training down, or end it."""
+"""Check for environment variables that hide devices, slow training down, or stop it."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -8,7 +8,7 @@ from jaxtrain.doctor.finding import Finding, fail, note, ok, warn
 
 CHECK = "environment"
 ALLOCATORS = "default", "platform", "bfc", "cuda_async", "vmm", "address"
-# From which JAX learns where a Slurm task belongs; it needs all of them (jax/_src/clusters/slurm_cluster.py).
+# JAX needs all of these to find its place in a Slurm job (jax/_src/clusters/slurm_cluster.py).
 SLURM = "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"
 _TRUE = {"1", "true", "on", "yes", "y", "t"}
 _FALSE = {"0", "false", "off", "no", "n", "f"}
@@ -18,67 +18,67 @@ Environ = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Trap:
-    """A variable that should not be left at some values."""
+    """A variable that should not have certain values."""
 
     name: str
-    values: Collection[str]  # in lower case; empty: all
+    values: Collection[str]  # in lower case; empty: any value
     finding: Callable[[str, str, str], Finding]
     what: str
     fix: str = ""
 
     def look(self, environ: Environ) -> list[Finding]:
-        """Whether it is set so."""
+        """Return the finding, if the variable has one of the values."""
         value = environ.get(self.name, "")
         if not value or (self.values and value.lower() not in self.values):
             return []
         return [self.finding(CHECK, f"{self.name}={value}: {self.what}", self.fix or f"unset {self.name}")]
 
 
-# NVIDIA's page on NCCL_* has a part "Debugging", whose variables should not be kept: they may slow down, crash or hang.
+# NVIDIA's page on NCCL_* says of variables under "Debugging" not to keep them: they may slow down, crash or hang.
 TRAPS = (
-    Trap("NCCL_P2P_DISABLE", _TRUE, warn, "GPUs of one host talk through its memory instead of NVLink"),
-    Trap("NCCL_P2P_LEVEL", {"loc", "0"}, warn, "GPUs of one host talk through its memory instead of NVLink"),
-    Trap("NCCL_SHM_DISABLE", _TRUE, warn, "GPUs without a direct link talk through the network, even within a host"),
-    Trap("NCCL_IB_DISABLE", _TRUE, warn, "hosts talk over TCP instead of InfiniBand or RoCE, ten times slower or more",
+    Trap("NCCL_P2P_DISABLE", _TRUE, warn, "GPUs of one host communicate through its memory instead of NVLink"),
+    Trap("NCCL_P2P_LEVEL", {"loc", "0"}, warn, "GPUs of one host communicate through its memory instead of NVLink"),
+    Trap("NCCL_SHM_DISABLE", _TRUE, warn, "GPUs without a direct link use the network, even within a host"),
+    Trap("NCCL_IB_DISABLE", _TRUE, warn, "hosts use TCP instead of InfiniBand or RoCE, ten times slower or more",
          "unset it, unless this network has neither"),
     Trap("NCCL_DEBUG", {"trace"}, warn, "every call is logged"),
-    Trap("NCCL_DEBUG", {"info"}, note, "each start logs hundreds of lines", "NCCL_DEBUG=WARN says what matters"),
+    Trap("NCCL_DEBUG", {"info"}, note, "each start logs hundreds of lines", "use NCCL_DEBUG=WARN"),
     Trap("NCCL_ALGO", (), note, "NCCL does not choose by itself any more"),
     Trap("NCCL_PROTO", (), note, "NCCL does not choose by itself any more; some protocols corrupt data where forced"),
     Trap("CUDA_LAUNCH_BLOCKING", _TRUE, warn, "the host waits for every kernel"),
     Trap("NVIDIA_TF32_OVERRIDE", {"0"}, warn, "float32 products leave the tensor cores"),
     Trap("JAX_DISABLE_JIT", _TRUE, fail, "nothing is compiled; jaxtrain's step cannot run so"),
     Trap("JAX_DEBUG_NANS", _TRUE, warn, "every step is checked on the host, and run again where a number is not finite",
-         "unset it; jaxtrain tells of such steps by itself"),
+         "unset it; jaxtrain reports such steps by itself"),
     Trap("JAX_DEBUG_INFS", _TRUE, warn, "every step is checked on the host",
-         "unset it; jaxtrain tells of such steps by itself"),
+         "unset it; jaxtrain reports such steps by itself"),
     Trap("JAX_ENABLE_X64", _TRUE, warn, "numbers become 64 bits wide, which accelerators compute slowly or not at all"),
     Trap("JAX_ENABLE_CHECKS", _TRUE, warn, "JAX checks itself: tracing is much slower"),
     Trap("JAX_CHECK_TRACER_LEAKS", _TRUE, warn, "tracing is much slower, and nothing traced is kept"),
     Trap("JAX_DEFAULT_MATMUL_PRECISION", {"highest", "float32", "high", "tensorfloat32", "bfloat16_3x", "bfloat16_6x"},
          warn, "products take several passes", "unset it; train.precision decides that"),
     Trap("JAX_ENABLE_COMPILATION_CACHE", _FALSE, warn, "every start compiles everything again"),
-    Trap("JAX_TRANSFER_GUARD", {"disallow", "disallow_explicit"}, fail, "a start has to copy to devices",
-         "unset it; jaxtrain sets it where it holds"),
+    Trap("JAX_TRANSFER_GUARD", {"disallow", "disallow_explicit"}, fail, "the start of a run must copy to devices",
+         "unset it; jaxtrain sets it where it can"),
     Trap("JAX_LOG_COMPILES", _TRUE, note, "each compilation is logged"),
-    Trap("JAX_ENABLE_RECOVERABILITY", _TRUE, warn, "processes may wait for ever for one that died"),
-    Trap("XLA_PYTHON_CLIENT_PREALLOCATE", _FALSE, warn, "memory becomes fragmented, and runs out earlier than it need",
+    Trap("JAX_ENABLE_RECOVERABILITY", _TRUE, warn, "processes may wait forever for one that died"),
+    Trap("XLA_PYTHON_CLIENT_PREALLOCATE", _FALSE, warn, "memory becomes fragmented, and runs out earlier",
          "unset it for training"),
-    Trap("XLA_PYTHON_CLIENT_ALLOCATOR", {"platform"}, warn, "every array comes from the driver anew, very slowly"),
-    Trap("TF_GPU_ALLOCATOR", (), warn, "JAX may take it for its own allocator, or not read it at all",
-         "unset it; JAX's own is XLA_PYTHON_CLIENT_ALLOCATOR, and cuda_async that one"),
-    Trap("OMP_NUM_THREADS", {"1"}, note, "NumPy computes on one core", "unset it, unless that is meant"),
+    Trap("XLA_PYTHON_CLIENT_ALLOCATOR", {"platform"}, warn, "the driver allocates every array, which is very slow"),
+    Trap("TF_GPU_ALLOCATOR", (), warn, "JAX may use it as its own allocator, or ignore it",
+         "unset it; the same in JAX is XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async"),
+    Trap("OMP_NUM_THREADS", {"1"}, note, "NumPy computes on one core", "unset it, unless that is intended"),
     Trap("PYTHONDONTWRITEBYTECODE", (), note, "packages that pip did not compile are compiled at each start",
          "unset it, or python -m compileall once"),
 )
-# Flags of XLA_FLAGS: their values, what they do, what to do.
+# Flags in XLA_FLAGS: name, values, kind of finding, effect.
 _HURTING = (
     ("xla_dump_to", r".+", warn, "every program is written to disk: starts are slow, and the disk fills up"),
-    ("xla_gpu_autotune_level", r"0", warn, "the first kernel is taken, not the fastest"),
+    ("xla_gpu_autotune_level", r"0", warn, "the first kernel is used, not the fastest"),
     ("xla_gpu_enable_latency_hiding_scheduler", r"false|0", warn, "communication is not hidden behind computation"),
     ("xla_backend_optimization_level", r"[01]", warn, "programs are hardly optimised"),
-    ("xla_disable_hlo_passes", r".+", warn, "parts of the compiler are left out"),
-    ("xla_disable_all_hlo_passes", r"|true|1", warn, "the compiler is left out"),
+    ("xla_disable_hlo_passes", r".+", warn, "parts of the compiler are skipped"),
+    ("xla_disable_all_hlo_passes", r"|true|1", warn, "the compiler's passes are skipped"),
     ("xla_llvm_disable_expensive_passes", r"|true|1", warn, "programs are hardly optimised"),
     ("xla_cpu_multi_thread_eigen", r"false|0", warn, "the CPU computes on one core"),
     ("xla_gpu_deterministic_ops", r"|true|1", note, "some kernels are slower"),
@@ -87,38 +87,38 @@ _HURTING = (
 
 
 def environment(environ: Environ, gpus: int, interfaces: Collection[str], infiniband: Collection[str]) -> list[Finding]:
-    """All of it.
+    """Return all findings about environment variables.
 
     Args:
         environ: the variables.
-        gpus: how many NVIDIA GPUs there are for this process, CUDA_VISIBLE_DEVICES apart.
-        interfaces: of the network, by name.
+        gpus: the number of NVIDIA GPUs for this process, ignoring CUDA_VISIBLE_DEVICES.
+        interfaces: network interfaces, by name.
         infiniband: adapters, by name.
     """
     found = [finding for trap in TRAPS for finding in trap.look(environ)]
     found += [*xla_flags(environ), *memory(environ), *nccl(environ, interfaces, infiniband), *visible(environ, gpus),
               *slurm(environ, gpus)]
-    return found or [ok(CHECK, "no variable in it hurts")]
+    return found or [ok(CHECK, "no harmful variable is set")]
 
 
 def xla_flags(environ: Environ) -> list[Finding]:
-    """Those that jaxlib knows and that hurt. Whom it does not know, the probe finds out."""
+    """Check XLA_FLAGS for harmful flags; the probe finds flags that jaxlib does not know."""
     found = []
     for word in environ.get("XLA_FLAGS", "").split():
         name, _, value = word.removeprefix("--").partition("=")
         for flag, values, finding, what in _HURTING:
             if name == flag and re.fullmatch(values, value.lower()):
-                found.append(finding("XLA_FLAGS", f"{word}: {what}", "leave it out, unless you look for an error"))
+                found.append(finding("XLA_FLAGS", f"{word}: {what}", "leave it out, unless you are debugging"))
     return found
 
 
 def memory(environ: Environ) -> list[Finding]:
-    """How much of a GPU JAX is to take."""
+    """Check how much GPU memory JAX is told to reserve."""
     allocator = environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
     found = []
     if allocator not in ALLOCATORS:
         found.append(fail(CHECK, f"XLA_PYTHON_CLIENT_ALLOCATOR={allocator}: JAX knows no such allocator",
-                          f"unset it, or take one of {', '.join(ALLOCATORS)}"))
+                          f"unset it, or use one of {', '.join(ALLOCATORS)}"))
     new, old = (environ.get(f"XLA_{name}MEM_FRACTION", "") for name in ("CLIENT_", "PYTHON_CLIENT_"))
     if new and old:
         return [*found, fail(CHECK, "XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION are both set, and JAX "
@@ -136,28 +136,28 @@ def memory(environ: Environ) -> list[Finding]:
         found.append(warn(CHECK, f"{name}={text} leaves {1 - share:.0%} for CUDA, NCCL and its buffers", f"{name}=.92"))
     elif share < 0.5:
         found.append(warn(CHECK, f"{name}={text}: JAX leaves {1 - share:.0%} of each GPU unused",
-                          f"unset it, or {name}=.9 where the GPU is yours alone"))
+                          f"unset it, or {name}=.9 if no other program uses the GPU"))
     return found
 
 
 def nccl(environ: Environ, interfaces: Collection[str], infiniband: Collection[str]) -> list[Finding]:
-    """Network interfaces and adapters that NCCL is told to use and that are not there."""
+    """Check for network interfaces and adapters that NCCL is told to use but that do not exist."""
     found = []
     wanted = environ.get("NCCL_SOCKET_IFNAME", "")
     if wanted and not _chosen(wanted, interfaces):
-        found.append(fail(CHECK, f"NCCL_SOCKET_IFNAME={wanted} fits no network interface here",
-                          f"unset it, or take one of {', '.join(sorted(interfaces))}"))
+        found.append(fail(CHECK, f"NCCL_SOCKET_IFNAME={wanted} matches no network interface here",
+                          f"unset it, or use one of {', '.join(sorted(interfaces))}"))
     elif wanted and _chosen(wanted, interfaces) == {"lo"}:
         found.append(warn(CHECK, f"NCCL_SOCKET_IFNAME={wanted} reaches this host only", "unset it for several hosts"))
     wanted = environ.get("NCCL_IB_HCA", "")
     if wanted and infiniband and not _chosen(re.sub(r":\d+", "", wanted), infiniband):
-        found.append(fail(CHECK, f"NCCL_IB_HCA={wanted} fits no adapter here",
-                          f"unset it, or take one of {', '.join(sorted(infiniband))}"))
+        found.append(fail(CHECK, f"NCCL_IB_HCA={wanted} matches no adapter here",
+                          f"unset it, or use one of {', '.join(sorted(infiniband))}"))
     return found
 
 
 def visible(environ: Environ, gpus: int) -> list[Finding]:
-    """GPUs that are hidden from JAX."""
+    """Check for GPUs that are hidden from JAX."""
     names = environ.get("CUDA_VISIBLE_DEVICES")
     if names is None or not gpus:
         return []
@@ -170,21 +170,21 @@ def visible(environ: Environ, gpus: int) -> list[Finding]:
 
 
 def slurm(environ: Environ, gpus: int) -> list[Finding]:
-    """Whether the tasks of a Slurm job find each other, and their GPUs."""
+    """Check whether the tasks of a Slurm job find each other, and their GPUs."""
     if not _number(environ.get("SLURM_JOB_ID")) or _number(environ.get("SLURM_NTASKS"), 2) < 2:
         return []
     if "SLURM_STEP_NODELIST" not in environ:
-        return [note("Slurm", "this is inside of a job but no task of it, so a run here would be alone",
-                     "start it with srun; this command too, to see what a task sees")]
+        return [note("Slurm", "this is inside a job but not a task of it, so a run here would be a single process",
+                     "start it with srun; also this command, to see what a task sees")]
     if missing := [name for name in SLURM if name not in environ]:
-        return [fail("Slurm", f"not set: {', '.join(missing)}; JAX needs them beside SLURM_STEP_NODELIST",
-                     "hand all SLURM_* into the container, or give --coordinator, --num_processes and --process_id")]
+        return [fail("Slurm", f"not set: {', '.join(missing)}; JAX needs them besides SLURM_STEP_NODELIST",
+                     "pass all SLURM_* to the container, or give --coordinator, --num_processes and --process_id")]
     tasks = tasks_here(environ)
     names = environ.get("CUDA_VISIBLE_DEVICES")
     seen = gpus if names is None else min(gpus, _count(names)) if gpus else 0
     if not seen or "JAX_LOCAL_DEVICE_IDS" in environ:
         if seen == 1 and tasks > 1:
-            return [warn("Slurm", f"each of {tasks} tasks sees one GPU, so NCCL may find no short way between them",
+            return [warn("Slurm", f"each of {tasks} tasks sees one GPU, so NCCL may find no direct link between them",
                          _UNBOUND)]
         return []
     me = _number(environ.get("SLURM_LOCALID"))
@@ -196,7 +196,7 @@ def slurm(environ: Environ, gpus: int) -> list[Finding]:
     if tasks < seen:
         return [warn("Slurm", f"{tasks} task{'s' * (tasks > 1)} a host and {seen} GPUs: JAX takes one GPU a task, and "
                      f"{seen - tasks} stay idle", f"srun --ntasks-per-node={seen}, or "
-                     f"JAX_LOCAL_DEVICE_IDS={','.join(map(str, range(seen)))} where there is one task a host")]
+                     f"JAX_LOCAL_DEVICE_IDS={','.join(map(str, range(seen)))} for one task per host")]
     return [ok("Slurm", f"{tasks} task{'s' * (tasks > 1)} a host, one GPU each")]
 
 
@@ -204,7 +204,7 @@ _UNBOUND = "ask for --gres=gpu:N or --gpus-per-node=N instead of --gpus-per-task
 
 
 def tasks_here(environ: Environ) -> int:
-    """How many tasks of the step run on this host. Slurm writes them like 4(x2),3."""
+    """Return how many tasks of the step run on this host, from Slurm's format such as 4(x2),3."""
     counts: list[int] = []
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
     for many, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -216,7 +216,7 @@ def tasks_here(environ: Environ) -> int:
 
 
 def _chosen(wanted: str, there: Collection[str]) -> set[str]:
-    """As NCCL reads it: prefixes, or whole names behind =, or all but those behind ^."""
+    """Select names like NCCL does: by prefixes, by whole names after =, or all except those after ^."""
     text = wanted.removeprefix("^")
     whole, parts = text.startswith("="), [part for part in text.removeprefix("=").split(",") if part]
     fits = {name for name in there if any(name == part if whole else name.startswith(part) for part in parts)}
@@ -224,7 +224,7 @@ def _chosen(wanted: str, there: Collection[str]) -> set[str]:
 
 
 def _count(names: str) -> int:
-    """Of CUDA_VISIBLE_DEVICES; what stands behind -1 is hidden too."""
+    """Count the devices in CUDA_VISIBLE_DEVICES; those after -1 are hidden too."""
     count = 0
     for name in names.split(","):
         if not re.match(r"\d|GPU-|MIG-", name.strip()):
@@ -238,7 +238,7 @@ def _number(text: str | None, otherwise: int = 0) -> int:
 
 
 def for_probe(environ: Environ, unknown: Sequence[str] = ()) -> dict[str, str]:
-    """What the probe runs with: as training would, without what is only slow, and without taking all memory."""
+    """Return the probe's environment: as in training, but without slow debugging and without reserving all memory."""
     debugging = {"JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_ENABLE_CHECKS", "JAX_CHECK_TRACER_LEAKS",
                  "JAX_TRANSFER_GUARD", "JAX_LOG_COMPILES"}
     kept = {name: value for name, value in environ.items() if name not in debugging}

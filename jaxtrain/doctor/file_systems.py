@@ -1,4 +1,4 @@
-"""The file system of the workdir: is there room, is it fast enough for checkpoints, does its clock agree with ours."""
+"""Check the file system of the workdir: free space, speed for checkpoints, locks, and its clock."""
 
 import contextlib
 import fcntl
@@ -15,7 +15,7 @@ from jaxtrain.doctor.finding import Finding, fail, note, ok, size, warn
 CHECK = "workdir"
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "fuse.glusterfs", "9p",
            "afs", "wekafs", "fuse.sshfs", "fuse.juicefs", "fuse.JuiceFS", "panfs", "orangefs", "virtiofs"}
-OBJECTS = {"fuse.gcsfuse", "fuse.s3fs", "fuse.mount-s3", "fuse.goofys", "fuse.rclone"}  # which cannot rename
+OBJECTS = {"fuse.gcsfuse", "fuse.s3fs", "fuse.mount-s3", "fuse.goofys", "fuse.rclone"}  # cannot rename
 MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 SKEW = 2.0  # seconds
 _BYTES, _BLOCK, _MANY = 64 * 2**20, 2**20, 200
@@ -24,12 +24,12 @@ _SLOW, _SLOW_SMALL = 50 * 10**6, 20  # bytes a second, files a second
 
 
 def files(outcome: Outcome, mounts: str, several: bool) -> list[Finding]:
-    """From what was measured.
+    """Return findings about the file system, from the measurements of a child.
 
     Args:
         outcome: of this module as a child.
-        mounts: /proc/mounts.
-        several: whether the run is to have several hosts.
+        mounts: the content of /proc/mounts.
+        several: whether the run will use several hosts.
     """
     seen = outcome.measured
     where = seen.get("folder", "the workdir")
@@ -38,7 +38,7 @@ def files(outcome: Outcome, mounts: str, several: bool) -> list[Finding]:
                      "see whether its server is up (mount, df), or give another --workdir")]
     found = kind(where, mounts, several) if "folder" in seen else []
     if "refused" in seen:
-        return [*found, fail(CHECK, f"{where} cannot be written ({seen['refused']})", "give a --workdir that can be")]
+        return [*found, fail(CHECK, f"{where} cannot be written ({seen['refused']})", "give another --workdir")]
     found += room(seen)
     if "wrote" in seen:
         found += rates(seen)
@@ -55,26 +55,26 @@ def files(outcome: Outcome, mounts: str, several: bool) -> list[Finding]:
 
 
 def kind(where: str, mounts: str, several: bool) -> list[Finding]:
-    """Whether it outlives this machine, and whether all hosts see it."""
+    """Check whether the workdir outlives this machine, and whether all hosts see it."""
     system = filesystem(where, mounts)
     if system in MEMORY:
-        return [warn(CHECK, f"{where} is in memory ({system}): gone with this machine, and memory that the run lacks",
+        return [warn(CHECK, f"{where} is in memory ({system}): lost with this machine, and takes the run's memory",
                      "give a --workdir on a disk")]
     if system in OBJECTS:
-        return [warn(CHECK, f"{where} is a store behind {system}: renaming is slow, and appending copies all of a file",
+        return [warn(CHECK, f"{where} is an object store ({system}): renaming is slow, and appending copies a file",
                      "give a --workdir on a disk, and the store as --config.checkpoint.mirror")]
     if system == "overlay":
-        return [note(CHECK, f"{where} is in the container's own layer, and is gone with it", "mount a volume there")]
+        return [note(CHECK, f"{where} is in the container's own layer, and is lost with it", "mount a volume there")]
     if system in NETWORK:
         return [ok(CHECK, f"{where} is on {system}, which other hosts can see")]
     if several and system:
         return [warn(CHECK, f"{where} is on {system}, which other hosts do not see",
-                     "give a --workdir that all hosts share, unless this one is shared in a way that does not show")]
+                     "give a --workdir that all hosts share, unless this one is shared after all")]
     return [ok(CHECK, f"{where} is on {system or 'a disk'}")]
 
 
 def filesystem(where: str, mounts: str) -> str:
-    """Its type, by the mount that lies deepest; later ones cover earlier ones."""
+    """Return the type of a folder's file system: that of the deepest mount, of equal ones the last."""
     best, name = -1, ""
     for line in mounts.splitlines():
         point, system = line.split()[1:3] if len(line.split()) > 2 else ("", "")
@@ -86,12 +86,12 @@ def filesystem(where: str, mounts: str) -> str:
 
 
 def room(seen: Measured) -> list[Finding]:
-    """Bytes and names that are left."""
+    """Check free space and inodes."""
     found, free = [], seen.get("free")
     if free is not None and free < _FULL:
         found.append(fail(CHECK, f"{size(free)} free", "make room, or give another --workdir"))
     elif free is not None and free < _TIGHT:
-        found.append(warn(CHECK, f"{size(free)} free; a checkpoint has 12 bytes a parameter, and three are kept",
+        found.append(warn(CHECK, f"{size(free)} free; a checkpoint has 12 bytes per parameter, and three are kept",
                           "make room, or give another --workdir"))
     elif free is not None:
         found.append(ok(CHECK, f"{size(free)} free"))
@@ -102,13 +102,13 @@ def room(seen: Measured) -> list[Finding]:
 
 
 def rates(seen: Measured) -> list[Finding]:
-    """Writing, reading, and making small files."""
+    """Check the speed of writing, of reading, and of creating small files."""
     wrote, read, small = seen["wrote"], seen.get("read"), seen.get("small")
     said = f"writes {size(wrote)}/s" + (f", reads {size(read)}/s" if read else "") + (
         f", makes {small:.0f} small files a second" if small else "")
     if wrote < _SLOW or (read or wrote) < _SLOW:
         return [warn("disk", f"{said}: saves and restores take long",
-                     "give a --workdir on a faster disk, or save more rarely (checkpoint.every=auto weighs it)")]
+                     "give a --workdir on a faster disk, or save less often (checkpoint.every=auto takes care of it)")]
     if small and small < _SLOW_SMALL:
         return [warn("disk", f"{said}: a checkpoint has hundreds of them",
                      "give a --workdir on a local disk, with checkpoint.mirror on this one")]
@@ -116,30 +116,30 @@ def rates(seen: Measured) -> list[Finding]:
 
 
 def clock(skew: float) -> list[Finding]:
-    """Of the file system against the machine's. Hosts compare times through it."""
+    """Compare the file system's clock with the machine's; hosts compare times through it."""
     if abs(skew) > SKEW:
         side = "ahead of" if skew > 0 else "behind"
         return [warn("clock", f"the file system's is {abs(skew):.1f} s {side} this machine's",
-                     "have both follow NTP (chronyc tracking shows whether they do)")]
-    return [ok("clock", "the file system's agrees with this machine's")]
+                     "synchronise both with NTP (chronyc tracking shows the state)")]
+    return [ok("clock", "the file system's clock agrees with this machine's")]
 
 
 def cache(folder: str) -> list[Finding]:
-    """Where compiled programs and tokenised text are kept between runs."""
+    """Check the cache folder of compiled programs and tokenised text."""
     if "://" in folder:
         return []
     there = _existing(Path(folder))
     if not os.access(there, os.W_OK | os.X_OK):
         return [warn("cache", f"{folder} cannot be written: every start compiles and tokenises again",
-                     "JAXTRAIN_CACHE=DIR, a folder that can be")]
+                     "set JAXTRAIN_CACHE=DIR, a folder that can be written")]
     if (free := shutil.disk_usage(there).free) < _FULL:
-        return [warn("cache", f"{folder} has {size(free)} free", "delete what is old there, or JAXTRAIN_CACHE=DIR")]
+        return [warn("cache", f"{folder} has {size(free)} free", "delete old files there, or set JAXTRAIN_CACHE=DIR")]
     return [ok("cache", f"{folder} can be written")]
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring
 def measure(workdir: Path) -> None:
-    """Say what a folder can do, and leave nothing there."""
+    """Measure a folder's file system and print the results; called in the child, leaves no files."""
     folder = _existing(workdir)
     say(folder=str(folder.resolve()))
     if (first := next((path for path in (workdir, *workdir.parents) if path.exists() and not path.is_dir()), None)):
@@ -159,7 +159,7 @@ def measure(workdir: Path) -> None:
 
 
 def _existing(folder: Path) -> Path:
-    """Itself, or the one in which the run will make it."""
+    """Return the folder itself, or the existing folder in which the run will create it."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
@@ -173,7 +173,7 @@ def _rates(folder: Path) -> None:
         os.fsync(file.fileno())
         say(wrote=written / (time.perf_counter() - start))
         with contextlib.suppress(OSError, AttributeError):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else memory is read
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # otherwise the page cache would be read
     start, size_read, budget = time.perf_counter(), 0, Budget(8)
     with open(path, "rb", buffering=0) as file:
         while (content := file.read(_BLOCK)) and budget.left():
@@ -189,13 +189,13 @@ def _rates(folder: Path) -> None:
 
 
 def _skew(folder: Path) -> float:
-    """Seconds that the file system's clock is ahead."""
+    """Return how many seconds the file system's clock is ahead."""
     path = folder / "now"
     before = time.time()
     path.write_bytes(b"x")
     after = time.time()
     stamp = path.stat().st_mtime
-    return stamp - before if stamp < before - 0.1 else max(stamp - after, 0.0)  # kernels round a little
+    return stamp - before if stamp < before - 0.1 else max(stamp - after, 0.0)  # tolerates rounding by the kernel
 
 
 def _locks(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Whether the packages that are installed fit each other."""
+"""Check whether the installed packages fit each other."""
 
 import importlib.metadata
 import os
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from jaxtrain.doctor.finding import Finding, fail, note, ok, warn
 
 CHECK = "versions"
-# Whose words about each other decide whether training works; what they need besides is for pip to say.
+# Packages whose requirements of each other decide whether training works; pip checks their other requirements.
 _FAMILY = re.compile(r"jax|jaxlib|jax-(cuda|rocm)\d+-(plugin|pjrt)|libtpu|flax|optax|orbax-checkpoint|grain"
                      r"|ml-collections|numpy|scipy|ml-dtypes|nvidia-.*")
 _SHOWN = "jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain"
@@ -19,27 +19,27 @@ Requires = Mapping[str, Sequence[str]]
 
 
 class Installed:
-    """The packages of this interpreter."""
+    """The packages of this interpreter, by normalised name."""
 
     def __init__(self, versions: Mapping[str, Sequence[str]], requires: Requires, needs_python: Mapping[str, str]):
-        """All by normalised name.
+        """Store the packages, all by normalised name.
 
         Args:
             versions: of each package, as often as it is found; the first one is what Python imports.
-            requires: what it needs, in the words of its metadata.
-            needs_python: which versions of Python it is for.
+            requires: the requirements of each package, from its metadata.
+            needs_python: the versions of Python that each package supports.
         """
         self.versions, self.requires, self.needs_python = versions, requires, needs_python
 
     @classmethod
     def here(cls) -> "Installed":
-        """As they are."""
+        """Return the installed packages."""
         versions: dict[str, list[str]] = {}
         requires, needs_python = {}, {}
         for dist in importlib.metadata.distributions():
             said = dist.metadata
             if "Name" not in said:
-                continue  # what an interrupted pip left
+                continue  # left by an interrupted pip
             name = _normal(said["Name"])
             versions.setdefault(name, []).append(dist.version)
             requires.setdefault(name, dist.requires or [])
@@ -47,16 +47,16 @@ class Installed:
         return cls(versions, requires, needs_python)
 
     def version(self, name: str) -> str | None:
-        """The one that is imported."""
+        """Return the version that is imported, or None."""
         return self.versions[name][0] if self.versions.get(name) else None
 
     def cuda(self) -> list[int]:
-        """For which major versions of CUDA there is a plugin."""
+        """Return the major CUDA versions for which a plugin is installed."""
         return sorted(int(found[1]) for name in self.versions if (found := _PLUGIN.fullmatch(name)))
 
 
 def versions(installed: Installed, python: str = ".".join(map(str, sys.version_info[:3]))) -> list[Finding]:
-    """All that concerns versions of packages."""
+    """Return all findings about package versions."""
     found = [*python_fits(installed, python), *fit(installed, python), *twice(installed), *plugins(installed)]
     if not any(finding.level in ("warn", "FAIL") for finding in found):
         shown = [f"{name} {version}" for name in _SHOWN if (version := installed.version(name))]
@@ -65,7 +65,7 @@ def versions(installed: Installed, python: str = ".".join(map(str, sys.version_i
 
 
 def fit(installed: Installed, python: str) -> list[Finding]:
-    """What jaxtrain and the packages around JAX need of each other, as their metadata says."""
+    """Check the requirements of jaxtrain and the packages around JAX for each other, from their metadata."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -75,7 +75,7 @@ def fit(installed: Installed, python: str) -> list[Finding]:
             return [note(CHECK, "not compared with each other", "pip install packaging, and run this again")]
     found = []
     if "jaxtrain" not in installed.requires:
-        found.append(note(CHECK, "jaxtrain is not installed, so what it needs is not known",
+        found.append(note(CHECK, "jaxtrain is not installed, so its requirements are not known",
                           "pip install -e . in its checkout"))
     for name in ("jaxtrain", *sorted(name for name in installed.versions if _FAMILY.fullmatch(name))):
         absent = []
@@ -100,7 +100,7 @@ def fit(installed: Installed, python: str) -> list[Finding]:
 
 
 def python_fits(installed: Installed, python: str) -> list[Finding]:
-    """Python's version against what JAX and jaxtrain say they run on."""
+    """Check Python's version against the requirements of JAX and jaxtrain."""
     found = []
     for name in ("jaxtrain", "jax", "jaxlib"):
         least = re.match(r">=\s*(\d+)\.(\d+)", installed.needs_python.get(name, ""))
@@ -112,15 +112,15 @@ def python_fits(installed: Installed, python: str) -> list[Finding]:
 
 
 def twice(installed: Installed) -> list[Finding]:
-    """One package in several versions: which one is imported depends on the order of folders."""
-    return [warn(CHECK, f"{name} is installed {len(all_of)} times: {', '.join(all_of)}; the first one counts",
-                 f"pip uninstall {name}, until it says that there is none, then install it once")
+    """Check for packages in several versions: the order of folders decides which is imported."""
+    return [warn(CHECK, f"{name} is installed {len(all_of)} times: {', '.join(all_of)}; the first one is used",
+                 f"pip uninstall {name}, until none is left, then install it once")
             for name, all_of in sorted(installed.versions.items())
             if len(set(all_of)) > 1 and (name == "jaxtrain" or _FAMILY.fullmatch(name))]
 
 
 def plugins(installed: Installed) -> list[Finding]:
-    """Both of CUDA 12 and 13 at once, or a plugin without its other half."""
+    """Check for plugins of CUDA 12 and 13 at once, and for a plugin without its other half."""
     found, cuda = [], installed.cuda()
     if len(cuda) > 1:
         names = " ".join(f"jax-cuda{major}-plugin jax-cuda{major}-pjrt" for major in cuda[:-1])
@@ -135,7 +135,7 @@ def plugins(installed: Installed) -> list[Finding]:
 
 
 def library_path(environ: Mapping[str, str], cuda: Sequence[int]) -> list[Finding]:
-    """LD_LIBRARY_PATH comes before the CUDA libraries that pip installed."""
+    """Check LD_LIBRARY_PATH for CUDA libraries, which would be used instead of those that pip installed."""
     if not cuda:
         return []
     names = ("libcudart.so", "libcublas.so", "libcudnn.so", "libnccl.so", "libcusolver.so", "libcusparse.so",
@@ -148,12 +148,12 @@ def library_path(environ: Mapping[str, str], cuda: Sequence[int]) -> list[Findin
             continue
         if theirs:
             found.append(warn("LD_LIBRARY_PATH", f"{folder} has {theirs[0]} and is searched before the CUDA that pip "
-                              "installed", "unset LD_LIBRARY_PATH, unless CUDA comes from there on purpose"))
+                              "installed", "unset LD_LIBRARY_PATH, unless that CUDA is intended"))
     return found
 
 
 def _extras(name: str, installed: Installed) -> list[str]:
-    """With which extras a package seems to be installed."""
+    """Return the extras with which a package seems to be installed."""
     extras = [""]
     if name == "jax":
         extras += [f"cuda{major}-local" for major in installed.cuda()] + ["tpu"] * ("libtpu" in installed.versions)
@@ -163,7 +163,7 @@ def _extras(name: str, installed: Installed) -> list[str]:
 
 
 def _together(name: str, needed: str, wanted: str, installed: Installed) -> str:
-    """What pip is to be told. Parts of JAX only come together."""
+    """Return the pip command that installs a requirement; JAX's packages are upgraded together."""
     if name.startswith("jax") and needed.startswith(("jax", "nvidia-")) and name != "jaxtrain":
         cuda = installed.cuda()
         extra = f"[cuda{cuda[-1]}]" if cuda else "[tpu]" if "libtpu" in installed.versions else ""

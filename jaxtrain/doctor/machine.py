@@ -1,4 +1,4 @@
-"""What the machine, the container and the shell let this process have: cores, memory, files."""
+"""Check the cores, memory and open files that machine, container and shell allow this process."""
 
 import os
 import re
@@ -9,45 +9,45 @@ from pathlib import Path
 from jaxtrain.doctor.finding import Finding, note, ok, size, warn
 
 CHECK = "host"
-_ENOUGH_FILES = 4096  # open at a time: shards, checkpoints and connections of one process
-_SMALL = 4 * 10**9  # bytes of memory that a small run with JAX can do with
+_ENOUGH_FILES = 4096  # open files: shards, checkpoints and connections of one process
+_SMALL = 4 * 10**9  # bytes of memory that suffice for a small run with JAX
 
 
 @dataclass(frozen=True)
 class Machine:
-    """As the kernel tells of it; None where it does not."""
+    """The limits that the kernel reports; None where unknown."""
 
-    cores: int  # that there are
-    usable: int  # that this process may run on
-    quota: float | None = None  # cores' worth of time that the container gets
+    cores: int  # of the machine
+    usable: int  # by this process
+    quota: float | None = None  # CPU time of the container, in cores
     memory: int | None = None
-    free: int | None = None  # of it, without swapping
-    limit: int | None = None  # of the container's memory
+    free: int | None = None  # without swapping
+    limit: int | None = None  # memory limit of the container
     used: int | None = None  # of that limit
-    files: tuple[int, int] = (2**20, 2**20)  # limit of open ones now, and as far as it may be raised
+    files: tuple[int, int] = (2**20, 2**20)  # soft and hard limit of open files
     shared: int | None = None  # bytes of /dev/shm
 
 
 def machine(seen: Machine, gpus: int) -> list[Finding]:
-    """All that concerns the host."""
+    """Return all findings about the host."""
     return [*cores(seen, gpus), *memory(seen, gpus), *limits(seen, gpus)]
 
 
 def cores(seen: Machine, gpus: int) -> list[Finding]:
-    """Whether this process may use them."""
+    """Check how many cores this process may use."""
     usable = min(float(seen.usable), seen.quota or float(seen.cores))
     said = f"{usable:g} of {seen.cores} cores"
     if usable < seen.cores / 2 or usable < 2 * gpus:
         fix = "srun --cpus-per-task=N (Slurm's default is 1), or docker run --cpus and --cpuset-cpus"
         if usable < max(2 * gpus, 2):
             return [warn("cores", f"this process may use {said}" + (f", for {gpus} GPUs" if gpus else "")
-                         + ": data would be late and compiling slow", fix)]
-        return [note("cores", f"this process may use {said}", f"if that is not meant: {fix}")]
+                         + ": loading data and compiling would be slow", fix)]
+        return [note("cores", f"this process may use {said}", f"if that is not intended: {fix}")]
     return [ok("cores", said)]
 
 
 def memory(seen: Machine, gpus: int) -> list[Finding]:
-    """The host's, or what the container leaves of it."""
+    """Check the free memory of the host, or of the container."""
     free = seen.free
     if seen.limit is not None and seen.memory is not None and seen.limit < seen.memory:
         left = max(seen.limit - (seen.used or 0), 0)
@@ -57,14 +57,14 @@ def memory(seen: Machine, gpus: int) -> list[Finding]:
     limited = seen.limit is not None and seen.memory is not None and seen.limit < seen.memory
     what = f"{size(free)} free" + (f", of {size(seen.limit or 0)} that the container may use" if limited else "")
     if free < max(_SMALL, gpus * _SMALL):
-        return [warn("memory", f"{what}: the kernel would end a run that needs more" + (
+        return [warn("memory", f"{what}: the kernel would kill a run that needs more" + (
             f" (saving keeps a copy of the state of {gpus} GPUs for a while)" if gpus else ""),
-            "end what uses it, ask for more (--mem=0 in Slurm, docker run --memory), or train something smaller")]
+            "stop what uses it, request more (--mem=0 in Slurm, docker run --memory), or train something smaller")]
     return [ok("memory", what)]
 
 
 def limits(seen: Machine, gpus: int) -> list[Finding]:
-    """Open files, and memory shared between processes."""
+    """Check the limit of open files, and memory shared between processes."""
     found = []
     now, most = seen.files
     if now < _ENOUGH_FILES:
@@ -79,7 +79,7 @@ def limits(seen: Machine, gpus: int) -> list[Finding]:
 
 
 def here() -> Machine:
-    """This one."""
+    """Return the limits of this machine."""
     numbers = {line.split(":")[0]: int(line.split()[1]) * 1024
                for line in _text(Path("/proc/meminfo")).splitlines() if len(line.split()) > 1}
     quota, limit, used = container(Path("/sys/fs/cgroup"), _text(Path("/proc/self/cgroup")))
@@ -95,11 +95,11 @@ def here() -> Machine:
 
 
 def container(root: Path, groups: str) -> tuple[float | None, int | None, int | None]:
-    """Of the control group and those around it: cores' worth of time, the tightest limit of memory, what is used of it.
+    """Return the tightest limits of a control group and its parents: CPU time in cores, memory, and the memory used.
 
     Args:
         root: /sys/fs/cgroup, of either version.
-        groups: /proc/self/cgroup.
+        groups: the content of /proc/self/cgroup.
     """
     quotas: list[float] = []
     limits: list[tuple[int, int]] = []
@@ -120,14 +120,14 @@ def container(root: Path, groups: str) -> tuple[float | None, int | None, int | 
 
 
 def _upwards(base: Path, path: str) -> list[Path]:
-    """The group's folder and all around it; in a container the path may not be there, only its end."""
+    """Return the group's folder and its parents; in a container only the end of the path may exist."""
     here = base / path.lstrip("/")
     folders = [here, *here.parents]
     return [folder for folder in folders[:folders.index(base) + 1] if folder.is_dir()]
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of files that are kept only until somebody needs the room."""
+    """Return the bytes of cached files, which the kernel frees when memory is needed."""
     found = re.search(r"^(?:total_)?inactive_file (\d+)", _text(folder / "memory.stat"), re.M)
     return int(found[1]) if found else 0
 

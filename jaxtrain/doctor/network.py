@@ -1,4 +1,4 @@
-"""Whether processes would find each other: the coordinator, this host's own name, proxies."""
+"""Check whether processes would find each other: the coordinator, this host's own name, proxies."""
 
 import ipaddress
 import os
@@ -11,12 +11,12 @@ from jaxtrain.errors import UserError
 
 CHECK = "coordinator"
 SECONDS = 5.0
-# In the order in which gRPC reads them, and JAX's coordinator is reached through it.
+# In the order in which gRPC reads them; JAX uses gRPC to reach its coordinator.
 _PROXIES = "grpc_proxy", "https_proxy", "http_proxy"
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port."""
+    """Return host and port of an address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError("--coordinator", f"{address!r} is not host:port", "write it like node1:1234")
@@ -24,7 +24,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def coordinator(address: str) -> list[Finding]:
-    """Whether process 0 can be reached there, or could listen there if it is to be on this host."""
+    """Check whether process 0 can be reached at an address, or could listen there if it is on this host."""
     host, port = split(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -39,7 +39,7 @@ def coordinator(address: str) -> list[Finding]:
     try:
         socket.create_connection((ip, port), SECONDS).close()
     except ConnectionRefusedError:
-        return [*findings, note(CHECK, f"{where} answers, and nobody listens on port {port}: as it should be "
+        return [*findings, note(CHECK, f"{where} answers, and no process listens on port {port}, as expected "
                                 "before process 0 starts", "if it has started, see whether it has another port")]
     except TimeoutError:
         return [*findings, fail(CHECK, f"port {port} of {where} does not answer within {SECONDS:.0f} s",
@@ -48,29 +48,29 @@ def coordinator(address: str) -> list[Finding]:
     except OSError as error:
         return [*findings, fail(CHECK, f"{where} cannot be reached ({error.strerror})",
                                 "see whether that host is up and on this network")]
-    return [*findings, ok(CHECK, f"somebody listens at {where} on port {port}")]
+    return [*findings, ok(CHECK, f"a process listens at {where} on port {port}")]
 
 
 def own(ip: str, port: int) -> list[Finding]:
-    """Process 0 is to be on this host."""
+    """Check whether process 0 could listen on a port of this host."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
         return [warn(CHECK, f"port {port} of this host cannot be used ({os.strerror(error.errno or 0)})",
-                     "right if the run is up already; else end what listens there (ss -ltnp), or choose another port")]
+                     "fine if the run is already up; else stop what listens there (ss -ltnp), or choose another port")]
     return [ok(CHECK, f"{ip} is this host, and port {port} is free for process 0")]
 
 
 def loops_back(host: str, ip: str) -> list[Finding]:
-    """A name that means another host on each of them."""
+    """Check for a loopback address, which means another host on each of them."""
     if ipaddress.ip_address(ip.partition("%")[0]).is_loopback:
-        return [note(CHECK, f"{host} ({ip}) is what every host takes for itself",
-                     "right for processes of one host; for several give an address that the others can reach")]
+        return [note(CHECK, f"{host} ({ip}) is a loopback address, which every host takes for itself",
+                     "fine for processes of one host; for several give an address that the others can reach")]
     return []
 
 
 def hostname(name: str, several: bool) -> list[Finding]:
-    """What this host takes itself for. Gloo, which sums over CPUs, listens on what its name resolves to."""
+    """Check the address of this host's own name, on which Gloo, which sums over CPUs, listens."""
     level = warn if several else note
     try:
         ip = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -80,33 +80,33 @@ def hostname(name: str, several: bool) -> list[Finding]:
     if ipaddress.ip_address(ip.partition("%")[0]).is_loopback:
         if not several:
             return [ok("host name", f"{name} is {ip}, which is enough for one host")]
-        return [warn("host name", f"{name} is {ip} here, and CPU collectives would tell other hosts so",
-                     f"put this host's own address before {name} in /etc/hosts; GPUs and TPUs do not mind")]
+        return [warn("host name", f"{name} is {ip} here, and CPU collectives would give other hosts that address",
+                     f"put this host's own address before {name} in /etc/hosts; GPUs and TPUs are not affected")]
     return [ok("host name", f"{name} is {ip}")]
 
 
 def several_hosts(environ: Mapping[str, str], host: str) -> bool:
-    """Whether the run seems to have more than this host; `host` is the coordinator's, "" if none is given."""
+    """Return whether the run seems to use several hosts; `host` is the coordinator's, or "" if none is given."""
     local = ("", "localhost")
     return environ.get("SLURM_NNODES", "1") != "1" or not (host in local or host == "::1" or host.startswith("127."))
 
 
 def proxies(environ: Mapping[str, str], host: str = "") -> list[Finding]:
-    """gRPC takes a proxy for a path to the coordinator, and then waits until JAX gives up."""
+    """Check for proxies: gRPC would use one for the coordinator, and wait until JAX gives up."""
     name = next((name for wanted in _PROXIES for name in environ if name.lower() == wanted and environ[name]), None)
     if name is None:
         return []
     without = [part.strip() for variable in ("no_grpc_proxy", "no_proxy", "NO_PROXY")
                for part in environ.get(variable, "").split(",") if part.strip()]
     if host and spared(host, without):
-        return [ok("proxy", f"{name} is set, and no_proxy leaves {host} out")]
+        return [ok("proxy", f"{name} is set, and no_proxy exempts {host}")]
     level = warn if host else note
     return [level("proxy", f"{name} is set, and JAX may look for {host or 'its coordinator'} behind it",
                   f"export no_proxy={','.join([*without, host or 'HOST,10.0.0.0/8'])}")]
 
 
 def spared(host: str, without: Collection[str]) -> bool:
-    """Whether no_proxy names it: by its end, as all, or by a network."""
+    """Return whether no_proxy exempts a host: by its ending, by *, or by its network."""
     for part in without:
         if part == "*" or host == part.lstrip(".") or host.endswith(part if part.startswith(".") else f".{part}"):
             return True
@@ -119,18 +119,18 @@ def spared(host: str, without: Collection[str]) -> bool:
 
 
 def interfaces() -> list[str]:
-    """Of this host, by name."""
+    """Return the network interfaces of this host, by name."""
     return [name for _, name in socket.if_nameindex()]
 
 
 def infiniband() -> list[str]:
-    """Adapters of this host, by name."""
+    """Return the InfiniBand adapters of this host, by name."""
     folder = Path("/sys/class/infiniband")
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def _local(ip: str) -> bool:
-    """Whether an address is this host's: whoever can listen on it has it."""
+    """Return whether an address is this host's, which is the case if one can listen on it."""
     try:
         socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET).close()
     except OSError:

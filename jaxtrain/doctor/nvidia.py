@@ -1,4 +1,4 @@
-"""NVIDIA's driver and GPUs, as nvidia-smi tells of them."""
+"""Check NVIDIA's driver and GPUs, as reported by nvidia-smi."""
 
 import csv
 import re
@@ -12,40 +12,40 @@ from jaxtrain.doctor.finding import Finding, fail, note, ok, size, warn
 
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1
 LEAST_DRIVER = {12: 525, 13: 580}
-# What JAX's wheels are compiled for (docs.jax.dev, Installation): CUDA 13 has left out what is older than Turing.
+# The least compute capability of JAX's wheels (docs.jax.dev, Installation): CUDA 13 supports Turing and later.
 LEAST_CAPABILITY = {12: 5.2, 13: 7.5}
-SHARE = 0.75  # of a GPU's memory, which JAX takes at its start unless it is told otherwise
+SHARE = 0.75  # of a GPU's memory, which JAX reserves at its start by default
 _FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.free", "compute_cap", "mig.mode.current",
            "ecc.errors.uncorrected.volatile.total", "persistence_mode", "compute_mode")
-_PLAIN = _FIELDS[:6]  # which every driver knows
+_PLAIN = _FIELDS[:6]  # fields that every driver knows
 _MB, _PATIENCE = 2**20, 15
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One of them. What the driver does not say is None."""
+    """One GPU; unknown values are None."""
 
     index: int
     uuid: str
     name: str
     driver: str
-    total: int  # bytes; 0 where it shares the host's memory
+    total: int  # bytes; 0 if it shares the host's memory
     free: int
     capability: float | None = None
     mig: bool = False
     ecc_errors: int | None = None
     persistent: bool | None = None
-    mode: str = "Default"  # whom it lets compute
+    mode: str = "Default"  # which processes may compute
     users: tuple[str, ...] = ()  # processes that compute on it
 
 
 def present() -> bool:
-    """Whether there is an NVIDIA GPU, or its driver."""
+    """Return whether there is an NVIDIA GPU, or its driver."""
     return any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/dxg"))
 
 
 def here() -> tuple[list[Gpu], list[Finding]]:
-    """The GPUs, and what stands in the way of asking."""
+    """Return the GPUs, or a finding if nvidia-smi cannot be asked."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return [], [note("driver", "there is a driver but no nvidia-smi, so GPUs could not be looked at",
@@ -62,10 +62,10 @@ def here() -> tuple[list[Gpu], list[Finding]]:
 
 
 def refused(text: str) -> list[Finding]:
-    """What nvidia-smi says instead of an answer."""
+    """Return the finding for an error of nvidia-smi."""
     words = " ".join(text.split())[:200]
     fixes = {"version mismatch": "the driver was updated under a running kernel: reboot, or reload its modules",
-             "couldn't communicate": "install the driver or load it (modprobe nvidia); a new kernel needs a new one",
+             "couldn't communicate": "install the driver or load it (modprobe nvidia); a new kernel needs a new module",
              "No devices": "start the job or container with GPUs (docker run --gpus all, sbatch --gres=gpu:8)",
              "Unable to determine the device handle": "a GPU fell off its bus: see dmesg for Xid, reboot this host"}
     fix = next((fix for part, fix in fixes.items() if part in text), "see dmesg for NVRM and Xid, then reboot")
@@ -73,7 +73,7 @@ def refused(text: str) -> list[Finding]:
 
 
 def parse(gpus: str, users: str = "", fields: Sequence[str] = _FIELDS) -> list[Gpu]:
-    """From its two tables in CSV, without units."""
+    """Parse nvidia-smi's two CSV tables, without units."""
     by_uuid: dict[str, list[str]] = {}
     for row in csv.reader(users.splitlines(), skipinitialspace=True):
         if len(row) >= 4:
@@ -97,7 +97,7 @@ def parse(gpus: str, users: str = "", fields: Sequence[str] = _FIELDS) -> list[G
 
 
 def gpus(found: Sequence[Gpu], cuda: Sequence[int], environ: Mapping[str, str]) -> list[Finding]:
-    """All that concerns the GPUs themselves."""
+    """Return all findings about the GPUs themselves."""
     if not found:
         return []
     used = visible(found, environ)
@@ -105,7 +105,7 @@ def gpus(found: Sequence[Gpu], cuda: Sequence[int], environ: Mapping[str, str]) 
 
 
 def visible(found: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
-    """Those that CUDA_VISIBLE_DEVICES leaves. Behind the first name that fits none, CUDA hides all."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES; CUDA hides all after the first name that matches none."""
     names = environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return list(found)
@@ -120,7 +120,7 @@ def visible(found: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
 
 
 def driver(found: Sequence[Gpu], cuda: Sequence[int]) -> list[Finding]:
-    """Whether it is new enough for the CUDA of the plugin, and the GPUs too."""
+    """Check whether the driver and the GPUs are new enough for the plugin's CUDA."""
     version = found[0].driver
     findings = []
     for major in cuda:
@@ -135,7 +135,7 @@ def driver(found: Sequence[Gpu], cuda: Sequence[int]) -> list[Finding]:
             if gpu.capability and gpu.capability < least_capability:
                 findings.append(fail("driver", f"GPU {gpu.index} ({gpu.name}) has compute capability {gpu.capability}, "
                                      f"and CUDA {major} begins at {least_capability}",
-                                     "take another GPU, or pip install 'jax[cuda12]' if that begins earlier"))
+                                     "use another GPU, or pip install 'jax[cuda12]' if it supports this one"))
     kinds = sorted({gpu.name for gpu in found})
     if len(kinds) > 1:
         findings.append(warn("driver", f"GPUs of different kinds: {', '.join(kinds)}; the slowest sets the pace",
@@ -145,13 +145,13 @@ def driver(found: Sequence[Gpu], cuda: Sequence[int]) -> list[Finding]:
 
 
 def health(found: Sequence[Gpu]) -> list[Finding]:
-    """MIG, errors in memory, persistence, who may compute."""
+    """Check compute mode, MIG, memory errors and persistence."""
     findings = []
     if closed := [gpu.index for gpu in found if gpu.mode == "Prohibited"]:
-        findings.append(fail("compute mode", f"nobody may compute on GPU {_list(closed)}",
+        findings.append(fail("compute mode", f"no process may compute on GPU {_list(closed)}",
                              f"nvidia-smi -i {_list(closed)} -c DEFAULT"))
     if sliced := [gpu.index for gpu in found if gpu.mig]:
-        findings.append(warn("MIG", f"on for GPU {_list(sliced)}: a process sees one slice; NCCL does not join them",
+        findings.append(warn("MIG", f"on for GPU {_list(sliced)}: a process sees one slice; NCCL cannot connect slices",
                              f"nvidia-smi -i {_list(sliced)} -mig 0, or train on one slice alone"))
     for gpu in found:
         if gpu.ecc_errors:
@@ -159,31 +159,31 @@ def health(found: Sequence[Gpu]) -> list[Finding]:
                                  "not correct", f"leave it out, or reset it (nvidia-smi -i {gpu.index} -r) and have it "
                                  "replaced if they come back"))
     if lazy := [gpu.index for gpu in found if gpu.persistent is False]:
-        findings.append(note("persistence", f"off for GPU {_list(lazy)}: the driver loads anew at each start",
+        findings.append(note("persistence", f"off for GPU {_list(lazy)}: the driver is loaded again at each start",
                              "nvidia-smi -pm 1, or start nvidia-persistenced"))
     return findings
 
 
 def sharing(found: Sequence[Gpu]) -> list[Finding]:
-    """Who else computes there."""
+    """Check for other processes on the GPUs."""
     findings = []
     for gpu in found:
         if gpu.users:
             findings.append(warn("other processes", f"GPU {gpu.index} is used by {', '.join(gpu.users)}",
-                                 "end them, or choose other GPUs by CUDA_VISIBLE_DEVICES"))
+                                 "stop them, or choose other GPUs by CUDA_VISIBLE_DEVICES"))
         elif gpu.total and gpu.free < 0.9 * gpu.total:
             findings.append(warn("other processes", f"{size(gpu.total - gpu.free)} of GPU {gpu.index} are used by "
-                                 "somebody whom nvidia-smi does not show (another container?)",
+                                 "a process that nvidia-smi does not show (another container?)",
                                  "find out on the host, or choose other GPUs by CUDA_VISIBLE_DEVICES"))
     return findings
 
 
 def memory(found: Sequence[Gpu], environ: Mapping[str, str]) -> list[Finding]:
-    """Whether what JAX takes at its start is free."""
+    """Check whether the memory that JAX reserves at its start is free."""
     try:
         share = float(environ.get("XLA_CLIENT_MEM_FRACTION") or environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or SHARE)
     except ValueError:
-        return []  # the check of the environment says so
+        return []  # the check of the environment reports this
     found = [gpu for gpu in found if gpu.total]
     short = [gpu for gpu in found if gpu.free < share * gpu.total]
     if short:

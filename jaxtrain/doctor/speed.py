@@ -1,4 +1,4 @@
-"""Whether devices compute rightly and equally fast, alone and together."""
+"""Check whether devices compute correctly and equally fast, alone and together."""
 
 import statistics
 
@@ -9,9 +9,9 @@ SLOW = 0.5  # of the median of all devices
 
 
 def speed(outcome: Outcome) -> list[Finding]:
-    """From what the probe said."""
+    """Return findings about the measurements of the probe."""
     if not outcome.measured.get("devices"):
-        return []  # why, `devices` says
+        return []  # `devices` reports why
     found = []
     for kind in ("bfloat16", "float32"):
         if measured := outcome.measured.get(kind):
@@ -33,16 +33,16 @@ def speed(outcome: Outcome) -> list[Finding]:
 
 
 def products(kind: str, measured: Measured, devices: int) -> list[Finding]:
-    """Of matrices, on each device by itself."""
+    """Check the matrix products of each device."""
     found = []
     if wrong := [name for name, one in measured.items() if not one["right"]]:
         found.append(fail("matmul", f"{kind} is wrong on {', '.join(wrong)}",
-                          "do not train on it: leave it out by CUDA_VISIBLE_DEVICES, and have it looked at"))
+                          "do not train on it: exclude it by CUDA_VISIBLE_DEVICES, and have it inspected"))
     rates = {name: one["rate"] for name, one in measured.items()}
     middle = statistics.median(rates.values())
     if slow := [f"{name} ({_rate(rate)})" for name, rate in rates.items() if rate < SLOW * middle]:
         found.append(warn("matmul", f"{kind} is slow on {', '.join(slow)}; the median is {_rate(middle)}",
-                          "nvidia-smi -q -d PERFORMANCE,TEMPERATURE shows throttling; else somebody uses it too"))
+                          "nvidia-smi -q -d PERFORMANCE,TEMPERATURE shows throttling; else another process may use it"))
     if not wrong:
         some = "" if len(rates) == devices else f" ({len(rates)} of {devices} measured, the time was up)"
         found.append(ok("matmul", f"{kind} is right, {_rate(middle)} a device{some}"))
@@ -50,10 +50,10 @@ def products(kind: str, measured: Measured, devices: int) -> list[Finding]:
 
 
 def all_reduce(measured: Measured, devices: int) -> list[Finding]:
-    """Over all devices of this process."""
+    """Check the all-reduce over all devices of this process."""
     if measured["wrong"]:
         return [fail("all-reduce", f"the sum over {devices} devices is wrong on {', '.join(measured['wrong'])}",
-                     "do not train on these; if NCCL_P2P_DISABLE=1 mends it, the links or the IOMMU are at fault")]
+                     "do not train on these; if NCCL_P2P_DISABLE=1 helps, the links or the IOMMU are at fault")]
     return [ok("all-reduce", f"over {devices} devices is right, {measured['rate'] / 1e9:.3g} GB/s a device")]
 
 

@@ -3,7 +3,7 @@
     jaxtrain plan --config=configs/llama3_8b.py --target=h100x8
     jaxtrain plan --config=configs/gpt.py:tiny --target=h100x8 --config.mesh.data=2 --config.mesh.fsdp=4 --explain
 
-Exit status 0; 1: nothing fits; 2: the user's mistake, in one line.
+Exit status 0; 1: nothing fits; 2: a user error, reported in one line.
 """
 
 import argparse
@@ -26,7 +26,7 @@ GB = 1e9
 
 @command()
 def main(argv: list[str] | None) -> None:
-    """Exit status 0; 1: nothing fits; 2: the user's mistake, in one line."""
+    """Run the command; exit status 0; 1: nothing fits; 2: a user error, reported in one line."""
     flags, words = parser().parse_known_args(argv)
     config = load_config(flags.config, overrides_of(words, vars(flags)))
     for name in ("global_batch", "seq_len", "top", "tokens"):
@@ -37,25 +37,25 @@ def main(argv: list[str] | None) -> None:
     target, devices = place(flags)
     precisions = [name.strip() for name in flags.precisions.split(",") if name.strip()]
     if unknown := [name for name in precisions if name not in DTYPES]:
-        raise UserError("--precisions", f"{unknown[0]} is no precision", nearest(unknown[0], DTYPES))
+        raise UserError("--precisions", f"{unknown[0]} is not a precision", nearest(unknown[0], DTYPES))
     if precisions and (flags.explain or config.mesh.auto):
         raise UserError("--precisions", f"{'--explain' if flags.explain else 'mesh=auto'} keeps the config's precision",
                         "leave one of them out, or set train.precision")
     if flags.html:
         if flags.explain:
-            raise UserError("--html", "--explain looks at one layout only", "leave one of them out")
+            raise UserError("--html", "--explain covers only one layout", "leave one of them out")
         html.writable(flags.html)
     if flags.verify:
         from jaxtrain.plan.compiler import devices_of
 
-        devices_of(target, devices)  # before anything is searched
+        devices_of(target, devices)  # reports a missing compiler before the search
     if flags.explain:
         if config.mesh.auto:
-            raise UserError("--explain", "mesh=auto is no layout yet", "leave --explain out")
+            raise UserError("--explain", "mesh=auto is not a layout yet", "leave --explain out")
         chosen = [estimate(config, target, devices)]
         print(explained(chosen[0]))
     else:
-        # With mesh=auto what a run would choose: all but the mesh as the config says.
+        # With mesh=auto, search only what a run would: the config's settings with any mesh.
         found = fastest_mesh(config, target, devices) if config.mesh.auto else search(
             config, target, devices, precisions=precisions, progress=_progress)
         print(table(found, flags.top, flags.tokens))
@@ -69,7 +69,7 @@ def main(argv: list[str] | None) -> None:
 
 
 def place(flags: argparse.Namespace) -> tuple[targets.Target, int]:
-    """The target and how many devices of it: those that are here, if none is named."""
+    """Return the target and its number of devices: the available devices, unless a target is named."""
     if flags.target:
         return targets.parse(flags.target, flags.targets)
     import jax
@@ -78,26 +78,26 @@ def place(flags: argparse.Namespace) -> tuple[targets.Target, int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = parser_of("plan", __doc__)
     made.add_argument("--config", required=True, help="FILE[:variant]; --config.SECTION.KEY=VALUE changes a key of it")
     made.add_argument("--target", help=f"one of {', '.join(targets.TARGETS)}, times devices: h100x256; default: here")
-    made.add_argument("--targets", help="a JSON file with accelerators of one's own, or with what was measured")
+    made.add_argument("--targets", help="a JSON file with your own accelerators, or with measurements")
     made.add_argument("--global_batch", type=int, help="rows of a step; default: the config's")
     made.add_argument("--seq_len", type=int, help="tokens of a row; default: the config's")
     made.add_argument("--tokens", type=float, default=1e12,
                       help="tokens to train on, for days and cost; default: 1e12")
     made.add_argument("--precisions", default="", metavar="NAME,...",
-                      help=f"rank these, too, beside the config's own: {', '.join(DTYPES)}")
+                      help=f"also rank these precisions, besides the config's own: {', '.join(DTYPES)}")
     made.add_argument("--top", type=int, default=10, help="how many layouts to show; default: 10")
-    made.add_argument("--html", metavar="FILE", help="write the ranking as a page too, with memory and time drawn")
-    made.add_argument("--explain", action="store_true", help="only the layout that the config has")
+    made.add_argument("--html", metavar="FILE", help="also write the ranking as a page, with memory and time drawn")
+    made.add_argument("--explain", action="store_true", help="explain only the layout of the config")
     made.add_argument("--verify", type=int, default=0, metavar="K", help="compile the best K for the real target")
     return made
 
 
 def verified(guess: Estimate) -> str:
-    """What the compiler says beside what was predicted."""
+    """Compare the compiler's figures with the prediction, as text."""
     from jaxtrain.plan.compiler import compile_step
 
     real = compile_step(guess.config, guess.target, guess.devices)
@@ -116,7 +116,7 @@ def verified(guess: Estimate) -> str:
 
 def _progress(done: int) -> None:
     if sys.stderr.isatty():
-        print(f"\r{done} layouts looked at ", end="", file=sys.stderr, flush=True)
+        print(f"\r{done} layouts searched ", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

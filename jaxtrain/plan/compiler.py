@@ -1,6 +1,6 @@
-"""The real compiler, for devices that are not here: what it says of memory, and the collectives that it makes.
+"""Compile a step for devices that are not available: memory and collectives according to the real compiler.
 
-TPUs: libtpu compiles for any topology on a CPU (`pip install 'jaxtrain[aot-tpu]'`), and raises where memory does not
+TPUs: libtpu compiles for any topology on a CPU (`pip install 'jaxtrain[aot-tpu]'`), and raises if memory does not
 suffice. GPUs: the CUDA plugin does, given a description of the chip (`jaxtrain[aot-cuda]`); it never raises for memory.
 """
 
@@ -22,7 +22,7 @@ from jaxtrain.run import Run, build
 from jaxtrain.sharding.mesh import AXES, make_mesh
 from jaxtrain.train_step.report import in_hosts
 
-# What the compiler is told of a chip, in the text form of XLA's GpuTargetConfigProto.
+# The compiler's description of a chip, in the text form of XLA's GpuTargetConfigProto.
 _GPU = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: {fpus}
   shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared} shared_memory_per_core: {shared_core}
@@ -43,31 +43,31 @@ device_description_str: "{name}"
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a step on one device."""
+    """The compiler's figures for a step on one device."""
 
-    bytes: int  # at the worst moment
-    allocated: int  # what is set aside: for TPUs more, since not every place is used again
+    bytes: int  # peak memory
+    allocated: int  # allocated memory: more on TPUs, since not all of it is reused
     talked: Counter  # (kind, axes) -> bytes of results
-    seconds: float  # that it took
+    seconds: float  # compile time
 
 
 def compile_step(config: Config, target: Target, devices: int) -> Compiled:
-    """Lower and compile the step for so many devices of the target; raises a `UserError` that says what is missing."""
+    """Lower and compile the step for `devices` devices of the target; a missing compiler is a `UserError`."""
     mesh_devices = devices_of(target, devices)
     began = time.perf_counter()
     mesh = make_mesh(*(getattr(config.mesh, axis) for axis in AXES), devices=mesh_devices)
     assert isinstance(mesh, jax.sharding.Mesh)
-    # GPUs that are not here know no hosts' memory: where arrays lie would be lost in shardings on them.
+    # Described GPUs have no host memory: shardings on them would lose the memory kind of arrays.
     run = build(config, mesh=mesh.abstract_mesh, platform=target.platform)
     try:
         compiled = run.lower(mesh).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in f"{error}":
             raise
-        raise UserError("--verify", f"the compiler says that it does not fit ({f'{error}'.splitlines()[0][:200]})",
-                        "take the next layout") from None
+        raise UserError("--verify", f"the compiler reports that it does not fit ({f'{error}'.splitlines()[0][:200]})",
+                        "use the next layout") from None
     text = compiled.as_text()
-    assert text is not None, "the compiler tells nothing of its result"
+    assert text is not None, "the compiler returns no text"
     talked: Counter = Counter()
     sizes = dict(run.mesh.shape)
     for found in hlo.collectives(text):
@@ -78,27 +78,27 @@ def compile_step(config: Config, target: Target, devices: int) -> Compiled:
 
 
 def memory_of(compiled: jax.stages.Compiled, run: Run) -> tuple[int, int]:
-    """The bytes of a device that a compiled step of this run needs at its worst moment, and those it sets aside."""
+    """Return the peak and the allocated bytes of device memory for a compiled step of this run."""
     memory = compiled.memory_analysis()
-    assert memory is not None, "the compiler tells nothing of memory"
+    assert memory is not None, "the compiler reports no memory"
     allocated = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    # XLA for CPU tells no peak, and there the host's memory is the device's. The others count the hosts' in their peak.
+    # XLA for CPU reports no peak, and its device memory is the host's. The others include host memory in their peak.
     hosts, kind = in_hosts(run.abstract), run.platform or jax.default_backend()
     return (allocated + hosts if kind == "cpu" else memory.peak_memory_in_bytes - hosts), allocated
 
 
 def devices_of(target: Target, count: int) -> list[Any]:
-    """So many of them, of which none is here; raises a `UserError` if their compiler is not either."""
+    """Return described devices of a target; if their compiler is not installed, raise a `UserError`."""
     from jax.experimental import topologies
 
     if target.platform == "cpu":
         if count > jax.device_count():
-            raise UserError("--verify", f"there are {jax.device_count()} CPU devices and {count} are wanted",
+            raise UserError("--verify", f"there are {jax.device_count()} CPU devices, but {count} are needed",
                             f"set XLA_FLAGS=--xla_force_host_platform_device_count={count}")
         return jax.devices()[:count]
     try:
         if target.platform == "tpu":
-            # Not to look for a machine with TPUs, nor for another process that has them.
+            # Do not search for a machine with TPUs, nor for another process that uses them.
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
             os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
             found = topologies.get_topology_desc(platform="tpu", topology_name=f"{target.name}:{_torus(target, count)}")
@@ -111,17 +111,17 @@ def devices_of(target: Target, count: int) -> list[Any]:
                 topology=f"1x{max(1, count // node)}x{min(count, node)}")
     except (RuntimeError, ValueError, KeyError) as error:
         extra = "aot-tpu" if target.platform == "tpu" else "aot-cuda"
-        raise UserError("--verify", f"the compiler for {target.name} is not here ({f'{error}'.splitlines()[0][:100]})",
+        raise UserError("--verify", f"the compiler for {target.name} is missing ({f'{error}'.splitlines()[0][:100]})",
                         f"pip install 'jaxtrain[{extra}]' and set JAX_PLATFORMS=cpu") from None
     devices = list(np.ravel(found.devices))
     if len(devices) != count:
-        raise UserError("--verify", f"{target.name} has no slice of {count} devices, the nearest has {len(devices)}",
+        raise UserError("--verify", f"{target.name} has no slice of {count} devices; the nearest has {len(devices)}",
                         f"plan for {len(devices)}")
     return devices
 
 
 def _torus(target: Target, count: int) -> str:
-    """The most even sides of a slice of so many chips."""
+    """Return the most even sides of a slice of `count` chips."""
     dimensions = 2 if target.name in ("v5e", "v6e") else 3
     sides, rest = [], count
     for left in range(dimensions, 0, -1):

@@ -2,9 +2,9 @@
 
     jaxtrain elastic --least=2 --full=4 --workdir=WORKDIR -- --config=FILE
 
-Fewer devices than declared, or more: another mesh, the same batch, the same numbers. Tells without any device with how
-many processes, from `--least` on, a run of `--full` could go on: one line each, and the mesh. After `--` come the flags
-of `jaxtrain train`.
+With fewer devices than declared, or more, a run uses another mesh with the same batch and the same numbers. Prints with
+how many processes, from `--least` on, a run of `--full` could go on: one line each, with the mesh. It needs no devices.
+After `--` come the flags of `jaxtrain train`.
 """
 
 import dataclasses
@@ -26,26 +26,26 @@ FULL = "JAXTRAIN_FULL_PROCESSES"  # how many processes the run has when none is 
 
 
 def choose(config: Config, devices: int, full: int = 0) -> Config:
-    """The config for so many devices: itself if its mesh fits them, else with the first mesh that does.
+    """Return the config for `devices` devices: itself if its mesh fits them, else with the first mesh that does.
 
-    The global batch stays; `train.accumulation` is as small as it can be without giving a device more rows at a time
-    than the declared mesh does.
+    The global batch stays; `train.accumulation` is as small as possible without more rows at a time on a device than
+    with the declared mesh.
 
     Args:
-        full: the devices that the run has when none is lost. It only counts where the declared mesh has a -1.
+        full: the devices that the run has when none is lost; needed only if the declared mesh has a -1.
 
     Raises:
         UserError: no mesh fits.
     """
     declared = _sizes(config)
-    if config.mesh.auto:  # decided when the devices are there; now it is enough that there is a mesh for so many
+    if config.mesh.auto:  # decided when the devices are known; for now any mesh will do
         return _possible(config, devices)
     if -1 in declared:
         declared = axis_sizes(declared, full or devices)
     if math.prod(declared) == devices:
         _build(config, devices)
         return config
-    parallel = _shards(config, declared) * config.train.accumulation  # into so many parts the batch is cut at least
+    parallel = _shards(config, declared) * config.train.accumulation  # least number of parts of the batch
     refused: UserError | None = None
     for sizes in _preferences(config, declared, devices):
         try:
@@ -54,20 +54,20 @@ def choose(config: Config, devices: int, full: int = 0) -> Config:
             refused = refused or error
     reason = f" ({refused})" if refused else ""
     raise UserError("resilience.meshes" if config.resilience.meshes else "mesh",
-                    f"nothing that may take the place of {words(declared)} fits {devices} devices{reason}",
+                    f"no substitute for {words(declared)} fits {devices} devices{reason}",
                     "list a mesh that does in resilience.meshes")
 
 
 def words(sizes: Sizes) -> str:
-    """As `resilience.meshes` has it."""
+    """Format sizes as in `resilience.meshes`."""
     return ",".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size != 1) or "data=1"
 
 
 def parse(text: str) -> Sizes:
-    """The sizes in "data=4,tensor=2"; axes that are not named are 1.
+    """Parse sizes such as "data=4,tensor=2"; axes that are not named are 1.
 
     Raises:
-        ValueError: it says something else.
+        ValueError: the text is not a list of axis=size.
     """
     sizes = dict.fromkeys(AXES, 1)
     for part in text.split(","):
@@ -79,7 +79,7 @@ def parse(text: str) -> Sizes:
 
 
 def here(config: Config, workdir: Path) -> Config:
-    """The config for the devices that there are now. A change is said aloud, and recorded."""
+    """Return the config for the available devices; a changed mesh is reported and recorded."""
     import jax
 
     from jaxtrain.observe.events import record
@@ -98,7 +98,7 @@ def here(config: Config, workdir: Path) -> Config:
 
 
 def _possible(config: Config, devices: int) -> Config:
-    """The config itself, if any mesh of so many devices works with it."""
+    """Return the config itself, if any mesh of so many devices works with it."""
     from jaxtrain.plan.search import meshes
     from jaxtrain.plan.targets import TARGETS
 
@@ -114,7 +114,7 @@ def _possible(config: Config, devices: int) -> Config:
 
 
 def _preferences(config: Config, declared: Sizes, devices: int) -> Iterator[Sizes]:
-    """What may take the declared mesh's place, best first: what was listed, else other sizes of data and fsdp."""
+    """Yield substitutes for the declared mesh, best first: those listed, or else other sizes of data and fsdp."""
     if config.resilience.meshes:
         for text in config.resilience.meshes:
             sizes = parse(text)
@@ -126,7 +126,7 @@ def _preferences(config: Config, declared: Sizes, devices: int) -> Iterator[Size
     rest, remainder = divmod(devices, math.prod(others))
     if remainder:
         return
-    # More shards than declared need less memory on a device, fewer need more: so upwards first, then down.
+    # More shards than declared need less memory on a device, fewer need more: so first upwards, then downwards.
     divisors = [n for n in range(1, rest + 1) if rest % n == 0]
     above, below = [n for n in divisors if n >= fsdp], [n for n in divisors if n < fsdp]
     for size in [1] if fsdp == 1 else [*above, *reversed(below)]:
@@ -134,7 +134,7 @@ def _preferences(config: Config, declared: Sizes, devices: int) -> Iterator[Size
 
 
 def _accumulated(config: Config, devices: int, parallel: int) -> Config:
-    """With the fewest micro-batches whose rows on a device are not more than in a batch cut into `parallel` parts."""
+    """Return the config with the fewest micro-batches such that no device has more rows than with `parallel` parts."""
     batch, shards = config.data.global_batch_size, _shards(config, _sizes(config))
     refused: UserError | None = None
     for accumulation in range(max(1, -(-parallel // shards)), max(1, batch // shards) + 1):
@@ -151,14 +151,14 @@ def _accumulated(config: Config, devices: int, parallel: int) -> Config:
 
 
 def _build(config: Config, devices: int) -> None:
-    """Refuse what does not work; nothing is allocated. (Without devices nobody knows whether they have cuDNN.)"""
+    """Raise a UserError if a config does not work; allocates nothing, and ignores cuDNN, which needs devices."""
     from jaxtrain.run import build
 
     build(dataclasses.replace(config, train=dataclasses.replace(config.train, attention="auto")), devices=devices)
 
 
 def _shards(config: Config, sizes: Sizes) -> int:
-    """Into how many parts these axes cut a batch."""
+    """Return into how many parts these axes cut a batch."""
     from jaxtrain.sharding import rules as sharding
     from jaxtrain.sharding.mesh import make_mesh
 
@@ -177,13 +177,13 @@ def _with_mesh(config: Config, sizes: Sizes) -> Config:
 
 @command()
 def main(argv: list[str] | None = None) -> None:
-    """With how many processes could it go on?"""
+    """Print with how many processes the run could go on."""
     from jaxtrain.config.load import load_config
 
     parser = parser_of("elastic", __doc__)
     parser.add_argument("--least", type=int, required=True, help="the fewest processes to try")
     parser.add_argument("--full", type=int, required=True, help="the processes that the run has when none is lost")
-    parser.add_argument("--workdir", type=Path, required=True, help="the workdir of the run, which has begun")
+    parser.add_argument("--workdir", type=Path, required=True, help="the workdir of the run, which must have started")
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)
     flags, rest = parser.parse_args(given[:split]), given[split + 1:]
@@ -191,8 +191,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         run = json.loads((flags.workdir / "run.json").read_text())
     except (OSError, ValueError):
-        raise UserError("--workdir", f"{flags.workdir} does not tell how many devices a process has",
-                        "let the run begin with all its processes") from None
+        raise UserError("--workdir", f"{flags.workdir} does not record how many devices a process has",
+                        "start the run with all its processes first") from None
     each = math.prod(run["mesh"].values()) // run["process_count"]
     config = load_config(trained.config, overrides)
     for count in range(flags.least, flags.full):

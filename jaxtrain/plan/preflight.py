@@ -1,4 +1,4 @@
-"""Plans for the devices that are here: for `mesh=auto`, and for runs that could not fit."""
+"""Plan for the available devices: choose the mesh of `mesh=auto`, and refuse runs that cannot fit."""
 
 import dataclasses
 from typing import Any
@@ -13,11 +13,11 @@ from jaxtrain.plan.estimate import Estimate, estimate, gigabytes
 from jaxtrain.run import Run
 from jaxtrain.train_step.report import total
 
-SURELY = 1.15  # over what there is: beyond the worst error of a prediction (docs/planner.md)
+SURELY = 1.15  # of the memory: beyond the largest error of a prediction (docs/planner.md)
 
 
 def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
-    """Replace `mesh=auto` by the fastest mesh for these devices, or say what has to change for one to fit.
+    """Replace `mesh=auto` by the fastest mesh for these devices; if none fits, a UserError says what to change.
 
     `own_parts`: whether the objective or the optimizer is not the config's.
     """
@@ -25,14 +25,14 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
         return config
     if own_parts:
         raise UserError("mesh.auto", "the planner knows only the objective and optimizers that a config names",
-                        "give the axes of mesh a size")
+                        "set sizes for the mesh axes")
     if isinstance(devices, int):
-        raise UserError("mesh.auto", "there are no devices to decide for", "ask python -m jaxtrain.plan --target=...")
+        raise UserError("mesh.auto", "there are no devices to choose for", "use python -m jaxtrain.plan --target=...")
     target = _target(list(devices))
     found = search.fastest_mesh(config, target, len(devices))
     if (choice := found.best) is None and not found.too_large and found.refused:
         raise UserError("mesh.auto", f"no mesh of {len(devices)} devices works: {found.refused[0][1]}",
-                        "change what it names")
+                        "change the key that it names")
     if choice is None:
         raise UserError("mesh.auto", f"nothing fits {len(devices)} devices of {gigabytes(target.room)} GB",
                         "use more devices, a smaller model or shorter rows")
@@ -42,13 +42,13 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
 
 
 def check(run: Run) -> str:
-    """One line about what a step will need and take; raises a `UserError` where it surely does not fit.
+    """Return a line with the predicted memory and time of a step; raise a `UserError` if it certainly does not fit.
 
-    On CPU nothing is said (and traced) of a model whose state is a small part of the memory. That devices are not
-    known, or that a prediction fails, stops no run.
+    On CPU it is empty (and nothing is traced) for models whose state is a small part of the memory. Unknown devices or
+    a failed prediction stop no run.
     """
     if run.has_own_parts:
-        return "nothing is predicted of a run with a model, objective or optimizer that its config does not name"
+        return "no prediction: the model, objective or optimizer is not one that a config names"
     devices = run.mesh.size
     try:
         target = _target(list(run.mesh.devices.flat))
@@ -56,12 +56,12 @@ def check(run: Run) -> str:
             return ""
         guess = estimate(run.config, target, devices)
     except Exception as error:
-        return f"nothing is predicted of this run: {f'{error}'.splitlines()[0] if f'{error}' else type(error).__name__}"
-    host = guess.host * (2 if run.config.resilience.replay_every else 1)  # a step that is replayed starts from a copy
+        return f"no prediction for this run: {f'{error}'.splitlines()[0] if f'{error}' else type(error).__name__}"
+    host = guess.host * (2 if run.config.resilience.replay_every else 1)  # a replayed step starts from a copy
     if run.config.train.check_memory and host > target.host_room:
         raise UserError("optimizer.offload", f"it takes {gigabytes(host)} GB of the host's memory for each device, and "
-                        f"{gigabytes(target.host_room)} GB can be had", "use more hosts, or leave it on the devices")
-    # Of experts on GPUs too few programs were compared to refuse anything.
+                        f"{gigabytes(target.host_room)} GB are available", "use more hosts, or leave it on the devices")
+    # For experts on GPUs too few programs were compared to refuse any.
     sure = run.config.train.check_memory and not (run.config.model.num_experts and target.platform == "cuda")
     if guess.bytes <= SURELY * target.room or not sure:
         return f"predicted: {shown(guess)}"
@@ -74,7 +74,7 @@ def check(run: Run) -> str:
 
 
 def _target(devices: list[Any]) -> targets.Target:
-    """As all processes see it alike: with as little as any of them has, so that all decide the same."""
+    """Return a target with the least that any process has, so that all processes decide the same."""
     mine, unknown = None, None
     try:
         mine = targets.here(devices)
@@ -83,14 +83,14 @@ def _target(devices: list[Any]) -> targets.Target:
     facts = [mine.name, mine.memory, mine.bandwidth, mine.host_memory] if mine else ["", 0.0, 0.0, 0.0]
     name, memory, bandwidth, host_memory = exchange(facts, decide=min)
     if unknown or mine is None or name != mine.name:
-        raise unknown or UserError("mesh", "devices are of different kinds", "give all processes the same")
+        raise unknown or UserError("mesh", "processes have different kinds of devices", "use one kind of device")
     share = bandwidth / mine.bandwidth
     return dataclasses.replace(mine, memory=memory, bandwidth=bandwidth, host_memory=host_memory,
                                peak={dtype: rate * share for dtype, rate in mine.peak.items()})
 
 
 def shown(guess: Estimate) -> str:
-    """In one line."""
+    """Summarise an estimate in one line."""
     largest = ", ".join(f"{name} {gigabytes(size)}" for name, size in guess.memory.most_common(3))
     return (f"{gigabytes(guess.bytes)} of {gigabytes(guess.target.room)} GB a device ({largest}), "
             f"{guess.seconds:.3g} s a step, {guess.tokens_per_second:,.0f} tokens/s" +

@@ -1,8 +1,8 @@
-"""Which layouts there are, which of them fit, and which is fastest: as few traces as can tell.
+"""Search for layouts: which exist, which fit, and which is fastest, with few traces.
 
-Three rounds, each with fewer layouts and more work for each: all meshes by a rough sum, which needs no trace; the most
-promising of them with everything computed twice, the smallest that a mesh can be; and of the fastest that fit, what
-need not be computed twice, in how many micro-batches, and by which schedule.
+The search has three rounds, each with fewer layouts and more work per layout: all meshes by a rough estimate without a
+trace; the most promising ones with full activation checkpointing, which needs the least memory; and for the fastest
+that fit, less checkpointing, other numbers of micro-batches, and other schedules.
 """
 
 import contextlib
@@ -25,10 +25,11 @@ REMATS = ("none", "attention_and_dots", "attention", "full")  # the more is kept
 
 def search(config: Config, target: Target, devices: int, *, meshes_traced: int = 0, refined: int = 0,
            precisions: Sequence[str] = (), progress: Callable[[int], None] = lambda done: None) -> Found:
-    """Estimate what is worth it, for about a minute of one core at most: by default 16 meshes and 4 of them closer.
+    """Search for about a minute of one core at most: by default 16 meshes, and 4 of them in detail.
 
-    Of models with experts 6 and 2, for they take three times as long to trace. (By numbers, not by the clock: all
-    processes of a run that ask decide the same.) `precisions`: others than the config's, each as long again.
+    For models with experts it is 6 and 2, because they take three times as long to trace. (The limits are numbers
+    rather than times, so that all processes of a run decide the same.) `precisions`: others than the config's, each of
+    which takes as long again.
     """
     found = Found(config, target, devices)
     look = _Looker(found, progress)
@@ -51,7 +52,7 @@ def search(config: Config, target: Target, devices: int, *, meshes_traced: int =
 
 
 def fastest_mesh(config: Config, target: Target, devices: int, meshes_traced: int = 12) -> Found:
-    """With everything but the mesh as the config says, if any mesh fits so; else the best of a whole search."""
+    """Search only for the mesh, with everything else as in the config; if none fits, do a whole search."""
     found = Found(config, target, devices)
     look = _Looker(found, lambda done: None)
     zero = {"optimizer.zero_stage": config.optimizer.zero_stage}
@@ -67,12 +68,12 @@ class _Looker:
         self.done = 0
 
     def can_offload(self, mesh: dict[str, int]) -> bool:
-        """Whether the optimizer's state may lie in the hosts' memory, which is another, and does not yet."""
+        """Return whether the optimizer's state can be offloaded to separate host memory, and is not yet."""
         asked, elsewhere = self.found.config.optimizer, self.found.target.platform != "cpu"
         return elsewhere and not asked.offload and mesh["mesh.stage"] == 1 and asked.name != "adafactor"
 
     def at(self, overrides: dict[str, Any]) -> Choice | None:
-        """Estimate one layout; None where it cannot be."""
+        """Estimate one layout; return None if it is refused."""
         self.done += 1
         self.progress(self.done)
         try:
@@ -86,15 +87,17 @@ class _Looker:
 
     def smallest(self, mesh: dict[str, int], offload: bool = False,
                  more: dict[str, Any] | None = None) -> Choice | None:
-        """Everything computed twice; the batch at once, or if that does not fit in as many parts as it has to be, or
-        with the optimizer's state in the hosts' memory. `more`: keys besides.
+        """Estimate a mesh with full activation checkpointing, in the least memory.
+
+        The batch goes through at once, or, if that does not fit, in as few parts as possible, or with the optimizer's
+        state in the hosts' memory. `more`: additional keys.
         """
         keys = {**mesh, "optimizer.zero_stage": _zero(self.found.config, mesh), "train.remat": "full", **(more or {})}
         keys |= {"optimizer.offload": True} if offload else {}
         once = self.at({**keys, "train.accumulation": 1})
         if once is None or once.estimate.fits or mesh["mesh.stage"] > 1:
             return once
-        # What the state leaves has to hold the rest, most of which is of the batch; once more where that is too little.
+        # What the state leaves must hold the rest, mostly of the batch; try one more size if that does not suffice.
         fixed = once.estimate.memory["parameters"] + once.estimate.memory["optimizer"]
         left = self.found.target.room - fixed
         wanted = (once.estimate.bytes - fixed) / left if left > 0 else float("inf")
@@ -106,7 +109,7 @@ class _Looker:
         return self.smallest(mesh, True, more) if self.can_offload(mesh) and not offload else None
 
     def refine(self, start: Choice) -> None:
-        """What fits beside it: less computed twice, in as many parts of the batch or twice as many; other schedules."""
+        """Estimate variants that fit: less checkpointing, as many or twice as many micro-batches, other schedules."""
         best, rows = start, rough.rows(self.found.config, start.mesh)
         parts = [n for n in divisors(rows) if n >= start.overrides["train.accumulation"]][:2]
         for accumulation in parts if start.mesh["mesh.stage"] == 1 else parts[:1]:
@@ -131,9 +134,9 @@ class _Looker:
 
 def _promising(look: _Looker, most: int, accumulation: int = 1, zero_stage: int | None = None,
                may_offload: bool = False) -> list[tuple[dict[str, int], bool]]:
-    """The meshes that are worth a trace, the most promising first, and whether the optimizer's state is offloaded.
+    """Return the meshes that are worth a trace, most promising first, and whether each offloads the optimizer's state.
 
-    It is if the config says so and, if it may be, where it does not fit otherwise.
+    It does if the config says so or, with `may_offload`, if the state does not fit otherwise.
     """
     found = look.found
     room, size = found.target.room, rough.Size.of(found.config, found.target.platform)
@@ -158,7 +161,7 @@ def _promising(look: _Looker, most: int, accumulation: int = 1, zero_stage: int 
     taken = []
     for _, _, mesh, zero, away in scored:
         if len(taken) == most:
-            found.refused.append((mesh, "by a rough sum slower than those above"))
+            found.refused.append((mesh, "by a rough estimate slower than those above"))
             continue
         config = change(found.config, {**mesh, "mesh.auto": False, "optimizer.zero_stage": zero,
                                        "train.accumulation": accumulation,
@@ -173,12 +176,12 @@ def _promising(look: _Looker, most: int, accumulation: int = 1, zero_stage: int 
 
 
 def _zero(config: Config, mesh: dict[str, int]) -> int:
-    """Copies of a model need no copies of the optimizer."""
+    """Return the ZeRO stage of a mesh: several copies of a model need only one of the optimizer."""
     return config.optimizer.zero_stage or int(mesh["mesh.data"] > 1)
 
 
 def meshes(config: Config, target: Target, devices: int) -> Iterator[dict[str, int]]:
-    """Sizes of the axes whose product is the number of devices, the plainest first."""
+    """Yield sizes of the axes whose product is the number of devices, simplest first."""
     model, data = config.model, config.data
     near = target.links[0].devices
     for stage in divisors(devices):
@@ -201,7 +204,7 @@ def meshes(config: Config, target: Target, devices: int) -> Iterator[dict[str, i
 
 
 def beside(config: Config, target: Target, devices: int) -> Choice | None:
-    """The layout nearest to a config that does not fit: on its own mesh if any does there, else the best of all."""
+    """Return the nearest layout for a config that does not fit: on its own mesh if possible, else the best of all."""
     sizes = build(replace(config, train=replace(config.train, remat="full")), devices=devices,
                   platform=target.platform).mesh.shape
     found = Found(config, target, devices)

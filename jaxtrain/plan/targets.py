@@ -1,6 +1,7 @@
-"""What accelerators can do: from data sheets, overridden by what was measured and by what users write down.
+"""The capabilities of accelerators: from data sheets, overridden by measurements and by the user's files.
 
-Rates are of one JAX device (a TPU7x chip is two), in bytes and FLOP a second; bandwidths of links count one direction.
+Rates are those of one JAX device (a TPU7x chip is two), in bytes and FLOP per second; bandwidths of links count one
+direction.
 """
 
 import dataclasses
@@ -16,16 +17,16 @@ from typing import Any
 from jaxtrain.errors import UserError, nearest
 
 GB, GiB, T = 1e9, 2.0**30, 1e12
-# What programs reach of a data sheet: of the peak in matmuls and in attention kernels, of the bandwidth of memory and
-# of links; and "overlap": the share of the talk beside computation that costs nothing. Chosen by hand, rounded, on the
-# calibrated half of tools/bench_published.py, which has a100, h100, h200, v5p and v6e; for the others they are a guess.
-# The reasons beside them are what would explain the figures, not what was measured.
+# The share of a data sheet's figures that programs reach: of the peak in matmuls and in attention kernels, of the
+# bandwidth of memory and links; and "overlap", the share of communication that computation hides. Chosen by hand on
+# the calibrated half of tools/bench_published.py, which has a100, h100, h200, v5p and v6e; guesses for the others.
+# The reasons given are what would explain the figures; they were not measured.
 GPU = {
     "matmul": 0.68,  # H100, all eight of a machine at their power limit; published for large matmuls alone: 0.73
     "attention": 0.45,  # published for cuDNN alone: 0.6 forward; backward, five of the seven products, is slower
     "memory": 0.75,
     "links": 0.80,  # NCCL's bus bandwidth in large collectives, within machines and across
-    "overlap": 0.25,  # NCCL's kernels take processors, memory bandwidth and power from the matmuls beside them
+    "overlap": 0.25,  # NCCL's kernels take processors, memory bandwidth and power from the matmuls that run with them
 }
 TPU = {
     "matmul": 0.70,  # v6e, whose matrix units are 256 wide and whose memory is slow for its peak
@@ -39,43 +40,43 @@ PCIE = {8: 25 * GB, 9: 55 * GB, 10: 55 * GB}  # by compute capability: what sixt
 
 @dataclass(frozen=True)
 class Link:
-    """How devices of one neighbourhood reach each other: all of a node, of a slice, or of everything."""
+    """A link among the devices of one neighbourhood: all of a node, of a slice, or everything."""
 
     name: str
-    devices: int  # that it joins
+    devices: int  # number of devices that it joins
     bandwidth: float  # of one device into it
     latency: float  # seconds of one step of a collective
 
 
 @dataclass(frozen=True)
 class Target:
-    """One kind of accelerator and how many of them are joined how."""
+    """One kind of accelerator, and how many of them are connected by which links."""
 
     name: str
-    platform: str  # "cuda", "tpu" or "cpu", as the compiler calls it
-    device_kind: str  # a pattern of what `jax.devices()[0].device_kind` is
+    platform: str  # "cuda", "tpu" or "cpu", as in the compiler
+    device_kind: str  # a pattern for `jax.devices()[0].device_kind`
     peak: Mapping[str, float]  # dtype -> dense FLOP/s
     memory: float  # of the device
     usable: float  # share of it that a program may fill
     bandwidth: float  # of the device's memory
     links: tuple[Link, ...]  # nearest first
-    price: float  # dollars an hour for one device: a default to be put right
-    source: str  # where the figures stand
-    efficiency: Mapping[str, float] = field(default_factory=lambda: GPU)  # share of it that is reached: what -> 0..1
-    chip: Mapping[str, Any] = field(default_factory=dict)  # what a compiler for GPUs wants to know besides
-    # From which length of the summed dimension on XLA for TPUs makes a ring of a product and its sum over devices.
+    price: float  # dollars per hour for one device: a default for users to correct
+    source: str  # where the figures come from
+    efficiency: Mapping[str, float] = field(default_factory=lambda: GPU)  # share of them that is reached: what -> 0..1
+    chip: Mapping[str, Any] = field(default_factory=dict)  # what a GPU compiler needs besides
+    # The least length of the contracted dimension at which XLA for TPUs turns a product and its sum into a ring.
     rings: float = math.inf
-    host: float = 16e9  # bandwidth between its memory and the host's; by default a guess: PCIe of the fourth generation
+    host: float = 16e9  # bandwidth between device and host memory; the default is a guess, that of PCIe 4
     host_memory: float = math.inf  # the host's, for each of its devices
 
     @property
     def room(self) -> float:
-        """Bytes that a program may use."""
+        """The bytes that a program may use."""
         return self.memory * self.usable
 
     @property
     def host_room(self) -> float:
-        """Bytes of the host's memory for a device: others want some of it, too."""
+        """The bytes of host memory per device for offloading; others need some of it, too."""
         return 0.8 * self.host_memory
 
 
@@ -94,7 +95,7 @@ def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: 
 
 def _tpu(name: str, kind: str, bf16: float, int8: float, memory: float, bandwidth: float, ici: float, ports: int,
          pod: int, network: float, price: float, source: str, **efficiency: float) -> Target:
-    """`ici`: both directions of all ports together, as the documentation counts."""
+    """Return a TPU target; `ici` is both directions of all ports together, as in the documentation."""
     peak = {"bfloat16": bf16 * T, "float32": bf16 * T / 6, "float8": int8 * T}  # float32 in six passes
     # A ring over one axis of the torus uses two ports, each in both directions. The factor of `rings` was found with
     # libtpu 0.0.50.1 for v5e, v5p and v6e, rings of 8 (v6e: 4 to 16), whatever the other dimensions.
@@ -120,20 +121,23 @@ TARGETS: dict[str, Target] = {target.name: target for target in (
     _gpu("gb200", "NVIDIA GB200", 2500, 5000, 197897748480, 7928, 900, 72, 50, 6.5,
          {**_BLACKWELL, "cores": 152, "clock": 2.062, "l2": 135528448}, _NVIDIA),
     _tpu("v5e", "TPU v5( lite|e)", 197, 393, 16, 819, 400, 4, 256, 25 / 8, 1.2, f"{_GOOGLE}/v5e"),
-    # Matrix units half as wide as v6e's, and twice the memory's bandwidth for a FLOP.
+    # Matrix units half as wide as v6e's, and twice the memory bandwidth per FLOP.
     _tpu("v5p", "TPU v5p?", 459, 918, 95, 2765, 1200, 6, 8960, 50 / 8, 4.2, f"{_GOOGLE}/v5p", matmul=0.85),
     _tpu("v6e", "TPU v6( lite|e)", 918, 1836, 32, 1638, 800, 4, 256, 100 / 8, 2.7, f"{_GOOGLE}/v6e"),
     _tpu("tpu7x", "TPU7x", 2307 / 2, 4614 / 2, 96, 7380 / 2, 600, 6, 2 * 9216, 50 / 8, 6.0, f"{_GOOGLE}/tpu7x"),
 )}
-# One virtual device on one core: what a matmul in float32 and a copy in memory were seen to reach, roughly.
+# One virtual device on one core: roughly what a matmul in float32 and a copy in memory reached.
 TARGETS["cpu"] = Target("cpu", "cpu", "cpu", {"float32": 6e10, "bfloat16": 3e10}, 4 * GiB, 0.8, 1e10,
                         (Link("memory", 1 << 30, 2e9, 1e-4),), 0.05, "a core of a usual server",
                         {"matmul": 1.0, "attention": 1.0, "memory": 1.0, "links": 1.0, "overlap": 0.0}, host=5e9)
-_CORES = {"v5p": 2}  # whose slices are named by cores: v5p-512 has 256 chips
+_CORES = {"v5p": 2}  # targets whose slices are named by cores: v5p-512 has 256 chips
 
 
 def parse(text: str, more: str | Path | None = None) -> tuple[Target, int]:
-    """("h100x256") -> the target and how many devices. `more`: a JSON file with targets of one's own, or measured."""
+    """Parse a target such as "h100x256", and return it with its number of devices.
+
+    `more`: a JSON file with your own targets, or with measurements.
+    """
     targets = {**TARGETS, **(read(more) if more else {})}
     found = re.fullmatch(r"([a-z][a-z0-9_]*?)(?:(x|-)(\d+))?", text.strip().lower())
     if not found or found[1] not in targets:
@@ -148,25 +152,25 @@ def parse(text: str, more: str | Path | None = None) -> tuple[Target, int]:
     return targets[found[1]], count
 
 
-MEMORY_FRACTION = "0.92"  # of a GPU's memory: what `usable` counts with; JAX alone would take 0.75
+MEMORY_FRACTION = "0.92"  # of a GPU's memory: the planner's `usable`; JAX's own default is 0.75
 
 
 def claim_memory() -> None:
-    """Let JAX use as much memory as the planner counts with; call it before anything starts a backend."""
+    """Let JAX use as much memory as the planner assumes; call it before a backend starts."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
-    # Of the host's, for what is offloaded: all that there is, where XLA would stop at 64 GB.
+    # Of the host's memory, for offloading: all of it, where XLA would stop at 64 GB.
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", f"{max(64, host_memory() >> 30)}")
 
 
 def host_memory() -> int:
-    """Bytes of this machine's memory."""
+    """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def here(devices: list[Any] | None = None, more: str | Path | None = None) -> Target:
-    """What the devices are that are present; a `UserError` where they are none that is known.
+    """Return the target of the available devices; raise a `UserError` if they are not known.
 
-    `more`: a JSON file with what was measured of them (tools/calibrate.py).
+    `more`: a JSON file with their measurements (tools/calibrate.py).
     """
     import jax
 
@@ -177,7 +181,7 @@ def here(devices: list[Any] | None = None, more: str | Path | None = None) -> Ta
     mine = [device for device in devices if device.process_index == jax.process_index()]
     memory = host_memory() / len(mine)
     if platform == "cpu":  # virtual devices share cores and memory
-        if "cpu" in measured:  # measured while all devices were at work
+        if "cpu" in measured:  # measured while all devices were busy
             return dataclasses.replace(measured["cpu"], memory=memory)
         base, share = TARGETS["cpu"], min(1.0, (os.cpu_count() or 1) / len(mine))
         return dataclasses.replace(base, memory=memory, bandwidth=base.bandwidth * share,
@@ -191,13 +195,13 @@ def here(devices: list[Any] | None = None, more: str | Path | None = None) -> Ta
 
 
 def read(path: str | Path) -> dict[str, Target]:
-    """name -> target of a JSON file: {"NAME": {"like": "h100", "price": 2.1, ...}}; what stands there overrides."""
+    """Read targets from a JSON file: {"NAME": {"like": "h100", "price": 2.1, ...}}; its values override the base's."""
     try:
         given = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise UserError("--targets", f"{path} cannot be read ({error})", "give a JSON file of targets") from None
     if not isinstance(given, dict) or not all(isinstance(keys, dict) for keys in given.values()):
-        raise UserError("--targets", f"{path} holds something else than targets by name",
+        raise UserError("--targets", f"{path} does not hold targets by name",
                         'write {"NAME": {"like": "h100", "price": 2.1}}')
     return {name: _made(name, keys) for name, keys in given.items()}
 
@@ -225,14 +229,14 @@ def _made(name: str, keys: dict[str, Any]) -> Target:
 
 
 def _checked(key: str, value: Any, usual: Any) -> None:
-    """Refuse what is no number where one is wanted, or one that cannot be."""
+    """Raise a UserError for a value of the wrong type, or a number out of range."""
     if isinstance(usual, Mapping) and isinstance(value, dict):
         for inner, each in value.items():
             if inner in usual or key.endswith((".peak", ".efficiency")):
                 _checked(f"{key}.{inner}", each, 1.0)
     elif isinstance(usual, int | float) and not isinstance(usual, bool):
         fine = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-        if not fine or (".efficiency." in key and value > 2):  # measured ones may pass 1
-            raise UserError("--targets", f"{key} is {value!r}", "give a number, of an efficiency a share such as 0.7")
+        if not fine or (".efficiency." in key and value > 2):  # measured ones may exceed 1
+            raise UserError("--targets", f"{key} is {value!r}", "give a number; for an efficiency, a share such as 0.7")
     elif not isinstance(value, list if isinstance(usual, tuple) else type(usual)):
         raise UserError("--targets", f"{key} is {value!r}", "write it as jaxtrain/plan/targets.py does")

@@ -134,7 +134,7 @@ def test_memory_that_ran_out_is_known_in_all_words(error):
     (["--config=configs/gpt.py:tiny", "--json=/proc/x.jsonl"], "--json: /proc/x.jsonl cannot be written"),
     (["--config=configs/gpt.py:tiny", "--label=two words"], "--label: 'two words' is not one word"),
     (["--config=configs/gpt.py:tiny", "--timeout=-1"], "--timeout: -1 seconds"),
-    (["--config=configs/gpt.py:tiny", "--into=x.md"], "--into: it says where rendered tables go"),
+    (["--config=configs/gpt.py:tiny", "--into=x.md"], "--into: it needs --render"),
     (["--config=configs/mixtral_8x7b.py:tiny", "--config.mesh.expert=1", "--compare=plain"], "model.name: mixtral"),
     (["--render", sys.executable], "it is not text"), (["--render", "README.md"], "README.md: it has no measurements"),
     (["--render", "measurements/cpu.jsonl", "--into=README.md"], "README.md has no place for a table"),

@@ -94,7 +94,7 @@ def test_killed_half_way_it_goes_on(network, bucket, corpus, tmp_path):
     go_on.set()
     there = {found.name for found in storage.find(url)}
     assert 0 < len(there) < 15 and "manifest.json" not in there
-    with pytest.raises(UserError, match=r"has no manifest\.json, so it is no corpus"):
+    with pytest.raises(UserError, match=r"has no manifest\.json, so it is not a corpus"):
         open_corpus(url, tmp_path)
     network.calm()
     sent = publish(corpus, url)
@@ -124,7 +124,7 @@ def test_what_does_not_arrive_as_it_was_sent_is_sent_again(bucket, corpus, tmp_p
     publish(corpus, f"{bucket}/c")
     assert len(sent) == 16 + 2 and everything(f"{bucket}/c", corpus)
     monkeypatch.setattr(storage, "put", lambda local, url: plain(corpus / "manifest.json", url))
-    with pytest.raises(UserError, match=r"is not what was sent, 3 times"):
+    with pytest.raises(UserError, match=r"arrived corrupt 3 times"):
         publish(corpus, f"{bucket}/d")
     assert not storage.exists(f"{bucket}/d/manifest.json")
 
@@ -153,7 +153,7 @@ def test_another_corpus_is_not_written_over(bucket, corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("url", "words"), [("elsewhere", "URL: 'elsewhere' is none"),
+@pytest.mark.parametrize(("url", "words"), [("elsewhere", "URL: 'elsewhere' is not a URL"),
                                             ("s3://no-such-bucket/c", "is not there")])
 def test_a_mistake_is_one_line(network, corpus, capsys, url, words):
     assert main([str(corpus), url]) == 2

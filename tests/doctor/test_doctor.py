@@ -149,7 +149,7 @@ def test_gpus_that_are_well():
     (dict(driver="470.1"), "FAIL", ["470.1 is too old", "update the driver"]),
     (dict(capability=7.0), "FAIL", ["compute capability 7.0", "CUDA 13 begins at 7.5"]),
     (dict(ecc_errors=2), "FAIL", ["GPU 0 (NVIDIA H100) has 2 that ECC could not correct"]),
-    (dict(mode="Prohibited"), "FAIL", ["nobody may compute on GPU 0", "-c DEFAULT"]),
+    (dict(mode="Prohibited"), "FAIL", ["no process may compute on GPU 0", "-c DEFAULT"]),
     (dict(mig=True), "warn", ["MIG: on for GPU 0", "-mig 0"]),
     (dict(persistent=False), "note", ["persistence: off for GPU 0", "nvidia-smi -pm 1"]),
     (dict(users=("python (pid 7)",)), "warn", ["GPU 0 is used by python (pid 7)"]),
@@ -236,11 +236,11 @@ def test_devices_that_are_hidden(outcome, environ, cuda, nvidia, level, words):
      ["XLA_FLAGS", "--xla_a, --xla_b"]),
     (Outcome({"jax": "0.10"}, "died by SIGABRT", "F0 parse_flags Unknown flag in XLA_FLAGS: --xla_a=1\n"), {},
      ["know --xla_a and"]),
-    (Outcome({"jax": "0.10"}, "took longer than 35 s"), {}, ["JAX hangs while it looks for devices"]),
+    (Outcome({"jax": "0.10"}, "took longer than 35 s"), {}, ["JAX hangs while it searches for devices"]),
     (Outcome({"error": "ModuleNotFoundError: No module named 'jax'"}, "ended with status 1"), {},
      ["cannot be imported"]),
     (Outcome({"error": "RuntimeError: Unable to initialize backend 'cuda'"}, "ended with status 1"),
-     {"JAX_PLATFORMS": "cuda"}, ["JAX_PLATFORMS=cuda asks for what cannot be used"]),
+     {"JAX_PLATFORMS": "cuda"}, ["JAX_PLATFORMS=cuda names devices that cannot be used"]),
     (Outcome({"error": "AssertionError: "}, "ended with status 1"), {"JAX_PLATFORMS": "cuda"}, ["JAX_PLATFORMS=cuda"]),
     (Outcome({}, "died by SIGSEGV"), {}, ["JAX does not start (died by SIGSEGV)"]),
     (Outcome({}, "took longer than 35 s"), {}, ["importing JAX took longer than 35 s"]),
@@ -318,7 +318,7 @@ TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "1
      ["1 task a host and 8 GPUs", "7 stay idle", "--ntasks-per-node=8", "JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7"]),
     ({**TASK, "CUDA_VISIBLE_DEVICES": "0", "JAX_LOCAL_DEVICE_IDS": "0"}, 8, "warn", ["each of 8 tasks sees one GPU"]),
     ({name: value for name, value in TASK.items() if name != "SLURM_LOCALID"}, 8, "FAIL", ["not set: SLURM_LOCALID"]),
-    ({name: value for name, value in TASK.items() if "STEP" not in name}, 8, "note", ["no task of it", "srun"]),
+    ({name: value for name, value in TASK.items() if "STEP" not in name}, 8, "note", ["not a task of it", "srun"]),
 ], ids=["right", "bound", "idle", "bound by hand", "partial", "no step"])
 def test_tasks_of_slurm(environ, gpus, level, words):
     found(environment.slurm(environ, gpus), level, *words)
@@ -430,7 +430,7 @@ def test_a_coordinator_on_this_host():
 
 
 @pytest.mark.parametrize(("error", "level", "words"), [
-    (None, "ok", ["somebody listens"]), (ConnectionRefusedError(), "note", ["as it should be before process 0 starts"]),
+    (None, "ok", ["a process listens"]), (ConnectionRefusedError(), "note", ["as expected before process 0 starts"]),
     (TimeoutError(), "FAIL", ["does not answer within 5 s", "firewall"]),
     (OSError(113, "No route to host"), "FAIL", ["cannot be reached (No route to host)"]),
 ], ids=["ok", "no", "late", "route"])
@@ -462,8 +462,8 @@ def test_a_host_whose_name_is_loopback():
 def test_proxies():
     proxy = {"http_proxy": "http://proxy:3128", "no_proxy": "localhost,.cluster,10.0.0.0/8"}
     found(network.proxies(proxy, "node1"), "warn", "behind it", "export no_proxy=localhost,.cluster,10.0.0.0/8,node1")
-    found(network.proxies(proxy, "node1.cluster"), "ok", "leaves node1.cluster out")
-    found(network.proxies(proxy, "10.1.2.3"), "ok", "leaves 10.1.2.3 out")
+    found(network.proxies(proxy, "node1.cluster"), "ok", "exempts node1.cluster")
+    found(network.proxies(proxy, "10.1.2.3"), "ok", "exempts 10.1.2.3")
     found(network.proxies(proxy), "note", "http_proxy is set")
     assert network.proxies({"ftp_proxy": "x"}) == []
 

@@ -100,8 +100,8 @@ def test_no_more_rows_than_declared(monkeypatch):
 
 
 @pytest.mark.parametrize("declared, keys, devices, key, reason", [
-    ("data=4", {}, 5, "mesh", "nothing that may take the place of data=4 fits 5 devices"),
-    ("data=2,tensor=2", {}, 3, "mesh", "nothing that may take the place of data=2,tensor=2 fits 3 devices"),
+    ("data=4", {}, 5, "mesh", "no substitute for data=4 fits 5 devices"),
+    ("data=2,tensor=2", {}, 3, "mesh", "no substitute for data=2,tensor=2 fits 3 devices"),
     ("data=4", {"resilience__meshes": ["data=2"]}, 3, "resilience.meshes", "fits 3 devices"),
     ("data=4", {"resilience__meshes": ["tensor=5"]}, 5, "resilience.meshes", "does not divide over mesh axes"),
     ("data=2,tensor=4", {}, 8, "model.num_kv_heads", "does not divide over mesh axes"),  # nor does it as declared

@@ -135,7 +135,7 @@ def test_mesh_auto_in_a_config_takes_the_place_of_sizes():
     config = jt.make_config({"mesh": {"tensor": 2, "rules": "fsdp"}}, {"mesh": "auto"})
     assert config.mesh.auto and config.mesh.tensor == 1 and config.mesh.rules == "fsdp"
     assert jt.make_config({"mesh": "auto"}).mesh.auto
-    with pytest.raises(jt.UserError, match="no devices to decide for"):
+    with pytest.raises(jt.UserError, match="no devices to choose for"):
         jt.build(config, devices=8)
 
 
@@ -194,8 +194,8 @@ def test_a_check_can_be_turned_off(monkeypatch):
     (["--target=h100x8", "--tokens=nan"], "--tokens: nan is too few"),
     (["--target=h100x8", "--globl_batch=8"], "did you mean '--global_batch'?"),
     (["--target=h100x8", "--config.mesh=auto", "--config.mesh.tensor=2"], "mesh.tensor: 2 stands beside mesh=auto"),
-    (["--target=h100x8", "--explain", "--config.mesh=auto"], "mesh=auto is no layout yet"),
-    (["--target=h100x8", "--precisions=float32,bflot16"], "bflot16 is no precision; did you mean 'bfloat16'?"),
+    (["--target=h100x8", "--explain", "--config.mesh=auto"], "mesh=auto is not a layout yet"),
+    (["--target=h100x8", "--precisions=float32,bflot16"], "bflot16 is not a precision; did you mean 'bfloat16'?"),
     (["--target=h100x8", "--precisions=float32", "--explain"], "--explain keeps the config's precision"),
 ])
 def test_mistakes_are_one_line(words, said, capsys):

@@ -37,7 +37,7 @@ def test_a_target_of_ones_own(tmp_path):
     ({"like": "h100", "price": "cheap"}, "price is"), ({"like": "h100", "price": -2}, "price is -2"),
     ({"like": "h100", "efficiency": {"matmul": 7}}, "matmul is 7"),
     ({"like": "h100", "links": 3}, "links is 3"), ({"like": "h100", "links": [{"name": "x"}]}, "give name, devices"),
-    ("h100", "something else than targets"),
+    ("h100", "does not hold targets"),
 ])
 def test_a_wrong_target_of_ones_own(tmp_path, keys, said):
     file = tmp_path / "mine.json"

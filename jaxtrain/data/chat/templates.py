@@ -1,7 +1,7 @@
-"""Conversations to tokens and to what of them is learnt: chat templates, as they lie beside a tokenizer.json.
+"""Convert conversations to tokens and loss masks by chat templates, such as those that come with a tokenizer.json.
 
-A template makes text of messages. What the assistant says in it, up to the token that ends its turn, is marked; then
-the whole text becomes ids at once, as it does when a model is asked, and an id that has a part in a mark is learnt.
+A template renders messages as text. The assistant's parts, up to the token that ends a turn, are marked; then the whole
+text is encoded at once, as at inference, and an id is trained on if any part of it is marked.
 """
 
 import datetime
@@ -36,17 +36,17 @@ BUILT_IN = {
 {% else %}{{ message.content + "<|im_end|>" }}{% endif %}{{ "\\n" }}{% endfor %}
 {% if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}""",
 }
-TODAY = datetime.date(2024, 7, 26)  # as Llama's templates have it where there is no clock
+TODAY = datetime.date(2024, 7, 26)  # a fixed date, the one that Llama's templates use without a clock
 NOTHING = "no turn to learn"
 FIX = f"name a file with --chat_template, or one of our own: {', '.join(BUILT_IN)}"
 
 
 class Chat:
-    """A template with a tokenizer: examples to ids."""
+    """A chat template and a tokenizer: encodes examples as ids and loss masks."""
 
     def __init__(self, tokenizer: Tokenizer, template: str = "", train_on: str = "assistant"):
         if not isinstance(tokenizer, JsonTokenizer | ByteTokenizer):
-            raise UserError("--tokenizer", f"{tokenizer.name} does not say which part of a text each id stands for, as "
+            raise UserError("--tokenizer", f"{tokenizer.name} does not tell the place of each id in the text, which "
                             "conversations need", "use a tokenizer.json, or bytes")
         self.tokenizer, self.train_on = tokenizer, train_on
         self.specials = Specials(tokenizer)
@@ -60,17 +60,17 @@ class Chat:
                             "use plain, or train a tokenizer with --special_tokens '<|im_start|>' '<|im_end|>'")
         self._says = bool(_GENERATION.search(self.source))
         self._template = _compile(self.name, self.source) if self.source else None
-        self.marked = lru_cache(1024)(self._marked)  # it is asked for twice, before documents are compared and after
+        self.marked = lru_cache(1024)(self._marked)  # called both before and after the search for duplicates
 
     def identity(self) -> dict[str, Any]:
-        """What the text depends on, beside the messages."""
+        """Return everything but the messages that the text depends on."""
         return {"name": self.name, "sha256": hashlib.sha256(self.source.encode()).hexdigest(), "template": self.source,
                 "special_tokens": self.variables}
 
     # ------------------------------------------------------------------------------------------------ text with marks
 
     def refuses(self, content: bytes) -> str:
-        """Why an example is left out; else nothing."""
+        """Return the reason to leave an example out, or an empty string."""
         try:
             texts = self.marked(content)
         except Unusable as reason:
@@ -79,7 +79,7 @@ class Chat:
         return "" if all(learns) else NOTHING
 
     def _marked(self, content: bytes) -> list[str]:
-        """The text of each completion of an example behind its prompt, with marks around what is learnt."""
+        """Return the text of each completion with its prompt, with marks around the trained parts."""
         if _KEPT.search(content.decode()):
             raise Unusable("a character that Unicode keeps for programs (U+FDD0 to U+FDD3)")
         example = Example.from_bytes(content)
@@ -100,7 +100,7 @@ class Chat:
         return "".join(text[a:b] + mark for (a, b), mark in zip(pairwise(edges), [*marks, ""], strict=True))
 
     def _render(self, messages: Messages, tools: Any, turns: list[int]) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and where the assistant speaks in it in these turns."""
+        """Return the rendered text, and the spans of the assistant's words in the given turns."""
         whole = self._text(messages, tools)
         if self.train_on == "all":
             return spans_of(whole)[0], []
@@ -110,22 +110,22 @@ class Chat:
             if len(spoken) != len(turns):
                 if len(found) != len(spoken):
                     raise UserError("--chat_template", f"{self.name} has {len(found)} {{% generation %}} blocks for "
-                                    f"{len(spoken)} assistant turns, so that single turns cannot be told apart",
-                                    "make it one block a turn, or learn all turns")
+                                    f"{len(spoken)} assistant turns, so that single turns cannot be separated",
+                                    "write one block per turn, or train on all turns")
                 found = [span for i, span in zip(spoken, found, strict=True) if i in turns]
         else:
             text, found = whole, [self._turn(whole, messages, tools, turn) for turn in turns]
         return text, [self._to_end(text, *span) for span in found if self._speech(text[slice(*span)])]
 
     def _speech(self, text: str) -> str:
-        """What a turn says: nothing is not worth learning."""
+        """Return the words of a turn without special tokens; a turn without words is not trained on."""
         return self.specials.pattern.sub("", text).replace(BREAK, "").strip()
 
     def _turn(self, whole: str, messages: Messages, tools: Any, turn: int) -> tuple[int, int]:
-        """Between the text that asks for a turn and the text that has it."""
+        """Return the span of a turn: from the end of its generation prompt to the end of the text that includes it."""
         before = self._text(messages[:turn], tools, add_generation_prompt=True)
         behind = self._text(messages[:turn + 1], tools)
-        # White space behind the token that ends the turn is not the assistant's, nor what stands at the very end only.
+        # White space after the end-of-turn token is not the assistant's, nor is text that only appears at the very end.
         stops = list(self._ends(behind, len(before), len(behind))) or [len(behind)]
         stop = next((stop for stop in stops if whole.startswith(behind[:stop])), None)
         if not behind.startswith(before) or stop is None:
@@ -136,12 +136,12 @@ class Chat:
         return len(before), stop
 
     def _to_end(self, text: str, start: int, stop: int) -> tuple[int, int]:
-        """With the token that ends the turn, where it comes behind: left out by a block, or beginning the next turn."""
+        """Extend a span by the token that ends the turn, if a block left it out or it begins the next turn."""
         end = None if any(self._ends(text, start, stop)) else self.specials.pattern.match(text, stop)
         return start, end.end() if end else stop
 
     def _ends(self, text: str, start: int, stop: int) -> Iterator[int]:
-        """Where the special tokens end that a stretch ends with, the last one first, white space between them aside."""
+        """Yield the ends of the special tokens at the end of a stretch, from the last one on, across white space."""
         while start < (stop := start + len(text[start:stop].rstrip())):
             special = next((one for one in self.specials.ids if text.endswith(one, start, stop)), None)
             if special is None:
@@ -150,18 +150,18 @@ class Chat:
             stop -= len(special)
 
     def _text(self, messages: Messages, tools: Any, add_generation_prompt: bool = False) -> str:
-        if not self._template:  # records of plain text need none
-            raise UserError("--chat_template", f"there is no chat template beside {self.tokenizer.name}", FIX)
+        if not self._template:  # not needed for records of plain text
+            raise UserError("--chat_template", f"{self.tokenizer.name} comes without a chat template", FIX)
         try:
             return self._template.render(messages=messages, tools=tools, documents=None,
                                          add_generation_prompt=add_generation_prompt, **self.variables)
-        except Exception as error:  # a template is a program, and a record may be what it does not expect
+        except Exception as error:  # a template is a program, and a record can be unexpected in any way
             raise Unusable(f"the chat template fails, {type(error).__name__}: {error}") from error
 
     # ------------------------------------------------------------------------------------------------------------- ids
 
     def encode_many(self, contents: list[bytes]) -> list[list[Learnt] | str]:
-        """Each example's documents, or why it is left out."""
+        """Return each example's documents, or the reason why it is left out."""
         found: list[list[str] | str] = []
         for content in contents:
             try:
@@ -174,27 +174,30 @@ class Chat:
                 for one in done]
 
     def probe(self, content: bytes) -> dict[str, Any]:
-        """The beginning of an example with what became of it, to be compared when the corpus is opened."""
+        """Return the beginning of an example with its ids and mask, to be compared when the corpus is opened."""
         return probed(self.specials, self.marked(content)[0][:1000])
 
 
 def refuse_useless_masks(splits: dict[str, Any], left_out: dict[str, int]) -> None:
-    """Where nothing is learnt, or everything though only answers should be, the template does not fit the records."""
+    """Raise a UserError if nothing is trained on, or everything although only answers should be.
+
+    In both cases the template does not fit the records.
+    """
     for split, entry in splits.items():
         learnt = sum(shard["learnt"] for shard in entry["shards"])
         if learnt == entry["tokens"] and learnt:
-            raise UserError("--train_on", f"every token of the {split} split would be learnt: prompts are empty",
-                            "use --train_on=all if that is meant")
+            raise UserError("--train_on", f"every token of the {split} split would be trained on: prompts are empty",
+                            "use --train_on=all if that is intended")
         if split == "train" and not learnt:
             reasons = ", ".join(f"{count:,} ({reason})" for reason, count in left_out.items()) or "there are no records"
-            raise UserError("--input", f"nothing of the train split would be learnt; left out: {reasons}",
+            raise UserError("--input", f"nothing of the train split would be trained on; left out: {reasons}",
                             "look at the records, --format and --chat_template, or use a smaller --eval_fraction")
 
 
 # ----------------------------------------------------------------------------------------------------------- templates
 
 def _config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """tokenizer_config.json, if it lies beside tokenizer.json."""
+    """Return the tokenizer_config.json next to tokenizer.json, or an empty dict."""
     path = tokenizer.path.with_name("tokenizer_config.json") if isinstance(tokenizer, JsonTokenizer) else None
     if not path or not path.exists():
         return {}
@@ -205,7 +208,7 @@ def _config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _find(tokenizer: Tokenizer, asked: str, config: dict[str, Any]) -> tuple[str, str]:
-    """Name and content of the template: the one asked for, else the one beside the tokenizer, if there is one."""
+    """Return name and content of the template: the one requested, else the tokenizer's own, else empty strings."""
     if asked in BUILT_IN:
         return asked, _joined(BUILT_IN[asked])
     if asked:
@@ -233,7 +236,7 @@ def _read(path: Path) -> str:
 
 
 def _compile(name: str, source: str) -> Any:
-    """In jinja2's sandbox, with what Hugging Face gives templates; but the clock stands: the same text every day."""
+    """Compile a template in jinja2's sandbox with the functions that Hugging Face offers, except for a fixed date."""
     try:
         from jinja2 import TemplateError, TemplateSyntaxError, nodes
         from jinja2.ext import Extension, loopcontrols
@@ -243,9 +246,9 @@ def _compile(name: str, source: str) -> Any:
                         "pip install 'jaxtrain[chat]'") from error
 
     class Generation(Extension):
-        """{% generation %} marks what it is around."""
+        """The jinja2 extension for {% generation %} blocks, which surrounds their content with marks."""
 
-        tags = {"generation"}  # noqa: RUF012 (as jinja2 has it)
+        tags = {"generation"}  # noqa: RUF012 (jinja2's interface)
 
         def parse(self, parser):
             line = next(parser.stream).lineno
@@ -267,4 +270,4 @@ def _compile(name: str, source: str) -> Any:
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
-        raise UserError("--chat_template", f"{name} is no template (line {error.lineno}: {error})", FIX) from error
+        raise UserError("--chat_template", f"{name} is not a template (line {error.lineno}: {error})", FIX) from error

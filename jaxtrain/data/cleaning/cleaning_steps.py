@@ -1,7 +1,7 @@
-"""Steps that clean: each gives a document back, changed or not, or says why it is left out. Here they are put in a row.
+"""Run cleaning steps one after another; each returns the document, changed or not, or a reason to leave it out.
 
-A step is a pure function. It may ask for fields of the record beside the text with an attribute `fields`. A row of
-steps is made anew for each task, so that a step which does keep something in mind still makes the same of every task.
+A step is a pure function. It may request other fields of the record with an attribute `fields`. New steps are created
+for each task, so that even a step with internal state gives the same result for every task.
 """
 
 import importlib
@@ -20,26 +20,26 @@ FIX = f"name one of {', '.join(filters.STEPS)}, module:function or datatrove:CLA
 
 
 class Steps:
-    """The steps that `names` tell, in order, and what they did to the documents that came by."""
+    """The cleaning steps that `names` describe, in order, with counts of what they changed and removed."""
 
     def __init__(self, names: Sequence[str], watch: Callable[[int, Text, Text | str], None] | None = None):
         self.steps = [(name, make(name)) for name in names]
-        self.watch = watch  # is told of every document that a step removes or changes
+        self.watch = watch  # called with every document that a step removes or changes
         self.counts: list[dict[str, Any]] = [{"step": shown(name), "seen": 0, "changed": 0, "removed": {}}
                                              for name in names]
         self.fields = tuple(sorted({field for _, step in self.steps for field in getattr(step, "fields", ())}))
 
     def __call__(self, document: Text | Ids) -> Text | Ids | str:
-        """The document after all steps, or why one of them left it out."""
+        """Return the document after all steps, or the reason why a step left it out."""
         if isinstance(document, Ids):
             if self.steps:
-                raise UserError("--steps", f"{document.name} is tokens already", "clean the text they were made from")
+                raise UserError("--steps", f"{document.name} is already tokenised", "clean its text instead")
             return document
         for i, (name, step) in enumerate(self.steps):
             count, result = self.counts[i], _apply(name, step, document)
             count["seen"] += 1
             if isinstance(result, Text) and not result.content:
-                result = "nothing was left of it"
+                result = "empty after the step"
             changed = isinstance(result, Text) and result.content != document.content
             if self.watch and (changed or isinstance(result, str)):
                 self.watch(i, document, result)
@@ -52,13 +52,13 @@ class Steps:
 
 
 def summed(rows: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What each step did in all tasks, from the counts of each."""
+    """Return the total counts of each step from the counts of all tasks."""
     return [{"step": counts[0]["step"]} | added({key: some[key] for key in ("seen", "changed")} for some in counts)
             | {"removed": added(some["removed"] for some in counts)} for counts in zip(*rows, strict=True)]
 
 
 def added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Numbers of the same name together."""
+    """Add up the counts of the same name."""
     result: dict[str, int] = {}
     for some in counts:
         for what, count in some.items():
@@ -86,7 +86,10 @@ def _is_text(content: Any) -> bool:
 
 
 def make(name: str) -> Step:
-    """The step that a word of the command line means: NAME, NAME=ARGUMENT, module:function or datatrove:CLASS(...)."""
+    """Create the step that a command-line word names.
+
+    A word is NAME, NAME=ARGUMENT, module:function or datatrove:CLASS(...).
+    """
     word, equals, argument = name.partition("=")
     try:
         if name.startswith("datatrove:"):
@@ -111,18 +114,18 @@ def _find(word: str) -> Any:
         return filters.STEPS[word]
     try:
         found = getattr(_imported(module), function)
-    except Exception as error:  # a module may fail in any way while it is imported
+    except Exception as error:  # importing a module may fail in any way
         raise UserError("--steps", f"{word} cannot be imported ({type(error).__name__}: {error})", FIX) from error
     if not callable(found):
-        raise UserError("--steps", f"{word} is no function", FIX)
+        raise UserError("--steps", f"{word} is not a function", FIX)
     return found
 
 
-_IMPORTED: dict[str, tuple[Any, str | None]] = {}  # modules of steps, and what their files were
+_IMPORTED: dict[str, tuple[Any, str | None]] = {}  # modules of steps, and the hashes of their files
 
 
 def _imported(name: str) -> Any:
-    """A module; again, if its file has changed since: what runs is what its hash says."""
+    """Import a module, or reload it if its file has changed, so that the code that runs matches its recorded hash."""
     module = importlib.import_module(name)
     now = _code_digest(module)
     known, before = _IMPORTED.get(name, (module, now))
@@ -136,19 +139,19 @@ def _code_digest(module: Any) -> str | None:
 
 
 def shown(name: str) -> str:
-    """The name without the folder of a file that it mentions: the same wherever that lies."""
+    """Return a step's name without the folder of a file in it, so that it does not depend on where the file is."""
     word, equals, argument = name.partition("=")
     return f"{word}{equals}{Path(argument).name}" if _is_file(name) else name
 
 
 def identity(name: str) -> dict[str, str | None]:
-    """What a step does follows from this: its name, the code that it stands in, its file and the library behind it."""
-    make(name)  # a mistake shows here, before anything is read
+    """Return what determines a step: its name, the hashes of its code and file, and the version of its library."""
+    make(name)  # reports mistakes before any input is read
     return told(name)
 
 
 def told(name: str) -> dict[str, str | None]:
-    """The identity of a step that was made."""
+    """Return the identity of a step that was already created."""
     step: dict[str, str | None] = {"step": shown(name)}
     word, _, argument = name.partition("=")
     is_plugin = ":" in word and not name.startswith("datatrove:")

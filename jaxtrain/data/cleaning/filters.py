@@ -1,4 +1,4 @@
-"""The steps that jaxtrain brings along, and those of datatrove, by name."""
+"""The built-in cleaning steps, and those of datatrove, by name."""
 
 import ast
 import functools
@@ -14,11 +14,11 @@ from jaxtrain.data.formats.inputs import Text, extra
 from jaxtrain.errors import UserError, nearest
 
 Step = Callable[[Text], "Text | str"]
-LICENCE = ("licence", "license", "licences", "licenses")  # where records tell it
+LICENCE = ("licence", "license", "licences", "licenses")  # fields of a record that may hold its licence
 
 
 def asks_for(*fields: str) -> Callable[[Step], Step]:
-    """What a step wants to know of a record beside its text: it finds them in `document.record`, where they are."""
+    """Declare which other fields of a record a step needs; it finds those that exist in `document.record`."""
 
     def mark(step: Step) -> Step:
         vars(step)["fields"] = fields
@@ -34,9 +34,9 @@ _ENGLISH = {"the", "be", "to", "of", "and", "that", "have", "with"}
 
 
 def quality(language: str = "en") -> Step:
-    """The rules for documents and the rule for repeated lines of Gopher (Rae et al. 2021, arXiv:2112.11446, A.1.1).
+    """Return a step with the document rules and the repeated-line rule of Gopher (arXiv 2112.11446, A.1.1).
 
-    `quality=any` does without its English stop words.
+    `quality=any` leaves out the rule for English stop words.
     """
     if language not in ("en", "any"):
         raise UserError("--steps", f"quality={language} is not known", "use quality, or quality=any")
@@ -67,18 +67,18 @@ def quality(language: str = "en") -> Step:
 
 # --------------------------------------------------------------------------------------------------------------- pii
 
-# Each begins with a set of characters, to which `re` can skip; what must not stand before it comes second.
+# Each begins with a set of characters, so that `re` can skip ahead; the lookbehind comes second.
 _EMAIL = re.compile(r"[\w.+%-](?<![\w.+%-].)[\w.+%-]{0,63}@(?:[\w-]{1,63}\.)+[^\W\d_]{2,24}\b")
 _IPV4 = re.compile(r"\d(?<![\w.]\d)\d{0,2}(?:\.\d{1,3}){3}(?!\w|\.\d)")
-_IPV6 = re.compile(r"[23](?<![\w:].)[\da-fA-F]{3}(?::[\da-fA-F]{0,4}){2,7}(?![\w:])")  # of 2000::/3, all that is public
-# With a country's code, or in the form of North America; what has neither is too like other numbers.
+_IPV6 = re.compile(r"[23](?<![\w:].)[\da-fA-F]{3}(?::[\da-fA-F]{0,4}){2,7}(?![\w:])")  # in 2000::/3, the public range
+# With a country code or in the North American format; anything else looks too much like other numbers.
 _PHONE = re.compile(r"[+(\d](?<![\w.+-].)"
                     r"(?:(?<=\+)[1-9]\d{0,2}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{1,4}(?:[ .-]?\d{2,4}){2,4}"
                     r"|(?<=\()\d{3}\) ?\d{3}[-.]\d{4}|(?<=\d)\d\d[-.]\d{3}[-.]\d{4})(?![\w-]|\.\d)")
 
 
 def pii() -> Step:
-    """Put e-mail, public IP addresses and phone numbers out of sight, behind ones that belong to nobody by standard."""
+    """Return a step that replaces e-mail addresses, public IP addresses and phone numbers by reserved ones."""
 
     def step(document: Text) -> Text | str:
         before = text = document.content.decode()
@@ -105,11 +105,14 @@ def _fictional(match: re.Match) -> str:
 # ------------------------------------------------------------------------------------ language, licence, what is listed
 
 def language(codes: str) -> Step:
-    """Keep documents in these languages (ISO 639-1), as py3langid tells from the thousand letters in the middle."""
+    """Return a step that keeps documents in these languages (ISO 639-1).
+
+    py3langid detects the language from the thousand characters in the middle.
+    """
     package, wanted = extra("py3langid.langid", "--steps language", "--steps", "governance"), _listed(codes)
     classify, known = package.classify, {code for code, _ in package.rank("a")}
     if unknown := sorted(wanted - known):
-        raise UserError("--steps", f"language={unknown[0]} is no language that py3langid knows",
+        raise UserError("--steps", f"language={unknown[0]} is not a language that py3langid knows",
                         nearest(unknown[0], known))
 
     def step(document: Text) -> Text | str:
@@ -122,7 +125,7 @@ def language(codes: str) -> Step:
 
 
 def licence(names: str) -> Step:
-    """Keep documents whose record tells its licence, and only such that are named here (SPDX)."""
+    """Return a step that keeps only documents whose record names one of these licences (SPDX)."""
     wanted = _listed(names)
 
     @asks_for(*LICENCE)
@@ -135,12 +138,15 @@ def licence(names: str) -> Step:
 
 
 def blocklist(path: str) -> Step:
-    """Leave out documents with a word or phrase of the file, one a line, and those from hosts named as `host:NAME`."""
+    """Return a step that leaves out documents with a listed word or phrase, or from a listed host.
+
+    The file has one word or phrase per line, and hosts as `host:NAME`.
+    """
     try:
         lines = [line.strip() for line in Path(path).expanduser().read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError("--steps", f"the blocklist {path} cannot be read ({error})",
-                        "name a file of text with a phrase a line") from error
+                        "name a file of text with one phrase per line") from error
     hosts = {line[5:].strip().lower() for line in lines if line.startswith("host:")}
     phrases = {" ".join(_words(line)) for line in lines if not line.startswith(("#", "host:"))} - {""}
     words, longer = {phrase for phrase in phrases if " " not in phrase}, [p.split() for p in phrases if " " in p]
@@ -172,7 +178,7 @@ def _listed(names: str) -> set[str]:
 # ------------------------------------------------------------------------------------------------------------ datatrove
 
 def datatrove(call: str) -> Step:
-    """A filter or formatter of datatrove: its class name, with keyword arguments as Python writes them."""
+    """Return a step from datatrove's filters or formatters: a class name, with keyword arguments as in Python."""
     name, keywords = _call(call)
     package = functools.partial(extra, what=f"--steps datatrove:{name}", key="--steps", group="governance")
     Document = package("datatrove.data").Document
@@ -189,11 +195,11 @@ def datatrove(call: str) -> Step:
         trove = Document(document.content.decode(), document.name, metadata=dict(document.record))
         if hasattr(made, "format"):
             trove.text = made.format(trove.text)
-        elif (verdict := made.filter(trove)) is not True:  # False, or False and why
+        elif (verdict := made.filter(trove)) is not True:  # False, or False and the reason
             kept, reason = verdict if isinstance(verdict, tuple) else (verdict, "filtered")
             if not kept:
                 return str(reason)
-        content = trove.text.encode()  # a filter may cut lines, too
+        content = trove.text.encode()  # a filter may also cut lines
         return document if content == document.content else replace(document, content=content)
 
     return step
@@ -207,10 +213,10 @@ def _call(call: str) -> tuple[str, dict[str, Any]]:
         assert isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args
         return tree.func.id, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
     except (SyntaxError, ValueError, AssertionError) as error:
-        raise UserError("--steps", f"datatrove:{call} is not understood",
+        raise UserError("--steps", f"datatrove:{call} cannot be parsed",
                         "write datatrove:CLASS or datatrove:CLASS(KEYWORD=VALUE), in quotes") from error
 
 
 STEPS: dict[str, Callable[..., Step]] = {"quality": quality, "pii": pii, "language": language, "licence": licence,
                                          "blocklist": blocklist}
-PACKAGES = {"language": "py3langid"}  # what decides about a step, beside the code here
+PACKAGES = {"language": "py3langid"}  # packages that determine a step's result besides the code here

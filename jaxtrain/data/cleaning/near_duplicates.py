@@ -1,7 +1,7 @@
-"""Which documents are nearly equal: MinHash over shingles of words, candidates from bands of the signature (LSH).
+"""Find near-duplicate documents by MinHash over word shingles, with candidates from signature bands (LSH).
 
-Broder (1997), "On the resemblance and containment of documents"; Leskovec et al., "Mining of Massive Datasets", 3.
-A candidate counts only if the whole signature says so, so that chance meetings in one band remove nothing.
+Broder (1997), "On the resemblance and containment of documents"; Leskovec et al., "Mining of Massive Datasets", 3. A
+candidate counts only if the whole signature agrees, so that chance matches in one band remove nothing.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ CHUNK = 2**18  # pairs that are compared at a time
 
 @dataclass(frozen=True)
 class Near:
-    """How alike documents must be, and how that is told."""
+    """The settings of near-duplicate detection: the similarity threshold and the size of signatures."""
 
     threshold: float = 0.8  # Jaccard similarity of their sets of shingles
     permutations: int = 128
@@ -31,25 +31,25 @@ class Near:
         if not 16 <= self.permutations <= 1024:
             raise UserError("--near_permutations", f"{self.permutations} is not from 16 to 1024", "try 128")
         if self.shingle < 1:
-            raise UserError("--near_shingle", f"{self.shingle} is no number of words", "try 5")
+            raise UserError("--near_shingle", f"{self.shingle} is too small", "try 5")
 
     @property
     def rows(self) -> int:
-        """Of a band: as many as still find nine in ten pairs at the threshold."""
+        """The number of rows in a band: the most that still find nine in ten pairs at the threshold."""
         return max((rows for rows in range(1, self.permutations + 1)
                     if 1 - (1 - self.threshold**rows) ** (self.permutations // rows) >= 0.9), default=1)
 
     @property
     def bands(self) -> int:
-        """Of a signature."""
+        """The number of bands in a signature."""
         return self.permutations // self.rows
 
     def identity(self) -> dict[str, Any]:
-        """What decides about who is alike."""
+        """Return everything that determines which documents are near duplicates."""
         return asdict(self) | {"rensa": _minhash().ALGORITHM_VERSION}
 
     def signature(self, document: Text | Ids) -> bytes:
-        """The least of each permutation, as uint32."""
+        """Return the MinHash signature of a document, as the bytes of uint32 values."""
         if isinstance(document, Ids):
             words = [str(i) for i in document.ids.tolist()]
         else:
@@ -60,7 +60,7 @@ class Near:
         return np.array(minhash.digest(), "<u4").tobytes()
 
     def columns(self, signatures: bytes) -> tuple[np.ndarray, np.ndarray]:
-        """-> keys: 8 bytes of each band, a band a row; marks: a byte of each permutation, a document a row."""
+        """Return band keys [bands, documents] of 8 bytes and marks [documents, permutations] of one byte."""
         table = np.frombuffer(signatures, "<u4").reshape(-1, self.permutations)
         keys = np.zeros((self.bands, len(table)), "<u8")
         for row in range(self.rows):
@@ -71,7 +71,10 @@ class Near:
 
     def firsts(self, count: int, band: Callable[[int], np.ndarray],
                marks: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """For each of `count` documents the first that it is like, directly or over others; a band at a time."""
+        """Return, for each of `count` documents, the first one that it resembles, directly or through others.
+
+        `band` and `marks` read their data on demand, one band at a time.
+        """
         from scipy.sparse import coo_array
         from scipy.sparse.csgraph import connected_components
 
@@ -98,7 +101,7 @@ class Near:
 
     def _alike(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
         share = (left == right).mean(axis=1)
-        return (share - 1 / 256) / (1 - 1 / 256) >= self.threshold  # a byte is equal by chance once in 256
+        return (share - 1 / 256) / (1 - 1 / 256) >= self.threshold  # bytes are equal by chance once in 256
 
 
 def _minhash() -> Any:

@@ -1,7 +1,7 @@
 """A cache of bounded size on the local disk, shared by all processes of a machine.
 
-Nobody waits for anybody: a file appears whole, by a rename, and vanishes by an unlink, and whoever misses one fetches
-it again. So a kill leaves nothing that could hang others, and what has not been used for the longest goes first.
+It uses no locks between processes: files appear by a rename and vanish by an unlink, and a missing file is fetched
+again. So a killed process leaves nothing that others would wait for. The least recently used files are evicted first.
 """
 
 import os
@@ -13,23 +13,23 @@ from pathlib import Path
 
 
 class ChunkCache:
-    """Contents by key (a name that may stand for nothing else, ever); together at most `limit` bytes."""
+    """File contents by key, together at most `limit` bytes; a key must always mean the same content."""
 
     def __init__(self, folder: Path, limit: int):
         self._folder, self._limit = folder, limit
         self._lock = threading.Lock()
         self._coming = 0  # bytes that threads of this process are writing
-        self._room = 0  # what this process may write until it looks again at what all have written
+        self._room = 0  # bytes that this process may write before it measures the folder again
         self._silent = False
 
     def read(self, key: str, start: int, stop: int) -> bytes | None:
-        """Bytes of a content; None: it is not here, or not as long."""
+        """Return bytes `start` to `stop` of a content, or None if it is not cached or too short."""
         try:
             handle = os.open(self._path(key), os.O_RDONLY)
         except OSError:
             return None
         try:
-            os.utime(handle)  # used now
+            os.utime(handle)  # marks it as recently used
             content = os.pread(handle, stop - start, start)
         except OSError:
             return None
@@ -38,7 +38,7 @@ class ChunkCache:
         return content if len(content) == stop - start else None
 
     def write(self, key: str, content: bytes) -> None:
-        """Keep it, if the disk lets us: a cache that cannot be written only costs time."""
+        """Store a content if the disk allows it; a failed write only costs time later."""
         path = self._path(key)
         partial = f"{path}.{uuid.uuid4().hex}.partial"
         try:
@@ -46,15 +46,15 @@ class ChunkCache:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(partial, "wb") as file:
                 file.write(content)
-            os.replace(partial, path)  # not synced: whoever reads it first checks it
+            os.replace(partial, path)  # not synced: it is verified when first read
         except FileNotFoundError:
-            pass  # somebody needed the room
+            pass  # another process evicted the file
         except OSError as error:
             with suppress(OSError):
                 os.unlink(partial)
             if not self._silent:
                 self._silent = True
-                warnings.warn(f"data.cache_dir: {self._folder} cannot be written ({error.strerror}), so what is read "
+                warnings.warn(f"data.cache_dir: {self._folder} cannot be written ({error.strerror}), so remote data "
                               "is fetched again each time", stacklevel=2)
         finally:
             with self._lock:
@@ -73,7 +73,7 @@ class ChunkCache:
             self._room -= size
 
     def _evict(self, allowed: int) -> None:
-        """Remove files, the longest unused first, until the rest is small enough."""
+        """Remove the least recently used files until the rest take at most `allowed` bytes."""
         files = []
         for folder in _entries(self._folder):
             for entry in _entries(folder.path):

@@ -1,7 +1,7 @@
-"""Stretches of a corpus that are corrupt: what touches them is left out, and everything else stays where it was.
+"""Training on a corpus with corrupt stretches: rows that touch them are left out, and all other rows keep their place.
 
-With `data.corrupt=skip_and_count` a row that would need such a stretch keeps its place in the order of rows, but
-carries no loss. Which stretch is corrupt follows from the checksums of chunks that the manifest has.
+With `data.corrupt=skip_and_count` a row that needs a corrupt stretch keeps its place in the order of rows, but has no
+loss. Corruption is found by the checksums of chunks in the manifest.
 """
 
 import base64
@@ -19,11 +19,11 @@ from jaxtrain.data.loading.loader import take
 
 
 class Lost(Exception):
-    """A row cannot be read, for a part of it is corrupt."""
+    """Raised when a row cannot be read because a part of it is corrupt."""
 
 
 class Damage:
-    """The chunks of a column that are known to be corrupt."""
+    """The record of a column's chunks that are known to be corrupt."""
 
     def __init__(self, name: str, dtype: np.dtype, length: int, crc32: str):
         self.name, self.dtype, self.length = name, dtype, length
@@ -32,34 +32,34 @@ class Damage:
         self._lock = threading.Lock()
 
     def chunks(self, start: int, stop: int) -> range:
-        """The numbers of those that hold elements `start` to `stop`."""
+        """Return the numbers of the chunks that hold elements `start` to `stop`."""
         return range(start * self.dtype.itemsize // CHUNK, -(-stop * self.dtype.itemsize // CHUNK))
 
     def edges(self, number: int) -> tuple[int, int]:
-        """Where a chunk begins and ends, in bytes of the column."""
+        """Return the start and end of a chunk, in bytes of the column."""
         return number * CHUNK, min((number + 1) * CHUNK, self.length * self.dtype.itemsize)
 
     def intact(self, number: int, content: Any) -> bool:
-        """Whether it is what was written."""
+        """Return whether the content of a chunk matches its checksum."""
         return zlib.crc32(content) == self.sums[number]
 
     def add(self, numbers: Iterable[int]) -> None:
-        """Some more; the first are told."""
+        """Add corrupt chunks, and warn when they are the first."""
         with self._lock:
             first = not self.bad
-            self.bad = self.bad | set(numbers)  # another set: somebody may be counting this one
+            self.bad = self.bad | set(numbers)  # a new set: another thread may be iterating over the old one
         if first and self.bad:
-            warnings.warn(f"data.corrupt: {self.name} is corrupt, {self.lost:,} of its {self.length:,} tokens as far "
-                          "as is known; rows that need them carry no loss", stacklevel=2)
+            warnings.warn(f"data.corrupt: {self.name} is corrupt, {self.lost:,} of its {self.length:,} tokens so far; "
+                          "rows that need them carry no loss", stacklevel=2)
 
     @property
     def lost(self) -> int:
-        """Elements, as far as is known."""
+        """The number of elements known to be corrupt."""
         return sum(stop - start for start, stop in map(self.edges, self.bad)) // self.dtype.itemsize
 
 
 class DamagedColumn:
-    """A file that is not what it was, or not there: its good chunks can be read."""
+    """A column file that is damaged or missing, of which the intact chunks can still be read."""
 
     def __init__(self, path: Path, dtype: np.dtype, length: int, crc32: str):
         self.damage = Damage(str(path), dtype, length, crc32)
@@ -79,11 +79,11 @@ class DamagedColumn:
 
 
 class SparedRows:
-    """Rows, of which those that are lost are empty: padding that ends of documents fill."""
+    """Rows of which the corrupt ones are replaced by padding: end-of-document ids with weight 0."""
 
     def __init__(self, rows: Any, seq_len: int, end: int):
         self._rows, self._lock = rows, threading.Lock()
-        self.lost: set[int] = set()  # the rows that were asked for and could not be read
+        self.lost: set[int] = set()  # the rows that were requested and could not be read
         ends, none = np.full(seq_len, end, np.int32), np.zeros(seq_len, np.int32)
         self._empty = {"tokens": ends, "targets": ends, "segments": none, "positions": none,
                        "weights": none.astype(np.float32)}
@@ -108,16 +108,16 @@ class SparedRows:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of rows of their own."""
+        """The length of each row, where rows have different lengths."""
         return self._rows.lengths
 
     @property
     def cut(self) -> int:
-        """Documents of which not all is in one row."""
+        """The number of documents that do not lie in a single row."""
         return self._rows.cut
 
     def row(self, i: int, length: int) -> dict[str, np.ndarray]:
-        """A row of its own, padded to `length`."""
+        """Return a row padded to `length`."""
         try:
             return self._rows.row(i, length)
         except Lost:
@@ -125,7 +125,7 @@ class SparedRows:
             return {name: column[:length] for name, column in self._empty.items()}
 
     def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """Several rows, each array with one dimension more; one by one only where some are lost."""
+        """Return several rows stacked; they are read one by one only if some are corrupt."""
         try:
             return take(self._rows, np.asarray(numbers))
         except Lost:
@@ -133,5 +133,5 @@ class SparedRows:
             return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def places(self, i: int) -> list[int]:
-        """Where each segment of a row begins, in the tokens of the split."""
+        """Return where each segment of a row begins, in the tokens of the split."""
         return self._rows.places(i)

@@ -1,4 +1,4 @@
-"""How long the documents of a corpus are: counts by powers of two, as text and as a picture."""
+"""A histogram of the document lengths of a corpus, by powers of two, as text and as a picture."""
 
 import importlib
 from pathlib import Path
@@ -11,17 +11,17 @@ from jaxtrain.errors import UserError
 
 
 def counts(corpus: Corpus) -> list[int]:
-    """How many documents have 2^i tokens or more, and fewer than 2^(i+1), for each i."""
+    """Return, for each i, how many documents have at least 2^i and fewer than 2^(i+1) tokens."""
     found = np.zeros(64, np.int64)
     for split in (corpus.train, corpus.eval):
         for shard in split.shards:
-            lengths = np.diff(shard.offsets)  # each has its end at least
+            lengths = np.diff(shard.offsets)  # at least 1: the end-of-document id
             found += np.bincount(np.log2(lengths).astype(int), minlength=64)
     return np.trim_zeros(found, "b").tolist()
 
 
 def histogram(corpus: Corpus) -> str:
-    """For the terminal."""
+    """Return the histogram of document lengths as text for the terminal."""
     found = counts(corpus)
     if not found:
         return "no documents"
@@ -31,17 +31,17 @@ def histogram(corpus: Corpus) -> str:
 
 
 def check_picture(path: Path) -> None:
-    """Refuse, before any work, what could not be drawn after it."""
+    """Raise a UserError if `draw` could not write this picture, so that a long job fails before it starts."""
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise UserError("--histogram", "matplotlib is not installed", "pip install 'jaxtrain[plots]'") from error
     if path.is_dir() or not path.parent.is_dir():
-        raise UserError("--histogram", f"{path} can be no file", "name one in a folder that there is")
+        raise UserError("--histogram", f"{path} is a folder, or its folder does not exist", "name a file in a folder")
 
 
 def draw(corpus: Corpus, path: Path) -> None:
-    """The histogram as a PNG."""
+    """Write the histogram of document lengths as a PNG."""
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
     found = counts(corpus)
     axes = figure.add_subplot()

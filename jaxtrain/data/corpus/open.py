@@ -1,7 +1,7 @@
-"""A prepared corpus, opened: its manifest read, its files checked, its tokenizer tried, wherever it lies.
+"""Open a prepared corpus, local or remote: read its manifest, verify its files, and test its tokenizer.
 
-A corpus is a folder with a manifest.json, which names its shards with their hashes; nothing else in it counts. One in
-object storage is read by way of the cache (remote.py).
+A corpus is a folder with a manifest.json, which lists the shards and their hashes; other files are ignored. A corpus in
+object storage is read through a cache (remote.py).
 """
 
 import json
@@ -21,14 +21,14 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load
 from jaxtrain.errors import UserError
 
 FORMAT = "jaxtrain-corpus-2"
-BESIDE = ("sha256", "code", "stamps")  # of a manifest: what is not hashed
+BESIDE = ("sha256", "code", "stamps")  # manifest keys that its hash does not cover
 
 
 def open_corpus(folder: str | Path, cache: Path | None = None, corrupt: str = "fail",
                 cache_bytes: int = 2**36) -> Corpus:
-    """Open what `prepare` wrote, a folder or a URL; a file is checked against its hash once for each version of it.
+    """Open a corpus that `prepare` wrote, from a folder or a URL; each version of a file is verified once.
 
-    Tokens that are corrupt are refused; with `corrupt="skip_and_count"` rows that need them raise `damage.Lost`.
+    Corrupt tokens are an error; with `corrupt="skip_and_count"`, rows that need them raise `corruption.Lost` instead.
     """
     spare = corrupt == "skip_and_count"
     if storage.is_url(folder):
@@ -49,12 +49,12 @@ def _corpus(folder: Path, manifest: dict[str, Any], column: Callable[..., Any], 
     for split in SPLITS:
         entry = manifest["splits"][split]
         splits[split] = Tokens(tuple(_shard(folder, shard, column, dtype) for shard in entry["shards"]), entry["bytes"])
-        looked_at = splits[split].shards[: 1 if threads else None]  # not every shard through a network
+        looked_at = splits[split].shards[: 1 if threads else None]  # checking every shard over a network would be slow
         if tokenizer.bos is not None and any(_begins_without(tokenizer.bos, shard) for shard in looked_at):
             raise UserError("data.source", f"{folder} has documents without {manifest['tokenizer']['bos']} in front",
                             "prepare the corpus again")
         if splits[split].num_tokens and splits[split].lost >= splits[split].num_tokens:
-            raise UserError("data.corrupt", f"nothing of the {split} split of {folder} is left", "prepare it again")
+            raise UserError("data.corrupt", f"the whole {split} split of {folder} is corrupt", "prepare it again")
     return Corpus(splits["train"], splits["eval"], tokenizer, manifest["sha256"], folder, threads)
 
 
@@ -66,17 +66,17 @@ def _begins_without(bos: int, shard: Shard) -> bool:
 
 
 def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
-    """The manifest, checked against its own hash."""
+    """Return the manifest of a corpus, checked against its own hash."""
     path = storage.join(folder, "manifest.json")
     if not storage.is_url(folder) and not Path(path).exists() and Path(folder, UNFINISHED).is_dir():
         raise UserError("data.source", f"{folder} is not finished", "run the same prepare command again")
     if not storage.is_url(folder) and not Path(path).exists():
-        raise UserError("data.source", f"{folder} has no manifest.json, so it is no corpus",
+        raise UserError("data.source", f"{folder} has no manifest.json, so it is not a corpus",
                         "copy the corpus whole, or prepare it")
     try:
         content = storage.read(path)
     except storage.Gone as error:
-        raise UserError("data.source", f"{folder} has no manifest.json, so it is no corpus",
+        raise UserError("data.source", f"{folder} has no manifest.json, so it is not a corpus",
                         "check the name, or put one there with python -m jaxtrain.data.publish") from error
     except OSError as error:
         raise UserError("data.source", f"{path} cannot be read ({error})", "prepare the corpus again") from error
@@ -87,7 +87,7 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError("data.source", f"{path} cannot be read ({error})", "prepare the corpus again") from error
     if str(manifest.get("format")).startswith("jaxtrain-sequences") and format == FORMAT:
-        raise UserError("data.source", f"{folder} is a corpus of sequences, which no model of text reads",
+        raise UserError("data.source", f"{folder} is a corpus of sequences, not of text",
                         "read it with open_sequences, as docs/data-sequences.md shows")
     if manifest.get("format") != format:
         raise UserError("data.source", f"{path} is of format {manifest.get('format')!r}, not {format!r}",
@@ -98,13 +98,13 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
 
 
 def _tokenizer(folder: Path, manifest: dict[str, Any]) -> Tokenizer:
-    """The corpus's own, after it has shown that it still gives the ids that it gave."""
+    """Load the corpus's own tokenizer, and check that it still gives the ids recorded in the manifest."""
     said = manifest["tokenizer"]
     where = str(folder / said["file"]) if said["file"] else "bytes"
     named = () if where == "bytes" else (said["eod"], said["bos"])
     tokenizer = load_tokenizer(where, *named)
     if tokenizer.fingerprint != said["fingerprint"]:
-        raise UserError("data.source", f"{folder} has another tokenizer than it was prepared with",
+        raise UserError("data.source", f"{folder} has a different tokenizer from when it was prepared",
                         f"restore its {said['file']} or prepare the corpus again")
     for probe in manifest["probes"]:
         if not _same(tokenizer, probe):
@@ -117,17 +117,19 @@ def _tokenizer(folder: Path, manifest: dict[str, Any]) -> Tokenizer:
 def _same(tokenizer: Tokenizer, probe: dict[str, Any]) -> bool:
     if "marked" not in probe:
         return encode_documents([probe["text"].encode()], tokenizer)[0].tolist() == probe["ids"]
-    from jaxtrain.data.chat.loss_masks import check_probe  # corpora of conversations only
+    from jaxtrain.data.chat.loss_masks import check_probe  # needed only for corpora of conversations
 
     return check_probe(tokenizer, probe)
 
 
-_SEEN: set[str] = set()  # versions of files that this process has read, or written, and found right
+_SEEN: set[str] = set()  # file versions that this process has written or verified
 
 
 def check(path: Path, sha256: str, cache: Path | None = None) -> None:
-    """Refuse a file that is not what its manifest says. A version that this process, or with a `cache` another one, has
-    seen right is not read again."""
+    """Raise a UserError if a file does not match its hash in the manifest.
+
+    A version that this process has verified, or with a `cache` any process, is not read again.
+    """
     try:
         version = _version(path, sha256)
         seen = cache and cache / "checked" / version
@@ -145,16 +147,16 @@ def check(path: Path, sha256: str, cache: Path | None = None) -> None:
             seen.parent.mkdir(parents=True, exist_ok=True)
             seen.touch()
         except OSError:
-            pass  # it is checked again next time
+            pass  # it will be verified again next time
 
 
 def trust(path: Path, sha256: str) -> None:
-    """Take a file that was hashed while it was written as seen right."""
+    """Mark a file as verified, because it was hashed while it was written."""
     _SEEN.add(_version(path, sha256))
 
 
 def _version(path: Path, sha256: str) -> str:
-    stat = path.stat()  # of this machine: the cache may be shared by several, with disks of their own
+    stat = path.stat()  # includes the machine: a shared cache may serve machines with different disks
     identity = [platform.node(), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
     return atomic_files.digest([str(path.absolute()), *identity, sha256])
 
@@ -163,7 +165,7 @@ def _shard(folder: Path, shard: dict[str, Any], column: Callable[..., Any], dtyp
     name = shard["name"]
     tokens = column(shard, f"{name}.bin", dtype)
     trained = column(shard, f"{name}.trained.bin", np.dtype(np.uint8)) if "learnt" in shard else None
-    # Plain arrays over the maps: slices of np.memmap itself cost microseconds more each.
+    # Plain arrays over the maps: each slice of np.memmap itself costs microseconds more.
     return Shard(tokens, np.asarray(np.load(folder / f"{name}.offsets.npy", mmap_mode="r")), trained)
 
 
@@ -176,5 +178,5 @@ def _column(folder: Path, cache: Path | None, spare: bool, shard: dict[str, Any]
         try:
             return DamagedColumn(folder / name, dtype, shard["tokens"], shard["crc32"][name])
         except OSError:
-            raise refused from None  # it is there, but not for us
+            raise refused from None  # the file exists, but this user may not read it
     return mapped(folder / name, dtype)

@@ -1,7 +1,7 @@
-"""A corpus in object storage: small files are kept in the cache folder, tokens come in chunks as rows ask for them.
+"""Read a corpus from object storage: small files are copied to the cache folder, tokens are fetched in chunks on use.
 
-Every chunk is checked against its checksum in the manifest before anything of it is used, when it is fetched and when
-this process first finds it in the cache.
+Each chunk is verified against its checksum in the manifest before use, both when it is fetched and when this process
+first finds it in the cache.
 """
 
 import functools
@@ -20,18 +20,18 @@ from jaxtrain.data.corpus.corruption import Damage, Lost
 from jaxtrain.data.corpus.shard_writer import CHUNK
 from jaxtrain.errors import UserError
 
-THREADS = 16  # that wait for the network
-AGAIN = 3  # times a chunk is fetched that arrives corrupt
+THREADS = 16  # concurrent requests, since each waits for the network
+AGAIN = 3  # attempts to fetch a chunk that arrives corrupt
 FIX = "publish the corpus again, or set data.corrupt=skip_and_count"
 
 
 class RemoteColumn:
-    """The numbers in an object, read by stretches: what a memory map is to a file."""
+    """The numbers in a remote object, fetched and sliced like a memory map of a file."""
 
     def __init__(self, url: str, dtype: np.dtype, length: int, crc32: str, sha256: str, cache: ChunkCache, spare: bool):
         self.damage = Damage(url, dtype, length, crc32)
         self._url, self._sha256, self._cache, self._spare = url, sha256, cache, spare
-        self._checked: set[int] = set()  # chunks in the cache that this process has seen right
+        self._checked: set[int] = set()  # cached chunks that this process has verified
         self._lock, self._coming = threading.Lock(), dict[int, Future]()
 
     def __len__(self) -> int:
@@ -88,16 +88,16 @@ class RemoteColumn:
 
 @functools.lru_cache
 def _chunks(folder: Path, limit: int) -> ChunkCache:
-    """One for all sources of a process, which share its room."""
+    """Return the chunk cache of a folder; all sources of a process share it and its size limit."""
     return ChunkCache(folder, limit)
 
 
 class Store:
-    """A corpus behind a URL, of which the small files are in a folder here."""
+    """A corpus behind a URL whose small files are copied to a local folder."""
 
     def __init__(self, url: str, manifest: dict[str, Any], cache: Path | None, cache_bytes: int, spare: bool):
         if not cache:
-            raise UserError("data.source", f"{url} is fetched, and there is no folder to keep it in", "name a cache")
+            raise UserError("data.source", f"{url} is remote and needs a cache folder", "pass one as cache")
         self._url, self._spare = url, spare
         self._sizes = {found.name: found.size for found in storage.find(url)}
         self._chunks = _chunks(cache / "chunks", cache_bytes)
@@ -106,7 +106,7 @@ class Store:
             (name, sha256) for split in manifest["splits"].values() for shard in split["shards"]
             for name, sha256 in shard["sha256"].items() if name.endswith((".offsets.npy", ".origins.npy"))]
         if file := manifest["tokenizer"]["file"]:
-            wanted.append((file, None))  # checked by what it does
+            wanted.append((file, None))  # verified by the probes in the manifest
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with ThreadPoolExecutor(THREADS) as pool:
@@ -117,7 +117,7 @@ class Store:
                             "name a writable folder with room, here or in $JAXTRAIN_CACHE") from error
 
     def column(self, shard: dict[str, Any], name: str, dtype: np.dtype) -> RemoteColumn:
-        """What is not there, or not as long as it was, is refused or known to be lost."""
+        """Return a column of a shard; a missing or truncated object is an error, or marked as corrupt."""
         column = RemoteColumn(storage.join(self._url, name), dtype, shard["tokens"], shard["crc32"][name],
                               shard["sha256"][name], self._chunks, self._spare)
         size, there = shard["tokens"] * dtype.itemsize, self._sizes.get(name, -1)

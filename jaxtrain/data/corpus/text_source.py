@@ -1,6 +1,6 @@
-"""Which text: the documents behind `data.source`, each in the train or the eval split.
+"""Find the documents behind `data.source`, and assign each to the train or the eval split.
 
-The split follows from names and sizes alone, so every process, on every machine, finds the same one.
+The split depends only on names and sizes, so every process on every machine computes the same one.
 """
 
 import functools
@@ -22,7 +22,7 @@ _FIX = "name a folder or file of UTF-8 text, or use 'stdlib'"
 
 @dataclass(frozen=True)
 class Document:
-    """A stretch of one file that is read as one text."""
+    """A stretch of a text file that is one document."""
 
     name: str  # path relative to the source, with forward slashes
     path: Path
@@ -32,7 +32,7 @@ class Document:
     split: Literal["train", "eval"]
 
     def read(self) -> bytes:
-        """The text, checked against its hash: a file edited since it was listed is an error."""
+        """Return the text; raise a UserError if the file was edited since it was listed."""
         text = _read(self.path, self.start, self.stop)
         if hashlib.sha256(text).hexdigest() != self.sha256:
             raise UserError("data.source", f"{self.path} changed while it was read", "run again")
@@ -40,7 +40,7 @@ class Document:
 
 
 def find_documents(source: str, eval_fraction: float) -> list[Document]:
-    """The documents of "stdlib" (this interpreter's own library), of a folder, or of one file; sorted by name.
+    """Return the documents of "stdlib" (this interpreter's own library), a folder or one file, sorted by name.
 
     Several files are split by a hash of their names. A single one is cut at a line: its last part is for evaluation.
     """
@@ -48,7 +48,7 @@ def find_documents(source: str, eval_fraction: float) -> list[Document]:
         root, files = _library()
     else:
         root = Path(source).expanduser().absolute()
-        if not os.path.exists(root):  # Path.exists raises where a parent folder is closed to us
+        if not os.path.exists(root):  # Path.exists raises if a parent folder is not accessible
             raise UserError("data.source", f"{source!r} does not exist", _FIX)
         files = _walk(root) if root.is_dir() else [root]
         root = root if root.is_dir() else root.parent
@@ -77,7 +77,7 @@ def _walk(root: Path, skip: Set[str] = frozenset()) -> list[Path]:
 
 
 def _split(names: list[str], eval_fraction: float) -> dict[str, Split]:
-    """Each name falls by its own hash, so that adding a file moves no other; neither side is left empty."""
+    """Split names by their own hashes, so that adding a file moves no other; neither split is left empty."""
     rank = {name: int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8]) / 2**64 for name in names}
     split: dict[str, Split] = {name: "eval" if rank[name] < eval_fraction else "train" for name in names}
     split[min(names, key=rank.__getitem__)] = "eval"
@@ -86,16 +86,16 @@ def _split(names: list[str], eval_fraction: float) -> dict[str, Split]:
 
 
 def _cut(name: str, path: Path, size: int, eval_fraction: float) -> list[Document]:
-    """One file as two documents: cut after the first line that ends past the train part, if one does."""
+    """Cut one file into a train and an eval document, at a line end past the train share if possible."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         wanted = min(max(int(size * (1 - eval_fraction)), 1), size - 1)
         at = text.find(b"\n", wanted - 1) + 1
         if not 0 < at < size:
             at = text.rfind(b"\n", 0, wanted) + 1 or wanted
-        while 0 < at < size and text[at] & 0xC0 == 0x80:  # one long line: at least not inside a character
+        while 0 < at < size and text[at] & 0xC0 == 0x80:  # one long line: at least do not cut a character
             at -= 1
     if not 0 < at < size:
-        raise UserError("data.source", f"{path} is too short to be cut in a train and an eval part", _FIX)
+        raise UserError("data.source", f"{path} is too short to be cut into a train and an eval part", _FIX)
     parts: tuple[tuple[int, int, Split], ...] = ((0, at, "train"), (at, size, "eval"))
     return [Document(name, path, start, stop, _text_digest(path, start, stop) or "", split)
             for start, stop, split in parts]
@@ -115,13 +115,13 @@ def _read(path: Path, start: int, stop: int) -> bytes:
 
 
 def _unreadable(error: OSError) -> NoReturn:
-    # To skip it would be to train, without a word, on other data than a process that can read it.
+    # Skipping it would silently train on other data than a process that can read it.
     raise UserError("data.source", f"{error.filename} cannot be read ({error.strerror})",
                     "make it readable or remove it") from error
 
 
 def _text_digest(path: Path, start: int, stop: int) -> str | None:
-    """The sha256 of a stretch of a file, or None if it is no text; each version of a file is hashed once a process."""
+    """Return the sha256 of a stretch of a file, or None if it is binary; cached for each version of the file."""
     return _digest_of_version(path, start, stop, path.stat().st_mtime_ns)
 
 

@@ -1,6 +1,6 @@
-"""ArrayRecord files, cut by numbers of records; a record is text, a JSON object, or a tf.train.Example.
+"""Read ArrayRecord files in ranges of records; a record is text, a JSON object, or a tf.train.Example.
 
-Which of these a file holds is told by its first record.
+The first record of a file decides which of these the file holds.
 """
 
 import json
@@ -13,11 +13,11 @@ from typing import Any
 from jaxtrain.errors import UserError
 
 NAME = re.compile(r"\.array_?record(-\d+-of-\d+)?$")
-TOGETHER = 2**22  # bytes of records, as stored, that are read at a time
+TOGETHER = 2**22  # bytes of stored records that are read at a time
 
 
 def stretches(path: Path, size: int, module: Any) -> Iterator[tuple[str, int, int, int]]:
-    """(text, json or example; from, to, bytes) of stretches of about so many bytes, all records held equally long."""
+    """Yield (text, json or example; from, to, size) of ranges of about `size` bytes, if records are equally long."""
     stored = path.stat().st_size
     with _opened(path, module) as reader:
         total = reader.num_records()
@@ -29,7 +29,7 @@ def stretches(path: Path, size: int, module: Any) -> Iterator[tuple[str, int, in
 
 
 def records(path: Path, start: int, stop: int, module: Any) -> Iterator[tuple[int, bytes]]:
-    """(number, content) of each record of a stretch."""
+    """Yield (number, content) of each record of a range."""
     with _opened(path, module) as reader:
         step = max(1, reader.num_records() * TOGETHER // path.stat().st_size)
         for at in range(start, stop, step):
@@ -40,8 +40,8 @@ def records(path: Path, start: int, stop: int, module: Any) -> Iterator[tuple[in
 def _opened(path: Path, module: Any) -> Iterator[Any]:
     try:
         reader = module.ArrayRecordReader(str(path))
-        if not reader.ok():  # it would only count no records
-            raise UserError("--input", f"{path} is no whole ArrayRecord file", "replace it")
+        if not reader.ok():  # otherwise it would just report no records
+            raise UserError("--input", f"{path} is not a complete ArrayRecord file", "replace it")
         yield reader
         reader.close()
     except (RuntimeError, IndexError) as error:
@@ -61,7 +61,7 @@ def _form(record: bytes) -> str:
 
 
 def features(record: bytes) -> dict[str, memoryview]:
-    """A tf.train.Example's features by name; ValueError: it is none."""
+    """Return a tf.train.Example's features by name; raise ValueError for any other content."""
     found = {}
     for message in _fields(memoryview(record)).get(1, []):
         for entry in _fields(message).get(1, []):
@@ -71,13 +71,13 @@ def features(record: bytes) -> dict[str, memoryview]:
 
 
 def content(record: bytes, field: str, where: str) -> bytes:
-    """The bytes of one feature of a tf.train.Example."""
+    """Return the bytes of one feature of a tf.train.Example."""
     try:
         known = features(record)
         values = [value for some in _fields(known.get(field, memoryview(b""))).get(1, [])
                   for value in _fields(some).get(1, [])]
     except ValueError as error:
-        raise UserError("--input", f"{where} is no tf.train.Example, as the first record is", "repair it") from error
+        raise UserError("--input", f"{where} is not a tf.train.Example, but the first record is", "fix it") from error
     if field not in known:
         raise UserError("--field", f"{where} has no feature {field!r}", f"it has {', '.join(sorted(known))}")
     if len(values) != 1:
@@ -86,24 +86,24 @@ def content(record: bytes, field: str, where: str) -> bytes:
 
 
 def _fields(message: memoryview) -> dict[int, list[memoryview]]:
-    """What a protobuf message holds, by number, where all of it is messages and strings."""
+    """Return the fields of a protobuf message by number; all of them must be length-delimited."""
     found: dict[int, list[memoryview]] = {}
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
         length, at = _varint(message, at)
         if key & 7 != 2 or at + length > len(message):
-            raise ValueError("no message of messages and strings")
+            raise ValueError("not a message of messages and strings")
         found.setdefault(key >> 3, []).append(message[at: at + length])
         at += length
     return found
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """-> the number that begins there, and the place behind it."""
+    """Return the varint at a place, and the place after it."""
     for size in range(1, 11):
         if at + size > len(message):
             break
         if message[at + size - 1] < 128:
             return sum((byte & 127) << 7 * i for i, byte in enumerate(message[at: at + size])), at + size
-    raise ValueError("no number")
+    raise ValueError("not a varint")

@@ -1,7 +1,7 @@
-"""Records to learn answers from: messages, prompt and completion, preferred and rejected; all brought to one form.
+"""Read conversations (messages, prompt and completion, or preferences) and bring them into one form.
 
-An example is a prompt, which is only read, and completions, which may be learnt: one, or the chosen and the rejected
-one. Both are plain text, or messages as chat templates take them.
+An example is a prompt, which is only context, and completions, which may be trained on: one, or the chosen and the
+rejected one. Both are plain text, or messages as chat templates take them.
 """
 
 import json
@@ -22,29 +22,29 @@ ROLES = {name: name for name in ("system", "developer", "user", "assistant", "to
 
 
 class Unusable(ValueError):
-    """Why a record is left out."""
+    """Raised with the reason why a record is left out."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One record; `prompt` and each of `completions` are of one kind."""
+    """One example; `prompt` and each of `completions` are of the same kind, text or messages."""
 
     prompt: str | Messages
     completions: list[str] | list[Messages]
     tools: list[Any] | None
 
     def to_bytes(self) -> bytes:
-        """Equal for equal examples."""
+        """Serialise the example; equal examples give equal bytes."""
         return json.dumps([self.prompt, self.completions, self.tools], ensure_ascii=False,
                           separators=(",", ":")).encode(errors="replace")
 
     @staticmethod
     def from_bytes(content: bytes) -> "Example":
-        """What `to_bytes` wrote."""
+        """Return the example that `to_bytes` serialised."""
         return Example(*json.loads(content))
 
     def texts(self) -> Iterator[str]:
-        """All that is said."""
+        """Yield all texts of the example."""
         for part in (self.prompt, *self.completions):
             if isinstance(part, str):
                 yield part
@@ -52,7 +52,7 @@ class Example:
                 yield from (message["content"] for message in part if message.get("content"))
 
     def spoken(self) -> str:
-        """What user and assistant say: not what the system says to all alike."""
+        """Return what user and assistant say, without system messages, which many examples share."""
         return "\n".join(text for part in (self.prompt, *self.completions) for text in (
             [part] if isinstance(part, str) else
             (message["content"] + (json.dumps(message["tool_calls"]) if message.get("tool_calls") else "")
@@ -60,20 +60,20 @@ class Example:
 
 
 def format_of(fields: set[str], field: str, where: str) -> str:
-    """What a record with such fields is."""
+    """Return the format of a record with these fields."""
     fits = [name for name, there in (
         ("text", field in fields), ("messages", bool(fields & {"messages", "conversations"})),
         ("prompt_completion", {"prompt", "completion"} <= fields),
         ("preference", {"chosen", "rejected"} <= fields)) if there]
     if len(fits) > 1:
-        raise UserError("--format", f"{where} may be read as {' or as '.join(fits)}", "name one with --format")
+        raise UserError("--format", f"{where} fits several formats: {', '.join(fits)}", "name one with --format")
     return fits[0] if fits else "text"
 
 
 def example_of(record: Any, form: str, where: str) -> bytes:
-    """A record in the one form. Raises Unusable where it has nothing to learn from."""
+    """Convert a record to the common form, as bytes; raise Unusable if there is nothing to train on."""
     if not isinstance(record, dict):
-        raise UserError("--input", f"{where} is no JSON object", "repair it")
+        raise UserError("--input", f"{where} is not a JSON object", "repair it")
     tools = record.get("tools") or None
     if isinstance(tools, str):
         tools = _parsed(tools)
@@ -97,7 +97,7 @@ def example_of(record: Any, form: str, where: str) -> bytes:
 
 
 def _missing(name: str, where: str) -> UserError:
-    return UserError("--input", f"{where} has no field {name!r}", "repair it, or say with --format what records are")
+    return UserError("--input", f"{where} has no field {name!r}", "repair it, or name their format with --format")
 
 
 def _part(value: Any) -> str | Messages:
@@ -105,7 +105,7 @@ def _part(value: Any) -> str | Messages:
 
 
 def _alike(parts: list[Any]) -> list[Any]:
-    """Text among messages is what the user said first, or what the assistant answered."""
+    """Convert text among messages to a message: first of the user, then of the assistant."""
     if all(isinstance(part, str) for part in parts):
         return parts
     return [[{"role": "assistant" if i else "user", "content": part}] if isinstance(part, str) else part
@@ -113,12 +113,12 @@ def _alike(parts: list[Any]) -> list[Any]:
 
 
 def _common(prompt: Any, parts: list[Any]) -> tuple[Any, list[Any]]:
-    """The prompt apart, where both completions repeat it, or where it stands in them only."""
+    """Split off the prompt if both completions repeat it, or if it stands only in them."""
     whole = all(isinstance(part, list) and part[0]["role"] != "assistant" for part in parts)
     if prompt is not None and not whole:
         return prompt, parts
     if all(isinstance(part, str) for part in parts):
-        shared = commonprefix(parts)  # noqa: RUF071 (by character is what is wanted)
+        shared = commonprefix(parts)  # noqa: RUF071 (comparing by character is intended)
         size = max(map(shared.rfind, " \n\t")) + 1  # not within a word
         return parts[0][:size], [part[size:] for part in parts]
     if not whole:
@@ -133,38 +133,38 @@ def _messages(said: Any) -> Messages:
     if isinstance(said, str):
         said = _parsed(said)
     if not isinstance(said, list) or not all(isinstance(one, dict) for one in said):
-        raise Unusable("no list of messages")
+        raise Unusable("not a list of messages")
     if not said:
         raise Unusable("no messages")
     return [_message(one) for one in said]
 
 
 def _message(said: dict[str, Any]) -> dict[str, Any]:
-    """As OpenAI has it; ShareGPT's `from` and `value` are renamed, and what is null is not there."""
+    """Convert a message to OpenAI's form: ShareGPT's `from` and `value` are renamed, and null values dropped."""
     role = said.get("role", said.get("from"))
     if not isinstance(role, str) or role not in ROLES:
         raise Unusable(f"role {role!r} is not known")
     content = said.get("content", said.get("value"))
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise Unusable("content that is no text")
+            raise Unusable("content that is not text")
         content = "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
-        raise Unusable("content that is no text")
+        raise Unusable("content that is not text")
     rest = {key: value for key, value in said.items()
             if key not in ("role", "from", "content", "value") and value is not None}
     if calls := rest.get("tool_calls"):
         calls = _parsed(calls) if isinstance(calls, str) else calls
         if not isinstance(calls, list):
-            raise Unusable("tool_calls that are no list")
+            raise Unusable("tool_calls that are not a list")
         rest["tool_calls"] = [_call(call) for call in calls]
     if content is None and not calls and ROLES[role] != "assistant":
-        raise Unusable("content that is no text")
+        raise Unusable("content that is not text")
     return {"role": ROLES[role], "content": content or "", **rest}
 
 
 def _call(call: Any) -> Any:
-    """Templates write arguments as JSON themselves; OpenAI hands them out as a string of it."""
+    """Parse a call's arguments if they are a JSON string, as OpenAI has them: templates write the JSON themselves."""
     if isinstance(call, dict) and isinstance(function := call.get("function", call), dict) \
             and isinstance(arguments := function.get("arguments"), str):
         function = function | {"arguments": _parsed(arguments)}

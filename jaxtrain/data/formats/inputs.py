@@ -1,6 +1,6 @@
-"""Where documents come from: text, JSON lines, Parquet, ArrayRecord, tokens; cut into tasks of bounded size.
+"""Read documents from text, JSON lines, Parquet, ArrayRecord and token files, cut into tasks of bounded size.
 
-What the tasks are follows from names and sizes alone: the same on every machine, for any number of workers.
+The tasks depend only on names and sizes: they are the same on every machine, for any number of workers.
 """
 
 import dataclasses
@@ -31,41 +31,41 @@ FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of one file: bytes, JSON lines (those that begin in it), row groups, records or tokens."""
+    """A part of one file: bytes, JSON lines (those that begin in it), row groups, records or tokens."""
 
     name: str  # path relative to its input, with forward slashes
     path: str
     kind: str  # text, jsonl, parquet, records and their form, tokens and their type
     start: int
     stop: int
-    size: int  # of the stretch as it is stored, in bytes
+    size: int  # stored size of the part, in bytes
 
     def identity(self) -> dict[str, Any]:
-        """What it is, wherever it lies."""
+        """Return what identifies the piece, independent of where it is stored."""
         return {key: value for key, value in asdict(self).items() if key != "path"}
 
 
 @dataclass(frozen=True)
 class Text:
-    """One document."""
+    """One document of text."""
 
     name: str  # the piece, and the place within it
-    content: bytes  # UTF-8; of a record that is no text, conversations.Example as bytes
+    content: bytes  # UTF-8; for records other than text, a conversations.Example as bytes
     place: int = 0  # the byte or (compressed) line where it begins, its row in the group, its number, or 0
-    record: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)  # what was asked for beside it
+    record: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)  # requested further fields
 
 
 @dataclass(frozen=True)
 class Ids:
-    """One document that is tokens already."""
+    """One document that is already tokenised."""
 
     name: str
-    ids: np.ndarray  # without an end
+    ids: np.ndarray  # without an end-of-document id
     place: int = 0  # its number, or the token where it begins
 
 
 def find_tasks(inputs: str | Sequence[str], task_bytes: int = 2**26, token_dtype: str = "") -> list[tuple[Piece, ...]]:
-    """All pieces in order of input and name; neighbours share a task while they are small."""
+    """Return all pieces in order of input and name, cut into tasks; small neighbours share a task."""
     pieces = find_pieces(inputs, task_bytes, token_dtype)
     if not pieces:
         raise UserError("--input", f"{inputs if isinstance(inputs, str) else ', '.join(inputs)} has no files", FIX)
@@ -74,14 +74,14 @@ def find_tasks(inputs: str | Sequence[str], task_bytes: int = 2**26, token_dtype
 
 def find_pieces(inputs: str | Sequence[str], task_bytes: int, token_dtype: str = "",
                 ends: str | tuple[str, ...] = "") -> list[Piece]:
-    """In order of input and name; of files whose names end so, whatever the case."""
+    """Return the pieces in order of input and name, only of files whose names end with `ends`, in any case."""
     inputs = [inputs] if isinstance(inputs, str | Path) else inputs
     return [piece for source in inputs for name, path, size in _files(str(source)) if name.lower().endswith(ends)
             for piece in _pieces(name, path, size, task_bytes, token_dtype)]
 
 
 def cut(groups: Iterable[tuple[Piece, ...]], task_bytes: int) -> list[tuple[Piece, ...]]:
-    """Tasks of whole groups in their order; a group that is larger than a task has one of its own."""
+    """Group pieces into tasks, keeping groups whole and in order; a group larger than a task gets its own."""
     tasks: list[list[Piece]] = [[]]
     room = task_bytes
     for group in groups:
@@ -95,7 +95,7 @@ def cut(groups: Iterable[tuple[Piece, ...]], task_bytes: int) -> list[tuple[Piec
 
 
 def _files(source: str) -> list[tuple[str, str, int]]:
-    """Name, path or URL, and size of each."""
+    """Return the name, path or URL, and size of each file."""
     if storage.is_url(source):
         return [(file.name, file.path, file.size) for file in storage.find(source)]
     root = Path(source).expanduser()
@@ -126,7 +126,7 @@ def _pieces(name: str, path: str, size: int, task_bytes: int, token_dtype: str) 
         for start, stop, stored in tokens.stretches(task_bytes):
             yield Piece(name, path, f"tokens {tokens.dtype.name}", start, stop, stored)
     elif name.endswith(JSONL):
-        # What is compressed cannot be entered in the middle.
+        # Compressed files cannot be read from the middle.
         step = max(size, 1) if name.endswith(PACKED) else task_bytes
         for start in range(0, size, step):
             yield Piece(name, path, "jsonl", start, min(start + step, size), min(step, size - start))
@@ -136,13 +136,14 @@ def _pieces(name: str, path: str, size: int, task_bytes: int, token_dtype: str) 
 
 def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str] = (),
          form: str = "text") -> Iterator[Text | Ids | str]:
-    """Its documents in order; a string instead of one says why it was left out (a record without text is an error).
+    """Yield a piece's documents in order; a string instead of one says why it was left out.
 
-    `eod` is the id that ends documents in files of tokens; without one these are passed over. `beside` names fields of
-    a record that come along with its text where it has them. `form` is one of conversations.FORMATS.
+    A record without text is an error. `eod` is the id that ends documents in token files; without it these are skipped.
+    `beside` names further fields of a record to return with its text if it has them. `form` is one of
+    conversations.FORMATS.
     """
     if form != "text" and piece.kind not in RECORDS:
-        if not piece.start:  # once a file
+        if not piece.start:  # once per file
             yield f"{piece.name}: no records"
     elif piece.kind == "text":
         content = storage.read(piece.path)
@@ -164,7 +165,7 @@ def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str]
 
 
 def is_utf8(content: bytes) -> bool:
-    """Whether it can be text."""
+    """Return whether bytes are valid UTF-8."""
     try:
         content.decode()
     except UnicodeDecodeError:
@@ -176,7 +177,7 @@ def _json_lines(piece: Piece, field: str, beside: Sequence[str], form: str) -> I
     packed = piece.name.endswith(PACKED)
     with _opened(piece) as file:
         at, number = piece.start, 0
-        if at:  # a line that begins before is the business of the piece before
+        if at:  # a line that begins earlier belongs to the piece before
             file.seek(at - 1)
             at += len(file.readline()) - 1
         while (packed or at < piece.stop) and (line := file.readline()):
@@ -204,7 +205,7 @@ def _record(line: bytes, where: str) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:
-        raise UserError("--input", f"{where} is no JSON object ({error})", "repair it") from error
+        raise UserError("--input", f"{where} is not a JSON object ({error})", "repair it") from error
 
 
 def _example(record: Any, form: str, where: str, place: int, beside: Sequence[str]) -> Text | str:
@@ -220,16 +221,16 @@ def _fields(line: bytes, field: str, where: str, beside: Sequence[str]) -> tuple
         record = json.loads(line)
         text = record[field]
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        reason = f"has no field {field!r}" if isinstance(error, KeyError) else f"is no JSON object ({error})"
+        reason = f"has no field {field!r}" if isinstance(error, KeyError) else f"is not a JSON object ({error})"
         raise UserError("--input", f"{where} {reason}", "repair it, or name the field with --field") from error
     if not isinstance(text, str):
-        raise UserError("--input", f"{where}: {field!r} is no text", "name another field with --field")
+        raise UserError("--input", f"{where}: {field!r} is not text", "name another field with --field")
     content = text.encode(errors="replace")  # lone surrogates
     return content, {name: record[name] for name in beside if name in record}
 
 
 def find_format(tasks: Iterable[tuple[Piece, ...]], field: str) -> str:
-    """What the first record looks like."""
+    """Return the format of the first record of the input."""
     for piece in (piece for task in tasks for piece in task):
         if piece.kind == "parquet":
             return format_of(set(parquet_file(piece.path).schema_arrow.names), field, piece.name)
@@ -266,7 +267,7 @@ def _rows(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterato
         if content is None:
             yield f"{piece.name}: no text"
         elif not isinstance(content, bytes):
-            raise UserError("--input", f"{where}: {field!r} is no text", "name another field with --field")
+            raise UserError("--input", f"{where}: {field!r} is not text", "name another field with --field")
         elif not is_utf8(content):
             yield f"{piece.name}: not UTF-8 text"
         else:
@@ -288,27 +289,27 @@ def _records(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iter
 
 
 def _without_null(value: Any) -> Any:
-    """Parquet has every field of a struct in every row."""
+    """Remove null values: Parquet has every field of a struct in every row."""
     if isinstance(value, dict):
         return {key: _without_null(one) for key, one in value.items() if one is not None}
     return [_without_null(one) for one in value] if isinstance(value, list) else value
 
 
 def content_hash(content: bytes | memoryview) -> bytes:
-    """16 bytes that stand for a document."""
+    """Return a 16-byte hash that identifies a document."""
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def parquet_file(path: str) -> Any:
-    """Opened by pyarrow."""
-    # A plain path is faster than a file.
+    """Open a Parquet file with pyarrow."""
+    # A plain path is faster than a file object.
     parquet = extra("pyarrow.parquet", "Parquet")
     with readable(path, extra("pyarrow", "Parquet").ArrowException):
         return parquet.ParquetFile(storage.open(path) if storage.is_url(path) else path)
 
 
 def row_group(piece: Piece, columns: list[str], file: Any = None) -> Any:
-    """Some columns of a piece of Parquet, of a `file` that is open."""
+    """Return some columns of a piece of Parquet, from an open `file` if given."""
     with readable(piece.path, extra("pyarrow", "Parquet").ArrowException):
         return (file or parquet_file(piece.path)).read_row_group(piece.start, columns=columns)
 
@@ -318,7 +319,7 @@ def _array_record() -> Any:
 
 
 def extra(module: str, what: str, key: str = "--input", group: str = "data") -> Any:
-    """A module of an optional package."""
+    """Import a module of an optional package; if it is missing, raise a UserError that names the extra."""
     import importlib
 
     try:
@@ -329,7 +330,7 @@ def extra(module: str, what: str, key: str = "--input", group: str = "data") -> 
 
 @contextmanager
 def readable(path: str, *others: type[Exception]) -> Iterator[None]:
-    """Says which file it was that could not be read."""
+    """Turn read errors into a UserError that names the file."""
     try:
         yield
     except (OSError, EOFError, zlib.error, *others) as error:
@@ -337,7 +338,7 @@ def readable(path: str, *others: type[Exception]) -> Iterator[None]:
 
 
 def stamps(task: Iterable[Piece]) -> list[Any]:
-    """What changes when the input of a task does."""
+    """Return values that change if the input of a task changes."""
     found = []
     for piece in task:
         with readable(piece.path):
@@ -346,5 +347,5 @@ def stamps(task: Iterable[Piece]) -> list[Any]:
 
 
 def total_size(tasks: Iterable[tuple[Piece, ...]]) -> int:
-    """Bytes of all tasks, as stored."""
+    """Return the stored size of all tasks in bytes."""
     return sum(piece.size for task in tasks for piece in task)

@@ -1,12 +1,12 @@
-"""Files of tokens, as other programs write them: memory-mapped, and cut into stretches that hold whole documents.
+"""Read token files of other programs: memory-mapped, and cut into ranges that hold whole documents.
 
     .idx and .bin      Megatron-LM: documents by number
     .ds and .ds.index  datatrove: documents by number
     .npy               numpy's header, or none (OLMo); documents by the id that ends them
     .bin               the header of llm.c and modded-nanogpt, or none (nanoGPT); documents by the id that ends them
 
-What has no header needs its type of token named. Stretches are planned from heads and indexes: of a URL, tokens are
-fetched when documents are read.
+The token dtype of files without a header must be given. Ranges are planned from headers and indexes; the tokens of a
+remote file are fetched only when documents are read.
 """
 
 import functools
@@ -22,46 +22,46 @@ from jaxtrain.errors import UserError
 
 TYPES = ("uint8", "uint16", "uint32", "int32", "uint64", "int64")
 SCAN = 2**20  # tokens that are searched at a time
-LONGEST = 2**27  # tokens of a document: with the wrong id for its end, a file would look like a single one
-_HEADER = 256  # int32 of llm.c's header: what it is, its version, the number of tokens
+LONGEST = 2**27  # longest document in tokens: with a wrong end id, a file would look like a single document
+_HEADER = 256  # int32 values of llm.c's header: magic number, version, number of tokens
 _HEADED = {20240520: "<u2", 20240801: "<u4"}
-# As written by Megatron-LM's indexed_dataset.py and by datatrove: a number for each type of ids.
+# As written by Megatron-LM's indexed_dataset.py and by datatrove: a number for each dtype.
 _MEGATRON_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
 class TokenFile(Protocol):
-    """What is asked of a file."""
+    """The protocol of token files."""
 
     dtype: np.dtype
 
     def stretches(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """(from, to, bytes) of stretches of about so many bytes."""
+        """Yield (from, to, bytes) of ranges of about `size` bytes."""
         ...
 
     def documents(self, start: int, stop: int, eod: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(place, ids without an end, as they are stored) of each document that begins in a stretch."""
+        """Yield (place, stored ids without the end) of each document that begins in a range."""
         ...
 
 
 def is_token_file(path: str) -> bool:
-    """Whether documents are read from this file as tokens."""
+    """Return whether documents are read from this file as tokens."""
     return path.endswith((".idx", ".bin", ".npy", ".ds"))
 
 
 def is_beside(path: str) -> bool:
-    """Whether this file is read by way of another."""
+    """Return whether this file is only a companion that is read together with another one."""
     stem, _, end = path.rpartition(".")
     return storage.exists(f"{stem}.idx") if end == "bin" else stem.endswith(".ds") and storage.exists(stem)
 
 
 def files_of(path: str) -> list[str]:
-    """All files that are read for one: itself, and what Megatron and datatrove have put into another."""
+    """Return all files that are read together with this one: itself, and Megatron's or datatrove's companion."""
     stem, _, end = path.rpartition(".")
     return [path, *{"idx": [f"{stem}.bin"], "ds": [f"{path}.index"]}.get(end, [])]
 
 
 def open_tokens(path: str, dtype: str = "") -> TokenFile:
-    """Once for each version of its files; `dtype` is that of tokens without a header."""
+    """Open a token file, once for each version of its files; `dtype` applies to files without a header."""
     return _open(path, tuple(map(_stamp, files_of(path))), dtype)
 
 
@@ -69,7 +69,7 @@ def _stamp(path: str) -> int | str | None:
     try:
         return storage.stamp(path)
     except (OSError, storage.Gone):
-        return None  # whoever reads it has the words for that
+        return None  # the reader reports this error
 
 
 @functools.lru_cache(maxsize=4)
@@ -80,7 +80,7 @@ def _open(path: str, stamps: tuple[int | str | None, ...], dtype: str) -> TokenF
 
 
 class Raw:
-    """Tokens end to end; one id stands between documents, before the first of them or behind the last."""
+    """Tokens end to end, with an id between documents, before the first of them or after the last."""
 
     def __init__(self, path: str, dtype: str):
         self.path = path
@@ -88,19 +88,19 @@ class Raw:
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """All of them."""
+        """All tokens, memory-mapped."""
         return _map(self.path, self.dtype, self.offset)
 
     def stretches(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """Of tokens."""
+        """Yield ranges of tokens."""
         step, total = max(1, size // self.dtype.itemsize), self.total
         for start in range(0, total, step):
             stop = min(start + step, total)
             yield start, stop, (stop - start) * self.dtype.itemsize
 
     def documents(self, start: int, stop: int, eod: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Those that begin in the stretch, the last one to its end."""
-        # What begins before is the business of the stretch before.
+        """Yield the documents that begin in a range, the last one to its end."""
+        # A document that begins earlier belongs to the range before.
         begin = start if start == 0 or self.tokens[start - 1] == eod else None
         longest = (start if begin is None else begin) + LONGEST
         for at in range(start, len(self.tokens), SCAN):
@@ -112,13 +112,13 @@ class Raw:
                     return
             if at + SCAN > longest:
                 raise UserError("--eod", f"{self.path} has no id {eod} in {LONGEST:,} tokens, so that its documents "
-                                "have no end", "name the token that ends them, and the tokenizer they were made with")
+                                "never end", "name the token that ends them, and the tokenizer they were made with")
         if begin is not None and begin < len(self.tokens):
             yield begin, self.tokens[begin:]
 
 
 def _head(path: str, dtype: str) -> tuple[np.dtype, int, int]:
-    """-> the type of tokens, where they begin, and how many there are."""
+    """Return the dtype of the tokens, where they begin, and how many there are."""
     size = storage.size(path)
     head = storage.read(path, 0, min(size, 4 * _HEADER))
     if head.startswith(b"\x93NUMPY"):
@@ -127,14 +127,14 @@ def _head(path: str, dtype: str) -> tuple[np.dtype, int, int]:
     if path.endswith(".bin") and magic in _HEADED:
         found, offset = np.dtype(_HEADED[magic]), len(head)
         if size != offset + total * found.itemsize:
-            raise UserError("--input", f"{path} has not the {total:,} tokens that its head says", "replace it")
+            raise UserError("--input", f"{path} does not have the {total:,} tokens that its header says", "replace it")
     elif not dtype:
-        raise UserError("--input", f"{path} has no header that says what its tokens are",
-                        f"name their type with --token_dtype ({', '.join(TYPES)}), or take the file out")
+        raise UserError("--input", f"{path} has no header with the type of its tokens",
+                        f"name their type with --token_dtype ({', '.join(TYPES)}), or remove the file from the input")
     else:
         found, offset = np.dtype(dtype).newbyteorder("<"), 0
         if size % found.itemsize:
-            raise UserError("--token_dtype", f"{path} has {size:,} bytes, which are no whole tokens of {dtype}",
+            raise UserError("--token_dtype", f"{path} has {size:,} bytes, not a whole number of {dtype} tokens",
                             "name another type")
     return found, offset, (size - offset) // found.itemsize
 
@@ -151,36 +151,36 @@ def _numpy_head(path: str, head: bytes, size: int) -> tuple[np.dtype, int, int]:
         if size < file.tell() + shape[0] * dtype.itemsize:
             raise ValueError(f"{size:,} bytes are too few for {shape[0]:,} tokens")
     except ValueError as error:
-        raise UserError("--input", f"{path} is no whole array ({error})", "replace it") from error
+        raise UserError("--input", f"{path} is not a complete array ({error})", "replace it") from error
     return dtype, file.tell(), shape[0]
 
 
 class Datatrove:
-    """A .ds of tokens and the .index beside it: where each document ends."""
+    """A .ds file of tokens, and the .index next to it with the end of each document."""
 
     def __init__(self, path: str):
         self.path, self.ends = path, _map(f"{path}.index", np.dtype("<u8"))
         if storage.exists(f"{path}.loss"):
-            raise UserError("--input", f"{path}.loss says which tokens are not to be learnt, and that is not read",
-                            "remove it to learn them all")
+            raise UserError("--input", f"{path}.loss is a loss mask, which is not supported",
+                            "remove it to train on all tokens")
         total, size = int(self.ends[-1]) if len(self.ends) else 0, storage.size(path)
         width = size // total if total else 2
-        if width not in (2, 4) or size != total * width:  # of nothing else does datatrove make files
+        if width not in (2, 4) or size != total * width:  # datatrove writes no other dtypes
             raise UserError("--input", f"{path} has {size:,} bytes and its index {total:,} tokens: they do not belong "
                             "together", "replace them")
         self.dtype = np.dtype(f"<u{width}")
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """All of them."""
+        """All tokens, memory-mapped."""
         return _map(self.path, self.dtype)
 
     def stretches(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """Of documents."""
+        """Yield ranges of documents."""
         return _numbered(np.concatenate([[0], self.ends.astype(np.int64) * self.dtype.itemsize]), size)
 
     def documents(self, start: int, stop: int, eod: int) -> Iterator[tuple[int, np.ndarray]]:
-        """By number."""
+        """Yield documents by number."""
         begin = int(self.ends[start - 1]) if start else 0
         for number, end in enumerate(self.ends[start:stop].tolist(), start):
             yield number, _without_end(self.tokens[begin:end], eod)
@@ -188,21 +188,21 @@ class Datatrove:
 
 
 class Megatron:
-    """An .idx: sizes and places of sequences in the .bin beside it, and which of them make a document."""
+    """An .idx file with sizes and places of sequences in the .bin next to it, grouped into documents."""
 
     def __init__(self, path: str):
         _, self.bin = files_of(path)
         head = storage.read(path, 0, min(storage.size(path), 34))
         known = len(head) == 34 and head.startswith(b"MMIDIDX\0\0") and head[17] in _MEGATRON_TYPES
         if not known:
-            raise UserError("--input", f"{path} is no index of Megatron's with integer tokens", "remove it")
+            raise UserError("--input", f"{path} is not a Megatron index with integer tokens", "remove it")
         _, code, sequences, documents = struct.unpack_from("<QBQQ", head, 9)
         raw = _map(path, np.dtype(np.uint8), 34)
         sizes, places, ends = 4 * sequences, 12 * sequences, 12 * sequences + 8 * documents
         if len(raw) < ends:
-            raise UserError("--input", f"{path} is shorter than its head says", "replace it")
+            raise UserError("--input", f"{path} is shorter than its header says", "replace it")
         self.sizes, self.places = raw[:sizes].view("<i4"), raw[sizes:places].view("<i8")
-        self.first = raw[places:ends].view("<i8")  # of each document; the last entry is the end
+        self.first = raw[places:ends].view("<i8")  # sequence of each document; the last entry is the end
         self.dtype = np.dtype(_MEGATRON_TYPES[code]).newbyteorder("<")
         there = _size(self.bin)
         if sequences and there < self.places[-1] + self.sizes[-1] * self.dtype.itemsize:
@@ -210,16 +210,16 @@ class Megatron:
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """Their bytes."""
+        """The bytes of all tokens, memory-mapped."""
         return _map(self.bin, np.dtype(np.uint8))
 
     def stretches(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """Of documents."""
+        """Yield ranges of documents."""
         ends = np.cumsum(self.sizes.astype(np.int64) * self.dtype.itemsize)
         return _numbered(np.concatenate([[0], ends])[self.first], size)
 
     def documents(self, start: int, stop: int, eod: int) -> Iterator[tuple[int, np.ndarray]]:
-        """By number."""
+        """Yield documents by number."""
         for number in range(start, stop):
             parts = [self._sequence(i) for i in range(self.first[number], self.first[number + 1])]
             ids = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.dtype), *parts])
@@ -231,7 +231,7 @@ class Megatron:
 
 
 def _numbered(before: np.ndarray, size: int) -> Iterator[tuple[int, int, int]]:
-    """Stretches of documents, from the bytes before each and in all."""
+    """Yield ranges of documents of about `size` bytes; `before[i]` is the bytes before document i."""
     start, total = 0, len(before) - 1
     while start < total:
         stop = int(np.searchsorted(before, before[start] + size, "right")) - 1
@@ -254,7 +254,7 @@ def _size(path: str) -> int:
 def _map(path: str, dtype: np.dtype, offset: int = 0) -> np.ndarray:
     try:
         local = storage.here(path)
-        if local.stat().st_size <= offset:  # what is empty cannot be mapped
+        if local.stat().st_size <= offset:  # an empty file cannot be mapped
             return np.zeros(0, dtype)
         return np.asarray(np.memmap(local, dtype, mode="r", offset=offset))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What is behind a .zst, read to its end: the library itself takes a file that is cut short for a whole one."""
+"""Read .zst files to their end; unlike the library, treat a truncated file as an error."""
 
 import io
 from collections.abc import Iterator
@@ -8,16 +8,16 @@ READ = 2**16  # compressed bytes that are read at a time
 
 
 def opened(file: BinaryIO, module: Any) -> BinaryIO:
-    """Its content; `module` is zstandard."""
+    """Return a reader of the file's content; `module` is zstandard."""
     return io.BufferedReader(_Frames(file, module))
 
 
 class _Frames(io.RawIOBase):
-    """All frames of a file, one after another; EOFError where it ends within one."""
+    """A raw stream over all frames of a file; it raises EOFError if the file ends within a frame."""
 
     def __init__(self, file: BinaryIO, module: Any):
         self._file, self._module = file, module
-        self._frame: Any = None  # that is not at its end
+        self._frame: Any = None  # the frame that is not finished
         self._left = memoryview(b"")
 
     def readable(self) -> bool:
@@ -44,5 +44,5 @@ class _Frames(io.RawIOBase):
             try:
                 yield self._frame.decompress(raw)
             except self._module.ZstdError as error:
-                raise OSError(f"it is no zstd: {error}") from error
+                raise OSError(f"it is not zstd: {error}") from error
             raw, self._frame = (self._frame.unused_data, None) if self._frame.eof else (b"", self._frame)

@@ -1,4 +1,4 @@
-"""The batches that a config asks for: what a run trains and is evaluated on, and what `inspect` shows."""
+"""Build the batches that a config describes, for training, evaluation and `inspect`."""
 
 import functools
 from typing import TYPE_CHECKING, Any
@@ -13,15 +13,15 @@ from jaxtrain.data.loading.loader import Batches
 from jaxtrain.data.loading.packing import FittedRows, PackedRows
 from jaxtrain.errors import UserError
 
-if TYPE_CHECKING:  # imported where a config asks for them
+if TYPE_CHECKING:  # imported only if a config needs them
     from jaxtrain.data.corpus.corruption import SparedRows
     from jaxtrain.data.loading.document_rows import DocumentRows
 
-MULTIPLE = 64  # that the lengths of chosen buckets are of, if rows are long: most meshes cut that evenly
+MULTIPLE = 64  # divides the lengths of automatic buckets if rows are long, so that most meshes split them evenly
 
 
 def train_batches(config: DataConfig, corpus: Corpus) -> BatchSource:
-    """By step: shuffled, reshuffled each epoch, without end unless the sources have one."""
+    """Return the training batches by step: reshuffled each epoch, and endless unless the sources are limited."""
     if config.packing == "bucket":
         from jaxtrain.data.loading.bucketing import BucketedBatches
 
@@ -44,7 +44,10 @@ def train_batches(config: DataConfig, corpus: Corpus) -> BatchSource:
 
 
 def eval_batches(config: DataConfig, corpus: Corpus) -> Batches | None:
-    """Every token of the evaluation split once, shuffled so that the first batches are a fair part; None: of none."""
+    """Return batches with every token of the eval split once, shuffled so that the first ones are a fair sample.
+
+    Returns None if the split has no tokens to predict.
+    """
     if corpus.eval.num_tokens <= corpus.eval.num_documents:
         return None
     return Batches(rows(config, corpus, "eval"), global_batch_size=config.global_batch_size, seed=0, repeat=False,
@@ -52,9 +55,9 @@ def eval_batches(config: DataConfig, corpus: Corpus) -> Batches | None:
 
 
 def rows(config: DataConfig, corpus: Corpus, split: str, seq_len: int = 0) -> "PackedRows | FittedRows | SparedRows":
-    """The split in rows of `seq_len` tokens (0: `data.seq_len`), as `data.packing` says.
+    """Return a split as rows of `seq_len` tokens (0: `data.seq_len`), packed as `data.packing` says.
 
-    Those that are corrupt are refused or empty, as `data.corrupt` says.
+    With `data.corrupt=skip_and_count`, corrupt rows are replaced by empty ones; otherwise they are an error.
     """
     seq_len = seq_len or config.seq_len
     packed = _packed(config, corpus, split, seq_len)
@@ -67,16 +70,19 @@ def rows(config: DataConfig, corpus: Corpus, split: str, seq_len: int = 0) -> "P
 
 def _packed(config: DataConfig, corpus: Corpus, split: str, seq_len: int) -> PackedRows | FittedRows:
     tokens: Any = getattr(corpus, split)
-    # What is in buckets is evaluated in packed rows: no document sees another there either.
+    # Evaluation of bucketed data uses packed rows: documents cannot attend to each other there either.
     if config.packing == "concat":
         return PackedRows(tokens, seq_len, pad_last=split == "eval")
     plan = cached_plan(tokens, seq_len, cache_root(config) / "plans", f"{corpus.manifest_hash} {split}")
     return FittedRows(tokens, plan, seq_len)
 
 
-@functools.lru_cache(maxsize=1)  # for the batches, and for what is said of them
+@functools.lru_cache(maxsize=1)  # used by the batches and by their summary
 def _bucketed(config: DataConfig, corpus: Corpus) -> "tuple[DocumentRows | SparedRows, tuple[int, ...]]":
-    """A document a row, at most `data.seq_len` long, and the buckets' lengths: those given, or eight that pad least."""
+    """Return rows of one document each, at most `data.seq_len` long, and the bucket lengths.
+
+    The lengths are `data.buckets`, or else the eight that need the least padding.
+    """
     from jaxtrain.data.loading.bucketing import choose
     from jaxtrain.data.loading.document_rows import DocumentRows
 
@@ -92,12 +98,12 @@ def _bucketed(config: DataConfig, corpus: Corpus) -> "tuple[DocumentRows | Spare
         return documents, tuple(dict.fromkeys(min(length, config.seq_len) for length in chosen))
     if documents.lengths.max() > max(config.buckets):
         raise UserError("data.buckets", f"the longest is {max(config.buckets)} and rows have up to "
-                        f"{documents.lengths.max()} tokens", "add data.seq_len to them")
+                        f"{documents.lengths.max()} tokens", "add a bucket of data.seq_len tokens")
     return documents, tuple(config.buckets)
 
 
 def packing(config: DataConfig, corpus: Corpus) -> str:
-    """How full the rows of the training split are and how many documents are cut, in words."""
+    """Summarise for the log how full the rows of the train split are and how many documents are cut."""
     if config.packing == "bucket":
         from jaxtrain.data.loading.bucketing import padding
 
@@ -117,6 +123,6 @@ def packing(config: DataConfig, corpus: Corpus) -> str:
 
 
 def epochs(batches: BatchSource, steps: int) -> str:
-    """How often each source is gone through in so many steps, in words."""
+    """Summarise for the log how many epochs over each source the given steps make."""
     return ", ".join(f"{count:.3g} epochs" + (f" of {name}" if name else "")
                      for name, count in batches.epochs(steps).items())

@@ -1,9 +1,9 @@
-"""Batches of rows of about one length: each a document or sequence of its own, padded to the length of its bucket.
+"""Length bucketing: batches of documents or sequences of similar length, each padded to the length of its bucket.
 
 Which rows a batch holds is a pure function of (lengths, options, step). In each epoch the rows of a bucket are
-permuted and cut to batches, and the batches of all buckets are permuted. What does not fill a batch of its bucket goes
-up to the next larger one, other rows in each epoch, so that every row comes exactly once an epoch; the last batch of
-the largest bucket is filled with rows of weight 0.
+permuted and cut into batches, and the batches of all buckets are permuted. Rows left over in a bucket move up to the
+next larger one (different rows in each epoch), so that every row comes exactly once an epoch; the last batch of the
+largest bucket is filled with rows of weight 0.
 """
 
 import functools
@@ -16,14 +16,14 @@ from jaxtrain.data.loading.document_rows import Unpacked
 from jaxtrain.data.loading.readahead import ReadAhead
 from jaxtrain.errors import UserError
 
-CANDIDATES = 1024  # lengths that may become a bucket's: more would cost time and gain a tenth of a percent
-# Up to so many entries a permutation is made whole, by NumPy's frozen generator: Grain's, which gives any entry alone,
-# takes 17 ms over their number for each (2 ms of ten, 4 us of 4096).
+CANDIDATES = 1024  # lengths considered for buckets; more would take longer for a tenth of a percent less padding
+# Up to this many entries a permutation is made at once, by NumPy's frozen generator. Grain's gives any entry alone
+# but takes 17 ms / count for each (2 ms if there are ten, 4 us if there are 4096).
 SMALL = 4096
 
 
 def choose(lengths: np.ndarray, count: int, multiple: int = 1) -> tuple[int, ...]:
-    """The `count` lengths, or fewer, all multiples of `multiple`, that pad least if each row takes the shortest it can.
+    """Choose at most `count` bucket lengths, multiples of `multiple`, that need the least padding for these rows.
 
     V: lengths that occur, in rising order.
     """
@@ -35,7 +35,7 @@ def choose(lengths: np.ndarray, count: int, multiple: int = 1) -> tuple[int, ...
         kept = np.unique(np.searchsorted(steps_V, np.linspace(0, steps_V[-1], CANDIDATES + 1)[1:]))
         values_V, ends_V = values_V[kept], ends_V[kept]
     before_V = np.concatenate([[0], ends_V[:-1]])
-    # places[i, j]: of rows i to j, in a bucket of length j
+    # places_VV[i, j]: the places that the rows of lengths i to j take in a bucket of length j
     places_VV = np.where(np.arange(len(values_V))[:, None] <= np.arange(len(values_V)),
                          (ends_V - before_V[:, None]) * values_V, np.iinfo(np.int64).max // 2)
     least_V, froms = places_VV[0], []
@@ -53,21 +53,21 @@ def choose(lengths: np.ndarray, count: int, multiple: int = 1) -> tuple[int, ...
 
 
 def padding(lengths: np.ndarray, buckets: Sequence[int]) -> float:
-    """The share of places that hold nothing, if all batches were full."""
+    """Return the share of padding if all batches are full."""
     places = np.asarray(buckets)[np.searchsorted(buckets, lengths)].sum()
     return float(1 - lengths.sum() / places)
 
 
 def equal_sizes(buckets: Sequence[int], places: int, multiple: int = 1) -> list[int]:
-    """Rows for a batch of each bucket such that all have about as many `places`; each a multiple of `multiple`."""
+    """Return a number of rows per bucket, multiples of `multiple`, so that all batches have about as many `places`."""
     return [max(1, places // (length * multiple)) * multiple for length in buckets]
 
 
 class BucketedBatches:
-    """`batches[step]`: the global batch at `step`, a dict of [size(step), ...] arrays, of rows of length(step).
+    """Bucketed batches by step: `batches[step]` is a dict of [size(step), ...] arrays of rows of length(step).
 
-    `global_batch_size` is one number of rows for all buckets, or one for each. With `repeat` epochs follow each other
-    without end, each of `batches_per_epoch`; without there is one. Buckets that no row belongs to fall away. Of
+    `global_batch_size` is one number of rows for all buckets, or one for each. With `repeat` epochs of
+    `batches_per_epoch` batches follow without end, otherwise there is only one. Buckets without rows are dropped. For
     `threads` see loader.Batches.
     """
 
@@ -80,7 +80,7 @@ class BucketedBatches:
         self._rows = rows
         self._lengths, self._sizes = [int(buckets[b]) for b in used], [int(given[b]) for b in used]
         self._members = [np.flatnonzero(bucket_of == b) for b in used]
-        there, full = [], []  # rows of each bucket, those from below included; its batches
+        there, full = [], []  # rows of each bucket, including those moved up; its number of batches
         for b, (members, size) in enumerate(zip(self._members, self._sizes, strict=True)):
             there.append(len(members) + (there[-1] - full[-1] * self._sizes[b - 1] if b else 0))
             full.append(there[b] // size)
@@ -98,26 +98,26 @@ class BucketedBatches:
         return self.rows(step, range(self.size(step)))
 
     def length(self, step: int) -> int:
-        """Of the rows at `step`."""
+        """Return the length of the rows at `step`."""
         return self._lengths[self._place(step)[0]]
 
     def size(self, step: int) -> int:
-        """How many rows the global batch at `step` has."""
+        """Return the number of rows in the global batch at `step`."""
         return self._sizes[self._place(step)[0]]
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """The (size, length) that batches may have, shortest first: each is compiled once."""
+        """The (size, length) that batches may have, shortest first; each is compiled once."""
         of_buckets = zip(self._sizes, self._lengths, self._full, strict=True)
         return [(size, length) for size, length, full in of_buckets if full]
 
     def shape(self, step: int) -> tuple[int, int]:
-        """Rows, and the length of a row, at this step."""
+        """Return the number of rows, and of tokens per row, at this step."""
         bucket = self._place(step)[0]
         return self._sizes[bucket], self._lengths[bucket]
 
     def tokens(self, step: int) -> int:
-        """Places in all batches before this step, padding included. Asked for step after step, it counts on."""
+        """Return the number of places in all batches before this step, with padding; fast if called step after step."""
         in_epoch = step % self.batches_per_epoch
         per_epoch = sum(size * length * full for size, length, full in
                         zip(self._sizes, self._lengths, self._full, strict=True))
@@ -130,19 +130,19 @@ class BucketedBatches:
         return counted
 
     def epochs(self, step: int) -> dict[str, float]:
-        """How often all rows were gone through before this step."""
+        """Return the number of epochs over all rows before this step."""
         return {"": step / self.batches_per_epoch}
 
     def origin(self, step: int, index: int) -> tuple[str, Unpacked, int | None]:
-        """-> the source of a row ("": the only one), its rows, and which of them it is; None: an empty row."""
+        """Return a row's source ("": the only one), that source's rows, and its number there; None: an empty row."""
         return "", self._rows, self.numbers(step, [index])[0]
 
     def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """What the batches of steps `start` to `stop` may have."""
+        """Return the shapes that the batches of steps `start` to `stop` may have."""
         return self.shapes if start < stop else []
 
     def rows(self, step: int, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Only these rows of the global batch at `step`: what one process reads of it."""
+        """Return only these rows of the global batch at `step`: those that one process needs."""
         return self._ahead.rows(step, indices) if self._ahead else self._read(step, indices)
 
     def _read(self, step: int, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
@@ -151,7 +151,7 @@ class BucketedBatches:
         return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
 
     def numbers(self, step: int, indices: Sequence[int] | np.ndarray) -> list[int | None]:
-        """Which rows of the data they are; None for one that only fills the batch."""
+        """Return the numbers of these rows in the data; None for a row that only fills up the batch."""
         bucket, batch, epoch = self._place(step)
         size = self._sizes[bucket]
         found = []
@@ -168,7 +168,7 @@ class BucketedBatches:
         return {name: np.zeros_like(column) for name, column in self._rows.row(first, length).items()}
 
     def _place(self, step: int) -> tuple[int, int, int]:
-        """-> bucket, batch within it, epoch."""
+        """Return the bucket, the batch within it, and the epoch of a step."""
         if step < 0 or (self.num_batches is not None and step >= self.num_batches):
             raise IndexError(f"batch {step} of {self.num_batches}")
         epoch = int(step) // self.batches_per_epoch
@@ -177,7 +177,7 @@ class BucketedBatches:
         return bucket, turn - self._ends[bucket] + self._full[bucket], epoch
 
     def _number(self, bucket: int, place: int, epoch: int) -> int:
-        """The row at a place of the bucket in this epoch, looked up below while it came from there."""
+        """Return the row at a place of a bucket in this epoch; rows that moved up are looked up in smaller buckets."""
         while True:
             at, own = self._order[bucket](epoch, place), self._members[bucket]
             if at < len(own):
@@ -187,7 +187,7 @@ class BucketedBatches:
 
 
 def _permutation(count: int, seed: int, which: int, shuffle: bool) -> Callable[[int, int], int]:
-    """(epoch, place) -> number below `count`: another permutation in each epoch, each entry in O(1)."""
+    """Return a function (epoch, place) -> number below `count`: a new permutation each epoch, each entry in O(1)."""
     if not shuffle:
         return lambda epoch, place: place
     first = int(np.random.SeedSequence([seed, which]).generate_state(1)[0])
@@ -196,7 +196,7 @@ def _permutation(count: int, seed: int, which: int, shuffle: bool) -> Callable[[
         def whole(epoch: int) -> list[int]:
             return np.random.RandomState((first + epoch) % 2**32).permutation(count).tolist()
         return lambda epoch, place: whole(epoch)[place]
-    from grain.experimental import index_shuffle  # a second's import, that only a run which reads data pays
+    from grain.experimental import index_shuffle  # imported here because it takes a second
 
     return lambda epoch, place: index_shuffle(place, max_index=count - 1, seed=(first + epoch) % 2**32, rounds=4)
 
@@ -207,10 +207,10 @@ def _check(lengths: np.ndarray, buckets: Sequence[int], sizes: Sequence[int], se
     if not len(lengths):
         raise UserError("data.source", "it has no rows", "give more data")
     if not 0 < len(buckets) <= 255 or any(np.diff(buckets) < 1) or buckets[0] < 1:
-        raise UserError("buckets", f"{list(buckets)} are no rising lengths", "give 1 to 255 of them, shortest first")
+        raise UserError("buckets", f"{list(buckets)} are not in rising order", "give 1 to 255 of them, shortest first")
     if len(sizes) != len(buckets) or min(sizes) < 1:
-        raise UserError("global_batch_size", f"{list(sizes)} are no numbers of rows for {len(buckets)} buckets",
-                        "give one number, or one for each bucket")
+        raise UserError("global_batch_size", f"{list(sizes)} do not fit {len(buckets)} buckets",
+                        "give one number of rows, or one for each bucket")
     if lengths.max() > buckets[-1]:
         raise UserError("buckets", f"the longest is {buckets[-1]} and a row has {lengths.max()}",
                         "add a bucket for it, or cut what is longer")

@@ -1,4 +1,4 @@
-"""Batches of a run with several sources or stages: still a pure function of the data, the config and the step."""
+"""Batches from several sources or stages, still a pure function of the data, the config and the step."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,32 +16,32 @@ from jaxtrain.errors import UserError
 
 @dataclass(frozen=True)
 class _Era:
-    """Stages in which each source goes through its units once and again."""
+    """A range of stages during which the order of each source's units stays the same."""
 
     mixture: Mixture
     orders: list[Order]
-    epochs: list[float]  # of each source, before this era
+    epochs: list[float]  # over each source, before this era
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A stage, and what comes before it."""
+    """A stage, and the position at which it begins."""
 
     stage: Stage
-    place: int  # of its era, at which it begins
-    tokens: int  # of all batches before it
+    place: int  # of the era, where the stage begins
+    tokens: int  # in all batches before the stage
     rows: list[Rows]
     per_unit: int  # rows in a unit
 
     def place_at(self, step: int) -> int:
-        """Units of the era that are begun before this step."""
+        """Return the number of units of the era that begin before this step."""
         return self.place + (step - self.stage.start) * self.stage.batch // self.per_unit
 
 
 class Curriculum:
-    """`batches[step]`, as of loader.Batches, for stages over sources.
+    """Batches by step, like loader.Batches, for stages over several sources.
 
-    `rows(name, seq_len)` gives the rows of a source; a unit is `unit / seq_len` of these, one behind the other.
+    `rows(name, seq_len)` returns the rows of a source; a unit is `unit / seq_len` consecutive rows.
     """
 
     def __init__(self, sources: Sequence[Source], stages: Sequence[Stage], rows: Callable[[str, int], Rows], seed: int,
@@ -71,28 +71,28 @@ class Curriculum:
             mixture = Mixture(self.names, weights, left, seed)
             self._eras.append(_Era(mixture, orders, epochs))
             if mixture.end < math.inf and place >= mixture.end:
-                break  # what comes behind has nothing to draw from
+                break  # later stages have nothing to draw from
             epochs = self._epochs(self._eras[-1], place)
         self.num_batches = self._count()
         self._ahead = ReadAhead(self._read, threads) if threads else None
 
     def shape(self, step: int) -> tuple[int, int]:
-        """Rows, and tokens of a row, at this step."""
+        """Return the number of rows, and of tokens per row, at this step."""
         stage = self._at(step).stage
         return stage.batch, stage.seq_len
 
     def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Those that the batches of steps `start` to `stop` have, each once."""
+        """Return the distinct shapes of the batches of steps `start` to `stop`."""
         begins = [part.stage.start for part in self._parts if start < part.stage.start < stop]
         return list(dict.fromkeys(self.shape(step) for step in [start, *begins] if step < stop))
 
     def tokens(self, step: int) -> int:
-        """Tokens in all batches before this step."""
+        """Return the number of tokens in all batches before this step."""
         part = self._at(step)
         return part.tokens + (step - part.stage.start) * part.stage.batch * part.stage.seq_len
 
     def epochs(self, step: int) -> dict[str, float]:
-        """How often each source was gone through before this step."""
+        """Return the number of epochs over each source before this step."""
         part = self._at(step)
         return dict(zip(self.names, self._epochs(self._eras[part.stage.era], part.place_at(step)), strict=True))
 
@@ -100,7 +100,7 @@ class Curriculum:
         return self.rows(step, range(self.shape(step)[0]))
 
     def rows(self, step: int, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Only these rows of the global batch at `step`."""
+        """Return only these rows of the global batch at `step`."""
         return self._ahead.rows(step, indices) if self._ahead else self._read(step, indices)
 
     def _read(self, step: int, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
@@ -122,7 +122,7 @@ class Curriculum:
             raise IndexError(f"row {index} of a batch of {part.stage.batch}")
 
     def locate(self, step: int, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """-> of each of these rows of the batch the number of its source, and which row of the source it is."""
+        """Return, for each of these rows of the batch, the index of its source and its number within that source."""
         self._check(step, indices)
         part, within = self._at(step), np.asarray(indices, np.int64)
         units, pieces = np.divmod(within, part.per_unit)
@@ -135,7 +135,7 @@ class Curriculum:
         return sources, numbers
 
     def origin(self, step: int, index: int) -> tuple[str, Rows, int | None]:
-        """-> the source of a row, its rows, and which of them it is."""
+        """Return the source of a row, the rows of that source, and its number there."""
         sources, numbers = self.locate(step, [index])
         return self.names[sources[0]], self._at(step).rows[sources[0]], int(numbers[0])
 
@@ -148,7 +148,7 @@ class Curriculum:
                 zip(era.epochs, drawn, era.orders, strict=True)]
 
     def _count(self) -> int | None:
-        """Batches until the limits of all sources are reached; None: no end."""
+        """Return the number of batches until all sources reach their limits; None: endless."""
         end = self._eras[-1].mixture.end
         if end == math.inf:
             return None
@@ -156,11 +156,11 @@ class Curriculum:
                      and part.place < end), None)
         count = part.stage.start + int(end - part.place) * part.per_unit // part.stage.batch if part else 0
         if not count:
-            raise UserError("data.mixture", "what its sources may give is less than one batch",
+            raise UserError("data.mixture", "its sources hold less than one batch within their limits",
                             "raise their weights or epochs")
         return count
 
 
 def _seed(seed: int, name: str) -> int:
-    """Of one source: it does not change when others come or go."""
+    """Return the seed of one source, which does not depend on the other sources."""
     return int(np.random.SeedSequence([seed, *name.encode()]).generate_state(1)[0])

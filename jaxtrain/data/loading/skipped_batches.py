@@ -1,6 +1,6 @@
-"""Batches that a run never trains on, since a rollback passed over them: the one thing beside step that says its data.
+"""The record of batches that a run skips after a rollback; with the step, it determines the data of a step.
 
-The batch at step n is the n-th that is not in the record. The record lies in the workdir, and with every checkpoint.
+The batch at step n is the n-th that is not in the record. The record is kept in the workdir and with every checkpoint.
 """
 
 import json
@@ -21,34 +21,34 @@ FILE = "skipped_batches.json"
 
 @dataclass(frozen=True)
 class SkippedBatches:
-    """The record. Steps are counted as the run trains, batches as the data has them, both from 0."""
+    """The record of skipped batches: steps count what the run trains, batches what the data holds, both from 0."""
 
     batches: tuple[int, ...] = ()  # in rising order
     rollbacks: int = 0
-    void_above: int | None = None  # checkpoints of more steps saw what is passed over, and are yet to be removed
+    void_above: int | None = None  # later checkpoints trained on skipped batches, and must be removed
 
     @classmethod
     def read(cls, workdir: str | Path) -> "SkippedBatches | None":
-        """That of a workdir, if it has one."""
+        """Return the record in a workdir, or None if it has none."""
         path = Path(workdir) / FILE
         try:
             return cls.of(json.loads(path.read_text()))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, AttributeError):
-            raise UserError("--workdir", f"{path} is no record of batches", "put it right or, if it never was one, "
+            raise UserError("--workdir", f"{path} is not a valid record of skipped batches", "correct it, or "
                             "delete it") from None
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "SkippedBatches":
-        """From plain JSON."""
+        """Return the record that plain JSON describes."""
         batches = record.get("batches", [])
         if not all(isinstance(batch, int) and batch >= 0 for batch in batches):
             raise ValueError("batches are whole numbers")
         return cls(tuple(sorted(set(batches))), int(record.get("rollbacks", 0)), record.get("void_above"))
 
     def write(self, workdir: str | Path) -> None:
-        """All of it or nothing, and on disk before anything is done because of it."""
+        """Write the record atomically and durably, before anything acts on it."""
         path = Path(workdir) / FILE
         temporary = path.with_name(FILE + ".tmp")
         with open(temporary, "w") as file:
@@ -58,11 +58,11 @@ class SkippedBatches:
         os.replace(temporary, path)
 
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return the part that is saved in a checkpoint."""
         return {"batches": list(self.batches), "rollbacks": self.rollbacks}
 
     def batch(self, step: int) -> int:
-        """The number of the batch that is trained on at `step`."""
+        """Return the number of the batch that is trained on at `step`."""
         for passed in self.batches:
             if passed > step:
                 break
@@ -70,28 +70,28 @@ class SkippedBatches:
         return step
 
     def reach(self, steps: int) -> int:
-        """How many batches the first `steps` steps went through, those passed over between them included."""
+        """Return how many batches the first `steps` steps went through, including those skipped between them."""
         return self.batch(steps - 1) + 1 if steps > 0 else 0
 
     def agrees(self, other: "SkippedBatches", steps: int) -> bool:
-        """Whether the first `steps` steps have the same batches by both."""
+        """Return whether the first `steps` steps have the same batches by both records."""
         reach = self.reach(steps)
         return reach == other.reach(steps) and all(
             (batch in other.batches) == (batch in self.batches) for batch in (*self.batches, *other.batches)
             if batch < reach)
 
     def after_rollback(self, first: int, last: int) -> "SkippedBatches":
-        """With the batches of these steps passed over too; only what was saved up to `first` may be restored."""
+        """Return the record with these steps' batches skipped too; only checkpoints up to `first` may be restored."""
         more = {self.batch(step) for step in range(first, last + 1)}
         return SkippedBatches(tuple(sorted({*self.batches, *more})), self.rollbacks + 1, first)
 
     def settled(self) -> "SkippedBatches":
-        """When the checkpoints that are void are gone."""
+        """Return the record after the void checkpoints were removed."""
         return replace(self, void_above=None)
 
 
 class Remaining:
-    """`batches[step]` of loader.Batches and its like, less those that are passed over."""
+    """A batch source like loader.Batches without the skipped batches."""
 
     def __init__(self, batches: BatchSource, passed: SkippedBatches):
         self._batches: Any = batches
@@ -104,32 +104,32 @@ class Remaining:
         return self._batches[self._passed.batch(step)]
 
     def rows(self, step: int, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Only these rows of the global batch at `step`."""
+        """Return only these rows of the global batch at `step`."""
         return self._batches.rows(self._passed.batch(step), indices)
 
     def shape(self, step: int) -> tuple[int, int]:
-        """Rows, and tokens of a row, at this step."""
+        """Return the number of rows, and of tokens per row, at this step."""
         return self._batches.shape(self._passed.batch(step))
 
     def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Those that the batches of steps `start` to `stop` may have, each once."""
+        """Return the distinct shapes that the batches of steps `start` to `stop` may have."""
         return self._batches.shapes_of(self._passed.batch(start), self._passed.reach(stop)) if start < stop else []
 
     def tokens(self, step: int) -> int:
-        """Tokens that were trained on before this step."""
+        """Return the number of tokens trained on before this step."""
         reach = self._passed.reach(step)
         gone = (self._batches.shape(batch) for batch in self._passed.batches if batch < reach)
         return self._batches.tokens(reach) - sum(map(math.prod, gone))
 
     def epochs(self, step: int) -> dict[str, float]:
-        """How often each source was gone through before this step."""
+        """Return the number of epochs over each source before this step."""
         return self._batches.epochs(self._passed.reach(step))
 
     def origin(self, step: int, index: int) -> Any:
-        """-> the source of a row, its rows, and which of them it is."""
+        """Return the source of a row, the rows of that source, and its number there."""
         return self._batches.origin(self._passed.batch(step), index)
 
 
 def remaining(batches: BatchSource, passed: SkippedBatches) -> BatchSource:
-    """The batches by step of a run with this record."""
+    """Return the batches of a run with this record."""
     return Remaining(batches, passed) if passed.batches else batches

@@ -1,4 +1,4 @@
-"""Who runs the tasks: this process, several on this machine, or an engine such as `on_ray.Ray`."""
+"""Run tasks in this process, in several processes of this machine, or by an engine such as `on_ray.Ray`."""
 
 import concurrent.futures
 import multiprocessing
@@ -12,12 +12,12 @@ from jaxtrain.data.prepare.tasks import Options, Task
 from jaxtrain.errors import UserError
 
 Calls = Sequence[tuple[Any, ...]]  # the arguments of each task
-Engine = Callable[[Callable[..., int], Calls], Iterator[int]]  # makes all calls, yields what they return, in any order
+Engine = Callable[[Callable[..., int], Calls], Iterator[int]]  # makes all calls and yields their results in any order
 
 
 def run(do: Callable[..., int], tasks: Sequence[Task], missing: Sequence[int], output: Path,
         options: Options, plan: str, workers: int | Engine) -> Iterator[int]:
-    """Do the missing tasks in so many processes, or through an engine; yields the number of each that is done."""
+    """Do the missing tasks in `workers` processes or through an engine; yield each one's number when it is done."""
     calls = [(number, tasks[number], output, options, plan) for number in missing]
     if callable(workers):
         yield from workers(do, calls)
@@ -29,14 +29,14 @@ def run(do: Callable[..., int], tasks: Sequence[Task], missing: Sequence[int], o
 
 
 def _in_processes(do: Callable[..., int], calls: Calls, workers: int) -> Iterator[int]:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are the parallelism
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the worker processes are the parallelism
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
         try:
             for future in concurrent.futures.as_completed([pool.submit(do, *call) for call in calls]):
                 yield future.result()
         except BrokenProcessPool as error:
-            raise UserError("--workers", "a worker was killed, most likely for want of memory",
+            raise UserError("--workers", "a worker was killed, most likely because memory ran out",
                             "run again with fewer, or smaller --task_bytes") from error
         finally:
             pool.shutdown(cancel_futures=True)

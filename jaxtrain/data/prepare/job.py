@@ -1,4 +1,4 @@
-"""A folder that tasks fill, from nothing to its manifest: the same for text and for anything else."""
+"""The output folder of a preparation, from empty to its manifest; shared by text, audio and events."""
 
 import os
 import shutil
@@ -19,25 +19,26 @@ from jaxtrain.errors import UserError
 
 try:
     import fcntl
-except ImportError:  # no Unix
+except ImportError:  # not a Unix system
     fcntl = None
 
 Say = Callable[[str], None]
 
 
 def folder(output: str | Path) -> Path:
-    """Where the corpus shall be; a URL is none, of which a path would swallow a slash."""
+    """Return the output folder; a URL is an error, since a Path would drop one of its slashes."""
     if storage.is_url(output):
-        raise UserError("--output", f"{output} is no folder of this machine",
-                        "prepare into a folder, then send it there with jaxtrain.data.publish")
+        raise UserError("--output", f"{output} is not a folder on this machine",
+                        "prepare into a folder, then copy it there with jaxtrain publish")
     return Path(output).expanduser()
 
 
 @contextmanager
 def begun(output: Path, plan: str, format: str, alone: bool = True) -> Iterator[bool]:
-    """Hold the folder, which must hold nothing else; whether there is anything left to do.
+    """Lock the output folder and follow the plan; yields whether there is anything left to do.
 
-    One process holds it `alone`, or several share it that follow the same plan. The kernel lets go of it at a kill.
+    The folder must hold nothing else. One process locks it `alone`, or several with the same plan share it. The kernel
+    releases the lock if a process is killed.
     """
     while not _complete(output, plan, format):
         if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
@@ -47,7 +48,7 @@ def begun(output: Path, plan: str, format: str, alone: bool = True) -> Iterator[
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, "a+")  # noqa: SIM115
         except FileNotFoundError:
-            continue  # somebody has just finished
+            continue  # another process has just finished
         except OSError as error:
             raise UserError("--output", f"{output} cannot be written ({error.strerror})", "name another folder"
                             ) from error
@@ -58,7 +59,7 @@ def begun(output: Path, plan: str, format: str, alone: bool = True) -> Iterator[
             _follow(file, output, plan, alone)
             yield True
             return
-    shutil.rmtree(output / UNFINISHED, ignore_errors=True)  # a kill came when all was done
+    shutil.rmtree(output / UNFINISHED, ignore_errors=True)  # left by a kill after the manifest was written
     yield False
 
 
@@ -71,20 +72,20 @@ def _complete(output: Path, plan: str, format: str) -> bool:
 
 
 def _lock(file: IO[str], output: Path, alone: bool) -> None:
-    """Where the system or the file system has no locks, it goes on without."""
+    """Lock the file, or continue without a lock where the system or the file system has none."""
     if fcntl is None:
         return
     try:
         fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise UserError("--output", f"somebody else is preparing {output}", "wait until they have ended, or name "
+        raise UserError("--output", f"another process is preparing {output}", "wait until it has ended, or name "
                         "another folder") from error
     except OSError:
         pass
 
 
 def _is_there(file: IO[str], path: Path) -> bool:
-    """Whether nobody deleted it since it was opened."""
+    """Return whether the opened file has not been deleted or replaced."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -92,7 +93,7 @@ def _is_there(file: IO[str], path: Path) -> bool:
 
 
 def _follow(file: IO[str], output: Path, plan: str, alone: bool) -> None:
-    """Write down the plan, or find it written: the first line counts, for several may write at once."""
+    """Write the plan, or check the one that is written; the first line counts, because several processes may write."""
     if _first_line(file) not in ("", plan) and len(os.listdir(output / UNFINISHED)) == 1:  # no task was ever done
         _lock(file, output, True)
         file.truncate(0)
@@ -112,19 +113,19 @@ def _first_line(file: IO[str]) -> str:
 
 def run(what: str, do: Callable[..., int], tasks: Sequence[Task], missing: Sequence[int], output: Path, options: Any,
         plan: str, workers: int | Engine, say: Say, ours: Sequence[int] | None = None) -> None:
-    """Do the missing tasks of ours (all, if it is not said which), and tell how it goes."""
+    """Do the missing tasks (of those in `ours`, or of all), and report the progress."""
     progress = Progress(what, tasks, range(len(tasks)) if ours is None else ours, missing, say)
     for number in engines.run(do, tasks, missing, output, options, plan, workers):
         progress.add(number)
 
 
 def missing(tasks: Sequence[Task], numbers: Sequence[int], output: Path, plan: str) -> list[int]:
-    """Those of the tasks that are not done."""
+    """Return the numbers of the tasks that are not done."""
     return [number for number in numbers if not read_ledger(output, number, tasks[number], plan)]
 
 
 def ledgers(tasks: Sequence[Task], output: Path, plan: str) -> list[dict[str, Any]]:
-    """Of all tasks, which are done."""
+    """Return the ledgers of all tasks; every task must be done."""
     found = [read_ledger(output, number, task, plan) for number, task in enumerate(tasks)]
     if None in found:
         raise UserError("--input", f"the input of task {found.index(None)} changed while it was read", "run again")
@@ -132,8 +133,8 @@ def ledgers(tasks: Sequence[Task], output: Path, plan: str) -> list[dict[str, An
 
 
 def complete(output: Path, manifest: dict[str, Any], code: dict[str, Any], **beside: Any) -> None:
-    """Write the manifest: with it the corpus is there. `code` and what else is `beside` do not identify the data."""
-    for partial in output.glob("*.partial"):  # of those who were killed
+    """Write the manifest, which completes the corpus; `code` and `beside` are stored but do not identify the data."""
+    for partial in output.glob("*.partial"):  # left by killed processes
         partial.unlink(missing_ok=True)
     atomic_files.sync(output)
     manifest = manifest | {"code": code, **beside, "sha256": atomic_files.digest(manifest)}
@@ -143,5 +144,5 @@ def complete(output: Path, manifest: dict[str, Any], code: dict[str, Any], **bes
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

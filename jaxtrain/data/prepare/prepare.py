@@ -3,8 +3,8 @@
     jaxtrain prepare --input jaxtrain docs --output=corpora/own --eval_fraction=0.1
     jaxtrain prepare --input=jaxtrain --dry_run --sample=50 --steps pii quality language=en
 
-The work is a list of tasks that follows from the input alone. A kill costs the tasks that were under way, the same
-command goes on, and the result is the same to the byte for any number of workers, and any engine.
+The input alone determines a list of tasks. A kill costs only the tasks under way: run the same command again to
+continue. The result is the same to the byte for any number of workers, and any engine.
 """
 
 import argparse
@@ -41,12 +41,12 @@ from jaxtrain.flags import command, parser_of
 
 def prepare(sources: Sequence[str], output: str | Path, options: Options, workers: int | Engine = 1,
             say: Callable[[str], None] = lambda line: None) -> Corpus:
-    """Make the corpus, or what of it is missing, and open it; in so many processes, or through an engine."""
+    """Make the corpus, or only its missing part, and open it; `workers` is a number of processes or an engine."""
     output = job.folder(output)
     tasks, plan, options = plan_tasks(sources, options)
     with _begun(output, options, plan) as anything_left:
         if anything_left:
-            if options.deduplicate:  # first, for what a task may keep depends on all others
+            if options.deduplicate:  # first, because what a task keeps depends on all others
                 find_duplicates(tasks, output, options, plan, workers, say)
             tokenize(tasks, range(len(tasks)), output, options, plan, workers, say)
             _finish(output, tasks, plan, options, loaded(options.tokenizer, options.eod, options.bos))
@@ -57,10 +57,10 @@ def prepare(sources: Sequence[str], output: str | Path, options: Options, worker
 
 def prepare_part(sources: Sequence[str], output: str | Path, options: Options, part: str = "", stage: str = "tokens",
                  workers: int | Engine = 1, say: Callable[[str], None] = lambda line: None) -> None:
-    """Part "K/N" of a stage: every N-th task from K on. `prepare` does what is missing, and the manifest.
+    """Do part "K/N" of a stage: every N-th task from K on; `prepare` then does what is missing, and the manifest.
 
-    Parts share nothing but the folder, so they may run at once, twice, or not at all. Stage "duplicates" comes first,
-    if there is one; without a part it puts together what its parts found.
+    Parts share only the folder, so they may run at once, twice, or not at all. Stage "duplicates" comes first, if
+    needed; without a part it combines what its parts found.
     """
     output = job.folder(output)
     number, parts = _numbers(part) if part else (0, 1)
@@ -74,27 +74,30 @@ def prepare_part(sources: Sequence[str], output: str | Path, options: Options, p
         try:
             if stage == "tokens":
                 if options.deduplicate and not all(verdicts_path(output, number).exists() for number in mine):
-                    raise UserError("--part", "it is not known yet which documents stay",
-                                    "run --stage=duplicates before")
+                    raise UserError("--part", "duplicates have not been searched yet",
+                                    "run --stage=duplicates first")
                 tokenize(tasks, mine, output, options, plan, workers, say)
             elif part:
                 sign_documents(tasks, mine, output, options, plan, workers, say)
             else:
                 find_duplicates(tasks, output, options, plan, workers, say)
         except FileNotFoundError:
-            if not (output / "manifest.json").exists():  # else, without locks, all was done while we were at it
+            if not (output / "manifest.json").exists():  # else, without locks, another process finished it all
                 raise
 
 
 def _numbers(part: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)/(\d+)", part)
     if not found or int(found[1]) >= int(found[2]):
-        raise UserError("--part", f"{part!r} is no part", "write 0/16 to 15/16")
+        raise UserError("--part", f"{part!r} is not a part", "write 0/16 to 15/16")
     return int(found[1]), int(found[2])
 
 
 def plan_tasks(sources: Sequence[str], options: Options) -> tuple[list[Task], str, Options]:
-    """The tasks, a hash of all that their tokens depend on, and options with nothing left open: `tokenize_shard`'s."""
+    """Return the tasks, a hash of all that their tokens depend on, and the options with every default resolved.
+
+    Tasks and options are those that `tokenize_shard` takes.
+    """
     loaded.cache_clear()  # its file may have changed since this process made another corpus
     tasks = inputs.find_tasks(sources, options.task_bytes, options.token_dtype)
     if options.token_dtype and not any(piece.kind.startswith("tokens") for task in tasks for piece in task):
@@ -105,14 +108,14 @@ def plan_tasks(sources: Sequence[str], options: Options) -> tuple[list[Task], st
 
 
 def resolved(options: Options, tasks: Sequence[Task]) -> Options:
-    """With the format that the first record has, if it was left open."""
+    """Return the options with "auto" replaced by the format of the first record."""
     if options.format != "auto":
         return options
     return replace(options, format=inputs.find_format(tasks, options.field))
 
 
 def begin(output: str | Path, options: Options, plan: str) -> bool:
-    """Make the folder, which must hold nothing else; whether there is anything left to do. It is not held."""
+    """Create the output folder, which must be empty; return whether there is anything left to do. It is not locked."""
     with _begun(job.folder(output), options, plan, alone=False) as anything_left:
         return anything_left
 
@@ -135,7 +138,7 @@ def tokenize(tasks: Sequence[Task], numbers: Sequence[int], output: Path, option
 
 
 def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
-    """All that the tokens depend on."""
+    """Return all that the tokens depend on."""
     chat = chat_of(options)
     return {"format": FORMAT, "tokenizer": tokenizer.fingerprint, "options": options.identity(),
             "chat": chat and chat.identity(),
@@ -144,19 +147,19 @@ def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options) -> dict
 
 def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
             tokenizer: Tokenizer) -> None:
-    """Put all ledgers together as the manifest: with it the corpus is there."""
+    """Combine all ledgers into the manifest, which completes the corpus."""
     chat = chat_of(options)
     done = job.ledgers(tasks, output, plan)
     for ledger in done:
         if ledger["tokenizer"] != tokenizer.fingerprint:
-            raise UserError("--tokenizer", f"{options.tokenizer} is another one on some machine, or was for a while",
+            raise UserError("--tokenizer", f"{options.tokenizer} differs between machines, or was changed meanwhile",
                             f"make it the same everywhere, delete {output} and run again")
     now = made_by(options, chat)
     changed = [flag for ledger in done for by in ledger["by"] for flag in by if by[flag] != now[flag]]
     if not changed and atomic_files.digest(_plan(tasks, tokenizer, options)) != plan:
-        changed = ["--chat_template" if chat else "--steps"]  # before the first task
+        changed = ["--chat_template" if chat else "--steps"]  # changed before the first task
     if changed:
-        raise UserError(changed[0], "what it names is another one on some machine, or was changed meanwhile",
+        raise UserError(changed[0], "its files differ between machines, or were changed meanwhile",
                         f"make it the same everywhere, delete {output} and run again")
     splits = {}
     for split in SPLITS:
@@ -182,12 +185,15 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
 
 
 def _stamps(tasks: Sequence[Task]) -> str:
-    """Changes when any of the input does, or is only touched."""
+    """Return a hash that changes if any input file is changed or touched."""
     return atomic_files.digest([inputs.stamps(task) for task in tasks])
 
 
 def _refuse_other_input(output: Path, tasks: Sequence[Task]) -> None:
-    """The plan knows names and sizes; where stamps are others too, the content decides."""
+    """Raise a UserError if the input's content has changed; it is hashed only if the files were touched.
+
+    The plan covers only names and sizes.
+    """
     manifest = read_manifest(output)
     if manifest.get("stamps") == _stamps(tasks):
         return
@@ -199,7 +205,7 @@ def _refuse_other_input(output: Path, tasks: Sequence[Task]) -> None:
 
 
 def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each step did, in order; the search for duplicates comes last."""
+    """Return what each step did, in order; the search for duplicates comes last."""
     steps = summed([ledger["steps"] for ledger in ledgers])
     if options.deduplicate:
         left_out = added(ledger["left_out"] for ledger in ledgers)
@@ -210,7 +216,7 @@ def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, An
 
 
 def _licences(options: Options, ledgers: list[dict[str, Any]]) -> dict[str, int]:
-    """Documents that stayed, by licence, as far as it was told."""
+    """Return the number of kept documents by licence, as far as it is known."""
     kept = sum(shard["documents"] for ledger in ledgers for shard in ledger["shards"].values())
     counted = added(ledger["licences"] for ledger in ledgers)
     return counted if options.licence_field else {options.licence_of: kept} if options.licence_of else {}
@@ -218,9 +224,9 @@ def _licences(options: Options, ledgers: list[dict[str, Any]]) -> dict[str, int]
 
 # ------------------------------------------------------------------------------------------------------ command line
 
-@command("stopped; the same command goes on")
+@command("stopped; run the same command to continue")
 def main(argv: list[str] | None) -> None:
-    """Exit status 0: the corpus, or the part, is complete; 2: the user's mistake, in one line."""
+    """Run the command; exit status 0: the corpus, or the part, is complete; 2: a user error, reported in one line."""
     flags = parse(argv)
     options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
                       flags.task_bytes, token_dtype=flags.token_dtype, bos="" if flags.bos == "none" else flags.bos,
@@ -255,9 +261,9 @@ def _engine(flags: argparse.Namespace) -> int | Engine:
 
 
 def _script(flags: argparse.Namespace, options: Options, argv: Sequence[str]) -> str:
-    """What to submit, or where it lies."""
+    """Return the script to submit, or write it to --script and return how to submit it."""
     job.folder(flags.output)
-    tasks, _, _ = plan_tasks(flags.input, options)  # so that mistakes are told here and now
+    tasks, _, _ = plan_tasks(flags.input, options)  # so that mistakes are reported now
     script = on_slurm.render(argv, min(flags.parts or 16, len(tasks)), flags.workers or 1, flags.deduplicate)
     if not flags.script:
         return script.rstrip()
@@ -270,74 +276,74 @@ def _script(flags: argparse.Namespace, options: Options, argv: Sequence[str]) ->
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The flags."""
+    """Return the parsed flags."""
     parser = parser_of("prepare", __doc__)
     parser.add_argument("--input", nargs="+", required=True, help="files or folders: text, .jsonl[.gz|.zst], .parquet")
-    parser.add_argument("--output", default="", help="the corpus; then give it to a run as --config.data.source")
+    parser.add_argument("--output", default="", help="the corpus; then pass it to a run as --config.data.source")
     parser.add_argument("--tokenizer", default=Options.tokenizer,
                         help="'bytes', the path of a tokenizer.json, .tiktoken[:SCHEME] or .model, or tiktoken:NAME")
     parser.add_argument("--eod", default="", help="the token that ends a document; found for well-known vocabularies")
-    parser.add_argument("--bos", default="none", help="the token that we put in front of each document, or none")
+    parser.add_argument("--bos", default="none", help="the token to put before each document, or none")
     parser.add_argument("--field", default=Options.field, help="which field of a JSON record or Parquet row is text")
     parser.add_argument("--token_dtype", default="", help="of files of tokens without a header: uint16, uint32, ...")
     parser.add_argument("--format", default=Options.format, help=f"of records: auto, {', '.join(FORMATS)}")
     parser.add_argument("--chat_template", default="", help=f"a jinja file, or {', '.join(BUILT_IN)}; default: the "
-                        "one beside the tokenizer")
-    parser.add_argument("--train_on", default=Options.train_on, help=f"turns that are learnt: {', '.join(TRAIN_ON)}")
+                        "tokenizer's own")
+    parser.add_argument("--train_on", default=Options.train_on, help=f"turns to train on: {', '.join(TRAIN_ON)}")
     parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction,
                         help=f"share of documents kept for evaluation; default: {Options.eval_fraction:g}")
     parser.add_argument("--steps", nargs="+", default=[], help=f"{', '.join(STEPS)}, module:function, datatrove:CLASS")
     parser.add_argument("--deduplicate", nargs="?", const="exact", default=False, choices=("exact", "near"),
-                        help="keep the first only of documents that are equal, or nearly")
+                        help="keep only the first of equal or nearly equal documents")
     parser.add_argument("--near_threshold", type=float, default=Near.threshold, help="Jaccard similarity of shingles")
-    parser.add_argument("--near_permutations", type=int, default=Near.permutations, help="of a signature")
-    parser.add_argument("--near_shingle", type=int, default=Near.shingle, help="words of a shingle")
-    parser.add_argument("--licence_of", default="", help="of the whole input (SPDX), or record:FIELD to count a field")
-    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="for the datasheet")
+    parser.add_argument("--near_permutations", type=int, default=Near.permutations, help="permutations per signature")
+    parser.add_argument("--near_shingle", type=int, default=Near.shingle, help="words per shingle")
+    parser.add_argument("--licence_of", default="", help="the input's licence (SPDX), or record:FIELD to count a field")
+    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more for the datasheet")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")
-    parser.add_argument("--dry_run", action="store_true", help="write nothing; say what would be left out or changed")
-    parser.add_argument("--sample", type=int, default=0, help="documents of a dry run, from all over; default: all")
+    parser.add_argument("--dry_run", action="store_true", help="only report what would be left out or changed")
+    parser.add_argument("--sample", type=int, default=0, help="number of documents in a dry run; default: all")
     parser.add_argument("--workers", type=int, default=0, help="tasks at a time; default: all cores")
     parser.add_argument("--engine", choices=["local", "ray", "slurm"], default="local",
-                        help="who does the tasks: processes here, a Ray cluster, or jobs of Slurm, in a script")
-    parser.add_argument("--ray_address", default="", help="host:port of a cluster, 'auto', or 'local': one for this")
-    parser.add_argument("--parts", type=int, default=0, help="jobs of Slurm at a time, of --workers each; default: 16")
-    parser.add_argument("--script", default="", help="where the script goes, instead of standard output")
+                        help="where tasks run: processes here, a Ray cluster, or Slurm jobs, by a script")
+    parser.add_argument("--ray_address", default="", help="host:port of a cluster, 'auto', or 'local' for a new one")
+    parser.add_argument("--parts", type=int, default=0, help="Slurm jobs at a time, of --workers each; default: 16")
+    parser.add_argument("--script", default="", help="write the script here instead of to standard output")
     parser.add_argument("--part", default="", help="K/N: only every N-th task from K on; run without it to finish")
     parser.add_argument("--stage", choices=["duplicates", "tokens"], default="tokens",
-                        help="of --part: what its tasks have in common, with --deduplicate, or their tokens")
-    parser.add_argument("--histogram", help="draw the lengths of documents into this PNG")
+                        help="with --part: search for duplicates (with --deduplicate), or tokenise")
+    parser.add_argument("--histogram", help="draw a histogram of document lengths in this PNG")
     flags = parser.parse_args(argv)
     for name in ("workers", "parts"):
         if getattr(flags, name) < 0:
-            raise UserError(f"--{name}", f"{getattr(flags, name)} is no number of them", "use 1 or more")
+            raise UserError(f"--{name}", f"{getattr(flags, name)} is not a positive number", "use 1 or more")
     for name, engine in (("ray_address", "ray"), ("parts", "slurm"), ("script", "slurm")):
         if getattr(flags, name) and flags.engine != engine:
-            raise UserError(f"--{name}", f"--engine={flags.engine} has none", f"add --engine={engine}, or leave it out")
+            raise UserError(f"--{name}", f"--engine={flags.engine} has no such flag", f"add --engine={engine}")
     if flags.engine == "slurm" and (flags.part or flags.stage != "tokens"):
         raise UserError("--engine", "the script itself deals out parts", "leave --part and --stage out")
     if flags.sample < 0 or (flags.sample and not flags.dry_run):
-        raise UserError("--sample", f"{flags.sample} is for nothing", "give a number of documents along with --dry_run")
+        raise UserError("--sample", f"{flags.sample} has no use here", "give a positive number with --dry_run")
     if not flags.output and not flags.dry_run:
-        raise UserError("--output", "it is missing", "name the folder that the corpus shall be, or give --dry_run")
+        raise UserError("--output", "it is missing", "name the folder for the corpus, or give --dry_run")
     return flags
 
 
 def summary(corpus: Corpus) -> str:
-    """Counts, and how long documents are."""
+    """Return the corpus's counts and its histogram of document lengths as text."""
     lines = [f"{corpus.path}: tokenizer {corpus.tokenizer.name}, {corpus.tokenizer.vocab_size:,} ids"]
     for split in SPLITS:
         tokens: Any = getattr(corpus, split)
         lines.append(f"{split:<6}{tokens.num_documents:>14,} documents {tokens.num_tokens:>18,} tokens "
                      f"{tokens.num_bytes:>18,} bytes")
     if not corpus.eval.num_documents:
-        lines.append("no document fell to evaluation, so runs will not evaluate: give a larger --eval_fraction")
+        lines.append("the eval split is empty, so runs will not evaluate: give a larger --eval_fraction")
     manifest = read_manifest(corpus.path)
     if manifest["chat"] and (tokens := corpus.train.num_tokens + corpus.eval.num_tokens):
         learnt = sum(shard.get("learnt", shard["tokens"]) for split in SPLITS
                      for shard in manifest["splits"][split]["shards"])
         lines.append(f"format {manifest['options']['format']}, chat template {manifest['chat']['name'] or 'none'}: "
-                     f"{learnt / tokens:.1%} of the tokens are learnt")
+                     f"{learnt / tokens:.1%} of the tokens are trained on")
     lines += [f"changed: {step['changed']:,} ({step['step']})" for step in manifest.get("steps", ()) if step["changed"]]
     lines += [f"left out: {count:,} ({reason})" for reason, count in manifest["left_out"].items()]
     return "\n".join([*lines, lengths.histogram(corpus)])

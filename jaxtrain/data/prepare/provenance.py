@@ -1,4 +1,4 @@
-"""What a corpus was made of, and by which code: the part of the manifest that a datasheet needs."""
+"""Record what a corpus was made of, and by which code: the part of the manifest that a datasheet needs."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,17 +11,20 @@ from jaxtrain.data.formats.inputs import Piece, readable
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.versions import git_commit, version_of
 
-# What --describe may tell: fields of Croissant, and those of its responsible-AI vocabulary; of some there are several.
+# Fields for --describe: those of Croissant and its responsible-AI vocabulary; LISTS may have several values.
 LISTS = ("keywords", "in_language", "data_collection_type", "data_biases", "data_limitations", "data_use_cases",
          "personal_sensitive_information", "data_annotation_protocol")
 FIELDS = ("name", "description", "url", "version", "cite_as", "date_published", "creator", "data_collection",
           "data_collection_raw_data", "data_social_impact", "data_release_maintenance_plan", *LISTS)
-_STRETCHES = ("text", "jsonl")  # all other pieces are no stretch of bytes
+_STRETCHES = ("text", "jsonl")  # other kinds of pieces are not stretches of bytes
 
 
 def digest(piece: Piece) -> str | dict[str, str] | None:
-    """The sha256 of the stored bytes: of the piece, or with the first piece of the file; None: that one has it. By name
-    where it was read together with another file."""
+    """Return the sha256 of the stored bytes of a piece.
+
+    For kinds other than stretches of bytes, it is that of the file, at its first piece (None: later pieces). It is a
+    dict by file name if the file is read together with another one.
+    """
     if piece.kind not in _STRETCHES:
         if piece.start:
             return None
@@ -42,25 +45,25 @@ def _file_digest(path: str) -> str:
 
 
 def described(words: Sequence[str]) -> dict[str, str]:
-    """What KEY=VALUE words say."""
+    """Parse KEY=VALUE words for the datasheet."""
     told: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise UserError("--describe", f"{word!r} is no KEY=VALUE", "write description='...' or the like")
+            raise UserError("--describe", f"{word!r} is not KEY=VALUE", "write description='...' or the like")
         if key not in FIELDS:
             raise UserError("--describe", f"a datasheet has no field {key!r}", nearest(key, FIELDS))
         if key == "date_published":
             try:
                 date.fromisoformat(value)
             except ValueError as error:
-                raise UserError("--describe", f"{word} is no date", "write it as 2026-01-31") from error
+                raise UserError("--describe", f"{word} is not a date", "write it as 2026-01-31") from error
         told[key] = value
     return told
 
 
 def code(more: Sequence[str] = ()) -> dict[str, Any]:
-    """The commit, where there is one, and the versions of what has a say in a corpus."""
+    """Return the git commit, if known, and the versions of the packages that affect a corpus."""
     packages = ("jaxtrain", "numpy", "tokenizers", "tiktoken", "sentencepiece", "jinja2", "datatrove", "py3langid",
                 "rensa")
     return {"git_commit": git_commit(), "versions": {name: version_of(name) for name in (*packages, *more)}}

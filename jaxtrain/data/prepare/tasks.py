@@ -1,6 +1,6 @@
-"""One task at a time: `tokenize_shard` makes the shards of a task and, last, their ledger, which says they are done.
+"""Tokenise one task at a time: `tokenize_shard` writes its shards and, last, a ledger that records that it is done.
 
-A task is a pure function of its arguments and the input's bytes; nothing else is shared, so that any engine can run it.
+A task is a pure function of its arguments and the input's bytes and shares nothing else, so any engine can run it.
 """
 
 import dataclasses
@@ -35,22 +35,22 @@ TOGETHER = 256  # documents that a tokenizer gets at a time
 
 @dataclass(frozen=True)
 class Options:
-    """What decides about the tokens, beside the input."""
+    """The options that determine the tokens, besides the input."""
 
     tokenizer: str = "bytes"
     eod: str = ""  # the token that ends a document; "": a well-known one
     field: str = "text"  # of JSON records and Parquet
-    eval_fraction: float = 0.005  # of the documents, chosen by their content
-    deduplicate: bool | str = False  # keep the first only of documents that are equal: "exact" (or True), or "near"
-    task_bytes: int = 2**26  # of input that make one shard
-    token_dtype: str = ""  # of files of tokens that do not say it
-    bos: str = ""  # the token that begins a document; "": none does
-    steps: tuple[str, ...] = ()  # that clean, in order; see steps.py
-    near: Near = dataclasses.field(default_factory=Near)  # what "near" means
-    licence_of: str = ""  # of the whole input (SPDX), or record:FIELD
+    eval_fraction: float = 0.005  # share of documents, chosen by their content
+    deduplicate: bool | str = False  # keep only the first of equal documents: "exact" (or True), or also "near"
+    task_bytes: int = 2**26  # of input per shard
+    token_dtype: str = ""  # for token files without a header
+    bos: str = ""  # the token that begins a document; "": none
+    steps: tuple[str, ...] = ()  # cleaning steps, in order; see cleaning_steps.py
+    near: Near = dataclasses.field(default_factory=Near)  # the settings of "near"
+    licence_of: str = ""  # the input's licence (SPDX), or record:FIELD
     describe: tuple[str, ...] = ()  # KEY=VALUE, for the datasheet
-    format: str = "auto"  # of records: conversations.FORMATS; auto: what the first one looks like
-    chat_template: str = ""  # a file, or a name of chat.BUILT_IN; "": what lies beside the tokenizer
+    format: str = "auto"  # of records: conversations.FORMATS; auto: that of the first one
+    chat_template: str = ""  # a file, or a name in templates.BUILT_IN; "": the tokenizer's own
     train_on: str = "assistant"  # turns of conversations: assistant, last (the last of these), or all (everything)
 
     def __post_init__(self):
@@ -60,9 +60,9 @@ class Options:
         if not 0 <= self.eval_fraction < 1:
             raise UserError("--eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.005")
         if self.task_bytes < 1:
-            raise UserError("--task_bytes", f"{self.task_bytes} is no size", "use 67108864 or so")
+            raise UserError("--task_bytes", f"{self.task_bytes} is too small", "use 67108864 or so")
         if self.token_dtype and self.token_dtype not in token_files.TYPES:
-            raise UserError("--token_dtype", f"{self.token_dtype!r} is no type of tokens",
+            raise UserError("--token_dtype", f"{self.token_dtype!r} is not a token type",
                             nearest(self.token_dtype, token_files.TYPES))
         if self.deduplicate is True:
             object.__setattr__(self, "deduplicate", "exact")
@@ -70,28 +70,28 @@ class Options:
             raise UserError("--deduplicate", f"{self.deduplicate!r} is not known", "use exact or near")
         if self.near != Near() and self.deduplicate != "near":
             name = next(key for key, value in asdict(self.near).items() if value != getattr(Near(), key))
-            raise UserError(f"--near_{name}", "it says how documents are nearly equal, and nobody asked for that",
+            raise UserError(f"--near_{name}", "it has no effect without --deduplicate=near",
                             "add --deduplicate=near, or leave it out")
         if self.format not in ("auto", *FORMATS):
             raise UserError("--format", f"there is no format {self.format!r}", nearest(self.format, FORMATS))
         if self.train_on not in TRAIN_ON:
-            raise UserError("--train_on", f"{self.train_on!r} is nobody", nearest(self.train_on, TRAIN_ON))
+            raise UserError("--train_on", f"{self.train_on!r} is not known", nearest(self.train_on, TRAIN_ON))
         if (self.format, self.train_on) == ("preference", "all"):
-            raise UserError("--train_on", "where prompts are learnt, too, nothing tells them from what was preferred",
+            raise UserError("--train_on", "it would also train on the prompts of preferences",
                             "use --train_on=assistant")
         for name in ("chat_template", "train_on"):
             if self.format == "text" and getattr(self, name) != getattr(Options, name):
                 raise UserError(f"--{name}", "it is for conversations, and the input is text", "leave it out, or say "
-                                "with --format what records are")
+                                "the format of records with --format")
         if self.format not in ("auto", "text") and self.steps:
             raise UserError("--steps", f"they read text, and --format={self.format} has conversations",
                             "clean them beforehand, or leave the steps out")
         if self.format not in ("auto", "text") and self.bos:
-            raise UserError("--bos", "the chat template says what begins a conversation", "leave it out")
+            raise UserError("--bos", "the chat template determines how a conversation begins", "leave it out")
         provenance.described(self.describe)
 
     def identity(self) -> dict[str, Any]:
-        """What is not told by the tasks, the tokenizer's fingerprint and the template's identity."""
+        """Return what the tasks, the tokenizer's fingerprint and the template's identity do not cover."""
         plain = {key: value for key, value in asdict(self).items() if key not in
                 ("tokenizer", "eod", "bos", "task_bytes", "token_dtype", "chat_template")
                  and (key != "train_on" or self.format != "text")}
@@ -100,26 +100,26 @@ class Options:
 
     @property
     def masked(self) -> bool:
-        """Whether part of the tokens is read only."""
+        """Whether some of the tokens are only context, without a loss."""
         return self.format != "text" and self.train_on != "all"
 
     @property
     def licence_field(self) -> str:
-        """Which field of a record tells its licence."""
+        """The field of a record that holds its licence, or an empty string."""
         return self.licence_of.removeprefix("record:") if self.licence_of.startswith("record:") else ""
 
 
 def tokenize_shard(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
-    """Make the shards of both splits, then their ledger. `plan` identifies all that the tokens depend on."""
+    """Write the shards of both splits, then their ledger; `plan` identifies all that the tokens depend on."""
     output = Path(output)
-    if (output / UNFINISHED / "plan").read_text().split("\n")[0] != plan:  # begun again since, or never
+    if (output / UNFINISHED / "plan").read_text().split("\n")[0] != plan:  # the folder was begun again, or never
         raise UserError("--output", f"another command began in {output}", "name another folder")
     tokenizer, chat = loaded(options.tokenizer, options.eod, options.bos), chat_of(options)
     writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod, options.masked)
                for split in SPLITS}
     before = stamps(task)
     offer, left_out, counts, by = _to_tokenize(number, task, output, options, plan, chat)
-    licences: dict[str, int] = {}  # of documents, so a preference counts twice
+    licences: dict[str, int] = {}  # counts documents, so a preference counts twice
     probes: list[dict[str, Any]] = []
     batch: list[tuple[Text, Origin]] = []
 
@@ -177,7 +177,10 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
 
 
 def _to_tokenize(number: int, task: Task, output: Path, options: Options, plan: str, chat: Chat | None):
-    """-> documents, what was left out so far, what each step did, and by what: at hand after a comparison."""
+    """Return documents, counts of those left out so far, counts of each step, and the digests of the files used.
+
+    After a search for duplicates with cleaning steps, the documents come from the store.
+    """
     by = [made_by(options, chat)]
     if options.deduplicate:
         if (note := cleaned_store.read_note(output, number, task, plan)) is None:
@@ -190,14 +193,14 @@ def _to_tokenize(number: int, task: Task, output: Path, options: Options, plan: 
 
 
 def made_by(options: Options, chat: Chat | None) -> dict[str, str]:
-    """What a worker sees of the files that options name, beside the tokenizer: by flag."""
+    """Return digests of the files that options name, as this worker sees them, by flag; without the tokenizer."""
     return {"--chat_template": atomic_files.digest(chat and chat.identity()),
             "--steps": atomic_files.digest([told(name) for name in options.steps])}
 
 
 def offered(task: Task, options: Options, left_out: dict[str, int], steps: Steps,
             chat: Chat | None) -> Iterator[tuple[Text | Ids, Origin]]:
-    """What a task has, and where each document comes from, before all steps; what cannot be used is counted."""
+    """Yield a task's documents with their origins, before all steps; unusable ones are counted in `left_out`."""
     tokenizer = loaded(options.tokenizer, options.eod, options.bos)
     dtype = dtype_of(tokenizer)
     beside = sorted({*steps.fields, *filter(None, [options.licence_field])})
@@ -218,7 +221,7 @@ def offered(task: Task, options: Options, left_out: dict[str, int], steps: Steps
 
 def documents(task: Task, options: Options, left_out: dict[str, int], steps: Steps,
               chat: Chat | None) -> Iterator[tuple[Text | Ids, Origin]]:
-    """What is there after all steps; what they leave out is counted."""
+    """Yield a task's documents after all steps; those left out are counted."""
     for found, origin in offered(task, options, left_out, steps, chat):
         clean = steps(found)
         if isinstance(clean, str):
@@ -232,14 +235,15 @@ def _count(counts: dict[str, int], what: str) -> None:
 
 
 def key_of(document: Text | Ids) -> bytes:
-    """Equal for equal documents."""
+    """Return a hash of a document's content."""
     return inputs.content_hash(document.content if isinstance(document, Text) else document.ids.data)
 
 
 def _checked(found: Ids, tokenizer: Tokenizer, dtype: np.dtype) -> Ids:
-    """A document that was tokenised elsewhere: of this vocabulary, and in one type, so that equal ones are equal.
+    """Check ids that were tokenised elsewhere against the vocabulary, and convert them to one dtype.
 
-    What begins it is taken away, for that is put there by us.
+    With one dtype equal documents have equal keys. A leading begin-of-document id is removed, because it is added
+    later.
     """
     ids = found.ids
     if len(ids) and (ids.max() >= tokenizer.vocab_size or (ids.dtype.kind == "i" and ids.min() < 0)):
@@ -252,13 +256,13 @@ def _checked(found: Ids, tokenizer: Tokenizer, dtype: np.dtype) -> Ids:
 
 
 def chat_key(content: bytes) -> bytes:
-    """Decides about the split: equal for equal prompts, where there are some."""
+    """Return the key that decides the split of an example: equal for equal prompts, if there is a prompt."""
     prompt = Example.from_bytes(content).prompt
     return inputs.content_hash(json.dumps(prompt).encode() if prompt else content)
 
 
 def chat_of(options: Options) -> Chat | None:
-    """What makes ids of conversations, if they are any."""
+    """Return the encoder of conversations, or None for text."""
     if options.format == "text":
         return None
     return Chat(loaded(options.tokenizer, options.eod, options.bos), options.chat_template, options.train_on)
@@ -266,12 +270,12 @@ def chat_of(options: Options) -> Chat | None:
 
 @functools.cache
 def loaded(name: str, eod: str, bos: str) -> Tokenizer:
-    """Once a process."""
+    """Load a tokenizer, once per process."""
     return load_tokenizer(name, eod, bos)
 
 
 def verdicts_path(output: Path, number: int) -> Path:
-    """Which of a task's documents are like an earlier one (1: equal, 2: nearly), and which stay (0)."""
+    """Return the path of a task's verdicts: 0 (kept), 1 (equal to an earlier one) or 2 (nearly equal) per document."""
     return output / UNFINISHED / f"{number:05}.verdicts.npy"
 
 
@@ -286,7 +290,7 @@ def _ledger_path(output: Path, number: int) -> Path:
 
 def write_ledger(output: Path, number: int, plan: str, before: list[Any], shards: dict[str, dict[str, Any]],
                  more: dict[str, Any]) -> None:
-    """Say that a task is done: what it made, and from what (`before` it was read: inputs.stamps)."""
+    """Record that a task is done: its shards, and the input's stamps `before` it was read."""
     for name, sha256 in [pair for shard in shards.values() for pair in shard["sha256"].items()]:
         trust(output / name, sha256)
     shards = {split: {"task": number} | shard for split, shard in shards.items()}
@@ -295,7 +299,7 @@ def write_ledger(output: Path, number: int, plan: str, before: list[Any], shards
 
 
 def read_ledger(output: Path, number: int, task: Task, plan: str) -> dict[str, Any] | None:
-    """The ledger of a task that is done and whose files and input are still what they were; else None."""
+    """Return the ledger of a task if it is done and its files and input have not changed since; else None."""
     try:
         ledger = json.loads(_ledger_path(output, number).read_bytes())
         now = plan, stamps(task), _verdicts_digest(output, number)

@@ -1,6 +1,6 @@
-"""Audio to sequences of log-mel frames, a hundred a second: the features that Whisper was trained on.
+"""Convert audio to sequences of log-mel frames, a hundred per second: the features that Whisper was trained on.
 
-A clip is a file. What is said in it may lie beside it (`a.wav`, `a.txt`), or be the name of its folder.
+A clip is a file. Its transcript may be next to it (`a.wav`, `a.txt`), or its folder's name may be its label.
 """
 
 import functools
@@ -28,7 +28,7 @@ BLOCK = 6_000  # frames transformed at a time, so that hours of audio need no mo
 
 
 def log_mel(samples: np.ndarray) -> np.ndarray:
-    """[n] samples at 16 kHz -> [n // 160, 80] float32: logarithms of mel bands, at most 8 decades below the loudest."""
+    """Convert [n] samples at 16 kHz to [n // 160, 80] float32 log-mel frames, clipped 8 decades below the loudest."""
     frames = len(samples) // HOP
     if not frames:
         return np.zeros((0, MELS), np.float32)
@@ -47,7 +47,10 @@ def _power(windows: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def mel_filters() -> np.ndarray:
-    """[201, 80]: triangles of equal area, evenly spaced on Slaney's scale: linear to 1 kHz, logarithmic above."""
+    """Return the [201, 80] filters: triangles of equal area, evenly spaced on Slaney's mel scale.
+
+    The scale is linear up to 1 kHz, and logarithmic above.
+    """
     mels = np.linspace(0, 15 + 27 * np.log(RATE / 2 / 1000) / np.log(6.4), MELS + 2)
     corners = np.where(mels < 15, mels * 200 / 3, 1000 * 6.4 ** ((mels - 15) / 27))
     low, centre, high = corners[:-2], corners[1:-1], corners[2:]
@@ -61,13 +64,13 @@ _tokenizer = functools.cache(load_tokenizer)
 
 @dataclass(frozen=True)
 class Audio:
-    """A source of sequences: `features`, and what was asked for as the target."""
+    """A source of sequences from audio clips: `features`, and the requested target."""
 
-    target: str = "none"  # text: `target` holds the ids of the .txt beside a clip; folder: `label`, the folder's number
+    target: str = "none"  # text: `target` holds the ids of a clip's .txt file; folder: `label`, the folder's number
     tokenizer: str = "bytes"
     eval_fraction: float = 0.005
     task_bytes: int = 2**26
-    labels: tuple[str, ...] = ()  # found by `ready`
+    labels: tuple[str, ...] = ()  # set by `ready`
 
     kind = "audio"
     packages = ("soundfile", "soxr", "tokenizers")
@@ -78,33 +81,33 @@ class Audio:
 
     @property
     def columns(self) -> dict[str, Column]:
-        """Half precision: steps of a thousandth, where features lie between -1.5 and 2."""
+        """The columns; float16 has steps of a thousandth in the range of features, -1.5 to 2."""
         target = {"none": {}, "text": {"target": Column("<i4", per="own")},
                   "folder": {"label": Column("<i4", per="sequence")}}
         return {"features": Column("<f2", (MELS,)), **target[self.target]}
 
     def identity(self) -> dict[str, Any]:
-        """What decides about the sequences, beside the input."""
+        """Return what determines the sequences, besides the input."""
         tokenizer = _tokenizer(self.tokenizer).fingerprint if self.target == "text" else None
         return {"target": self.target, "tokenizer": tokenizer, "eval_fraction": self.eval_fraction}
 
     def find_tasks(self, sources: Sequence[str]) -> list[Task]:
-        """Clips in order of name, each followed by its text."""
+        """Return tasks of clips in order of name, each followed by its transcript."""
         clips = inputs.find_pieces(sources, self.task_bytes, ends=CLIPS)
         if not clips:
-            raise UserError("--input", f"{', '.join(sources)} has no clips",
+            raise UserError("--input", f"{', '.join(sources)} has no audio clips",
                             f"name files or folders of {', '.join(CLIPS)}")
         return inputs.cut([(clip, _text(clip)) if self.target == "text" else (clip,) for clip in clips],
                           self.task_bytes)
 
     def ready(self, tasks: Sequence[Task], output: Path, workers: int, say: Any) -> tuple["Audio", list[Task]]:
-        """With the names of all folders."""
+        """Return the source with the names of all folders as labels, and the tasks."""
         labels = {_folder(piece) for task in tasks for piece in task} if self.target == "folder" else ()
         return replace(self, labels=tuple(sorted(labels))), list(tasks)
 
     def read(self, number: int, task: Task, output: Path, left_out: dict[str, int],
              ) -> Iterator[tuple[dict[str, Any], Origin]]:
-        """The sequences of a task."""
+        """Yield the sequences of a task, and where each comes from."""
         for i, piece in enumerate(task):
             if not piece.name.lower().endswith(CLIPS):
                 continue
@@ -121,38 +124,38 @@ class Audio:
             yield found, Origin(i, 0)
 
     def manifest(self) -> dict[str, Any]:
-        """What a reader needs to know."""
+        """Return the labels for the manifest, if there are any."""
         return {"labels": list(self.labels)} if self.target == "folder" else {}
 
 
 def _text(clip: Piece) -> Piece:
-    """What is said in it."""
+    """Return the transcript of a clip, as a piece."""
     path, name = (f"{whole.rpartition('.')[0]}.txt" for whole in (clip.path, clip.name))
     if not storage.exists(path):
-        raise UserError("--target", f"{clip.name} has no text beside it", f"write {name}, or use --target=none")
+        raise UserError("--target", f"{clip.name} has no transcript", f"write {name}, or use --target=none")
     size = storage.size(path)
     return Piece(name, path, "text", 0, size, size)
 
 
 def _folder(clip: Piece) -> str:
-    """What it is called."""
+    """Return the name of the folder that a clip is in."""
     if not (name := PurePosixPath(clip.name).parent.name):
-        raise UserError("--target", f"{clip.name} is in no folder of its --input",
-                        "give the folder that holds the folders named after labels")
+        raise UserError("--target", f"{clip.name} is not in a subfolder of its --input",
+                        "name the folder that contains the label folders")
     return name
 
 
 def _content(piece: Piece) -> bytes:
-    with inputs.readable(piece.path):  # not left out: it may be there the next time
+    with inputs.readable(piece.path):  # an error, since the file may be readable the next time
         return storage.read(piece.path)
 
 
 def _samples(piece: Piece) -> np.ndarray | str:
-    """At 16 kHz, channels averaged; or why not."""
+    """Return the samples of a clip at 16 kHz, averaged over channels, or the reason why it cannot be decoded."""
     soundfile = inputs.extra("soundfile", "audio", group="audio")
     try:
         samples, rate = soundfile.read(io.BytesIO(_content(piece)), dtype="float32", always_2d=True)
     except soundfile.LibsndfileError:
-        return "no audio that can be read"
+        return "not readable as audio"
     mono = samples.mean(1)
     return mono if rate == RATE else inputs.extra("soxr", "audio", group="audio").resample(mono, rate, RATE)

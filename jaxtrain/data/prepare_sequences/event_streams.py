@@ -1,7 +1,7 @@
-"""Tables of events (Parquet) to sequences: one a user, ordered by time.
+"""Convert tables of events (Parquet) to sequences: one per user, ordered by time.
 
-A user's events may be anywhere in the input. So rows are first spread over partitions by a hash of the user, task by
-task, each into a file of its own, while values of categories are counted; a partition is small enough to be sorted.
+A user's events may be anywhere in the input. So each task first spreads its rows over partitions by a hash of the user,
+in a file of its own, and counts the values of categories. Then each partition is small enough to be sorted.
 """
 
 import json
@@ -30,17 +30,19 @@ PARTITIONS = "partitions.json"
 
 @dataclass(frozen=True)
 class Events:
-    """A source of sequences: a column for each category and number, and how much time has `elapsed` since the event
-    before (in seconds where time is a date, else in its own unit)."""
+    """A source of sequences from event tables: a column for each category and number, and the `elapsed` time.
+
+    `elapsed` is the time since the previous event, in seconds if the time column holds dates, else in its own unit.
+    """
 
     user: str
     time: str
     categories: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
-    vocab_size: int = 65_536  # of a category: id 0 is what is missing or too rare, then from the commonest on
+    vocab_size: int = 65_536  # ids per category: 0 for missing or rare values, then from the most frequent on
     eval_fraction: float = 0.005
     task_bytes: int = 2**26
-    partitions: int = 0  # this and the rest: set by `ready`
+    partitions: int = 0  # this and the next are set by `ready`
     counts: tuple[tuple[tuple[str, int], ...], ...] = ()  # of each category's values
 
     kind = "events"
@@ -51,30 +53,30 @@ class Events:
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise UserError("--category", f"{twice[0]!r} would be two columns", "name each once, and none 'elapsed'")
         for name in (*self.categories, *self.numbers):
-            if "/" in name or name == "weights":  # they name files, and stand beside the weights of a row
+            if "/" in name or name == "weights":  # they name files, and `weights` is taken
                 raise UserError("--category", f"a column of a corpus cannot be called {name!r}", "rename it")
         if self.vocab_size < 2:
             raise UserError("--vocab_size", f"{self.vocab_size} leaves no id for any value", "use 2 or more")
 
     @property
     def columns(self) -> dict[str, Column]:
-        """All per step."""
+        """The columns, all with a value per step."""
         return ({name: Column("<i4") for name in self.categories} | {name: Column("<f4") for name in self.numbers}
                 | {ELAPSED: Column("<f4")})
 
     def identity(self) -> dict[str, Any]:
-        """What decides about the sequences, beside the input."""
+        """Return what determines the sequences, besides the input."""
         return {"user": self.user, "time": self.time, "categories": list(self.categories),
                 "numbers": list(self.numbers), "vocab_size": self.vocab_size, "eval_fraction": self.eval_fraction,
                 "task_bytes": self.task_bytes}
 
     def manifest(self) -> dict[str, Any]:
-        """The vocabularies: the value of id 1, of id 2, ..., and how often each is in the input."""
+        """Return the vocabularies for the manifest: the values of ids 1, 2, ..., and the count of each in the input."""
         return {"vocabularies": {name: {"values": [value for value, _ in counts], "counts": [n for _, n in counts]}
                                  for name, counts in zip(self.categories, self.counts, strict=True)}}
 
     def find_tasks(self, sources: Sequence[str]) -> list[Task]:
-        """Row groups; every file must have the columns, and time must be of one type."""
+        """Return tasks of row groups; every file must have the columns, and its time must be of the same type."""
         found = inputs.find_pieces(sources, self.task_bytes, ends=".parquet")
         groups = [piece for piece in found if piece.kind == "parquet"]
         if not groups:
@@ -88,17 +90,20 @@ class Events:
             types[_kind_of_time(schema.field(self.time).type, name)] = name
         if len(types) > 1:
             (one, a), (other, b) = list(types.items())[:2]
-            raise UserError("--time", f"{self.time!r} is {one} in {a} and {other} in {b}", "write both alike")
+            raise UserError("--time", f"{self.time!r} is {one} in {a} and {other} in {b}", "convert one of them")
         return inputs.cut([(group,) for group in groups], self.task_bytes)
 
     def ready(self, tasks: Sequence[Task], output: Path, workers: int, say: Any) -> tuple["Events", list[Task]]:
-        """Spread over partitions, with the vocabularies; what an earlier run spread is not read again."""
+        """Spread rows over partitions, and return the source with its vocabularies and a task per partition.
+
+        Rows that an earlier run spread are not read again.
+        """
         size = inputs.total_size(tasks)
         source: Any = replace(self, partitions=-(-size // self.task_bytes))
         spread = [source.spread_path(output, task) for task in tasks]
         missing = [number for number, path in enumerate(spread) if not path.exists()]
         job.run("spread", spread_task, tasks, missing, output, source, "", workers, say)
-        # The partitions' ledgers watch this file instead of the input: it changes when the input does.
+        # The partitions' ledgers track this file instead of the input: it changes when the input does.
         path, content = output / UNFINISHED / PARTITIONS, [[path.name, len(task)]
                                                            for path, task in zip(spread, tasks, strict=True)]
         if not path.exists() or json.loads(path.read_bytes()) != content:
@@ -113,13 +118,13 @@ class Events:
                         for part in range(source.partitions)]
 
     def spread_path(self, output: Path, task: Task) -> Path:
-        """Named after all that is in it."""
+        """Return the path of a task's spread rows; its name is a hash of all that they depend on."""
         content = [self.identity(), self.partitions, inputs.stamps(task)]
         return output / UNFINISHED / f"{atomic_files.digest(content)[:32]}.arrow"
 
     def read(self, number: int, task: Task, output: Path, left_out: dict[str, int],
              ) -> Iterator[tuple[dict[str, Any], Origin]]:
-        """The users of a partition, by name. Where one begins in the input: pieces are counted over all tasks."""
+        """Yield the users of a partition, ordered by name; in origins, pieces are counted over all tasks."""
         pa, _ = _arrow()
 
         parts, before = [], 0
@@ -155,7 +160,7 @@ class Events:
 
 
 def spread_task(number: int, task: Task, output: str | Path, source: Events, plan: str) -> int:
-    """Put a task's rows into a file, a record batch a partition, and beside it how often values of categories occur."""
+    """Write a task's rows into a file, one record batch per partition, and the counts of category values next to it."""
     pa, pc = _arrow()
 
     output, left_out = Path(output), dict[str, int]()
@@ -183,7 +188,7 @@ def spread_task(number: int, task: Task, output: str | Path, source: Events, pla
 
 
 def _rows(source: Events, piece: Piece, number: int, left_out: dict[str, int]) -> Any:
-    """The wanted columns of a row group, without rows that have no user or no time."""
+    """Return the required columns of a row group, without rows that lack user or time."""
     pa, pc = _arrow()
 
     wanted = [source.user, source.time, *source.categories, *source.numbers]
@@ -209,7 +214,7 @@ def _rows(source: Events, piece: Piece, number: int, left_out: dict[str, int]) -
 
 
 def _time(values: Any) -> Any:
-    """Integers, numbers, or dates in microseconds; what is not a number is missing."""
+    """Convert times to integers, floats, or dates in microseconds; NaN becomes null."""
     pa, pc = _arrow()
 
     if pa.types.is_temporal(values.type):

@@ -3,7 +3,7 @@
     jaxtrain prepare_sequences audio --input=FOLDER --output=FOLDER
     jaxtrain prepare_sequences events --input=FOLDER --output=FOLDER --user=COLUMN --time=COLUMN --category COLUMN
 
-It works as `jaxtrain prepare` does: tasks that follow from the input, a ledger for each, the manifest last.
+It works like `jaxtrain prepare`: the input determines tasks, each task has a ledger, and the manifest is written last.
 """
 
 import argparse
@@ -38,53 +38,53 @@ from jaxtrain.flags import Parser, command, parser_of
 
 
 class Source(Protocol):
-    """Where sequences come from: all that preparing them needs to know of a kind of data. It travels to the workers."""
+    """The protocol of sources of sequences, one per kind of data; it is pickled for worker processes."""
 
     @property
     def kind(self) -> str:
-        """Its name."""
+        """The name of this kind of data."""
         ...
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Whose versions the manifest keeps."""
+        """The packages whose versions the manifest records."""
         ...
 
     @property
     def eval_fraction(self) -> float:
-        """Of the sequences, chosen by their content."""
+        """The share of sequences for evaluation, chosen by their content."""
         ...
 
     @property
     def columns(self) -> dict[str, Column]:
-        """Of its sequences."""
+        """The columns of its sequences, by name."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """What decides about the sequences, beside the input."""
+        """Return what determines the sequences, besides the input."""
         ...
 
     def find_tasks(self, sources: Sequence[str]) -> list[Task]:
-        """From names and sizes alone."""
+        """Return the tasks, from names and sizes alone."""
         ...
 
     def ready(self, tasks: Sequence[Task], output: Path, workers: int, say: Any) -> tuple["Source", list[Task]]:
-        """With what must be known of all tasks before any can be done; and the tasks that are left to do then."""
+        """Return the source with what it must know of all tasks, and the tasks that are then left to do."""
         ...
 
     def read(self, number: int, task: Task, output: Path, left_out: dict[str, int],
              ) -> Iterator[tuple[dict[str, Any], Origin]]:
-        """The sequences of a task in order; what is left out is counted."""
+        """Yield the sequences of a task in order, and count in `left_out` what is left out."""
         ...
 
     def manifest(self) -> dict[str, Any]:
-        """What a reader of the corpus needs to know."""
+        """Return what a reader of the corpus needs to know, for the manifest."""
         ...
 
 
 def prepare_sequences(sources: Sequence[str], output: str | Path, source: Source, workers: int = 1,
                       say: Any = lambda line: None) -> SequenceCorpus:
-    """Make the corpus, or what of it is missing, and open it."""
+    """Make the corpus, or only its missing part, and open it."""
     if not 0 <= source.eval_fraction < 1:
         raise UserError("--eval_fraction", f"{source.eval_fraction} is not between 0 and 1", "try 0.005")
     output = job.folder(output)
@@ -116,7 +116,7 @@ def _prepare(tasks: list[Task], pieces: list[Any], plan: str, output: Path, sour
 
 
 def make_shard(number: int, task: Task, output: str | Path, source: Source, plan: str) -> int:
-    """Make the shards of both splits, then their ledger."""
+    """Write the shards of both splits, then their ledger."""
     output, columns, before = Path(output), source.columns, inputs.stamps(task)
     writers = {split: SequenceWriter(output / f"{split}-{number:05}", columns) for split in SPLITS}
     left_out: dict[str, int] = {}
@@ -132,9 +132,9 @@ def make_shard(number: int, task: Task, output: str | Path, source: Source, plan
 
 # ------------------------------------------------------------------------------------------------------ command line
 
-@command("stopped; the same command goes on")
+@command("stopped; run the same command to continue")
 def main(argv: list[str] | None) -> None:
-    """Exit status 0: the corpus is complete; 2: the user's mistake, in one line."""
+    """Run the command; exit status 0: the corpus is complete; 2: a user error, reported in one line."""
     flags = parse(argv)
     with Line(sys.stderr) as say:
         workers = flags.workers or job.cores()
@@ -143,7 +143,7 @@ def main(argv: list[str] | None) -> None:
 
 
 def source_of(flags: argparse.Namespace) -> Source:
-    """What the flags describe."""
+    """Return the source that the flags describe."""
     common = {"eval_fraction": flags.eval_fraction, "task_bytes": flags.task_bytes}
     if flags.kind == "audio":
         return Audio(flags.target, flags.tokenizer, **common)
@@ -151,7 +151,7 @@ def source_of(flags: argparse.Namespace) -> Source:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The flags."""
+    """Return the parsed flags."""
     parser = parser_of("prepare_sequences", __doc__)
     kinds = parser.add_subparsers(dest="kind", required=True, parser_class=Parser)
     audio = kinds.add_parser("audio", help="clips to log-mel frames", text="""\
@@ -159,18 +159,18 @@ Prepare audio clips as log-mel frames.
 
     jaxtrain prepare_sequences audio --input=FOLDER --output=FOLDER
 """)
-    audio.add_argument("--target", default=Audio.target, help=f"{', '.join(TARGETS)}: what belongs to a clip")
+    audio.add_argument("--target", default=Audio.target, help=f"{', '.join(TARGETS)}: the target of a clip")
     audio.add_argument("--tokenizer", default=Audio.tokenizer, help="of texts: 'bytes' or a tokenizer.json")
-    events = kinds.add_parser("events", help="tables of events to one sequence a user", text="""\
-Prepare tables of events as one sequence a user.
+    events = kinds.add_parser("events", help="tables of events to one sequence per user", text="""\
+Prepare tables of events as one sequence per user.
 
     jaxtrain prepare_sequences events --input=FOLDER --output=FOLDER --user=COLUMN --time=COLUMN --category COLUMN
 """)
-    events.add_argument("--user", required=True, help="the column that says whose event it is")
+    events.add_argument("--user", required=True, help="the column with the user of an event")
     events.add_argument("--time", required=True, help="the column that orders a user's events")
-    events.add_argument("--category", nargs="+", default=[], help="columns to number by how often values occur")
+    events.add_argument("--category", nargs="+", default=[], help="columns to number, the most frequent value first")
     events.add_argument("--number", nargs="+", default=[], help="columns to take as numbers")
-    events.add_argument("--vocab_size", type=int, default=Events.vocab_size, help="ids of a category, at most")
+    events.add_argument("--vocab_size", type=int, default=Events.vocab_size, help="most ids per category")
     for kind, default in ((audio, Audio), (events, Events)):
         kind.add_argument("--input", nargs="+", required=True, help="files or folders")
         kind.add_argument("--output", required=True, help="the corpus")
@@ -180,12 +180,12 @@ Prepare tables of events as one sequence a user.
         kind.add_argument("--workers", type=int, default=0, help="processes; default: all cores")
     flags = parser.parse_args(argv)
     if flags.workers < 0:
-        raise UserError("--workers", f"{flags.workers} is no number of processes", "use 1 or more")
+        raise UserError("--workers", f"{flags.workers} is negative", "use 1 or more")
     return flags
 
 
 def summary(corpus: SequenceCorpus) -> str:
-    """Counts, and what buckets would suit the lengths."""
+    """Return the corpus's counts, and bucket lengths that suit it, as text."""
     columns = ", ".join(f"{name} {column.dtype[1:]}{list(column.shape) or ''} per {column.per}".replace("per own", "")
                         for name, column in corpus.train.columns.items())
     lines = [f"{corpus.path}: {columns}"]

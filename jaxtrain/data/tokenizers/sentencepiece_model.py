@@ -1,7 +1,7 @@
-"""SentencePiece's models, as Llama 2, Gemma and T5 have them.
+"""Run SentencePiece models, such as those of Llama 2, Gemma and T5.
 
-A model says itself how it changes text before it cuts it: some drop line ends or put unknown characters on one id.
-Whatever it is, `decode` of `encode` is the text only where the model keeps it.
+A model may normalise text before it splits it: some drop line ends, or map unknown characters to one id. So `decode` of
+`encode` gives the same text only if the model preserves it.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from jaxtrain.errors import UserError
 
 
 class SentencePieceTokenizer(Vocabulary):
-    """A .model, run by the `sentencepiece` library."""
+    """A tokenizer from a .model file, run by the `sentencepiece` library."""
 
     file = "tokenizer.model"
 
@@ -24,35 +24,35 @@ class SentencePieceTokenizer(Vocabulary):
         processor = library("sentencepiece", path).SentencePieceProcessor
         try:
             if not self.content:
-                raise ValueError  # which the library takes for a model still to come
+                raise ValueError  # the library would accept an empty model
             self._model = model = processor(model_proto=self.content)
             self.vocab_size = model.vocab_size()
         except (RuntimeError, ValueError) as error:
-            raise UserError("data.tokenizer", f"{path} is no model of SentencePiece's", "name another file") from error
+            raise UserError("data.tokenizer", f"{path} is not a SentencePiece model", "name another file") from error
         own = [model.id_to_piece(model.eos_id())] if model.eos_id() >= 0 else ENDS
         self.settle(path, hashlib.sha256(self.content).hexdigest(), eod, bos, own)
         self._lengths = np.array([self._byte_length(id) for id in range(self.vocab_size)])
-        # Where a text begins so, `decode` takes away the space that the model puts there.
+        # `decode` removes the space that the model puts at the beginning of a text.
         self._begins = np.array([model.id_to_piece(id).startswith("▁") and model.decode([id])[:1] != " "
                                  for id in range(self.vocab_size)])
 
     def id_of(self, token: str) -> int | None:
-        """Of control tokens only: all others, user-defined ones too, may be made of text."""
+        """Return the id of a control token; all other tokens, even user-defined ones, can result from text."""
         id = self._model.piece_to_id(token)
         return id if self._model.id_to_piece(id) == token and self._model.is_control(id) else None
 
     def encode_many(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """All at once, on as many threads as there are."""
+        """Encode several documents at once, on all available threads."""
         decoded = [text.decode(errors="replace") for text in texts]
         found = self._model.encode(decoded, out_type=int, add_bos=False, add_eos=False, num_threads=threads())
         return [uint32(ids) for ids in found]
 
     def decode(self, ids: Iterable[int], specials: bool = False) -> str:
-        """Readable text; control tokens are left out."""
+        """Return readable text; control tokens are left out."""
         return self._model.decode([id for id in map(int, ids) if 0 <= id < self.vocab_size])
 
     def count_bytes(self, ids: np.ndarray) -> int:
-        """From a table."""
+        """Return the UTF-8 length of a document's text, from a table."""
         return int(self._lengths[ids].sum()) - bool(len(ids) and self._begins[ids[0]])
 
     def _byte_length(self, id: int) -> int:

@@ -1,6 +1,6 @@
-"""Files of ranks, as tiktoken and Llama 3 have them: a token in base64 and its rank on each line, and nothing more.
+"""Read rank files of tiktoken and Llama 3: on each line a token in base64 and its rank, and nothing else.
 
-How text is split before tokens are merged, and which special tokens follow the ranks, is known by the name of a scheme.
+How text is split before merging, and which special tokens follow the ranks, is defined by a named scheme.
 """
 
 import base64
@@ -20,7 +20,7 @@ from jaxtrain.errors import UserError, nearest
 
 @dataclass(frozen=True)
 class Scheme:
-    """How text is split, and where special tokens stand, counted from behind the last rank."""
+    """How text is split, and the ids of special tokens, counted from the last rank on."""
 
     pattern: str
     special: dict[str, int]
@@ -31,7 +31,7 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = Scheme(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", {"<|endoftext|>": 0})
 _LLAMA3 = rf"{_SHORT}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
-_GPT4 = _LLAMA3.replace(_SPACE, rf"\s+$|{_SPACE}")  # space that ends a text stays together, line ends or not
+_GPT4 = _LLAMA3.replace(_SPACE, rf"\s+$|{_SPACE}")  # space at a text's end stays together, line ends or not
 _GPT4O = (rf"{_WORD}[{_UPPER}]*[{_LOWER}]+{_SHORT}?|{_WORD}[{_UPPER}]+[{_LOWER}]*{_SHORT}?|\p{{N}}{{1,3}}|"
           rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}")
 SCHEMES = {
@@ -47,18 +47,18 @@ _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*")
 
 
 def are_ranks(content: bytes) -> bool:
-    """Whether a file begins as one of ranks does."""
+    """Return whether a file begins like a rank file."""
     return bool(_LINE.fullmatch(content[:1000].partition(b"\n")[0]))
 
 
 class TiktokenTokenizer(Vocabulary):
-    """Ranks, run by the `tiktoken` library."""
+    """A tokenizer from a rank file, run by the `tiktoken` library."""
 
     def __init__(self, path: Path, scheme: str = "", eod: str = "", bos: str = "", content: bytes | None = None):
         self.content = read_file(path) if content is None else content
         scheme = scheme or path.stem
         if scheme not in SCHEMES:
-            raise UserError("data.tokenizer", f"{path} does not say how text is split and {scheme!r} is no scheme",
+            raise UserError("data.tokenizer", f"{path} has no known scheme: {scheme!r}",
                             f"write {path}:SCHEME, {nearest(scheme, SCHEMES)}")
         ranks = _ranks(path, self.content)
         behind = 1 + max(ranks.values())
@@ -73,22 +73,22 @@ class TiktokenTokenizer(Vocabulary):
         self.settle(path, hashlib.sha256(b"\n".join(canonical)).hexdigest(), eod, bos)
 
     def id_of(self, token: str) -> int | None:
-        """Of special tokens only: all others may be made of text."""
+        """Return the id of a special token; all other tokens can result from text."""
         return self._special.get(token)
 
     def encode_many(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """On as many threads as there are, for the library lets go of Python's lock."""
+        """Encode several documents, on all available threads, since the library releases Python's lock."""
         if threads() == 1 or len(texts) < 2:
             return [self._encode(text) for text in texts]
         with ThreadPoolExecutor(threads()) as pool:
             return list(pool.map(self._encode, texts))
 
     def _encode(self, text: bytes) -> np.ndarray:
-        # Not encode_to_numpy: before 0.11 it made special tokens of text whatever it was told.
+        # Not encode_to_numpy: before 0.11 it always encoded special tokens in text.
         return uint32(self._encoding.encode_ordinary(text.decode(errors="replace")))
 
     def decode(self, ids: Iterable[int], specials: bool = False) -> str:
-        """Readable text; special tokens are left out, or spelt with `specials`."""
+        """Return readable text; special tokens are left out, or spelt out with `specials`."""
         spelt = set(self._special.values()) if specials else set()
         return self._encoding.decode([id for id in map(int, ids) if self._length(id) > 0 or id in spelt])
 
@@ -96,18 +96,18 @@ class TiktokenTokenizer(Vocabulary):
         return int(self._lengths[id]) if 0 <= id < self.vocab_size else 0
 
     def count_bytes(self, ids: np.ndarray) -> int:
-        """From a table."""
+        """Return the UTF-8 length of a document's text, from a table."""
         return int(self._lengths[ids].sum())
 
 
 def named(name: str, eod: str, bos: str) -> TiktokenTokenizer:
-    """One that tiktoken has in its cache, or fetches."""
+    """Return a tokenizer from tiktoken's cache, or download it."""
     if name not in SCHEMES or name == "llama3":
         raise UserError("data.tokenizer", f"there is no tiktoken:{name}", nearest(name, SCHEMES.keys() - {"llama3"}))
     get_encoding = library("tiktoken", f"tiktoken:{name}").get_encoding
     try:
         encoding = get_encoding(name)
-    except (OSError, ValueError) as error:  # what its client raises without a network is an OSError
+    except (OSError, ValueError) as error:  # without a network tiktoken's client raises an OSError
         raise UserError("data.tokenizer", f"tiktoken cannot fetch {name} ({type(error).__name__})",
                         f"name a file of ranks: PATH:{name}") from error
     ranks = sorted((rank, token) for token, rank in encoding._mergeable_ranks.items())
@@ -116,7 +116,7 @@ def named(name: str, eod: str, bos: str) -> TiktokenTokenizer:
 
 
 def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """In their order."""
+    """Parse a rank file into token -> rank, in order of rank."""
     ranks = {}
     for number, line in enumerate(content.splitlines(), 1):
         if not line:
@@ -125,10 +125,10 @@ def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[binascii.a2b_base64(token, strict_mode=True)] = int(rank)
         except ValueError as error:
-            raise UserError("data.tokenizer", f"{path}, line {number} is no token in base64 with its rank",
+            raise UserError("data.tokenizer", f"{path}, line {number} is not a base64 token with its rank",
                             "replace the file") from error
     bytes_ = sum(bytes([i]) in ranks for i in range(256))
     if bytes_ < 256 or len(set(ranks.values())) < len(ranks):
         raise UserError("data.tokenizer", f"{path} has {bytes_} of 256 bytes and {len(set(ranks.values()))} ranks for "
-                        f"{len(ranks)} tokens", "every byte and token has a rank of its own; replace the file")
+                        f"{len(ranks)} tokens", "every byte and token needs its own rank; replace the file")
     return dict(sorted(ranks.items(), key=lambda item: item[1]))

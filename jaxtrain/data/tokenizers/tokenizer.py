@@ -1,6 +1,6 @@
-"""Text to token ids and back: bytes, which need no file, Hugging Face's tokenizer.json, tiktoken and SentencePiece.
+"""Convert text to token ids and back: bytes (without a file), Hugging Face's tokenizer.json, tiktoken, SentencePiece.
 
-What begins and ends a document is added by us, never by a tokenizer: one that adds its own is told not to.
+The tokens that begin and end a document are added by the data pipeline, never by the tokenizer itself.
 """
 
 import hashlib
@@ -21,34 +21,34 @@ from jaxtrain.errors import UserError, nearest
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline asks of a tokenizer."""
+    """The protocol of tokenizers, as the data pipeline uses them."""
 
     name: str
     vocab_size: int
     eod: int  # the id that ends a document; never part of encoded text
-    bos: int | None  # the id that begins one, if any does; nor is that
+    bos: int | None  # the id that begins a document, if any; never part of encoded text
     specials: Mapping[str, int]  # tokens that stand for no text, as chat templates spell them
     fingerprint: str  # two tokenizers with the same fingerprint give the same ids
 
     def encode(self, text: bytes) -> np.ndarray:
-        """The ids of one document, without the end-of-document id."""
+        """Return the ids of one document, without the end-of-document id."""
         ...
 
     def encode_many(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Of several documents: faster than one by one."""
+        """Encode several documents, faster than one by one."""
         ...
 
     def decode(self, ids: Iterable[int], specials: bool = False) -> str:
-        """Readable text; ids that stand for no text are dropped, or spelt with `specials`."""
+        """Return readable text; ids that stand for no text are left out, or spelt out with `specials`."""
         ...
 
     def count_bytes(self, ids: np.ndarray) -> int:
-        """How long the text of a document is in UTF-8: known without making it, where the vocabulary allows."""
+        """Return the UTF-8 length of a document's text, without decoding it if the vocabulary allows."""
         ...
 
 
 class ByteTokenizer:
-    """Every byte is a token."""
+    """A tokenizer with one token per byte, and one that ends documents."""
 
     name = "bytes"
     vocab_size = 257
@@ -58,22 +58,22 @@ class ByteTokenizer:
     fingerprint = "bytes-1: ids 0..255 are the bytes, 256 ends a document"
 
     def encode(self, text: bytes) -> np.ndarray:
-        """The bytes, as uint16."""
+        """Return the bytes as uint16."""
         return np.frombuffer(text, np.uint8).astype(np.uint16)
 
     def encode_many(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """One by one."""
+        """Encode several documents, one by one."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int], specials: bool = False) -> str:
-        """Text from ids; broken UTF-8 (a sample cut inside a character) becomes U+FFFD."""
+        """Return the text of ids; broken UTF-8 (a sample cut inside a character) becomes U+FFFD."""
         ids = np.fromiter(ids, np.int64)
         if specials and (ends := np.flatnonzero(ids == self.eod)).size:
             return self.eod_token.join(self.decode(part[part != self.eod]) for part in np.split(ids, ends))
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode(errors="replace")
 
     def count_bytes(self, ids: np.ndarray) -> int:
-        """Of what is no end."""
+        """Return the number of bytes, which are all ids but the end."""
         return int(np.count_nonzero(ids < 256))
 
 
@@ -81,7 +81,7 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class JsonTokenizer(Vocabulary):
-    """A tokenizer.json, run by the `tokenizers` library."""
+    """A tokenizer from a tokenizer.json, run by the `tokenizers` library."""
 
     file = "tokenizer.json"
 
@@ -91,10 +91,10 @@ class JsonTokenizer(Vocabulary):
         tokenizers = library("tokenizers", path)
         try:
             self.raw = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # whatever the library's parser says
-            raise UserError("data.tokenizer", f"{self.path} is no tokenizer.json ({error})",
+        except Exception as error:  # the library's parser raises plain exceptions
+            raise UserError("data.tokenizer", f"{self.path} is not a tokenizer.json ({error})",
                             "name another file or 'bytes'") from error
-        # Not the file's bytes: the same tokenizer, written otherwise, gives the same ids.
+        # Not the file's bytes: the same tokenizer, formatted differently, gives the same ids.
         canonical = json.dumps(json.loads(content), sort_keys=True).encode()
         self.name, self.content = self.path.name, content
         added = json.loads(content).get("added_tokens", ())
@@ -106,11 +106,11 @@ class JsonTokenizer(Vocabulary):
         self.raw.no_padding()
 
     def id_of(self, token: str) -> int | None:
-        """Of any token."""
+        """Return the id of any token in the vocabulary."""
         return self.raw.token_to_id(token)
 
     def encode_many(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """All at once, on as many threads as the library takes."""
+        """Encode several documents at once, on the library's threads."""
         found = self._encode([text.decode(errors="replace") for text in texts])
         return [uint32(one.ids) for one in found]
 
@@ -119,22 +119,25 @@ class JsonTokenizer(Vocabulary):
         return self.raw.encode_batch_fast(texts, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], specials: bool = False) -> str:
-        """Readable text."""
+        """Return readable text; special tokens are left out, or spelt out with `specials`."""
         return self.raw.decode([int(id) for id in ids], skip_special_tokens=not specials)
 
     def count_bytes(self, ids: np.ndarray) -> int:
-        """From a table, for vocabularies of bytes and those made from SentencePiece's; of others the text is made."""
+        """Return the UTF-8 length of a document's text; from a table, or by decoding if the vocabulary has no table."""
         if self._lengths is None:
             return len(self.decode(ids).encode())
         return int(self._lengths[ids].sum()) - bool(len(ids) and self._begins[ids[0]])
 
     def _measure(self, decoder: dict[str, Any]) -> np.ndarray | None:
-        """The bytes of text that each id stands for, if it is the same wherever the id stands."""
+        """Return the bytes of text that each id stands for, or None if they depend on its place.
+
+        Byte-level vocabularies and those converted from SentencePiece have such a table.
+        """
         steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
-        by_byte = set(steps) == {"ByteLevel"}  # a character stands for a byte
+        by_byte = set(steps) == {"ByteLevel"}  # one character per byte
         if not by_byte and not set(steps) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
             return None
-        # Where a text begins so, `decode` takes away the space that the tokenizer puts there.
+        # `decode` removes the space that the tokenizer puts at the beginning of a text.
         drops = "Strip" in steps or steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
         lengths, self._begins = np.zeros(self.vocab_size, np.int64), np.zeros(self.vocab_size, bool)
         for token, id in self.raw.get_vocab(with_added_tokens=False).items():
@@ -148,17 +151,20 @@ class JsonTokenizer(Vocabulary):
 
 
 def begun(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of a document with what begins it in front, if the tokenizer has such a token."""
+    """Return the ids of a document preceded by the begin-of-document id, if the tokenizer has one."""
     return ids if tokenizer.bos is None else np.concatenate([np.array([tokenizer.bos], np.uint32), ids])
 
 
 def encode_documents(texts: Sequence[bytes], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """The ids of documents as they are written, but for the end. Whatever is checked is made here too."""
+    """Encode documents as they are stored, but without the end; probes are made by the same function."""
     return [begun(ids, tokenizer) for ids in tokenizer.encode_many(texts)]
 
 
 def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
-    """ "bytes", a file or its folder, or tiktoken:NAME; `eod` and `bos` name the tokens around a document."""
+    """Load a tokenizer: "bytes", a file or its folder, or tiktoken:NAME.
+
+    `eod` and `bos` name the tokens that end and begin a document.
+    """
     if name == "bytes":
         if eod or bos:
             raise UserError("--bos" if bos else "--eod", "bytes have no named tokens: 256 ends a document, nothing "

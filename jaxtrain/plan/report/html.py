@@ -1,4 +1,4 @@
-"""A plan as one page that needs nothing else: the ranking, where memory and time go, and other numbers of devices."""
+"""Write a plan as one self-contained page: the ranking, where memory and time go, and other numbers of devices."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -19,7 +19,7 @@ svg,tr{break-inside:avoid}h2{break-after:avoid}*{print-color-adjust:exact;-webki
 
 
 def write(found: Found, path: str | Path, title: str, top: int = 10, tokens: float = 1e12) -> None:
-    """The page, into a file."""
+    """Write the page to a file."""
     writable(path)
     text = page(found, title, top, tokens)
     try:
@@ -29,13 +29,13 @@ def write(found: Found, path: str | Path, title: str, top: int = 10, tokens: flo
 
 
 def writable(path: str | Path) -> None:
-    """Told before the work, not after it."""
+    """Raise a UserError if the page cannot be written, before the search rather than after it."""
     if Path(path).is_dir() or not Path(path).parent.is_dir():
-        raise UserError("--html", f"{path} cannot be written", "name a file in a directory there is")
+        raise UserError("--html", f"{path} cannot be written", "name a file in an existing folder")
 
 
 def page(found: Found, title: str, top: int = 10, tokens: float = 1e12) -> str:
-    """All layouts as tables; of the first `top`, bars."""
+    """Return the page with all layouts as tables, and bars for the first `top`."""
     target, data = found.target, found.config.data
     best, large = found.fitting[:top], found.too_large[:3 if found.fitting else top]
     name = escape(f"{title} on {found.devices} × {target.name}")
@@ -52,7 +52,7 @@ def page(found: Found, title: str, top: int = 10, tokens: float = 1e12) -> str:
                                   limits if target.usable < 1 else limits[1:])]
     if best:
         parts += ["<h2>Time of a step, by part</h2>",
-                  _words("Talk hidden behind computation costs nothing and is not drawn."),
+                  _words("Communication hidden behind computation costs nothing and is not drawn."),
                   bars([(f"{choice}", choice.estimate.time.parts) for choice in best], "ms", MS, []),
                   *_efficiency(found)]
     reasons: dict[str, list[str]] = {}
@@ -60,7 +60,7 @@ def page(found: Found, title: str, top: int = 10, tokens: float = 1e12) -> str:
         reasons.setdefault(why, []).append(shown(overrides))
     parts += ["<h2>Too large</h2>",
               _table(("layout", "why"), [(f"{choice}", found.why(choice)) for choice in found.too_large], 2),
-              "<h2>Not looked at closer</h2>",
+              "<h2>Not searched in detail</h2>",
               _table(("why", "layouts"), [(why, "; ".join(layouts)) for why, layouts in reasons.items()], 2)]
     return "\n".join(['<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
                       f"<title>{name}</title><style>{STYLE}</style></head><body>", *parts, "</body></html>\n"])
@@ -102,7 +102,7 @@ def _efficiency(found: Found) -> list[str]:
 
 
 def _table(head: Iterable[str], rows: Sequence[Iterable[str]], words: int) -> str:
-    """The first so many columns are words, the others numbers."""
+    """Return a table whose first `words` columns are text and the others numbers."""
     def line(cells: Iterable[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}{' class=text' if i < words else ''}>{escape(cell)}</{tag}>"
                                 for i, cell in enumerate(cells)) + "</tr>"

@@ -1,4 +1,4 @@
-"""The layouts that a search found, their ranking as text, and one layout explained part by part."""
+"""Show the layouts of a search: their ranking as text, and one layout explained part by part."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,14 +14,14 @@ WIDTHS = (3, 68, 7, 9, 12, 6, 8, 14)
 
 @dataclass(frozen=True)
 class Choice:
-    """One layout: the keys that make it, and what is predicted of it."""
+    """One layout: the keys that define it, and its estimate."""
 
     overrides: dict[str, Any]
     estimate: Estimate
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Of its keys those of the mesh."""
+        """Those of its keys that define the mesh."""
         return {key: value for key, value in self.overrides.items() if key.startswith("mesh.")}
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class Choice:
 
 @dataclass
 class Found:
-    """What a search has seen."""
+    """The result of a search."""
 
     config: Config
     target: Target
@@ -38,16 +38,16 @@ class Found:
     fitting: list[Choice] = field(default_factory=list)  # fastest first
     too_large: list[Choice] = field(default_factory=list)  # smallest first
     refused: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # layouts that were not traced, and why
-    least: tuple[int, str] | None = None  # how many such devices can hold what must be held, where these cannot
-    otherwise: Choice | None = None  # the best in another precision, which is for a person to choose: numbers change
+    least: tuple[int, str] | None = None  # how many devices could hold the state, if these cannot
+    otherwise: Choice | None = None  # the best in another precision; a person must choose it, because numbers change
 
     @property
     def best(self) -> Choice | None:
-        """The fastest that fits."""
+        """The fastest layout that fits, or None."""
         return self.fitting[0] if self.fitting else None
 
     def pareto(self) -> list[Choice]:
-        """Those that no other beats in time and memory both; with as many devices, time is cost."""
+        """Return the layouts that no other beats in both time and memory; for equal device counts, time is cost."""
         kept: list[Choice] = []
         for choice in self.fitting:  # each is slower than those before it, and stays if it is smaller
             if not kept or choice.estimate.bytes < kept[-1].estimate.bytes:
@@ -55,7 +55,7 @@ class Found:
         return kept
 
     def why(self, choice: Choice) -> str:
-        """By how much one is too large, by what most, and what would help."""
+        """Explain by how much a layout is too large, its largest part, and what would help."""
         guess = choice.estimate
         if guess.bytes <= guess.target.room:
             return f"{gigabytes(guess.host)} of {gigabytes(guess.target.host_room)} GB for each device in the hosts"
@@ -74,17 +74,17 @@ class Found:
         return table(self)
 
     def add(self, choice: Choice) -> None:
-        """Sort it in."""
+        """Add a layout to those that fit or those that are too large."""
         (self.fitting if choice.estimate.fits else self.too_large).append(choice)
 
     def sort(self) -> None:
-        """Into the order that is promised."""
+        """Sort the layouts: fitting ones by time, too large ones by memory."""
         self.fitting.sort(key=lambda choice: choice.estimate.seconds)
         self.too_large.sort(key=lambda choice: choice.estimate.bytes)
 
 
 def shown(overrides: dict[str, Any]) -> str:
-    """Keys of a layout, without those that change nothing."""
+    """Format the keys of a layout, without those that change nothing."""
     always = ("train.remat", "optimizer.offload")
     said = [f"{key.partition('.')[2]}={value}" for key, value in overrides.items()
             if value not in (0, 1) or key in always or (key, value) == ("optimizer.zero_stage", 1)]
@@ -92,7 +92,7 @@ def shown(overrides: dict[str, Any]) -> str:
 
 
 def table(found: Found, top: int = 10, tokens: float = 1e12) -> str:
-    """The ranking, what of it nobody beats in time and memory both, and what was too large and why."""
+    """Format the ranking, which layouts are best in time or memory, and which were too large and why."""
     if not found.fitting:
         lines = [f"nothing fits {found.devices} x {found.target.name}"]
         if found.least:
@@ -117,14 +117,14 @@ def table(found: Found, top: int = 10, tokens: float = 1e12) -> str:
         lines += ["", f"{_many(len(found.too_large), 'layout is', 'layouts are')} too large, such as"]
         lines += [f"  {choice}: {found.why(choice)}" for choice in found.too_large[:5]]
     if found.refused:
-        lines += ["", f"{_many(len(found.refused), 'mesh was', 'meshes were')} not looked at closer or cannot be, such"
+        lines += ["", f"{_many(len(found.refused), 'mesh was', 'meshes were')} not searched closely or cannot be, such"
                   " as"]
         lines += [f"  {shown(overrides)}: {why}" for overrides, why in found.refused[:5]]
     return "\n".join(lines)
 
 
 def keys(found: Found, choice: Choice) -> str:
-    """What a command line has to say for this layout, beside the config that was searched."""
+    """Return the flags for this layout, besides those of the config that was searched."""
     said, before = choice.estimate.config.to_dict(), found.config.to_dict()
     changed = {key: said[key.partition(".")[0]][key.partition(".")[2]] for key in choice.overrides}
     usual = {key: before[key.partition(".")[0]][key.partition(".")[2]] for key in choice.overrides}
@@ -133,18 +133,18 @@ def keys(found: Found, choice: Choice) -> str:
 
 
 def explained(e: Estimate) -> str:
-    """Where the memory and the time of one layout go, and what its devices say to each other over which links."""
+    """Explain the memory and time of one layout by part, and its communication by link."""
     sizes = {axis: size for axis, size in e.mesh.items() if size > 1}
     verdict = "" if e.fits else ", which does not fit"
     lines = [f"memory of a device: {gigabytes(e.bytes)} of {gigabytes(e.target.room)} GB for programs{verdict}"]
     lines += [f"  {name:<24}{gigabytes(size):>8} GB" for name, size in e.memory.most_common() if size > 0.002 * e.bytes]
     if e.host:
-        lines.append(f"  {'beside it, in the hosts':<24}{gigabytes(e.host):>8} GB")
+        lines.append(f"  {'in addition, in the hosts':<24}{gigabytes(e.host):>8} GB")
     lines.append(f"time of a step: {e.seconds:.4g} s, {e.tokens_per_second:,.0f} tokens/s" +
                  (f", MFU {_mfu(e)}" if _mfu(e) else ""))
     lines += [f"  {name:<40}{milliseconds(seconds):>10} ms" for name, seconds in e.time.parts.most_common()
               if seconds > 0.002 * e.seconds]
-    lines.append(f"  {'(beside computation, which costs nothing':<40}{milliseconds(e.time.hidden):>10} ms)")
+    lines.append(f"  {'(hidden behind computation, at no cost':<40}{milliseconds(e.time.hidden):>10} ms)")
     if e.talked:
         mesh = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
         lines.append(f"collectives of a step, results on one device, mesh {mesh}:")
@@ -159,12 +159,12 @@ def _many(number: int, one: str, more: str) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """With two digits or more, as parts of a tiny model's step are far below one."""
+    """Format milliseconds with at least two digits, since parts of a tiny model's step are far below one."""
     return f"{1e3 * seconds:.2f}" if seconds >= 1e-3 else f"{1e3 * seconds:.2g}"
 
 
 def _mfu(e: Estimate) -> str:
-    """Of an accelerator: nobody knows the peak of a CPU's core among others."""
+    """Format the MFU of an accelerator; empty for CPUs, whose peak is unknown."""
     return "" if e.target.platform == "cpu" else f"{e.mfu:.1%}"
 
 

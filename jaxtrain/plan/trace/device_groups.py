@@ -1,4 +1,4 @@
-"""Which devices a collective joins: the ways in which compiled programs write it, each turned into tuples of ids."""
+"""Parse which devices a collective joins, from all notations of compiled programs, into tuples of ids."""
 
 import math
 import re
@@ -14,7 +14,7 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)
 
 
 def device_groups(instruction: str, devices: int) -> Groups:
-    """Those of one instruction; of a permutation, each (source, target)."""
+    """Return the device groups of one instruction; of a permutation, each (source, target)."""
     if match := _PAIRS.search(instruction) or _LISTED.search(instruction):
         groups = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", match[1])]
         return tuple(groups) or (tuple(range(devices)),)
@@ -29,7 +29,7 @@ def device_groups(instruction: str, devices: int) -> Groups:
         names = list(axes)
         ids = np.moveaxis(ids, [names.index(axis) for axis in over], range(-len(over), 0))
         return _rows(ids.reshape(-1, math.prod(int(axes[axis]) for axis in over)))
-    raise AssertionError(f"its devices are written in a way that this parser does not know: {instruction}")
+    raise AssertionError(f"this parser does not know the notation of its devices: {instruction}")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

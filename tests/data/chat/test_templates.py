@@ -338,8 +338,8 @@ def test_text_needs_no_template(tmp_path):
 
 
 @pytest.mark.parametrize(("template", "words"), [
-    ("", "there is no chat template beside .*; name a file with --chat_template, or one of our own: plain, chatml"),
-    ("nowhere.jinja", "nowhere.jinja cannot be read"), ("{% if %}", r"asked.jinja is no template \(line 1")])
+    ("", ".* comes without a chat template; name a file with --chat_template, or one of our own: plain, chatml"),
+    ("nowhere.jinja", "nowhere.jinja cannot be read"), ("{% if %}", r"asked.jinja is not a template \(line 1")])
 def test_a_template_that_is_not_there_is_told(characters, template, words):
     with pytest.raises(UserError, match=words):
         one(chat(characters, template) if "%" in template else Chat(load_tokenizer(str(characters)), template), TALK)

@@ -274,7 +274,7 @@ def test_a_list_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch, at, ded
     if not at:
         begun = job.begun
         monkeypatch.setattr(job, "begun", lambda *rest: listed.write_text("two") and begun(*rest))
-    with pytest.raises(UserError, match=r"--steps: what it names is another one .* delete .* and run again"):
+    with pytest.raises(UserError, match=r"--steps: its files differ between machines.* delete .* and run again"):
         prepare([source], tmp_path / "out", options, say=edit)
 
 
@@ -310,13 +310,13 @@ def test_the_example_leaves_out_keys(tmp_path):
     (["--steps", "own_steps:cut", "--deduplicate"], r"own_steps:cut gave b'\xc3' as the content of a.jsonl, line 1"),
     (["--deduplicate=fuzzy"], "invalid choice: 'fuzzy'"),
     (["--deduplicate=near", "--near_threshold=2"], "--near_threshold: 2.0 is not between"),
-    (["--describe", "nonsense"], "--describe: 'nonsense' is no KEY=VALUE"),
+    (["--describe", "nonsense"], "--describe: 'nonsense' is not KEY=VALUE"),
     (["--describe", "desciption=x"], "has no field 'desciption'; did you mean 'description'?"),
-    (["--describe", "date_published=soon"], "date_published=soon is no date"),
-    (["--sample=3"], "--sample: 3 is for nothing"),
+    (["--describe", "date_published=soon"], "date_published=soon is not a date"),
+    (["--sample=3"], "--sample: 3 has no use here"),
     *(pytest.param(["--steps", f"datatrove:{call}"], words, marks=pytest.mark.slow) for call, words in (
         ("Nonsense", "datatrove has no filter or formatter 'Nonsense'"),
-        ("RegexFilter(1)", "datatrove:RegexFilter(1) is not understood"),
+        ("RegexFilter(1)", "datatrove:RegexFilter(1) cannot be parsed"),
         ("RegexFilter(pattern='x')", "RegexFilter(pattern='x') cannot be made (TypeError"))),
 ])
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, plugin, flags, words):
@@ -329,11 +329,11 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, plugin, flags, wor
 
 
 def test_tokens_cannot_be_cleaned():
-    with pytest.raises(UserError, match="x is tokens already"):
+    with pytest.raises(UserError, match="x is already tokenised"):
         Steps(["pii"])(Ids("x", np.arange(3)))
 
 
 @pytest.mark.slow
 def test_a_step_that_leaves_nothing_removes():
     assert Steps(["datatrove:SymbolLinesFormatter(symbols_to_remove=['|'])"])(Text("a", b"|")) == (
-        "datatrove:SymbolLinesFormatter(symbols_to_remove=['|']): nothing was left of it")
+        "datatrove:SymbolLinesFormatter(symbols_to_remove=['|']): empty after the step")

@@ -211,7 +211,7 @@ def test_what_is_no_corpus_is_said(bucket, tmp_path):
     for url in (f"{bucket}/none", "s3://no-such-bucket/x"):
         with pytest.raises(UserError) as caught:
             load_corpus(config(url, tmp_path))
-        assert f"data.source: {url} has no manifest.json, so it is no corpus" in one_sentence(caught)
+        assert f"data.source: {url} has no manifest.json, so it is not a corpus" in one_sentence(caught)
 
 
 @pytest.mark.slow

@@ -91,12 +91,12 @@ def flipped(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("records", "harm", "flags", "words"), [
-    ([b"x" * 9] * 9, lambda path: path.write_bytes(path.read_bytes()[:-100]), [], "is no whole ArrayRecord file"),
-    ([b"x" * 9] * 9, lambda path: path.write_bytes(b"text"), [], "is no whole ArrayRecord file"),
+    ([b"x" * 9] * 9, lambda path: path.write_bytes(path.read_bytes()[:-100]), [], "is not a complete ArrayRecord file"),
+    ([b"x" * 9] * 9, lambda path: path.write_bytes(b"text"), [], "is not a complete ArrayRecord file"),
     ([bytes([32 + i % 90]) * 99 for i in range(99)], flipped, [], "is corrupt"),
     ([FORMS["json"]("x"), b"{}"], None, [], "a.array_record, record 1 has no field 'text'"),
-    ([FORMS["json"]("x"), b"text"], None, [], "a.array_record, record 1 is no JSON object"),
-    ([example("x"), b"text"], None, [], "a.array_record, record 1 is no tf.train.Example, as the first record is"),
+    ([FORMS["json"]("x"), b"text"], None, [], "a.array_record, record 1 is not a JSON object"),
+    ([example("x"), b"text"], None, [], "a.array_record, record 1 is not a tf.train.Example, but the first record is"),
     ([example("x")], None, ["--field=txt"], "record 0 has no feature 'txt'; it has ids, score, text"),
     ([example("x")], None, ["--field=ids"], "record 0: 'ids' is not one string of bytes; name another feature"),
 ])

@@ -102,13 +102,13 @@ def test_tools_are_as_templates_want_them():
 
 
 @pytest.mark.parametrize(("form", "record", "words"), [
-    ("messages", {"messages": []}, "no messages"), ("messages", {"messages": None}, "no list of messages"),
+    ("messages", {"messages": []}, "no messages"), ("messages", {"messages": None}, "not a list of messages"),
     ("messages", {"messages": [ASKED | {"role": "bird"}]}, "role 'bird' is not known"),
     ("messages", {"messages": [ASKED | {"role": ["user"]}]}, r"role \['user'\] is not known"),
-    ("messages", {"messages": [SAID | {"tool_calls": 3}]}, "tool_calls that are no list"),
-    ("messages", {"messages": [SAID | {"tool_calls": "add(1, 2)"}]}, "tool_calls that are no list"),
-    ("messages", {"messages": [ASKED | {"content": [{"type": "image"}]}]}, "content that is no text"),
-    ("messages", {"messages": [ASKED | {"content": None}]}, "content that is no text"),
+    ("messages", {"messages": [SAID | {"tool_calls": 3}]}, "tool_calls that are not a list"),
+    ("messages", {"messages": [SAID | {"tool_calls": "add(1, 2)"}]}, "tool_calls that are not a list"),
+    ("messages", {"messages": [ASKED | {"content": [{"type": "image"}]}]}, "content that is not text"),
+    ("messages", {"messages": [ASKED | {"content": None}]}, "content that is not text"),
     ("preference", {"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
 ], ids=str)
 def test_a_record_that_cannot_be_used_says_why(form, record, words):
@@ -124,7 +124,7 @@ def test_what_a_record_is_shows_in_its_fields(fields, want):
 
 
 def test_a_record_that_may_be_read_in_two_ways_is_refused():
-    with pytest.raises(UserError, match="a may be read as text or as messages; name one with --format"):
+    with pytest.raises(UserError, match="a fits several formats: text, messages; name one with --format"):
         format_of({"text", "messages"}, "text", "a")
 
 
@@ -242,7 +242,7 @@ def test_a_template_that_changes_meanwhile_is_noticed(tmp_path):
         if line.startswith("tokens: 2 of"):
             template.write_text(template.read_text() + "!")
 
-    with pytest.raises(UserError, match="--chat_template: what it names is another one"):
+    with pytest.raises(UserError, match="--chat_template: its files differ between machines, or were changed"):
         prepare([str(source)], tmp_path / "out", Options(chat_template=str(template), task_bytes=300), say=edit)
 
 
@@ -252,7 +252,7 @@ def test_what_is_left_out_is_counted(tmp_path, capsys):
                  "--eval_fraction=0"]) == 0
     shown = capsys.readouterr().out
     assert "left out: 2 (no turn to learn)" in shown and "left out: 1 (no messages)" in shown
-    assert "format messages, chat template plain" in shown and "% of the tokens are learnt" in shown
+    assert "format messages, chat template plain" in shown and "% of the tokens are trained on" in shown
 
 
 def test_files_without_records_among_conversations_are_counted(tmp_path):
@@ -273,16 +273,16 @@ def test_a_corpus_of_nothing_has_a_summary(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("records", "flags", "words"), [
-    ([{"messages": [ASKED]}], [], "nothing of the train split would be learnt; left out: 1 (no turn to learn)"),
-    ([{"prompt": "", "completion": "a"}], [], "every token of the train split would be learnt"),
+    ([{"messages": [ASKED]}], [], "nothing of the train split would be trained on; left out: 1 (no turn to learn)"),
+    ([{"prompt": "", "completion": "a"}], [], "every token of the train split would be trained on"),
     ([{"messages": [ASKED, SAID]}, {"text": "x"}], [], "a.jsonl, line 2 has no field 'messages'"),
     ([{"messages": [ASKED, SAID], "text": "x"}], [], "name one with --format"),
     ([{"messages": [ASKED, SAID]}], ["--format=message"], "did you mean 'messages'"),
-    ([{"messages": [ASKED, SAID]}], ["--train_on=user"], "--train_on: 'user' is nobody"),
+    ([{"messages": [ASKED, SAID]}], ["--train_on=user"], "--train_on: 'user' is not known"),
     ([{"messages": [ASKED, SAID]}], ["--chat_template=none.jinja"], "none.jinja cannot be read"),
     ([{"chosen": "a", "rejected": "b"}], ["--format=preference", "--train_on=all"], "use --train_on=assistant"),
     ([{"messages": [ASKED, SAID]}], [f"--input={EXAMPLES.parent / 'embed_train_step.py'}", "--format=messages"],
-     "nothing of the train split would be learnt; left out: 1 (no records)"),
+     "nothing of the train split would be trained on; left out: 1 (no records)"),
 ], ids=str)
 def test_a_mistake_is_one_line(tmp_path, capsys, records, flags, words):
     source = write(tmp_path / "a.jsonl", records)

@@ -45,7 +45,7 @@ def test_parquet_without_text_is_told(tmp_path, source, capsys):
     pq.write_table(pa.table({"text": [b"\xff", b"x"]}), source / "a.parquet")
     assert left_out(prepare([str(source)], tmp_path / "made", Options(eval_fraction=0))) == {"not UTF-8 text": 1}
     pq.write_table(pa.table({"text": [None, 1]}), source / "a.parquet")
-    assert "a.parquet, row 1 of group 0: 'text' is no text; name another field" in refusal(capsys, tmp_path)
+    assert "a.parquet, row 1 of group 0: 'text' is not text; name another field" in refusal(capsys, tmp_path)
 
 
 @pytest.mark.parametrize("flags", [[], ["--part=0/2"], ["--engine=slurm"], ["audio"]])
@@ -54,7 +54,7 @@ def test_an_output_behind_a_url_is_refused(source, tmp_path, monkeypatch, capsys
     (source / "a.wav").write_bytes(b"text, too")
     program = prepare_sequences.main if flags == ["audio"] else main
     assert program([*flags, "--input=in", "--output=s3://bucket/x", "--workers=1"]) == 2
-    assert "s3://bucket/x is no folder of this machine; prepare into a folder, then" in capsys.readouterr().err
+    assert "s3://bucket/x is not a folder on this machine; prepare into a folder, then" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 

@@ -28,7 +28,7 @@ def test_no_document_is_lost_in_silence(tmp_path, capsys):
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(FRAME * 2)
     assert prepare([str(path)], tmp_path / "out", Options(eval_fraction=0)).train.num_documents == 40_000
-    for content, words in ((FRAME[: len(FRAME) // 2], "it ends within a frame"), (b'{"text": "x"}\n', "it is no zstd")):
+    for content, words in ((FRAME[: len(FRAME) // 2], "it ends within a frame"), (b'{"text": "x"}\n', "it is not ")):
         path.write_bytes(content)
         for form in ("auto", "text"):
             assert main([f"--input={path}", f"--output={tmp_path / 'no'}", "--workers=1", f"--format={form}"]) == 2

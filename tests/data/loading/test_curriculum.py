@@ -180,7 +180,7 @@ def test_the_order_in_which_sources_are_named_changes_nothing():
 @pytest.mark.parametrize("limit", [0.001, 0.01])
 def test_less_than_a_batch_is_refused_in_words(limit):
     data = corpora(random.Random(12), ["web"])
-    with pytest.raises(UserError, match=r"data.mixture: what its sources may give is less than one batch"):
+    with pytest.raises(UserError, match=r"data.mixture: its sources hold less than one batch within their limits"):
         train_batches(config(mixture={"web": {"source": "web", "epochs": limit}}), data)
 
 

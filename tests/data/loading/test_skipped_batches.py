@@ -66,5 +66,5 @@ def test_the_record_on_disk(tmp_path):
     assert SkippedBatches.of(record.to_dict()) == record.settled()
     for text in ("{", "[1]", '{"batches": ["x"]}', '{"batches": [-1]}', '{"batches": 3}'):
         (tmp_path / FILE).write_text(text)
-        with pytest.raises(UserError, match="is no record of batches"):
+        with pytest.raises(UserError, match="is not a valid record of skipped batches"):
             SkippedBatches.read(tmp_path)

@@ -60,7 +60,7 @@ def test_a_machine_with_another_tokenizer_is_found(tmp_path):
         there.setattr("jaxtrain.data.tokenizers.tokenizer.ByteTokenizer.fingerprint", "another")
         begin(tmp_path / "out", options, plan)
         tokenize_shard(2, tasks[2], tmp_path / "out", options, plan)
-    with pytest.raises(UserError, match="--tokenizer: bytes is another one on some machine"):
+    with pytest.raises(UserError, match="--tokenizer: bytes differs between machines"):
         prepare(source, tmp_path / "out", options)
 
 

@@ -41,7 +41,7 @@ def test_of_two_at_once_one_is_refused_and_the_other_ends(tmp_path):
 
     corpus = prepare(source, tmp_path / "out", Options(task_bytes=1), say=midway)
     assert [(one.returncode, one.stderr.splitlines()[-1]) for one in seen] == [
-        (2, f"--output: somebody else is preparing {tmp_path / 'out'}; wait until they have ended, or name another "
+        (2, f"--output: another process is preparing {tmp_path / 'out'}; wait until it has ended, or name another "
          "folder")] * 3
     assert corpus.train.num_documents + corpus.eval.num_documents == 6
     assert main([f"--input={source[0]}", "--task_bytes=1", f"--output={tmp_path / 'out'}", "--workers=1"]) == 0
@@ -56,7 +56,7 @@ def test_parts_share_a_folder_and_nobody_finishes_meanwhile(tmp_path):
 
     prepare_part(source, tmp_path / "out", Options(task_bytes=1), "0/2", say=midway)
     assert [one.returncode for one in seen] == [0, 2, 2]
-    assert "somebody else is preparing" in seen[1].stderr and "another command began" in seen[2].stderr
+    assert "another process is preparing" in seen[1].stderr and "another command began" in seen[2].stderr
 
 
 def test_another_command_goes_on_only_where_nothing_was_done(tmp_path):
@@ -88,5 +88,5 @@ def test_what_was_deleted_meanwhile_is_no_mistake(tmp_path):
 def test_sequences_are_held_too(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/0.wav").write_bytes(b"RIFF")
-    with job.begun(tmp_path / "out", "plan", prepare_sequences.FORMAT), pytest.raises(UserError, match="somebody"):
+    with job.begun(tmp_path / "out", "plan", prepare_sequences.FORMAT), pytest.raises(UserError, match="is preparing"):
         prepare_sequences.prepare_sequences([str(tmp_path / "in")], tmp_path / "out", Audio())

@@ -53,7 +53,7 @@ def chores(folder: str) -> None:
 
     with open("../a.jsonl", "a") as file:
         file.write("{")
-    with pytest.raises(UserError, match="is no JSON object") as mistake:
+    with pytest.raises(UserError, match="is not a JSON object") as mistake:
         prepare(["../a.jsonl"], "bad", Options(task_bytes=3000), Ray())
     assert str(mistake.value).count("\n") == 0
     with pytest.raises(ZeroDivisionError):  # a mistake of ours is told with its place
@@ -83,7 +83,7 @@ def test_the_command_line_and_mistakes_in_it(tmp_path, monkeypatch, capsys):
     flags = [f"--input={write(tmp_path / 'a.jsonl')}", f"--output={tmp_path / 'out'}", "--engine=ray"]
     assert main([*flags, "--ray_address=127.0.0.1:1"]) == 2
     error = capsys.readouterr().err
-    assert "--ray_address: there is no cluster" in error and error.count("\n") == 1
+    assert "--ray_address: no cluster was found" in error and error.count("\n") == 1
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(flags) == 2
     assert "jaxtrain[ray]" in capsys.readouterr().err

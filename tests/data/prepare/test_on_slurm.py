@@ -76,7 +76,7 @@ def test_parts_twice_at_once_and_one_never_give_the_bytes_of_one_run(tmp_path):
 def test_with_deduplication_parts_are_compared_before_they_become_tokens(tmp_path):
     script, stage = rendered(tmp_path, "--deduplicate"), "--stage=duplicates"
     early = job(script, part=0)
-    assert "not known yet which documents stay; run --stage=duplicates before" in early.communicate(timeout=60)[1]
+    assert "duplicates have not been searched yet; run --stage=duplicates first" in early.communicate(timeout=60)[1]
     assert early.returncode == 2
     end(job(script, stage, part=0), job(script, stage, part=2))
     keys = tmp_path / "out/unfinished"
@@ -140,9 +140,9 @@ def test_without_a_file_the_script_is_printed(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--part=3/3"], "--part: '3/3' is no part"), (["--part=x"], "--part: 'x' is no part"),
-    (["--stage=duplicates"], "--deduplicate only"), (["--parts=2"], "--parts: --engine=local has none"),
-    (["--engine=slurm", "--part=0/2"], "deals out parts"), (["--engine=slurm", "--parts=-1"], "--parts: -1 is no"),
+    (["--part=3/3"], "--part: '3/3' is not a part"), (["--part=x"], "--part: 'x' is not a part"),
+    (["--stage=duplicates"], "--deduplicate only"), (["--parts=2"], "--parts: --engine=local has no such flag"),
+    (["--engine=slurm", "--part=0/2"], "deals out parts"), (["--engine=slurm", "--parts=-1"], "--parts: -1 is not a"),
     (["--engine=slurm", "--script=/no/such/folder/a"], "cannot be written"),
     (["--engine=slurm", "--input=none"], "none does not exist")])
 def test_a_mistake_is_one_line(tmp_path, capsys, flags, words):
@@ -265,5 +265,5 @@ def test_a_mistake_in_the_input_is_told_by_the_last_job_of_a_real_slurm(tmp_path
     with open(tmp_path / "it's.jsonl", "a") as file:
         file.write("{")
     said = submitted(tmp_path, script)
-    assert "is no JSON object" in said and said.count("\n") == 1
+    assert "is not a JSON object" in said and said.count("\n") == 1
     assert not (tmp_path / "out/manifest.json").exists()

@@ -268,25 +268,25 @@ def test_a_tokenizer_that_changed_is_found(tmp_path, tokenizer, monkeypatch):
     other = json.loads((corpus.path / "tokenizer.json").read_text())
     other["model"]["merges"].pop()
     (corpus.path / "tokenizer.json").write_text(json.dumps(other))
-    with pytest.raises(UserError, match="has another tokenizer"):
+    with pytest.raises(UserError, match="has a different tokenizer"):
         open_corpus(corpus.path)
 
 
 @pytest.mark.parametrize(("name", "content", "flags", "words"), [
     ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', [], "a.jsonl, line 2 has no field 'text'"),
-    ("a.jsonl", b'{"text": "x"}\nnot json\n', [], "a.jsonl, line 2 is no JSON object"),
-    ("a.jsonl", b'{"text": 3}\n', [], "'text' is no text"),
+    ("a.jsonl", b'{"text": "x"}\nnot json\n', [], "a.jsonl, line 2 is not a JSON object"),
+    ("a.jsonl", b'{"text": 3}\n', [], "'text' is not text"),
     ("a.jsonl.gz", gzip.compress(b'{"text": "xxxxxxx"}\n' * 99)[:-9], [], "a.jsonl.gz cannot be read"),
     ("a.txt", b"x", ["--tokenizer=nonsense"], "there is no tokenizer 'nonsense'"),
     ("a.txt", b"x", ["--tokenizer=/no/tokenizer.json"], "/no/tokenizer.json cannot be read"),
-    ("a.txt", b"x", ["--tokenizer=a.txt"], "a.txt is no tokenizer.json"),
+    ("a.txt", b"x", ["--tokenizer=a.txt"], "a.txt is not a tokenizer.json"),
     ("a.txt", b"x", ["--eval_fraction=1"], "--eval_fraction: 1.0 is not between"),
     ("a.txt", b"x", ["--workers=-1"], "--workers: -1"),
     ("a.txt", b"x", ["--input=none"], "none does not exist"),
     ("a.txt", b"x", ["--output=a.txt"], "cannot be written"),
     ("a.txt", b"x", ["--output=."], "is not empty"),
-    ("a.txt", b"x", ["--near_threshold=0.7"], "--near_threshold: it says how documents are nearly equal"),
-    ("a.txt", b"x", ["--deduplicate", "--near_shingle=4"], "--near_shingle: it says how"),
+    ("a.txt", b"x", ["--near_threshold=0.7"], "--near_threshold: it has no effect without --deduplicate=near"),
+    ("a.txt", b"x", ["--deduplicate", "--near_shingle=4"], "--near_shingle: it has no effect"),
     ("a.txt", b"x", ["--train_on=last"], "--train_on: it is for conversations, and the input is text"),
     ("a.jsonl", b'{"text": "x"}', ["--format=text", "--chat_template=plain"], "--chat_template: it is for conv"),
     ("a.txt", b"x", ["--token_dtype=uint16"], "--token_dtype: the input has no files of tokens"),
@@ -319,5 +319,5 @@ def test_a_flag_given_twice_counts_twice(tmp_path, capsys):
 def test_a_corpus_that_was_not_copied_whole_is_no_text(tmp_path):
     corpus = prepare(str(write(tmp_path / "a.jsonl")), tmp_path / "out", Options())
     (corpus.path / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"has no manifest.json, so it is no corpus; copy the corpus whole"):
+    with pytest.raises(UserError, match=r"has no manifest.json, so it is not a corpus; copy the corpus whole"):
         load_corpus(DataConfig(source=str(corpus.path), cache_dir=str(tmp_path)))

@@ -111,7 +111,7 @@ def test_what_cannot_be_read_is_left_out_and_counted(tmp_path):
     (tmp_path / "in/broken.flac").write_bytes(b"fLaC, but no more")
     corpus = prepare_sequences([str(tmp_path / "in")], tmp_path / "out", Audio(eval_fraction=0))
     assert len(corpus.train) == 1
-    assert corpus.manifest["left_out"] == {"no audio that can be read": 1, "shorter than a frame": 1}
+    assert corpus.manifest["left_out"] == {"not readable as audio": 1, "shorter than a frame": 1}
 
 
 def test_what_is_not_there_for_now_is_not_left_out(tmp_path):
@@ -144,9 +144,9 @@ def test_equal_clips_are_in_one_split_whatever_is_said_of_them(tmp_path):
 
 
 @pytest.mark.parametrize(("files", "options", "reason"), [
-    ({"a.wav": None}, {"target": "text"}, "a.wav has no text beside it"),
-    ({"a.wav": "x"}, {"target": "folder"}, "in no folder"),
-    ({}, {}, "no clips"),
+    ({"a.wav": None}, {"target": "text"}, "a.wav has no transcript"),
+    ({"a.wav": "x"}, {"target": "folder"}, "not in a subfolder"),
+    ({}, {}, "no audio clips"),
     ({"a.wav": "x"}, {"target": "txt"}, "did you mean 'text'"),
     ({"a.wav": "x"}, {"eval_fraction": 1.0}, "not between 0 and 1")])
 def test_mistakes_are_told(tmp_path, files, options, reason):

@@ -79,4 +79,4 @@ def test_a_file_that_is_no_model_is_refused_in_a_line(tmp_path, capsys, content)
              {"input": "a.txt", "output": "out", "tokenizer": "a.model"}.items()]
     assert main(flags) == 2
     error = capsys.readouterr().err
-    assert "a.model is no model of SentencePiece's; name another file" in error and error.count("\n") == 1
+    assert "a.model is not a SentencePiece model; name another file" in error and error.count("\n") == 1

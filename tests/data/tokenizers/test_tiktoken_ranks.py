@@ -129,11 +129,11 @@ def test_without_a_network_a_name_is_refused_in_a_sentence(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("content", "scheme", "words"), [
-    (b"YQ== 0\n", "", "does not say how text is split and 'some' is no scheme; write .*some.tiktoken:SCHEME, known: "),
-    (b"YQ== 0\n", ":cl100k", "'cl100k' is no scheme; .*did you mean 'cl100k_base'"),
+    (b"YQ== 0\n", "", "has no known scheme: 'some'; write .*some.tiktoken:SCHEME, known: "),
+    (b"YQ== 0\n", ":cl100k", "no known scheme: 'cl100k'; .*did you mean 'cl100k_base'"),
     (b"YQ== 0\n", ":gpt2", "has 1 of 256 bytes"),
-    (b"YQ== 0\nnot a line\n", ":gpt2", "some.tiktoken, line 2 is no token in base64 with its rank"),
-    (b"YQ== 0\nYQ= 1\n", ":gpt2", "some.tiktoken, line 2 is no token in base64 with its rank"),
+    (b"YQ== 0\nnot a line\n", ":gpt2", "some.tiktoken, line 2 is not a base64 token with its rank"),
+    (b"YQ== 0\nYQ= 1\n", ":gpt2", "some.tiktoken, line 2 is not a base64 token with its rank"),
     (b"YQ== 0\nYg== 0\n", ":gpt2", "1 ranks for 2 tokens"),
 ])
 def test_a_bad_file_is_refused(tmp_path, content, scheme, words):

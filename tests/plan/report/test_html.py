@@ -158,4 +158,4 @@ def test_command(tmp_path, capsys):
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert texts(page, "h1") == ["configs/llama3_8b.py:tiny on 1 × h100"]
     assert main([*words, "--explain"]) == 2
-    assert "--explain looks at one layout only" in capsys.readouterr().err
+    assert "--explain covers only one layout" in capsys.readouterr().err
