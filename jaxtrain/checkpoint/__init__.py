@@ -1,4 +1,4 @@
-"""Whole checkpoints or none: saved in the background, restored on any mesh."""
+"""Save and restore checkpoints: written atomically in the background, restored on any mesh."""
 
 from jaxtrain.checkpoint.local.snapshots import LocalCheckpoints
 from jaxtrain.checkpoint.manager import CheckpointManager

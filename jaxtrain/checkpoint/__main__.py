@@ -5,7 +5,7 @@
     jaxtrain checkpoint diff WORKDIR STEP STEP
     jaxtrain checkpoint restore-to WORKDIR STEP
 
-Exit status 0; 1: `verify` found damage; 2: the user's mistake, in one line.
+Exit status 0; 1: `verify` found damage; 2: a user error, reported in one line.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from jaxtrain.flags import Parser, command, parser_of
 
 @command()
 def main(argv: list[str] | None) -> None:
-    """Exit status 0; 1: `verify` found damage; 2: the user's mistake, in one line."""
+    """Run the command; exits with status 0, 1 if `verify` found damage, or 2 on a user error."""
     flags = parser().parse_args(argv)
     if flags.what == "list":
         print(show(flags.workdir))
@@ -41,7 +41,7 @@ def main(argv: list[str] | None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = parser_of("checkpoint", __doc__)
     commands = made.add_subparsers(dest="what", required=True, parser_class=Parser)
 

@@ -1,9 +1,9 @@
-"""A number that says what an array holds, bit for bit: the same on any mesh, on the device and from pieces on a host.
+"""Fingerprints of arrays that depend on every bit, and are the same on any mesh and on device or host.
 
-An array's bits are read as words of 32 bits (narrower elements widened, of 64-bit ones both halves). Each is scrambled
-together with its place in the whole array, and all are added up modulo 2^32, in two ways. Sums of integers do not
-depend on their order, so neither on the sharding; scrambling loses nothing, so one element that changed, in whichever
-bits, always changes both sums. (Places 2^32 elements apart are scrambled alike.)
+An array's bits are read as 32-bit words (narrower elements are widened, 64-bit elements give both halves). Each word is
+scrambled together with its position in the whole array, and all are summed modulo 2^32, in two ways. Integer sums do
+not depend on their order, so the result does not depend on the sharding. Scrambling is invertible, so a change in a
+single element, in whichever bits, always changes both sums. (Positions 2^32 elements apart are scrambled alike.)
 """
 
 import functools
@@ -25,23 +25,23 @@ _PIECE = 1 << 20  # elements that the host widens at a time
 
 
 class Parts(NamedTuple):
-    """What each device added up of its own part of an array."""
+    """The sums that each device computed over its own part of an array."""
 
-    words: jax.Array  # of the shape of the mesh, and two
-    repeated: tuple[int, ...]  # the axes along which the devices have the same part
+    words: jax.Array  # shape: that of the mesh, then 2
+    repeated: tuple[int, ...]  # the mesh axes along which devices hold the same part
 
 
 def on_device(flat: Mapping[str, jax.Array]) -> dict[str, Parts]:
-    """Begin to add up every array, on all devices.
+    """Start summing every array on all devices, without waiting.
 
-    No device waits for another: programs that do, started beside the run's own, may meet in another order on another
-    process, and then all of them wait for ever.
+    The programs contain no collectives. Programs with collectives that run concurrently with the run's own may be
+    ordered differently on different processes, which deadlocks.
     """
     return {path: _parts(x) for path, x in flat.items()}
 
 
 def read(parts: Mapping[str, Parts]) -> dict[str, Words]:
-    """The words that the devices of this process have of each array; waits for them."""
+    """Return this process's sums for each array; waits for the devices."""
     ours = {path: [shard.data for shard in words.addressable_shards if not any(shard.index[i].start for i in repeated)]
             for path, (words, repeated) in parts.items()}
     return {path: functools.reduce(add, (words.reshape(2).tolist() for words in found), (0, 0))
@@ -49,7 +49,7 @@ def read(parts: Mapping[str, Parts]) -> dict[str, Words]:
 
 
 def total(shares: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, str]:
-    """What all processes have, together, as text."""
+    """Add up the sums of all processes and return them as text, by path."""
     paths = dict.fromkeys(path for share in shares for path in share)
     return {path: text(functools.reduce(add, (share.get(path, (0, 0)) for share in shares), (0, 0))) for path in paths}
 
@@ -64,7 +64,7 @@ def _parts(x: jax.Array) -> Parts:
 
 @functools.cache
 def _compiled(mesh: Any, spec: Any):
-    # A program for each kind of array, of which a state has few: its moments are like its parameters.
+    # One program for each kind of array; a state has few kinds, since moments are shaped like parameters.
     if mesh is None:
         return jax.jit(lambda x: _of_block(fetched(x), x.shape, [0] * x.ndim))
 
@@ -86,10 +86,10 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def of_piece(piece: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> Words:
-    """What the part of a host array that begins at index `start` adds to the words of the whole, of this `shape`."""
+    """Return the sums over the part of a host array of this `shape` that begins at index `start`."""
     strides, sizes = _strides(shape), list(piece.shape)
     offset = sum(index * stride for index, stride in zip(start, strides, strict=True))
-    while len(sizes) > 1 and sizes[-1] == shape[len(sizes) - 1]:  # whole rows lie behind each other
+    while len(sizes) > 1 and sizes[-1] == shape[len(sizes) - 1]:  # whole rows are contiguous
         sizes[-2:] = [sizes[-2] * sizes[-1]]
     width = sizes[-1] if sizes else 1
     offsets = np.full((), offset % (1 << 32), np.uint32)
@@ -107,16 +107,16 @@ def of_piece(piece: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> W
 
 
 def add(one: Sequence[int], other: Sequence[int]) -> Words:
-    """The words of two pieces together."""
+    """Return the combined sums of two pieces."""
     return (one[0] + other[0]) % (1 << 32), (one[1] + other[1]) % (1 << 32)
 
 
 def text(words: Sequence[int]) -> str:
-    """As it stands in a checkpoint."""
+    """Return the sums in the text form stored in a checkpoint."""
     return f"{words[0]:08x}{words[1]:08x}"
 
 
-_HALF = 0x5BD1E995  # what sets the upper halves of 64-bit elements apart
+_HALF = 0x5BD1E995  # distinguishes the upper halves of 64-bit elements
 
 
 def _of_block(block: jax.Array, shape: Sequence[int], start: Sequence[Any]) -> jax.Array:
@@ -130,7 +130,7 @@ def _of_block(block: jax.Array, shape: Sequence[int], start: Sequence[Any]) -> j
 
 
 def _mixed(word, place):
-    """Two scrambled numbers; for a given place another word always gives others."""
+    """Return two scrambled numbers; at a given position, different words always give different numbers."""
     mixed = word ^ (place * np.uint32(0x9E3779B1))
     mixed = (mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     mixed = mixed ^ (mixed >> np.uint32(13))

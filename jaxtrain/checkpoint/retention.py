@@ -1,4 +1,4 @@
-"""Which checkpoints may go: none but those that enough good ones have made dispensable."""
+"""Retention policy: which checkpoints may be deleted because enough good ones exist."""
 
 import json
 from collections.abc import Iterable
@@ -7,10 +7,11 @@ from pathlib import Path
 
 def dispensable(good: Iterable[int], others: Iterable[int], *, keep: int, keep_every: int = 0,
                 best: int | None = None) -> list[int]:
-    """Of the steps that have checkpoints, those to delete.
+    """Return which of these checkpointed steps to delete.
 
-    What is kept: the last `keep` good ones, for ever every one whose step `keep_every` divides (0: none), and `best`.
-    A checkpoint that is not known to be good goes when `keep` newer ones are, and never makes a good one dispensable.
+    Kept are the last `keep` good ones, forever every one whose step is a multiple of `keep_every` (0: none), and
+    `best`. A checkpoint that is not known to be good is deleted once `keep` newer good ones exist, and is never a
+    reason to delete a good one.
     """
     good = sorted(good)
     last = good[-keep:]
@@ -20,12 +21,12 @@ def dispensable(good: Iterable[int], others: Iterable[int], *, keep: int, keep_e
 
 
 def best_of(good: Iterable[int], metrics: Path, key: str) -> int | None:
-    """The step whose line in metrics.jsonl has the lowest `key`, the newest of equals; None if no line has it."""
+    """Return the step whose line in metrics.jsonl has the lowest `key`, the newest if tied; None if no line has it."""
     found = {}
     starts = {f'{{"step": {step}, '.encode(): step for step in good}
     with open(metrics, "rb") as lines:
         for line in lines:
-            step = starts.get(line[:line.find(b",") + 2])  # most lines are of steps that nobody saved
+            step = starts.get(line[:line.find(b",") + 2])  # most lines are of steps without a checkpoint
             if step is None or not line.endswith(b"\n"):
                 continue
             if isinstance(value := json.loads(line).get(key), int | float):

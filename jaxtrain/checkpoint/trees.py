@@ -1,4 +1,4 @@
-"""The state as a flat mapping from paths to arrays, as it is on disk and in memory."""
+"""The state as a flat mapping from paths to arrays, as stored in checkpoints and snapshots."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Path such as `params/layers/query` -> leaf."""
+    """Return a mapping from paths such as `params/layers/query` to leaves."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     flat = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     assert len(flat) == len(leaves), "two leaves of the state have one path"
@@ -15,5 +15,5 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def describe(leaf: Any) -> str:
-    """Dtype and shape, in words."""
+    """Return the dtype and shape as text, such as `float32[4, 16]`."""
     return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"

@@ -1,1 +1,1 @@
-"""Processes that form one run: how they connect, agree, watch each other and exit. Most of it imports no JAX."""
+"""The processes of one run: how they connect, agree, monitor each other and exit. Most of it imports no JAX."""

@@ -1,4 +1,4 @@
-"""The training processes of one host, as their supervisor holds them: started, heard, ended, never left behind."""
+"""The training processes of one host, managed by their supervisor: start, monitor, signal and kill them."""
 
 import contextlib
 import ctypes
@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(eq=False)
 class Child:
-    """One process. `rank` is its number in the run, `slot` its place (and its accelerators) on this host."""
+    """One training process; `rank` is its number in the run, `slot` its place (and its accelerators) on this host."""
 
     rank: int
     slot: int
@@ -30,15 +30,15 @@ class Child:
     line: socket.socket
     heard: float = field(default_factory=time.monotonic)  # when it last gave a sign of life
     died: float | None = None
-    cut_off: bool = False  # we ended it: what it died of says nothing
+    cut_off: bool = False  # killed by the supervisor, so its exit status says nothing
 
     @property
     def code(self) -> int | None:
-        """As of the last `look`."""
+        """The exit status as of the last `look`, or None."""
         return self.process.returncode
 
     def look(self) -> None:
-        """Hear what it said, see whether it has ended."""
+        """Read its signs of life, and check whether it has ended."""
         if self.died is None and self.process.poll() is not None:
             self.died = time.monotonic()
         with contextlib.suppress(OSError):
@@ -46,17 +46,17 @@ class Child:
                 self.heard = time.monotonic()
 
     def send(self, number: int) -> None:
-        """A signal, if it is still there."""
+        """Send a signal, if the process is still running."""
         if self.process.poll() is None:
             self.process.send_signal(number)
 
     def dump_stacks(self) -> None:
-        """Ask where it stands; not of a program to which the signal would mean its end."""
+        """Request a dump of its Python stacks, unless the signal would kill the program."""
         if self.died is None and signal.SIGUSR1 in _caught(self.process.pid):
             self.send(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """End it and whatever it started. Returns when it is gone."""
+        """Kill the process group, and return when the process is gone."""
         self.cut_off = self.cut_off or self.process.poll() is None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -64,25 +64,25 @@ class Child:
         self.look()
 
     def words(self) -> str:
-        """Who it is and how it ended."""
+        """Return the rank and how the process ended, as text."""
         assert self.code is not None
         return f"process {self.rank} {exit_codes.words(self.code)}"
 
 
 def start(command: Sequence[str], rank: int, slot: int, log: Path, environment: Mapping[str, str]) -> Child:
-    """Start one, its output in `log`."""
+    """Start a training process with its output in `log`."""
     ours, theirs = socket.socketpair()
     with theirs, open(log, "wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()],
             env={**environment, heartbeat.VARIABLE: str(theirs.fileno()), "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which passes it on
+            start_new_session=True,  # Ctrl-C in a terminal goes to the supervisor, which forwards it
             preexec_fn=die_with_parent())
     return Child(rank, slot, log, process, ours)
 
 
 def shares(environment: Mapping[str, str], processes: int) -> list[dict[str, str]]:
-    """What each process's environment has besides, so that every accelerator of this host belongs to one of them."""
+    """Return the extra environment of each process, which splits this host's accelerators among them."""
     nothing: list[dict[str, str]] = [{} for _ in range(processes)]
     if processes == 1 or environment.get("JAX_PLATFORMS") == "cpu":
         return nothing
@@ -103,24 +103,24 @@ def shares(environment: Mapping[str, str], processes: int) -> list[dict[str, str
 
 
 def die_with_parent():
-    """For the child, before it becomes the program: Linux kills it with us, even if it is stopped by then.
+    """Return a `preexec_fn` that makes Linux kill the child when its parent dies, even if the child is stopped.
 
-    Elsewhere the lifeline alone does it.
+    On other systems only the lifeline does this.
     """
     if sys.platform != "linux":
         return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # found here: between fork and exec little is allowed
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # looked up here: little is allowed between fork and exec
 
     def before_exec() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it happened just before
+        if os.getppid() != parent:  # the parent died just before
             os._exit(1)
 
     return before_exec
 
 
 def _caught(pid: int) -> set[int]:
-    """The signals that a process handles by itself; none where nobody can tell."""
+    """Return the signals that a process handles itself; empty where this cannot be determined."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""What processes tell each other without any device: through the coordination service's key-value store.
+"""Coordination of processes without devices, through the key-value store of JAX's coordination service.
 
-It works while devices hang or lag, and from any thread.
+Works while devices hang or lag, and from any thread.
 """
 
 import itertools
@@ -14,13 +14,14 @@ import jax
 from jaxtrain.errors import UserError
 
 _exchanges = itertools.count()
-TIMEOUT_S = 3600  # of the slowest of them; a process that died is noticed by the service long before
+TIMEOUT_S = 3600  # for the slowest process; the service notices a dead one long before
 
 
 def together(name: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
-    """Process 0 decides on what all of them bring, as JSON, and everybody gets what it decided.
+    """Return what process 0 decides on the values that all processes contribute, as JSON.
 
-    Every process makes the same calls; `name` is another one each time. What `decide` raises is raised by all.
+    Every process makes the same calls, with a new `name` each time. An exception from `decide` is raised in all
+    processes.
     """
     count, me = jax.process_count(), jax.process_index()
     if count == 1:
@@ -54,36 +55,36 @@ def together(name: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
 
 
 def exchange(value: Any, decide: Callable[[list[Any]], Any] = list) -> Any:
-    """What each process gave, by process, or what process 0 decides on it.
+    """Return the value of each process, by process, or what process 0 decides on them.
 
-    All make this call, in the same order, on their main threads.
+    All processes make this call, in the same order, on their main threads.
     """
     return together(f"exchange/{next(_exchanges)}", value, decide)
 
 
 def count(name: str, by: int) -> int:
-    """A counter that all processes share (by=0 reads it); alone there is no need for one."""
+    """Add `by` to a counter that all processes share and return it (by=0 reads it); always 1 with one process."""
     service: Any = jax._src.distributed.global_state.client
     return 1 if jax.process_count() == 1 else service.key_value_increment(f"jaxtrain/count/{name}", by)
 
 
 class Board:
-    """One note a process under a topic; a new one replaces the old. A process that is alone keeps its own."""
+    """A bulletin board with one note per process under a topic; a new note replaces the old one."""
 
     def __init__(self, topic: str):
         self._topic = f"jaxtrain/{topic}/"
-        self._client = jax._src.distributed.global_state.client  # None: there is no one else
+        self._client = jax._src.distributed.global_state.client  # None: there is only one process
         self._own: dict[int, Any] = {}
 
     def publish(self, note: Any) -> None:
-        """What this process has to say, as JSON."""
+        """Publish this process's note, as JSON."""
         if self._client is None:
             self._own[jax.process_index()] = note
         else:
             self._client.key_value_set(f"{self._topic}{jax.process_index()}", json.dumps(note), allow_overwrite=True)
 
     def read(self) -> dict[int, Any]:
-        """The newest note of each process that has published any."""
+        """Return the newest note of each process that has published one."""
         if self._client is None:
             return dict(self._own)
         notes = self._client.key_value_dir_get(self._topic)
@@ -91,16 +92,16 @@ class Board:
 
 
 class Hosts:
-    """Which host each process runs on, for messages."""
+    """The host name of each process, for messages."""
 
     def __init__(self):
         self._board = Board("hosts")
         self._board.publish(socket.gethostname())
 
     def of(self, processes: set[int]) -> dict[int, str]:
-        """A name for each: "?" where it cannot be learnt any more."""
+        """Return the host name of each of these processes, or "?" where it can no longer be found out."""
         try:
             known = self._board.read()
-        except Exception:  # the coordinator is gone; what is to be said is said without the name
+        except Exception:  # the coordinator is gone; report without the host names
             known = {}
         return {process: known.get(process, "?") for process in processes}

@@ -1,7 +1,7 @@
-"""The thread between a training process and its supervisor: I am alive, and if you are not, neither shall I be.
+"""The heartbeat from a training process to its supervisor; the process ends if the supervisor does.
 
-A socket, not a file: it works with a full disk or a storage server that hangs, and the kernel closes it with the
-supervisor, however that ended. A process that is stopped, or whose interpreter is stuck, does not beat.
+It uses a socket, not a file: that works with a full disk or a hanging storage server, and the kernel closes it when the
+supervisor ends, for whatever reason. A process that is stopped, or whose interpreter is stuck, sends no heartbeats.
 """
 
 import os
@@ -10,13 +10,13 @@ import signal
 import socket
 import threading
 
-VARIABLE = "JAXTRAIN_LIFELINE"  # the number of the open socket
+VARIABLE = "JAXTRAIN_LIFELINE"  # holds the file descriptor of the open socket
 _PERIOD = 1.0  # seconds
 
 
 def hold() -> None:
-    """Begin to beat, if a supervisor started this process."""
-    number = os.environ.pop(VARIABLE, None)  # it is ours alone, not our children's
+    """Start sending heartbeats, if a supervisor started this process."""
+    number = os.environ.pop(VARIABLE, None)  # not to be inherited by our own children
     if number is not None:
         threading.Thread(target=_beat, args=(socket.socket(fileno=int(number)),), name="lifeline", daemon=True).start()
 
@@ -29,6 +29,6 @@ def _beat(line: socket.socket) -> None:
             pass  # the supervisor is stopped: no reason to stop too
         except OSError:
             break
-        if select.select([line], [], [], _PERIOD)[0]:  # nothing is ever said to us: this is the end of it
+        if select.select([line], [], [], _PERIOD)[0]:  # nothing is ever sent to us, so the connection ended
             break
-    os.kill(os.getpid(), signal.SIGKILL)  # peers may hang in a collective, where nothing gentler is heard
+    os.kill(os.getpid(), signal.SIGKILL)  # peers may hang in a collective, where gentler signals are not handled

@@ -1,9 +1,9 @@
-"""Who of the processes is still there: one connection from each of them to the first.
+"""Detection of lost processes: one connection from each process to the first.
 
-A process that dies, however it dies, has its connection closed by its kernel at once. One that is stopped, a machine
-that dies and a network that is cut are found by silence: each end says every few seconds that it lives. JAX's own
-heartbeat comes later and ends a process by a C++ abort that names nobody (and takes no Python callback: jaxlib 0.10 and
-0.12 fail to convert its argument). It stays as the last resort.
+When a process dies, for whatever reason, its kernel closes the connection at once. A stopped process, a dead machine
+and a cut network are detected by silence: each end sends a sign of life every few seconds. JAX's own heartbeat comes
+later and ends a process by a C++ abort that names no process (and takes no Python callback: jaxlib 0.10 and 0.12 fail
+to convert its argument). It stays as the last resort.
 """
 
 import contextlib
@@ -22,27 +22,27 @@ from typing import Any
 from jaxtrain.distributed import exit_codes
 
 Message = dict[str, Any]
-_PATIENCE = 5.0  # seconds that the first process waits for the others to end before it does
+_PATIENCE = 5.0  # seconds that process 0 waits for the others to end before it does
 
 
 class Peers:
-    """The connection of this process; a thread of its own reads it. Whatever is heard of ends this process, too."""
+    """The connection of this process, read by a background thread; a failure of any process ends this one too."""
 
     def __init__(self, process: int, processes: int, host: str, store: Any, timeout: float,
                  leave: Callable[[int], Any] = os._exit):
-        """Every process makes one.
+        """Connect to the other processes; every process makes one instance.
 
         Args:
-            host: where the others reach process 0.
-            store: JAX's key-value store, through which they learn the port.
-            timeout: seconds of silence after which a peer counts as gone.
+            host: the address of process 0.
+            store: JAX's key-value store, through which the port is shared.
+            timeout: seconds of silence after which a peer counts as lost.
         """
         self._process, self._processes, self._timeout, self._leave = process, processes, timeout, leave
         self._names = {i: f"process {i}" for i in range(processes)}
         self._lines: dict[int, _Line] = {}
         self._lock, self._ended, self._heard = threading.Lock(), threading.Event(), threading.Event()
-        self._follower = threading.Thread()  # once there is something to follow
-        self.workdir: Path | None = None  # where events go, once there is one
+        self._follower = threading.Thread()  # started once there is something to react to
+        self.workdir: Path | None = None  # where events are recorded, once there is one
         self.on_hang: Callable[[str], bool] | None = None
         if process == 0:
             listener = _listen()
@@ -53,27 +53,27 @@ class Peers:
             port, token = store.blocking_key_value_get("jaxtrain/peers", int(timeout * 1000)).split()
             line = _Line(socket.create_connection((host, int(port)), timeout), timeout)
             line.send({"kind": "here", "process": process, "host": socket.gethostname(), "token": token})
-            line.receive()  # that all are there, and what they are called
+            line.receive()  # acknowledges that all are connected, with their names
             self._names = {int(i): name for i, name in line.messages.pop(0)["names"].items()}
             self._lines[0] = line
         threading.Thread(target=self._listen_on, name="peers", daemon=True).start()
 
     def hang(self, why: str) -> None:
-        """Let the others know that this process saw no progress, and is about to end."""
+        """Tell the other processes that this one saw no progress and is about to end."""
         self._send({"kind": "hang", "process": self._process, "why": why})
 
     def fail(self, status: int, why: str) -> None:
-        """Let the others know that this process is about to end, and with which status."""
+        """Tell the other processes that this one is about to end, and with which status."""
         self._ended.set()
         self._send({"kind": "failed", "process": self._process, "why": why, "status": status})
 
     def close(self) -> None:
-        """This process ends as it should."""
+        """Announce the regular end of this process."""
         self._ended.set()
         self._send({"kind": "bye", "process": self._process, "why": ""})
 
     def see_off(self, seconds: float | None = None) -> None:
-        """The first process ends last: JAX aborts all others the moment it goes, and they have things to say."""
+        """In process 0, wait for the others to end, since JAX aborts them as soon as process 0 is gone."""
         end = time.monotonic() + (_PATIENCE if seconds is None else seconds)
         while self._process == 0 and time.monotonic() < end:
             if all(line.silent for line in list(self._lines.values())):
@@ -81,13 +81,15 @@ class Peers:
             time.sleep(0.01)
 
     def wait_for_news(self, seconds: float) -> None:
-        """A connection broke: whoever broke it is known in a moment, and then this does not return."""
+        """After a broken connection, wait for the cause; does not return if it is found, because that ends the process.
+        """
         if self._heard.wait(seconds):
             end = time.monotonic() + seconds
-            self._follower.join(3 * _PATIENCE)  # it ends the process, if nothing hangs on its way there,
-            time.sleep(max(0.0, end - time.monotonic()))  # or leaves that to who writes down a hang
+            self._follower.join(3 * _PATIENCE)  # it ends the process, unless something hangs on the way,
+            time.sleep(max(0.0, end - time.monotonic()))  # or leaves that to the thread that writes the hang report
 
-    # -------------------------------------------------------------------------------------------------- its own life
+    # ------------------------------------------------------------------------------------------------- background
+    # threads
     def _accept(self, listener: socket.socket, token: str, timeout: float) -> None:
         listener.settimeout(timeout)
         with listener:
@@ -124,7 +126,7 @@ class Peers:
                     said = now
                     self._send({"kind": "alive"})
                 for process, line in self._lines.items():
-                    line.quiet += min(now - before, 2 * pause)  # if this process was stopped, nobody could be heard
+                    line.quiet += min(now - before, 2 * pause)  # while this process was stopped it could hear nobody
                     if line.quiet > self._timeout and not line.left:
                         line.left = line.silent = True
                         why = f"silent for {line.quiet:.0f} seconds"
@@ -140,7 +142,7 @@ class Peers:
                         message = line.messages.pop(0)
                         if message["kind"] == "alive":
                             continue
-                        line.left = True  # what comes behind it, the end of the connection, is no news
+                        line.left = True  # the end of the connection after this message is expected
                         if message["kind"] != "bye":
                             self._hear(message, process)
                     if whole:
@@ -162,12 +164,12 @@ class Peers:
         self._heard.set()
 
     def _follow(self, message: Message) -> None:
-        """End this process because of another one."""
+        """End this process because of a failure in another one."""
         name, why, status = self._names[message["process"]], message["why"], message.get("status")
         if status is not None and self._ended.wait(_PATIENCE):
-            return  # it came to an end of its own, and for the same reason as likely as not
+            return  # this process ends by itself, probably for the same reason
         if message["kind"] == "hang" and self.on_hang and self.on_hang(f"{name} saw {why}"):
-            return  # it has seen the same, and is writing it down
+            return  # this process found the hang too, and is writing its report
         does = {"lost": "is gone", "failed": "failed", "hang": "hangs"}[message["kind"]]
         status = status if status in exit_codes.FINAL else exit_codes.RESTART
         sentence = f"{name} {does}{f' ({why})' if why else ''}: process {self._process} ends" + (
@@ -181,7 +183,7 @@ class Peers:
 
 
 class _Line:
-    """A connection on which each line is a JSON object."""
+    """A connection that carries one JSON object per line."""
 
     def __init__(self, connection: socket.socket, timeout: float):
         self.connection, self.messages, self.left, self.why = connection, [], False, ""
@@ -193,7 +195,7 @@ class _Line:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> bool:
-        """Take what has come; False: nothing more will."""
+        """Read what has arrived; returns False at the end of the connection."""
         while True:
             data = self.connection.recv(1 << 16)
             *lines, self._rest = (self._rest + data).split(b"\n")
@@ -203,7 +205,7 @@ class _Line:
 
 
 def _listen() -> socket.socket:
-    """On all interfaces, at a port that the kernel picks."""
+    """Open a listening socket on all interfaces, at a port that the kernel picks."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", 0), backlog=1024)
@@ -215,4 +217,4 @@ def _record(workdir: Path, message: Message, name: str) -> None:
     writing = threading.Thread(target=events.record, args=(workdir, f"peer_{message['kind']}"), daemon=True,
                                kwargs={"peer": message["process"], "name": name, "why": message["why"]})
     writing.start()
-    writing.join(timeout=_PATIENCE)  # a file system may hang, too
+    writing.join(timeout=_PATIENCE)  # the file system may hang too

@@ -1,7 +1,7 @@
-"""One run in a workdir: two would write over each other's metrics and checkpoints.
+"""A lock that allows one run per workdir; two would overwrite each other's metrics and checkpoints.
 
-The kernel holds the lock and opens it when its process ends, however it does: a run that was killed leaves nothing
-behind. (Over NFS that may take until the server notices that a machine is gone.)
+The kernel releases the lock when the process that holds it ends, for whatever reason, so a killed run leaves nothing
+behind. (Over NFS this may take until the server notices that a machine is gone.)
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import say
 
-PATIENCE_S = 120.0  # for a run that is ending: it may still have a checkpoint to write
+PATIENCE_S = 120.0  # how long to wait for a run that is ending, which may still be writing a checkpoint
 _TICK_S = 0.5
 
 
 @contextlib.contextmanager
 def run_lock(workdir: str | Path) -> Iterator[None]:
-    """Within this context no other run trains in `workdir`; process 0 locks it for all of this run's processes.
+    """Lock `workdir` so that no other run trains in it; process 0 locks it for all of this run's processes.
 
     Raises:
-        RunExit: another one does, and did not end within `PATIENCE_S`. It may have, when this is started again.
+        RunExit: another run held the lock for longer than `PATIENCE_S`; it may have ended by the next start.
     """
     with contextlib.ExitStack() as held:
         other = exchange(None, lambda _: held.enter_context(locked(workdir, PATIENCE_S)))
@@ -37,7 +37,7 @@ def run_lock(workdir: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(workdir: str | Path, patience: float) -> Iterator[str]:
-    """Within this context `workdir` is this process' own -> "", or who else has it after so many seconds."""
+    """Lock `workdir` within this context; yields "", or the holder if it is still locked after so many seconds."""
     file, other = None, ""
     try:
         file = os.open(Path(workdir) / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -58,12 +58,12 @@ def locked(workdir: str | Path, patience: float) -> Iterator[str]:
 
 
 def _try(file: int) -> str:
-    """"": it is ours. Else whose it is."""
+    """Try to take the lock; return "" on success, else the holder."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return os.pread(file, 255, 0).decode(errors="replace").strip() or "a process that has just begun"
-    with contextlib.suppress(OSError):  # on a full disk it has no name
+    with contextlib.suppress(OSError):  # on a full disk the lock has no name in it
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return ""

@@ -1,1 +1,1 @@
-"""How processes are started on machines."""
+"""Starting the processes of a run on machines."""

@@ -1,1 +1,1 @@
-"""What keeps a run alive, or ends it well. Importing this must not import JAX: the supervisor does without."""
+"""Fault tolerance: what keeps a run alive, or ends it well. Must not import JAX, which the supervisor does without."""

@@ -1,7 +1,7 @@
-"""No run hangs in silence: without progress every process writes down where it stands, and ends to be started again.
+"""The watchdog: without progress every process writes a hang report and exits, to be restarted.
 
-Progress is a completed step, or another phase of the loop. A thread looks once a second. It cannot look while native
-code keeps Python's lock; for that there is `faulthandler`'s timer in C, which this thread keeps putting off.
+Progress is a completed step, or another phase of the loop. A thread checks once a second. It cannot run while native
+code holds Python's lock (GIL); for that case there is `faulthandler`'s timer in C, which this thread keeps postponing.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed import processes as distributed
 from jaxtrain.observe import events
 
-TICK = 1.0  # seconds between two looks
-PATIENCE = 20.0  # seconds for what a process writes down about itself
-GRACE = 60.0  # what the timer in C waits beyond the limit: it is for a thread that cannot look
-STDERR = 2  # the descriptor itself: sys.stderr may be anything, and C knows descriptors only
+TICK = 1.0  # seconds between two checks
+PATIENCE = 20.0  # seconds for a process to write its hang report
+GRACE = 60.0  # the extra seconds of the timer in C, which is for a thread that cannot run
+STDERR = 2  # the file descriptor: sys.stderr may be replaced, and C code knows only descriptors
 
 
 class Watchdog:
-    """Watches one process of a run within this context; `limit()` says how long it may stand still.
+    """Watches one process of a run within this context; `limit()` is how long it may make no progress.
 
     Signal USR1 writes the Python stacks of all threads to stderr and changes nothing else.
     """
@@ -47,24 +47,25 @@ class Watchdog:
         self._process, self._processes = distributed.process(), distributed.processes()
         self._phase = "start"
         self._begun = self._step = 0  # newest step handed to the devices; newest one they completed
-        self._times: deque[float] = deque(maxlen=64)  # when the last steps were complete
+        self._times: deque[float] = deque(maxlen=64)  # when the last steps completed
         self._quiet = 0.0  # seconds without progress
         self._error: BaseException | None = None
         self._closed, self._giving_up = threading.Event(), threading.Lock()
 
-    # ---------------------------------------------------------------------------------------- what the loop tells it
+    # ------------------------------------------------------------------------------------------------ called by the
+    # loop
     def begin(self, step: int) -> None:
-        """Step `step` (counted from 1) has its batch and goes to the devices."""
+        """Note that step `step` (counted from 1) has its batch and is dispatched to the devices."""
         self._begun = step
 
     def completed(self, step: int) -> None:
-        """The devices are done with it; by any thread."""
+        """Note that the devices completed a step; callable on any thread."""
         self._step = step
         self._times.append(time.perf_counter())
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Within it the loop does something else than steps, which may take `resilience.start_limit` seconds."""
+        """A context in which the loop does something other than steps, for up to `resilience.start_limit` seconds."""
         before, self._phase = self._phase, name
         try:
             yield
@@ -72,12 +73,12 @@ class Watchdog:
             self._phase = before
 
     def start(self) -> None:
-        """The run begins, or begins again from a checkpoint."""
+        """Note that the run starts, or resumes from a checkpoint."""
         self._phase, self._error = "start", None
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Within it steps are made. Behind an error, what is still open has `resilience.hang_floor` to close."""
+        """A context in which steps are made; after an error, cleanup may take `resilience.hang_floor` seconds."""
         self._phase = "train"
         try:
             yield
@@ -86,25 +87,25 @@ class Watchdog:
             self._phase, self._error = "failure", error
             raise
 
-    # -------------------------------------------------------------------------------------------------- its own life
+    # ----------------------------------------------------------------------------------------------- background threads
     def __enter__(self) -> "Watchdog":
         self._was_enabled = faulthandler.is_enabled()
         if not self._was_enabled:
-            faulthandler.enable(STDERR)  # a crash in native code tells its Python stacks, too
+            faulthandler.enable(STDERR)  # so that a crash in native code prints its Python stacks
         faulthandler.register(signal.SIGUSR1, STDERR, all_threads=True)
         distributed.record_in(self._workdir)
         if self._config.hang_factor:
             distributed.on_hang(self.give_up)
-            self._arm()  # before anything can keep the lock from the thread that looks
+            self._arm()  # before anything can keep the watching thread from running
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-        # Apart from the thread that looks, because a file system may hang, too.
+        # Separate from the watching thread, because a file system may hang too.
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
         return self
 
     def __exit__(self, *error) -> None:
         self._closed.set()
-        with self._giving_up:  # else the one who gives up has the last word
+        with self._giving_up:  # otherwise a hang report in progress finishes first
             faulthandler.cancel_dump_traceback_later()
         distributed.on_hang(None)
         faulthandler.unregister(signal.SIGUSR1)
@@ -113,12 +114,12 @@ class Watchdog:
         self._heart.join(timeout=PATIENCE)
 
     def limit(self) -> float:
-        """Seconds that may pass without progress."""
+        """Return the seconds that may pass without progress."""
         config = self._config
         if self._phase == "failure":
             return config.hang_floor
         times = list(self._times)
-        if self._phase != "train" or len(times) < 4:  # a process' first steps wait for connections and caches
+        if self._phase != "train" or len(times) < 4:  # the first steps of a process wait for connections and caches
             return config.start_limit
         step = statistics.median(after - before for before, after in pairwise(times))
         return max(config.hang_factor * step, config.hang_floor)
@@ -127,7 +128,7 @@ class Watchdog:
         seen, before, armed = None, time.monotonic(), -GRACE
         while not self._closed.wait(TICK):
             now, progress = time.monotonic(), (self._phase, self._step)
-            # Time in which this thread did not run either, as in a process that was stopped, is nobody's hang.
+            # Time in which this thread did not run either, as in a stopped process, is not a hang.
             self._quiet = self._quiet + min(now - before, 2 * TICK) if progress == seen else 0.0
             seen, before = progress, now
             limit = self.limit()
@@ -138,16 +139,17 @@ class Watchdog:
                 armed = now
 
     def _arm(self) -> None:
-        """Put off the timer in C, which ends the process when nothing does this any more."""
+        """Postpone the timer in C, which ends the process when nothing does this any more."""
         with self._giving_up:
             if not self._closed.is_set():
                 faulthandler.dump_traceback_later(self.limit() + GRACE, exit=True, file=STDERR)
 
-    # ------------------------------------------------------------------------------------------------------ the end
+    # ----------------------------------------------------------------------------------------------------- the hang
+    # report
     def give_up(self, why: str) -> bool:
-        """Tell the other processes, who do the same; write down everything; end with exit status 76.
+        """Tell the other processes, which do the same; write the hang report; end with exit status 76.
 
-        Returns whether this process is ending so already; if not, its run is over and there is nothing to write down.
+        Returns whether this process is already ending so; if not, its run is over and there is nothing to report.
         """
         if self._closed.is_set() or not self._giving_up.acquire(blocking=False):
             return not self._closed.is_set()
@@ -157,7 +159,7 @@ class Watchdog:
         self._say(f"process {self._process} ({socket.gethostname()}) hangs in phase {self._phase!r}: {why}\n{where}"
                   f"{cause}")
         distributed.hang(why)
-        # Everything beyond touches files, which may be what hangs.
+        # Everything below touches files, which may be what hangs.
         writing = threading.Thread(target=self._write_down, args=(why, where, cause), daemon=True)
         writing.start()
         writing.join(timeout=PATIENCE)
@@ -195,17 +197,20 @@ class Watchdog:
 
     # ------------------------------------------------------------------------------------------------- the heartbeat
     def _beat(self) -> None:
-        pause = max(TICK, self._processes / 100)  # a thousand processes do not keep a file system busy
+        pause = max(TICK, self._processes / 100)  # a thousand processes must not overload the file system
         while not self._closed.wait(pause):
             self._beat_once()
         self._phase = "ended"
         self._beat_once()
 
     def _beat_once(self) -> None:
-        """WORKDIR/heartbeats/process-I, once there is a workdir. One write of one size: no reader sees half of it."""
+        """Write WORKDIR/heartbeats/process-I, once there is a workdir.
+
+        A single write of constant size, so that no reader sees half of it.
+        """
         beat = {"step": self._step, "begun": self._begun, "phase": self._phase, "quiet_s": round(self._quiet),
                 "time": round(time.time(), 1), "pid": os.getpid(), "host": socket.gethostname()}
-        with contextlib.suppress(OSError):  # a full disk is found by those who have something to lose
+        with contextlib.suppress(OSError):  # a full disk is reported where data would be lost
             (self._workdir / "heartbeats").mkdir(exist_ok=True)
             file = os.open(self._workdir / "heartbeats" / f"process-{self._process}", os.O_WRONLY | os.O_CREAT, 0o644)
             try:
@@ -215,7 +220,7 @@ class Watchdog:
 
 
 def heartbeats(workdir: str | Path) -> dict[int, dict[str, Any]]:
-    """What each process last wrote of itself."""
+    """Return the newest heartbeat of each process."""
     found = {}
     for path in (Path(workdir) / "heartbeats").glob("process-*"):
         with contextlib.suppress(OSError, ValueError):
@@ -224,7 +229,7 @@ def heartbeats(workdir: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def laggards(beats: dict[int, dict[str, Any]], processes: int) -> str:
-    """Who did not arrive where the others wait: a sentence."""
+    """Return a sentence that names the processes which did not arrive where the others wait."""
     beats = {i: beat for i, beat in beats.items() if i < processes}
     if processes == 1 or len(beats) < 2:
         return "there is no other process to compare with"
@@ -250,7 +255,7 @@ def _names(processes: list[int], beats: dict[int, dict[str, Any]]) -> str:
 
 
 def _memory() -> str:
-    """Of the host now and at most, and of the devices; these may not answer."""
+    """Return the memory in use on the host and its devices, as text; the devices may not answer."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     told = [f"host peak {peak * (1 if sys.platform == 'darwin' else 1024) / 2**30:.2f} GiB"]
 

@@ -1,1 +1,1 @@
-"""Checkpoints in the memory of the hosts, for a quick recovery."""
+"""In-memory checkpoints on the hosts, for fast recovery."""

@@ -1,1 +1,1 @@
-"""What Orbax lacks for checkpoints that survive lost processes."""
+"""Extensions of Orbax for checkpoints that survive lost processes."""

@@ -1,7 +1,7 @@
-"""Where the processes wait for each other while a save is written; nobody waits there for one whose write failed.
+"""A barrier for saves that fails at once when a process could not write its part.
 
-In Orbax's own barrier the others wait twenty minutes for a process that has failed alone, and soon the loop with them.
-Here that process says so under the very keys that the others wait for.
+With Orbax's own barrier the others wait twenty minutes for a process that failed alone, and soon the training loop
+waits with them. Here a process that fails publishes the failure under the keys that the others wait for.
 """
 
 import json
@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 
-_STAGES = 3  # the fingerprint's sums are there; all parts are written; the folder has its name
+_STAGES = 3  # fingerprint sums available; all parts written; folder renamed to its final name
 
 
 class FailedElsewhere(OSError):
-    """Another process could not write its part."""
+    """Raised when another process could not write its part."""
 
 
 class Barrier:
-    """Given to Orbax, which calls it on the thread that writes, twice a save. One save at a time."""
+    """The barrier passed to Orbax, which calls it on the writing thread twice per save; one save at a time."""
 
     def __init__(self):
         self._service: Any = jax._src.distributed.global_state.client
@@ -26,7 +26,7 @@ class Barrier:
         self._stage = 0
 
     def begin(self, save: str) -> None:
-        """From here on it is about this save. Of the one before the last nobody speaks any more: it is forgotten."""
+        """Begin a save, and delete the keys of the save before the last, which no process reads any more."""
         self._saves.append(save)
         self._stage = 0
         if len(self._saves) > 2:
@@ -35,15 +35,15 @@ class Barrier:
                 self._service.key_value_delete(f"jaxtrain/{gone}/")  # a run of weeks saves often
 
     def give(self, what: Any) -> None:
-        """To process 0, which gathers."""
+        """Send a value to process 0, which gathers."""
         self._set(0, f"{self._me}", what=what)
 
     def gather(self, mine: Any, timeout_ms: int = 1_200_000) -> list[Any]:
-        """What each process gave, in process 0."""
+        """Return, in process 0, the value that each process sent."""
         return [mine, *(self._get(0, f"{i}", timeout_ms)["what"] for i in range(1, self._count))]
 
     def fail(self, error: BaseException, reason: str) -> None:
-        """This process will not come; the others need not wait."""
+        """Report that this process failed, so that the others do not wait for it."""
         if self._count == 1:
             return
         cause: BaseException | None = error
@@ -51,13 +51,13 @@ class Barrier:
             cause = cause.__cause__
         if cause is None:
             reason = f"{reason} in process {self._me}"
-        elif self._me != 0:  # they know, from where this one has it
+        elif self._me != 0:  # they already know, since the failure came from another process
             return
         for stage in range(_STAGES):
             self._set(stage, f"{self._me}" if self._me else "all", why=reason)
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Return when all processes are here; raises OSError if one will not come."""
+        """Wait until all processes are here; raises OSError if one of them failed."""
         self._stage += 1
         if self._count == 1:
             return

@@ -1,4 +1,4 @@
-"""Orbax, loaded when first used (a quarter of a second), without its news, and its errors in a few words."""
+"""Lazy import of Orbax (a quarter of a second), with its log messages muted and its errors shortened."""
 
 import contextlib
 import logging
@@ -8,10 +8,10 @@ import sys
 
 
 def orbax():
-    """The package, muted; its news would break up the progress line, and what fails it raises too."""
+    """Import and return Orbax, muted: its messages would break up the progress line, and its failures raise anyway."""
     import orbax.checkpoint as ocp
 
-    logger = logging.getLogger("absl")  # shared by all users of absl: silence a source, not the logger
+    logger = logging.getLogger("absl")  # shared by all users of absl: filter one source, do not silence the logger
     if _not_news not in logger.filters:
         logger.addFilter(_not_news)
     return ocp
@@ -23,19 +23,19 @@ def _not_news(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def no_echoes():
-    """Mute the traceback that each array still being read prints when the reading of another one has failed."""
+    """Mute the traceback that each array still being read prints after the read of another one has failed."""
     before = sys.unraisablehook
     sys.unraisablehook = lambda event: None if "Event loop is closed" in str(event.exc_value) else before(event)
     yield
-    sys.unraisablehook = before  # not after an error: the echoes of one come later
+    sys.unraisablehook = before  # not after an error: its echoes come later
 
 
 def innermost(error: BaseException) -> str:
-    """What went wrong at first, in one line."""
+    """Return the root cause of an error in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    if code := re.search(r"os_error_code='(\d+)'", str(error)):  # TensorStore tells a long story around it
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):  # TensorStore wraps it in a long message
         return os.strerror(int(code[1]))
-    said = isinstance(error, OSError) and error.errno is None  # by us, or by another process
+    said = isinstance(error, OSError) and error.errno is None  # raised by jaxtrain, here or in another process
     line = next(iter(f"{error}".strip().splitlines()), "")
     return (line if said and line else f"{type(error).__name__}: {line or 'no reason given'}")[:200]

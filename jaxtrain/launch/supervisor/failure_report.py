@@ -1,4 +1,4 @@
-"""Which of several dead processes was the cause, and the few lines of its log that tell why."""
+"""Find which of several dead processes failed first, and the lines of its log that tell why."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed.child_processes import Child
 
-# What processes say that died because another one did.
+# Messages from processes that died because another one did.
 _CONSEQUENCE = re.compile(
     r"Gloo|coordination service|CoordinationService|Connection (closed|reset) by peer|Socket closed|heartbeat"
     r"|Shutdown barrier|distributed service detected|waiting \d+ms for recv|NCCL")
@@ -18,7 +18,7 @@ _NOISE = re.compile(r"SimplifiedTraceback|JaxStackTrace")
 
 
 def first(children: Sequence[Child]) -> Child | None:
-    """Who failed first: by time, but an end that only follows from a peer's is nobody's cause."""
+    """Return the child that failed first, not counting failures that only follow from a peer's, or None."""
     failed = sorted((child for child in children if child.code and not child.cut_off),
                     key=lambda child: child.died or 0.0)
     causes = [child for child in failed if not follows(child)]
@@ -26,7 +26,7 @@ def first(children: Sequence[Child]) -> Child | None:
 
 
 def follows(child: Child) -> bool:
-    """Whether it ended on purpose, or because another one did."""
+    """Return whether a child ended deliberately, or because another one did."""
     if child.code in (exit_codes.RESTART, exit_codes.SAVED):
         return True
     if child.code in exit_codes.FINAL:
@@ -37,7 +37,7 @@ def follows(child: Child) -> bool:
 
 
 def last_lines(log: Path, count: int = 12, size: int = 2**16) -> list[str]:
-    """The end of a log, without the redrawing of progress lines."""
+    """Return the last lines of a log, without redrawn progress lines."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, 2) - size))
@@ -49,7 +49,7 @@ def last_lines(log: Path, count: int = 12, size: int = 2**16) -> list[str]:
 
 
 def error_line(log: Path) -> str:
-    """The one line of a log that says what happened; "" if none does."""
+    """Return the line of a log that names the error, or ""."""
     lines = last_lines(log, count=2000)
     for pattern in (_EXCEPTION, _FATAL):
         found = [line for line in lines if pattern.match(line) and not _NOISE.search(line)]
@@ -59,7 +59,7 @@ def error_line(log: Path) -> str:
 
 
 def verdict(child: Child, why: str = "") -> str:
-    """The first failure, so that nobody has to look for it; `why` where its exit status does not say it."""
+    """Return a report of the first failure; `why` replaces the exit status where that does not explain it."""
     lines = "\n".join(f"  | {line}" for line in last_lines(child.log))
     error = error_line(child.log)
     return "\n".join([f"first to fail: {why or child.words()}" + (f": {error}" if error else ""),

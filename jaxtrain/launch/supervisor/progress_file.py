@@ -1,25 +1,25 @@
-"""How far a run is, seen from outside: by its metrics.jsonl alone."""
+"""Track a run's progress from outside, by its metrics.jsonl."""
 
 import json
 from pathlib import Path
 
 
 class Steps:
-    """Look at it as often as you like: the file is read only when it has changed."""
+    """The steps recorded in a metrics.jsonl; cheap to poll, since the file is read only when it has changed."""
 
     def __init__(self, path: Path):
         self._path, self._size, self._lowest = path, -1, 0
-        self.newest = 0  # step in the file; goes back when a run resumes
-        self.best = 0  # step there ever was
-        self.again = False  # whether a step came to its end since `begin`
+        self.newest = 0  # newest step in the file; goes back when a run resumes
+        self.best = 0  # highest step ever seen
+        self.again = False  # whether a step has completed since `begin`
         self.look()
 
     def begin(self) -> None:
-        """A new attempt starts now. It first cuts off the lines of steps that it will do again."""
+        """Start a new attempt, which first removes the lines of steps that it will repeat."""
         self._lowest, self.again = max(self._size, 0), False
 
     def look(self) -> None:
-        """What is there now?"""
+        """Update from the file."""
         try:
             size = self._path.stat().st_size
         except OSError:

@@ -1,4 +1,4 @@
-"""What each device really holds, as one number an array: a hash of its own copy or piece, read by the device itself."""
+"""Hashes of what each device holds: one number per array, computed by the device from its own copy or piece."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +15,11 @@ MOST_LAYERS = 1024
 
 
 def compile_hashes(tree: Any) -> Hashes:
-    """tree -> uint32 [devices, leaves], devices in the order of `devices_of`, the same in every process.
+    """Compile a function from trees like this one to hashes, as uint32 [devices, leaves].
 
-    For trees like this one, which may be abstract; its leaves know their shardings.
-
-    Inside the `shard_map` nothing says that two devices hold the same, so no compiler can read one copy for both.
+    The tree may be abstract; its leaves carry shardings. Devices are in the order of `devices_of`, the same in every
+    process. Inside the `shard_map` nothing says that two devices hold the same data, so no compiler can read one copy
+    for both.
     """
     leaves = jax.tree.leaves(tree)
     mesh = leaves[0].sharding.mesh
@@ -36,8 +36,9 @@ def compile_hashes(tree: Any) -> Hashes:
             arrays, jnp.uint32(first))
 
     def in_pieces(i, x):
-        """Of an array in the hosts' memory: layer by layer, if its first dimension is of layers, so that one is fetched
-        at a time (jaxtrain/train_step/offload.py says why in a loop).
+        """Hash an array in host memory, layer by layer if its first dimension is layers.
+
+        So only one layer is fetched at a time (jaxtrain/train_step/offload.py explains the loop).
         """
         if x.ndim < 2 or x.shape[0] > MOST_LAYERS or (*leaves[i].sharding.spec, None)[0] is not None:
             return hashed([i], [fetched(x)])
@@ -49,7 +50,7 @@ def compile_hashes(tree: Any) -> Hashes:
         every = jax.tree.leaves(tree)
         columns = jnp.concatenate(
             [hashed(here, [every[i] for i in here]), *(in_pieces(i, every[i]) for i in away)], 1)
-        gathered = jax.shard_map(  # all at once: XLA for CPU can wait for ever in collectives that may run side by side
+        gathered = jax.shard_map(  # a single gather: XLA for CPU can deadlock in collectives that may run concurrently
             lambda rows: jax.lax.all_gather(rows, mesh.axis_names, tiled=True), mesh=mesh, in_specs=each, out_specs=P(),
             check_vma=False)(columns)
         return gathered[:, np.argsort([*here, *away])]
@@ -58,26 +59,27 @@ def compile_hashes(tree: Any) -> Hashes:
 
 
 def devices_of(tree: Any) -> list[jax.Device]:
-    """Those of the mesh that a tree lives on."""
+    """Return the devices of the mesh that a tree lives on."""
     return list(jax.tree.leaves(tree)[0].sharding.mesh.devices.flat)
 
 
 def paths_of(tree: Any) -> list[str]:
-    """A name for each leaf."""
+    """Return a name for each leaf."""
     return [jax.tree_util.keystr(path, simple=True, separator="/")
             for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
-@jax.jit  # so that leaves of one shape are traced once
+@jax.jit  # so that leaves of equal shape are traced once
 def hash_bits(x: jax.Array, first: jax.Array | int = 0) -> jax.Array:
-    """One uint32 that changes with every single bit of `x`, and but for one chance in 2^32 with any other change.
+    """Return a uint32 that changes with every single-bit change of `x`, and misses other changes with chance 2^-32.
 
-    Each word is mixed with its place before all are summed. A sum of words times places would not do: there two flipped
-    signs cancel, wherever they are. A part that stands at `first` of the first dimension gives its part of the sum.
+    Each word is mixed with its position before all are summed. A sum of words times positions would not do: two flipped
+    signs cancel in it, wherever they are. `first` is the offset of `x` in the first dimension of the whole array, whose
+    hash is the sum over its parts.
     """
     words = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, f"uint{min(8 * x.dtype.itemsize, 32)}")
     place = jnp.zeros(words.shape, jnp.uint32)
-    for axis, size in enumerate(words.shape):  # not reshaped to one dimension, which would copy it on some devices
+    for axis, size in enumerate(words.shape):  # not flattened, which would copy it on some devices
         begin = jnp.uint32(0 if axis else first)
         place = place * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) + begin
     mixed = words.astype(jnp.uint32) + place * np.uint32(0x9E3779B1)

@@ -1,7 +1,7 @@
-"""Devices that hold the same must hold the same bits. A device that computes wrongly, silently, shows here.
+"""Detect silent data corruption by comparing replicas: devices that hold the same data must hold the same bits.
 
-Every so many steps, and before each save, every device hashes its own part of the state. The hashes are read some
-steps later, when they are long there, and at the same step in all processes: so all stop together.
+Every few steps, and before each save, every device hashes its own part of the state. The hashes are read some steps
+later, when they are long finished, and at the same step in all processes, so that all stop together.
 """
 
 import collections
@@ -20,12 +20,12 @@ LAG = 3  # steps until hashes are read: one more than may be in flight, so nothi
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What differs between devices that should hold the same."""
+    """A difference between devices that should hold the same data."""
 
     step: int
     leaves: tuple[str, ...]  # paths in the state
-    devices: tuple[jax.Device, ...]  # those in the minority; all of them where there is none
-    outvoted: bool  # whether most of the others agree with each other
+    devices: tuple[jax.Device, ...]  # those in the minority, or all if there is none
+    outvoted: bool  # whether there is a majority against them
 
     def __str__(self) -> str:
         more = f" and {len(self.leaves) - 1} others" if len(self.leaves) > 1 else ""
@@ -33,12 +33,12 @@ class Disagreement:
 
 
 class Replicas:
-    """Compares the copies of one state. In a multi-process run every process makes all calls, at the same steps."""
+    """Compares the replicas of one state; in a multi-process run every process makes all calls, at the same steps."""
 
     def __init__(self, abstract: Any, every: int, accusations: SuspectDevices):
-        """For states like `abstract`, whose leaves know their shardings. Without copies, or `every` 0, it does nothing.
+        """Compile the check for states like `abstract`, whose leaves carry shardings.
 
-        Compiles a program that reads the state once.
+        Does nothing if there are no replicas or `every` is 0. The compiled program reads the state once.
         """
         self._paths, self._devices = paths_of(abstract), devices_of(abstract)
         # [devices, leaves]: the first device that holds the same piece.
@@ -46,21 +46,21 @@ class Replicas:
         has_copies = (self._first != np.arange(len(self._devices))[:, None]).any()
         self._every, self._accusations = every if has_copies else 0, accusations
         self._hashes = compile_hashes(abstract) if self._every else None
-        self._queue: collections.deque[int] = collections.deque()  # steps whose hashes nobody has acted on
+        self._queue: collections.deque[int] = collections.deque()  # steps whose hashes have not been acted on
         self._known: dict[int, jax.Array] = {}
         self._lock = threading.Lock()
 
     def check(self, step: int, state: Any, now: bool = False) -> None:
-        """Call it after every step, before the state is donated; `now` where the state is about to be saved.
+        """Check the state; call it after every step, before the state is donated, with `now` before a save.
 
         Raises:
-            Corrupted: copies of this state (with `now`), or of one some steps ago, differ.
+            Corrupted: replicas of this state (with `now`), or of one some steps ago, differ.
         """
         if self._hashes is None:
             return
         if now or step % self._every == 0:
             with self._lock:
-                # It needs this state and the next step donates it, so in all processes this runs between the two.
+                # It reads this state and the next step donates it, so in all processes this runs between the two.
                 self._known[step] = self._hashes(state)
                 for old in sorted(self._known)[:-16]:
                     del self._known[old]
@@ -71,7 +71,8 @@ class Replicas:
                                                outvoted=wrong.outvoted, found_by="replicas")
 
     def verdict(self, step: int) -> Disagreement | None:
-        """What the check after `step` found; waits for it. From any thread. None also where there was no check."""
+        """Return what the check after `step` found, or None (also if there was no check); waits for it, on any thread.
+        """
         with self._lock:
             hashes = self._known.get(step)
         return None if hashes is None else self._compare(step, np.asarray(jax.device_get(hashes)))

@@ -1,4 +1,4 @@
-"""Which devices were found to compute wrongly, now and in earlier lives of a run."""
+"""Devices that were found to compute wrongly, in this start of a run or earlier ones."""
 
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,21 @@ from jaxtrain.observe import events
 
 
 class Corrupted(exit_codes.RunExit):
-    """The state is wrong on some device. Nothing of it may be saved; the run goes on from the last good checkpoint."""
+    """Raised when the state is wrong on some device: nothing of it may be saved, and the last good checkpoint is used.
+    """
 
 
 class SuspectDevices:
-    """Records devices under suspicion in `workdir/events.jsonl`. Made, and asked, in all processes alike."""
+    """Records suspect devices in `workdir/events.jsonl`; created and called in all processes alike."""
 
     def __init__(self, workdir: str | Path):
         self._workdir, self._hosts = workdir, Hosts()
-        # Read now, not when it happens: all processes must come to one exit status, and one of them writes.
+        # Read now, not later: all processes must come to one exit status, and one of them writes to the file.
         self._before = {(device["host"], device["id"]) for event in events.events(workdir)
                         if event["kind"] == "corruption" for device in event["devices"]}
 
     def accuse(self, devices: tuple[jax.Device, ...], what: str, **fields: Any) -> Corrupted:
-        """The exception to raise in every process; process 0 records it."""
+        """Record the suspect devices (in process 0) and return the exception to raise in every process."""
         hosts = self._hosts.of({device.process_index for device in devices})
         named = [{"id": device.id, "host": hosts[device.process_index], "process": device.process_index}
                  for device in devices]
