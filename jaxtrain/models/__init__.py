@@ -1,4 +1,4 @@
-"""The model families, by `model.name`. A new model is one file with a function like these, and one line here."""
+"""The model families, by `model.name`; a new model is one file with a function like these, and one line here."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ FAMILIES: dict[str, Callable[..., Decoder]] = {
 
 
 def make_model(config: ModelConfig, compute: Compute | None = None, *, rngs: nnx.Rngs) -> Decoder:
-    """The module that `config` describes, initialised; callable eagerly as `model(tokens)`."""
+    """Return the initialized model that `config` describes; callable eagerly as `model(tokens)`."""
     if config.name not in FAMILIES:
         raise UserError("model.name", f"there is no model {config.name!r}", nearest(config.name, FAMILIES))
     return FAMILIES[config.name](config, compute or Compute(), rngs=rngs)

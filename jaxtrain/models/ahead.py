@@ -1,7 +1,8 @@
-"""A further layer that predicts the token after the next: multi-token prediction of DeepSeek-V3 (arXiv 2412.19437).
+"""Multi-token prediction of DeepSeek-V3 (arXiv 2412.19437): an extra layer that predicts the token after the next.
 
-It sees what the decoder made of a token, before the last norm, and the embedding of the token that follows; embedding
-and output head are the decoder's own. Training only: a better signal, and nothing that evaluation or sampling looks at.
+Its inputs are the decoder's activation for a token, before the last norm, and the embedding of the token that follows.
+It shares the embedding and output head with the decoder. It is used in training only, as an additional signal, not in
+evaluation or sampling.
 """
 
 from collections.abc import Callable
@@ -16,13 +17,13 @@ from jaxtrain.sharding import rules as sharding
 
 
 class MTPHead(nnx.Module):
-    """Both inputs normalised, projected and added up, then a block like the decoder's last, and a norm."""
+    """Normalizes, projects and adds both inputs, then applies a block like the decoder's last, and a norm."""
 
     def __init__(self, dim: int, eps: float, block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, *,
                  remat: Callable[[Callable], Callable] = lambda f: f):
         self.remat = remat
         self.norm_this, self.norm_next = (RMSNorm(dim, eps, rngs=rngs) for _ in range(2))
-        # The published projection of both inputs side by side, in its two halves.
+        # The published projection of the concatenated inputs, as its two halves.
         self.this, self.next = (Linear("btd,de->bte", (dim, dim), ("embed", "ahead"), RESIDUAL, rngs=rngs)
                                 for _ in range(2))
         self.block = block(rngs)
@@ -30,7 +31,7 @@ class MTPHead(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, next_BTD: jax.Array, segments_BT: jax.Array | None,
                  angles: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """-> what the head takes, and what the block reports."""
+        """Return the input of the output head, and the block's auxiliary values."""
         graphdef, weights = nnx.split(self.block)
 
         @self.remat
@@ -43,7 +44,7 @@ class MTPHead(nnx.Module):
 
 
 def with_second_targets(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """A batch and the token after the next, with weight 0 where that is another document's or beyond the row's end."""
+    """Add to a batch the token after the next, with weight 0 past the end of the document or row."""
     def following(x_BT):
         return jnp.concatenate([x_BT[:, 1:], jnp.zeros_like(x_BT[:, :1])], 1)
 

@@ -9,7 +9,7 @@ from jaxtrain.models.mla import LatentAttention
 
 
 def deepseek_v3(c: DeepseekV3Config, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
-    """A decoder in the style of DeepSeek-V3. Positions are those of its pre-training: rotary, not stretched."""
+    """Build a DeepSeek-V3 decoder; positions are those of its pre-training: rotary, not scaled."""
     def attention(out_std: float, rngs: nnx.Rngs) -> LatentAttention:
         return LatentAttention(c.embed_dim, c.num_heads, c.head_dim, c.rope_head_dim, c.value_head_dim, c.q_rank,
                                c.kv_rank, c.norm_eps, out_std=out_std, window=c.window, backend=compute.attention,

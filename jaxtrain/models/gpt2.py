@@ -9,7 +9,7 @@ from jaxtrain.models.layers import Embed, GeluMLP, Head, LayerNorm, LearnedPosit
 
 
 def gpt2(c: Gpt2Config, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
-    """A decoder in the style of GPT-2."""
+    """Build a GPT-2 decoder."""
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
 
     def block(rngs: nnx.Rngs) -> Block:

@@ -14,7 +14,7 @@ from jaxtrain.models.moe import MoE
 
 
 def llama(c: LlamaConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = False) -> Decoder:
-    """A decoder in the style of Llama, or Mixtral if it has experts; with `qk_norm`, in that of Qwen3."""
+    """Build a Llama decoder, a Mixtral one if it has experts, or, with `qk_norm`, a Qwen3 one."""
     def attention(out_std: float, rngs: nnx.Rngs) -> Attention:
         return Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
                          qk_norm_eps=c.norm_eps if qk_norm else None, backend=compute.attention,
@@ -25,7 +25,7 @@ def llama(c: LlamaConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = F
 
 def rotary_decoder(c: LlamaConfig, compute: Compute, attention: Callable[[float, nnx.Rngs], nnx.Module],
                    rotary_width: int, *, rngs: nnx.Rngs) -> Decoder:
-    """What Llama and its descendants share, around an attention made by (deviation of its output weights, rngs)."""
+    """Build the decoder that Llama and its descendants share, given `attention(std of its output weights, rngs)`."""
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
 
     def block(rngs: nnx.Rngs, experts: bool) -> Block:

@@ -1,7 +1,8 @@
-"""Multi-head latent attention (DeepSeek-AI, 2024; arXiv 2405.04434): all heads' keys and values from one narrow vector.
+"""Multi-head latent attention (DeepSeek-AI, 2024; arXiv 2405.04434): keys and values of all heads from one latent.
 
-Queries and keys have a part without positions, head by head, and a rotary part, whose key all heads share. Rotary pairs
-are (i, i + R/2) as in all of our models; the published weights have them side by side: another order of columns.
+Queries and keys have a part without positions, per head, and a rotary part, whose key is shared by all heads. Rotary
+pairs are (i, i + R/2) as in all jaxtrain models; in the published weights the pairs are adjacent, so their columns are
+in another order.
 
 Shape suffixes: B batch, T sequence, D embedding, L latent width, H heads, K head width, R rotary width.
 """
@@ -17,9 +18,9 @@ LATENT = ("batch", "seq", None)
 
 
 class LatentAttention(nnx.Module):
-    """Causal self-attention through latents of `q_rank` (0: none, for queries) and `kv_rank`."""
+    """Causal self-attention through latents of width `q_rank` (0: none for queries) and `kv_rank`."""
 
-    shared_by = ()  # the latents are whole on all devices that split the heads
+    shared_by = ()  # the latents are replicated on all devices that split the heads
 
     def __init__(self, dim: int, heads: int, head_dim: int, rope_dim: int, value_dim: int, q_rank: int, kv_rank: int,
                  eps: float, *, out_std: float, rngs: nnx.Rngs, window: int = 0, backend: str = "auto",

@@ -1,7 +1,7 @@
-"""A layer of experts in the place of an MLP: a router, routed experts, and shared ones that every token passes.
+"""A mixture-of-experts layer in place of an MLP: a router, routed experts, and shared experts that see every token.
 
-The routed part is one island, in which each device routes its own tokens. Where experts are split over `tensor` too,
-each device computes a part of their width, and the parts are added up as the sequence is split again.
+The routed part is one manual region (`shard_map`), in which each device routes its own tokens. Where experts are split
+over `tensor` too, each device computes a part of their width, and the parts are summed as the sequence is split again.
 
 Shape suffixes: B batch, T sequence, D embedding, E experts, F expert width, N tokens.
 """
@@ -26,10 +26,10 @@ NARROW = ("experts", "expert_mlp", "expert_embed")
 
 
 class Router(nnx.Module):
-    """The router's parameters: one vector per expert, and a bias where load is evened out by one."""
+    """The router's parameters: one vector per expert, and a bias if that is used to balance the load."""
 
     def __init__(self, c: ExpertsConfig, *, rngs: nnx.Rngs):
-        # Routing compares close numbers, so it computes in float32.
+        # Routing compares close numbers, so it is computed in float32.
         self.kernel = param(rngs, (c.embed_dim, c.num_experts), ("embed", "router"), compute_dtype="float32")
         self.bias = param(rngs, (c.num_experts,), ("router_bias",), std=0, compute_dtype="float32",
                           update="balance_load") if c.router_bias_rate else None
@@ -47,14 +47,14 @@ class MoE(nnx.Module):
         self.shared = SwiGLU(D, c.shared_experts * F, out_std=out_std, rngs=rngs) if c.shared_experts else None
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """From and to the layout between blocks -> and each row's penalty [B] and sums [B, parts, ...]."""
+        """Apply the layer in the layout between blocks; also return each row's penalty [B] and sums [B, parts, ...]."""
         y_BTD, aux = self.routed(x_BTD, segments_BT)
         if self.shared is not None:
             y_BTD += self.shared(sharding.enter(x_BTD, INSIDE, shared_by=("act_mlp",)))
         return y_BTD, aux
 
     def routed(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The routed experts alone."""
+        """Apply the routed experts only."""
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT > 0
         bias = () if self.router.bias is None else ((self.router.bias, ("router_bias",)),)
         named = ((self.router.kernel, ("embed", "router")), *bias,
@@ -71,7 +71,7 @@ class MoE(nnx.Module):
             out_specs=(between, {"penalty": P(batch)} | sums))(x_BTD, real_BT, *weights)
 
     def _local(self, x_BTD, real_BT, kernel_DE, *rest) -> tuple[jax.Array, dict[str, Any]]:
-        """One device's tokens: split over `tensor` on entry and exit, whole over it in between."""
+        """Process one device's tokens: split over `tensor` on entry and exit, gathered over it in between."""
         c, (*bias, gate, up, down) = self.config, rest
         tensor, row = sharding.axes_over("act_expert_mlp"), Row(sharding.axes_over("seq"))
         split = tensor if x_BTD.shape[1] < real_BT.shape[1] else ()  # between blocks
@@ -94,16 +94,16 @@ class MoE(nnx.Module):
 
 
 def totals(aux: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """What rows report, [layers, B, parts, ...], added up to [layers, ...]: of all rows that are in the array."""
+    """Sum the auxiliary values of all rows in the array, from [layers, B, parts, ...] to [layers, ...]."""
     return {name: value if name == "penalty" else value.sum((1, 2)) for name, value in aux.items()}
 
 
 def metrics(sums: dict[str, jax.Array], experts_per_token: int) -> dict[str, jax.Array]:
-    """What stands in metrics.jsonl, from the `totals` of a whole batch: means over tokens and layers."""
+    """Return the values for metrics.jsonl from the `totals` of a whole batch: means over tokens and layers."""
     load_LE, tokens_L = sums["load"], jnp.maximum(sums["tokens"], 1)
     mean_L1 = jnp.maximum(load_LE.mean(-1, keepdims=True), 1e-8)
     return {
-        "moe_max_load": (load_LE / mean_L1).max(),  # of the busiest expert, over an even share: in the worst layer
+        "moe_max_load": (load_LE / mean_L1).max(),  # busiest expert's load over an even share, worst layer
         "moe_min_load": (load_LE / mean_L1).min(),
         "moe_dropped": 1 - sums["kept"].sum() / (tokens_L.sum() * experts_per_token),
         "moe_router_entropy": (sums["entropy"] / tokens_L).mean(),

@@ -1,4 +1,4 @@
-"""Qwen3 dense: Llama's blocks with RMSNorm on queries and keys, and a head width of its own (arXiv 2505.09388)."""
+"""Qwen3 dense: Llama's blocks with RMSNorm on queries and keys, and an independent head width (arXiv 2505.09388)."""
 
 from functools import partial
 

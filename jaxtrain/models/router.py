@@ -1,7 +1,7 @@
-"""Which experts each token goes to, with what weights, and what it costs to choose unevenly: in float32, row by row.
+"""The router of experts, in float32: which experts each token goes to, with what weights, and the balance penalties.
 
-Everything that couples tokens couples those of one row only, so that no number depends on the mesh, on micro-batches or
-on a pipeline. Padding (segment 0) goes to no expert and counts nowhere.
+Computations that couple tokens couple only those of one row, so that no number depends on the mesh, on micro-batches or
+on a pipeline. Padding (segment 0) goes to no expert and is not counted.
 
 Shape suffixes: B batch, T sequence, D embedding, E experts, K experts of a token, G groups of experts.
 """
@@ -22,18 +22,18 @@ F32 = jnp.float32
 
 @dataclass(frozen=True)
 class Routing:
-    """The router's answer for some tokens, and what rows report of it."""
+    """The router's decision for some tokens, and its statistics per row."""
 
     experts_BTK: jax.Array  # the token's experts, best first
     weights_BTK: jax.Array
     kept_BTK: jax.Array  # False where an expert was full, and for padding
-    penalty_B: jax.Array  # of each row, with coefficients
-    sums_B: dict[str, jax.Array]  # of each row over the tokens that are here: [B] or [B, E]
+    penalty_B: jax.Array  # of each row, multiplied by its coefficients
+    sums_B: dict[str, jax.Array]  # of each row over the tokens on this device: [B] or [B, E]
 
 
 def route(c: ExpertsConfig, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array | None,
           row: Row) -> Routing:
-    """Route tokens; `real` ones are no padding."""
+    """Route tokens; `real_BT` is False for padding."""
     logits_BTE = jnp.einsum("btd,de->bte", x_BTD.astype(F32), kernel_DE, precision=lax.Precision.HIGHEST)
     scores_BTE = softmax(logits_BTE) if c.router == "softmax" else jax.nn.sigmoid(logits_BTE)
     experts_BTK = choose(c, lax.stop_gradient(scores_BTE) + (0 if bias_E is None else lax.stop_gradient(bias_E)))
@@ -58,8 +58,8 @@ def route(c: ExpertsConfig, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax
     z_B = row.add(jnp.square(log_partition_BT).sum(-1)) / length_B
     penalty_B = c.balance_loss * balance_B + c.router_z_loss * z_B
     if bias_E is not None:
-        # Nothing but a gradient for the bias: how much more than its share each expert was chosen. Whatever adds up
-        # gradients over devices, micro-batches and stages so adds up loads; the optimizer knows what to do with it.
+        # This term is zero and adds only a gradient for the bias: how far each expert was chosen above its share. Loads
+        # are thus summed over devices, micro-batches and stages like gradients; the optimizer's update rule uses them.
         penalty_B += ((bias_E - lax.stop_gradient(bias_E)) * lax.stop_gradient(even_BE - 1)).sum(-1)
     entropy_BT = -(shares_BTE * jnp.log(jnp.maximum(shares_BTE, 1e-30))).sum(-1)
     sums_B = {"tokens": tokens_B, "load": load_BE, "kept": kept_BTK.sum((1, 2)).astype(F32),
@@ -68,7 +68,7 @@ def route(c: ExpertsConfig, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax
 
 
 def choose(c: ExpertsConfig, scores_BTE: jax.Array) -> jax.Array:
-    """The experts with the highest scores, the lowest index first where they are equal; of the best groups only."""
+    """Return the experts with the highest scores (ties: lowest index first), from the best groups only."""
     if c.expert_groups > 1:
         grouped_BTGE = scores_BTE.reshape(*scores_BTE.shape[:2], c.expert_groups, -1)
         best_BTG = lax.top_k(grouped_BTGE, min(2, grouped_BTGE.shape[-1]))[0].sum(-1)
@@ -79,5 +79,5 @@ def choose(c: ExpertsConfig, scores_BTE: jax.Array) -> jax.Array:
 
 
 def capacity(c: ExpertsConfig, row: int) -> int:
-    """How many tokens of a row of this length one expert takes."""
+    """Return how many tokens of a row of this length one expert accepts."""
     return math.ceil(min(row, c.capacity_factor * row * c.experts_per_token / c.num_experts))

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, the progress line, TensorBoard, and the files that say which run it was."""
+"""Observability: metrics.jsonl, the progress line, TensorBoard, and the files that describe a run."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ __all__ = ["PEAK_BF16", "Constants", "MetricsWriter", "Progress", "Sink", "Tenso
            "flops_per_token", "make_workdir", "mfu", "summary_writer", "write_run_files"]
 
 
-def __getattr__(name: str):  # when first used: the supervisor records events, and does without JAX
+def __getattr__(name: str):  # imported on first use: the supervisor records events and does without JAX
     if name not in _HOME:
         raise AttributeError(f"module 'jaxtrain.observe' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"jaxtrain.observe.{_HOME[name]}"), name)

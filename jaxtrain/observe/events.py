@@ -1,4 +1,4 @@
-"""What a person on call will want to know later: one line a decision in WORKDIR/events.jsonl, by whichever process."""
+"""The event log WORKDIR/events.jsonl: one line for each notable decision or failure, from any process."""
 
 import contextlib
 import json
@@ -15,30 +15,30 @@ Event = dict[str, Any]
 
 
 def record(workdir: str | Path, kind: str, **fields: Any) -> None:
-    """Append one event. Lines of several processes do not mix: each is one write to a file opened for appending.
+    """Append one event; each is a single append write, so that lines of several processes do not mix.
 
-    A full disk, or a folder that is not there, costs the event; what was to be done about it is done all the same.
+    With a full disk or a missing folder the event is lost, but no error is raised.
     """
     event = {"time": time.time(), "kind": kind, "process": _process(), "host": socket.gethostname(), **fields}
     with contextlib.suppress(OSError):
         file = os.open(Path(workdir) / "events.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             size = os.fstat(file).st_size
-            torn = size and os.pread(file, 1, size - 1) != b"\n"  # the disk was full in the midst of a line
+            torn = size and os.pread(file, 1, size - 1) != b"\n"  # the disk filled up in the middle of a line
             os.write(file, b"\n" * bool(torn) + json.dumps(event, default=str).encode() + b"\n")
         finally:
             os.close(file)
 
 
 def tell(workdir: str | Path, kind: str, sentence: str, **fields: Any) -> None:
-    """Append one event, and say it to whoever watches; without a sentence the event is enough."""
+    """Append one event and print a sentence about it, if there is one."""
     record(workdir, kind, **fields)
     if sentence:
         say(sentence)
 
 
 def events(workdir: str | Path) -> list[Event]:
-    """All of them, as far as their lines are whole."""
+    """Return all events whose lines are complete."""
     path = Path(workdir) / "events.jsonl"
     found = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
@@ -50,6 +50,6 @@ def events(workdir: str | Path) -> list[Event]:
 
 
 def _process() -> int:
-    """Ours, without waking a backend that is not up; the supervisor, which records too, has not even imported JAX."""
+    """Return this process's rank without initializing a backend or importing JAX, which the supervisor lacks."""
     jax = sys.modules.get("jax")
     return (jax._src.distributed.global_state.process_id or 0) if jax else 0

@@ -1,11 +1,11 @@
-"""What one token costs in arithmetic, and the share of a device's peak that a run reaches (MFU)."""
+"""The FLOPs of training on one token, and the share of a device's peak that a run reaches (MFU)."""
 
 import re
 
 from jaxtrain.config.schema import ModelConfig
 
-# Dense bfloat16 FLOP/s of one JAX device; the first pattern found in `device_kind` counts. Where the vendor prints the
-# figure with 2:4 sparsity, half of it stands here.
+# Dense bfloat16 FLOP/s of one JAX device; the first pattern found in `device_kind` counts. Where the vendor gives the
+# figure with 2:4 sparsity, half of it is listed.
 PEAK_BF16: dict[str, float] = {
     # cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "peak compute per chip (bf16)"
     r"TPU v4$": 275e12,
@@ -29,19 +29,19 @@ PEAK_BF16: dict[str, float] = {
 
 
 def device_peak(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of one device (`jax.devices()[0].device_kind`); None for a kind that is not listed."""
+    """Return dense bfloat16 FLOP/s of a device (`jax.devices()[0].device_kind`), or None for an unlisted kind."""
     return next((peak for pattern, peak in PEAK_BF16.items() if re.search(pattern, device_kind)), None)
 
 
 def flops_per_token(model: ModelConfig, matmul_params: int, seq_len: int, causal: bool) -> float:
-    """FLOPs that training on one token needs, forward and backward; what rematerialization repeats is not counted.
+    """Return the FLOPs of training on one token, forward and backward, without rematerialization.
 
     Args:
         model: gives the layers, heads and window of the attention.
-        matmul_params: parameters that enter matrix products: the output head too, tied or not, but no input embedding,
-            positions or norms, and of the experts only those that one token goes to.
+        matmul_params: parameters used in matrix products: including the output head, tied or not, but no input
+            embedding, positions or norms, and of the experts only those that one token goes to.
         seq_len: tokens in a row.
-        causal: count only the keys that a query may look at (our headline), or the whole square, as many others do.
+        causal: count only the keys that a query may attend to (our headline figure), or the whole square, as is common.
     """
     window = min(model.window or seq_len, seq_len)
     # Queries 0..window-1 see half a window on average, the later ones all of it.
@@ -52,5 +52,5 @@ def flops_per_token(model: ModelConfig, matmul_params: int, seq_len: int, causal
 
 
 def mfu(tokens_per_s: float, flops: float, peak: float) -> float:
-    """Model FLOPs utilization: `flops` a token at `tokens_per_s`, over `peak` (all devices' together)."""
+    """Return the model FLOPs utilization for `flops` per token and the `peak` of all devices together."""
     return tokens_per_s * flops / peak

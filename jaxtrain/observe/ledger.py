@@ -1,8 +1,8 @@
-"""Books every second of this process's part of the run to one category, and tells the disk every few seconds.
+"""The goodput ledger: assigns every second of a process to one category, and is saved every few seconds.
 
-Whatever happens takes the time since the last thing that happened to the category that held until then, so the sum is
-right by construction. A step is what holds while any step is in flight on the devices, whatever the loop does
-meanwhile; else what the loop is doing holds. So a wait for data that the devices do not notice costs nothing.
+Each event assigns the time since the previous event to the category that was active until then, so the sum is right by
+construction. The category is "step" while any step is in flight on the devices, whatever the loop does meanwhile;
+otherwise it is what the loop is doing. So a wait for data that does not idle the devices costs nothing.
 """
 
 import contextlib
@@ -29,25 +29,25 @@ _END = object()
 
 
 class Clock:
-    """This process's clocks; a test makes its own."""
+    """This process's clocks, which tests replace."""
 
     def wall(self) -> float:
-        """Seconds since 1970, if nobody has set the clock wrong."""
+        """Return seconds since 1970 by the wall clock, which may be set wrong."""
         return time.time()
 
     def monotonic(self) -> float:
-        """Seconds that pass."""
+        """Return seconds by a monotonic clock."""
         return time.monotonic()
 
     def boot(self) -> str:
-        """What `monotonic` counts from: the same text in all processes that may compare it."""
+        """Return an id of what `monotonic` counts from, equal in all processes that may compare it."""
         try:
             return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         except OSError:
             return uuid.uuid4().hex
 
     def age(self) -> float:
-        """Seconds since the run's process began; 0 in a notebook or a test, whose life is not the run's."""
+        """Return seconds since the run's process began; 0 in a notebook or a test, which do more than this run."""
         if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") != "jaxtrain.main":
             return 0.0
         try:
@@ -58,14 +58,19 @@ class Clock:
 
 
 class Ledger:
-    """The book of one start of the run. Every process keeps one; that of process 0 is on disk.
+    """The ledger of one start of the run; every process keeps one, and process 0 writes its own to disk.
 
-    Use it as a context manager around all the run does; when it ends it prints where the run's whole life went.
+    Use it as a context manager around the whole run; at the end it prints where the time of the run went.
     """
 
     def __init__(self, workdir: str | Path, *, stopped: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
                  every: float = 5.0, clock: Clock | None = None):
-        """Begin to count. `stopped`: how it ends when it was asked to; `every`: seconds between rewrites, 0: none."""
+        """Start counting.
+
+        Args:
+            stopped: the exceptions of a run that was asked to stop.
+            every: seconds between writes; 0: none.
+        """
         self._workdir, self._stopped, self._every, self._clock = Path(workdir), stopped, every, clock or Clock()
         self._lock = threading.RLock()
         self._doing = ["init"]
@@ -74,19 +79,20 @@ class Ledger:
         self._own = Incarnation(began=self._clock.wall() - age, tick=now - age, boot=self._clock.boot())
         self._own.seconds = {"init": age}
         self._since = now
-        self._latest: list[float] | None = None  # the newest mark, not worth keeping yet
-        self._step_seconds = 0.0  # of "step", when the step before was complete
+        self._latest: list[float] | None = None  # the newest mark, not kept yet
+        self._step_seconds = 0.0  # seconds of "step" when the previous step was complete
         self._listener: Callable[[float], None] = lambda seconds: None
-        self._file: Path | None = None  # until it is opened, and in other processes for ever
+        self._file: Path | None = None  # None until opened, and always in other processes
         self._earlier: list[Incarnation] = []
         self._base = account([])
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # ------------------------------------------------------------------------------------------------- what is booked
+    # ------------------------------------------------------------------------------------------------------------
+    # booking
     @contextlib.contextmanager
     def book(self, category: str) -> Iterator[None]:
-        """What the loop does in this context, where no step is in flight meanwhile; contexts may be nested."""
+        """Assign the time in this context to a category while no step is in flight; contexts may be nested."""
         with self._lock:
             self._charge()
             self._doing.append(category)
@@ -98,7 +104,7 @@ class Ledger:
                 self._doing.pop()
 
     def each(self, category: str, items: Iterable[Item]) -> Iterator[Item]:
-        """The items, with the time it takes to get one booked."""
+        """Yield the items, assigning the time it takes to get each to a category."""
         iterator = iter(items)
         while True:
             with self.book(category):
@@ -108,27 +114,27 @@ class Ledger:
             yield item  # pyrefly: ignore[invalid-yield]
 
     def dispatched(self, step: int) -> None:
-        """A step is on its way; from now on until it is complete time is its own."""
+        """Note that a step was dispatched; until it is complete, time counts as "step"."""
         with self._lock:
             self._charge()
             self._dispatched, self._doing[0] = step, "other"
 
     def completed(self, step: int) -> None:
-        """The devices are done with it. (Told by the thread of the metrics.)"""
+        """Note that the devices completed a step (called by the metrics thread)."""
         with self._lock:
             self._charge()
             if step > self._dispatched:
-                return  # the run went back meanwhile
+                return  # the run rolled back meanwhile
             self._completed, total = step, self._own.seconds.get("step", 0.0)
             took, self._step_seconds, self._latest = total - self._step_seconds, total, [step, total]
         self._listener(took)
 
     def on_step(self, listener: Callable[[float], None]) -> None:
-        """From now on call it, and no one else, with each step's own seconds, on the thread of the metrics."""
+        """Set the function called with each step's own seconds, on the metrics thread; replaces the previous one."""
         self._listener = listener
 
     def resumed(self, step: int) -> None:
-        """The state is that of this step; what was done beyond it, by this process too, is lost."""
+        """Note that the run continues from this step; steps beyond it, including this process's, become lost work."""
         with self._lock:
             self._charge()
             self._pin()
@@ -140,51 +146,52 @@ class Ledger:
             own.resumed = step if own.resumed is None else min(step, own.resumed)
             self._dispatched = self._completed = step
             self._step_seconds = own.seconds.get("step", 0.0)
-            # All there was before, the gap to this start, and what this start takes back.
+            # All that was before, the gap to this start, and the steps that this start repeats.
             self._base = account([*self._earlier, dataclasses.replace(own, seconds={}, sign=own.began)])
-        self.write()  # what is lost is known even if this start is killed at once
+        self.write()  # records the lost work even if this start is killed at once
 
     def pin(self) -> None:
-        """A later start may resume from the last complete step: keep by how many seconds it was reached."""
+        """Keep the time at which the last complete step was reached, since a later start may resume from it."""
         with self._lock:
             self._pin()
 
     def note_save(self, cost: float, duration: float) -> None:
-        """What a save costs, for the starts to come."""
+        """Record what a save costs, for later starts."""
         self._own.save_cost, self._own.save_duration = cost, duration
 
-    # ------------------------------------------------------------------------------------------------ what comes of it
+    # ------------------------------------------------------------------------------------------------------------
+    # results
     def now(self) -> float:
-        """By its clock."""
+        """Return the current time of its monotonic clock."""
         return self._clock.monotonic()
 
     @property
     def earlier(self) -> Account:
-        """The life before this start."""
+        """The account of the run before this start."""
         return account(self._earlier)
 
     def seconds(self, category: str) -> float:
-        """So far, of this process."""
+        """Return this process's seconds in a category so far."""
         with self._lock:
             self._charge()
             return self._own.seconds.get(category, 0.0)
 
     def goodput(self) -> float:
-        """The run's, so far."""
+        """Return the goodput of the whole run so far."""
         with self._lock:
             self._charge()
             life = self._base.life + self._own.lived
             return (self._base.seconds["step"] + self._own.seconds.get("step", 0.0)) / life if life > 0 else 0.0
 
     def account(self) -> Account:
-        """The run's whole life, up to now."""
+        """Return the account of the whole run so far."""
         return account([*self._earlier, self._now()])
 
     # ------------------------------------------------------------------------------------------------------- the files
     def open(self, last_step: int) -> None:
-        """There is something to do in this workdir: read what was before, and write from now on (in process 0).
+        """Read the earlier starts, and begin writing to the workdir (in process 0).
 
-        A run that went back to a checkpoint says so again, which changes nothing.
+        A second call, as after a rollback, does nothing.
         """
         if self._own.last_step:
             return
@@ -209,7 +216,7 @@ class Ledger:
             self._thread.start()
 
     def write(self) -> None:
-        """All of it or nothing. A disk that is full costs the run nothing: the next file has these seconds, too."""
+        """Write the file atomically; on a full disk nothing is lost, since the next write includes these seconds."""
         if self._file is None:
             return
         temporary = self._file.with_name(self._file.name + ".tmp")
@@ -253,5 +260,5 @@ class Ledger:
         if self._latest is not None and (not marks or self._latest[0] > marks[-1][0]):
             marks.append(self._latest)
         self._latest = None
-        if len(marks) > _MOST_MARKS:  # the past grows coarse: between two marks, steps took equally long
+        if len(marks) > _MOST_MARKS:  # older marks are thinned out and interpolated
             del marks[1:_MOST_MARKS // 2:2]

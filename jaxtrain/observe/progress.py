@@ -1,4 +1,4 @@
-"""The run as one live line on a terminal, or as a few plain lines in a log."""
+"""The progress display: one live line on a terminal, or a few plain lines in a log."""
 
 import contextlib
 import sys
@@ -9,14 +9,14 @@ from jaxtrain.observe.metrics import Record
 
 
 class Progress:
-    """A sink that shows step, loss, speed, time left and data wait.
+    """A sink that shows step, loss, throughput, time left and data wait.
 
     On a terminal the line is redrawn at most ten times a second. Elsewhere a line is printed at the first step and
-    about every tenth of the run, and evaluations always are.
+    about every tenth of the run, and for every evaluation.
     """
 
     def __init__(self, steps: int, *, start_step: int = 0, stream: TextIO | None = None):
-        """For a run of `steps` steps, of which `start_step` are complete; `stream` is stderr unless given."""
+        """Set up for a run of `steps` steps, of which `start_step` are complete; `stream` defaults to stderr."""
         self._steps, self._stream = steps, stream or sys.stderr
         self._tenth, self._drawn = -1 if not start_step else 10 * start_step // steps, 0.0
         self._live = _live(self._stream, steps, start_step) if self._stream.isatty() else None
@@ -40,7 +40,7 @@ class Progress:
                 self._drawn = now
 
     def close(self) -> None:
-        """Leave the last state of the line standing."""
+        """Stop redrawing, and leave the last line on the screen."""
         if self._live is not None:
             self._live.stop()
 

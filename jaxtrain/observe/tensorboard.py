@@ -1,4 +1,4 @@
-"""TensorBoard as a sink of the run's numbers."""
+"""A sink that writes metrics to TensorBoard."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from jaxtrain.observe.metrics import Record
 
 
 def summary_writer() -> Any:
-    """tensorboardX's class, or a `UserError` that names the extra."""
+    """Return tensorboardX's SummaryWriter class; raises a `UserError` that names the extra if it is missing."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
@@ -25,11 +25,11 @@ class TensorBoard:
         self._writer = summary_writer()(str(directory), purge_step=start_step + 1)
 
     def write(self, record: Record) -> None:
-        """Write a line's numbers at its step; null is left out."""
+        """Write a line's numbers at its step; null values are left out."""
         for key, value in record.items():
             if key != "step" and value is not None:
                 self._writer.add_scalar(key, value, int(record["step"] or 0))
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Flush and close the event files."""
         self._writer.close()

@@ -1,1 +1,1 @@
-"""Islands of explicit communication, each a `jax.shard_map` with a name."""
+"""Parallelism with explicit communication: each module is a manual region (`jax.shard_map`)."""

@@ -1,11 +1,11 @@
-"""Attention over sequences that are spread over mesh axis `context`, and the order of tokens that balances its work.
+"""Context parallelism: attention over sequences sharded over mesh axis `context`, with balanced work.
 
-Under causal attention late tokens have more to look at. So a sequence is cut into 2n chunks for n devices, and device i
-holds chunks i and 2n-1-i: an early and a late one, the same work for all. Three strategies, same numbers:
+Under causal attention late tokens attend to more keys. So a sequence is cut into 2n chunks for n devices, and device i
+holds chunks i and 2n-1-i: an early and a late one, the same work for all. Three strategies give the same numbers:
 
-- `ring`: blocks of keys and values travel around; every device works on one while the next is on its way.
-- `gather`: keys and values are gathered for one's own queries, a bounded part of the sequence at a time.
-- `ulysses`: an exchange of heads for sequence, attention over the whole sequence with fewer heads, and back.
+- `ring`: blocks of keys and values circulate; every device works on one while the next is in transit.
+- `gather`: each device gathers keys and values for its own queries, a bounded part of the sequence at a time.
+- `ulysses`: an all-to-all from sequence shards to head shards, attention over the whole sequence, and back.
 
 Collectives name the axis, so all of this also runs where a surrounding `shard_map` (a pipeline's) made it manual.
 
@@ -33,7 +33,10 @@ GATHERED = 2**15  # tokens whose keys and values `gather` holds at a time
 
 
 def size() -> int:
-    """Over how many devices the code being traced spreads a sequence; asked of the mesh, for specs omit manual axes."""
+    """Return over how many devices the code being traced shards a sequence.
+
+    Taken from the mesh, since specs omit manual axes.
+    """
     here = sharding.current()
     if here is None or not sharding.is_explicit(here[0]) or AXIS not in here[1]["seq"]:
         return 1
@@ -41,15 +44,16 @@ def size() -> int:
 
 
 def choose_strategy(asked: str, stages: int) -> str:
-    """What `mesh.context_strategy` means here; refusals.py refuses what cannot work."""
-    # Stages of a pipeline attend at different times, and a permutation waits for all of the mesh; a gather does not.
+    """Return the strategy that `mesh.context_strategy` means here; jaxtrain/validation.py refuses what cannot work."""
+    # Pipeline stages attend at different times, and a permutation waits for the whole mesh; a gather does not.
     return ("gather" if stages > 1 else "ring") if asked == "auto" else asked
 
 
 # ------------------------------------------------------------------------------------------------- the order of tokens
 
 def arrange(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Arrays [B, T] in balanced order, spread over `context`. Batches are there whole, so nothing is communicated."""
+    """Put arrays [B, T] into balanced order, sharded over `context`; without communication, since batches arrive whole.
+    """
     n = size()
     if n == 1:
         return {key: sharding.constrain(x, "batch", "seq") for key, x in batch.items()}
@@ -64,7 +68,7 @@ def arrange(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def balanced_order(device: Any, n: int, tokens: int) -> jax.Array:
-    """Where in their sequence the tokens stand that a device of n holds, so many."""
+    """Return the positions in the sequence of the tokens that one device of n holds."""
     chunk = jnp.arange(tokens // 2)
     return jnp.concatenate([device * len(chunk) + chunk, (2 * n - 1 - device) * len(chunk) + chunk])
 
@@ -74,7 +78,7 @@ def _tokens(device: Any, n: int, tokens: int, segments_BT: jax.Array | None) -> 
 
 
 def _everywhere(n: int, tokens: int) -> jax.Array:
-    """Where all tokens stand, [n, T / n], by the device that holds them."""
+    """Return the positions of all tokens, [n, T / n], by the device that holds them."""
     return jnp.stack([balanced_order(device, n, tokens // n) for device in range(n)])
 
 
@@ -82,15 +86,15 @@ def _everywhere(n: int, tokens: int) -> jax.Array:
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, *, window: int,
            strategy: str) -> jax.Array:
-    """`models.attention.attend` for a sequence in balanced order."""
+    """Compute `models.attention.attend` for a sequence in balanced order."""
     n, heads, mesh = size(), sharding.split_by("act_heads"), jax.sharding.get_abstract_mesh()
     split, G = sharding.shards(heads, mesh), k_BSGK.shape[2]
     if heads != sharding.split_by("act_kv_heads"):
         repeats = math.lcm(G, split) // G
-        # Fewer key/value heads than devices: repeated just as far as every device gets those its queries look at.
+        # Fewer key/value heads than devices: repeated just enough that every device gets those its queries attend to.
         k_BSGK, v_BSGK = (sharding.constrain(jnp.repeat(x, repeats, axis=2), "batch", "seq", "act_heads",
                                              "act_head_dim") for x in (k_BSGK, v_BSGK))
-    # Within a pipeline the axis is manual already.
+    # Within a pipeline the axis is already manual.
     stages = 1 if AXIS in sharding.free_axes(mesh) else mesh.shape["stage"]
     strategy = choose_strategy(strategy, stages)
     if strategy != "ulysses":
@@ -102,7 +106,7 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT:
 
 
 def _specs(strategy: str) -> tuple[P, P]:
-    """Of arrays by head and of arrays by token, as a strategy's island sees them."""
+    """Return the specs of arrays by head and of arrays by token, inside a strategy's manual region."""
     batch, seq, heads = map(sharding.split_by, ("batch", "seq", "act_heads"))
     if strategy == "ulysses":
         return P(batch, None, (*sharding.axes_of(heads), *sharding.axes_of(seq))), P(batch, None)
@@ -123,7 +127,7 @@ def _forward(strategy, window, q, k, v, segments):
 
     out, lse = sharding.manual_region(local, in_specs=(heads, heads, heads, tokens), out_specs=(heads, heads))(
         q, k, v, segments)
-    # With both of these kept, no kind of rematerialisation computes attention again.
+    # With both of these saved, no rematerialization policy recomputes attention.
     out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
     return out, (q, k, v, segments, out, lse)
 
@@ -146,13 +150,13 @@ _attend.defvjp(_forward, _backward)
 # ---------------------------------------------------------------------------------------------------------------- ring
 
 def _next(tree: Any) -> Any:
-    """What the device before this one in the ring sent."""
+    """Return what the previous device in the ring sent."""
     n = lax.axis_size(AXIS)
     return jax.tree.map(lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)]), tree)
 
 
 def _rounds(visit: Callable, carry: Any, block: Any) -> Any:
-    """`visit(carry, block, hop)` for the blocks of all other devices, each sent on before work on it begins."""
+    """Fold `visit(carry, block, hop)` over the blocks of all other devices, sending each on before working on it."""
     def hop(state, i):
         carry, block = state
         following = _next(block)
@@ -164,10 +168,10 @@ def _rounds(visit: Callable, carry: Any, block: Any) -> Any:
 
 
 def _seen(device: jax.Array, source: jax.Array, tokens: int, work: Callable[[slice, slice], Any]) -> Any:
-    """`work(queries, keys)` on what a device sees of another's block: always half of all pairs, and of these all.
+    """Apply `work(queries, keys)` to the visible part of another device's block: always exactly half of all pairs.
 
-    Of a block from an earlier device all queries see the early chunk; of one from a later device the late queries see
-    both chunks.
+    All queries see the early chunk of a block from an earlier device; the late queries see both chunks of a block from
+    a later device.
     """
     early, late, every = slice(0, tokens // 2), slice(tokens // 2, tokens), slice(0, tokens)
     return lax.cond(source < device, lambda: work(every, early), lambda: work(late, every))
@@ -220,13 +224,13 @@ def _ring_backward(q, k, v, segments, dout, lse, delta, window):
         return _seen(me, source, T, work)
 
     dq, dkv = _rounds(visit, (dq, dkv), following)
-    return dq, *_next([g.astype(x.dtype) for g, x in zip(dkv, (k, v), strict=True)])  # home, as what they are wanted as
+    return dq, *_next([g.astype(x.dtype) for g, x in zip(dkv, (k, v), strict=True)])  # to their owners, cast as needed
 
 
 # -------------------------------------------------------------------------------------------------------------- gather
 
 def _pieces(n: int, x: Any) -> Any:
-    """[B, T / n, ...] -> [pieces, B, T / n / pieces, ...], as few pieces as the bound on what is gathered allows."""
+    """Split [B, T / n, ...] into [pieces, B, T / n / pieces, ...], with as few pieces as the gather limit allows."""
     T = n * jax.tree.leaves(x)[0].shape[1]
     pieces = math.gcd(T // n, 2 ** math.ceil(math.log2(max(1, T / GATHERED))))
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(len(x), pieces, -1, *x.shape[2:]), 1, 0), x)
@@ -266,7 +270,7 @@ def _all(tree: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fewer_heads(repeats: int, x: jax.Array) -> jax.Array:
-    """From part of the sequence, all heads, to all of the sequence, part of the heads; each first so many times."""
+    """Switch from sequence shards with all heads to head shards with the whole sequence, after repeating the heads."""
     def exchange(x):
         return lax.all_to_all(jnp.repeat(x, repeats, axis=2), AXIS, split_axis=2, concat_axis=1, tiled=True)
 
@@ -275,7 +279,7 @@ def _fewer_heads(repeats: int, x: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fewer_tokens(repeats: int, x: jax.Array) -> jax.Array:
-    """The way back, which adds up repeated heads: the transpose of the way there."""
+    """Switch back, summing repeated heads: the transpose of `_fewer_heads`."""
     def exchange(x):
         x = lax.all_to_all(x, AXIS, split_axis=1, concat_axis=2, tiled=True)
         return x.reshape(*x.shape[:2], -1, repeats, x.shape[3]).sum(3) if repeats > 1 else x

@@ -1,13 +1,13 @@
-"""Tokens to the devices that hold their experts and back, exactly, whatever the imbalance.
+"""Expert parallelism: send tokens to the devices that hold their experts and back, exactly, whatever the imbalance.
 
-Called inside an island: arrays are one device's own. Experts are split over one mesh axis of n devices, and each of
-those has N tokens of its own. Shapes are static, so a buffer must hold what one device may be sent at worst: with K
-experts a token and L experts a device, n N min(K, L) rows (`limit` lowers that where experts have a capacity). Only
-rows that are there are multiplied. Two ways, the same numbers:
+Called inside a manual region: arrays are one device's own. Experts are split over one mesh axis of n devices, each of
+which has N tokens of its own. Shapes are static, so a buffer must hold what one device may receive in the worst case:
+with K experts per token and L experts per device, n N min(K, L) rows (`limit` lowers that where experts have a
+capacity). Only rows that hold tokens are multiplied. There are two exchanges with the same result:
 
-* "gather": every device sees all n N tokens, computes those that are its own experts', and the results are added up. It
-  moves 2 (n - 1) N rows a device, forward, and is all that CPUs can do.
-* "ragged": each token goes to its experts' devices only, 2 K N (n - 1) / n rows when load is even.
+* "gather": every device sees all n N tokens, computes those of its own experts, and the results are summed. It moves 2
+(n - 1) N rows per device in the forward pass, and is the only one that works on CPU.
+* "ragged": each token goes only to its experts' devices, 2 K N (n - 1) / n rows when load is even.
 
 Shape suffixes: N tokens, D embedding, F expert width, K experts of a token, L experts held here, R rows of assignments,
 P devices that exchange.
@@ -27,45 +27,45 @@ from jaxtrain.sharding import rules as sharding
 def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, kept_NK: jax.Array,
                     gate_LDF: jax.Array, up_LDF: jax.Array, down_LFD: jax.Array, *, axis: tuple[str, ...] = (),
                     exchange: str = "auto", limit: int | None = None) -> jax.Array:
-    """The weighted sum of each token's experts. `limit` is the most rows that a device's experts get of one device."""
+    """Return the weighted sum of each token's experts; `limit` caps the rows that a device receives from one other."""
     n, held = (lax.axis_size(axis) if axis else 1), gate_LDF.shape[0]
     tokens, choices = experts_NK.shape
     rows = n * min(tokens * min(choices, held), limit or tokens * choices)
     way = {"one": _alone, "gather": _gather, "ragged": _ragged}[choose_exchange(exchange, n, choices)]
-    experts_NK = jnp.where(kept_NK, experts_NK, n * held)  # an expert that nobody holds
+    experts_NK = jnp.where(kept_NK, experts_NK, n * held)  # an expert that no device holds
     return way(x_ND, experts_NK, weights_NK, partial(_mlp, gate_LDF, up_LDF, down_LFD), held, rows, axis)
 
 
 def choose_exchange(asked: str, devices: int, choices: int) -> str:
-    """What `train.expert_exchange` means here."""
+    """Return the exchange that `train.expert_exchange` means here."""
     if devices == 1:
         return "one"
-    fewer = sharding.platform() != "cpu" and choices < devices  # else all tokens move no further than their copies
+    fewer = sharding.platform() != "cpu" and choices < devices  # else gathering all tokens moves no more
     return ("ragged" if fewer else "gather") if asked == "auto" else asked
 
 
 def buffered(c: ModelConfig, devices: int) -> float:
-    """Rows of a device's buffer for each of its tokens, where experts are split over so many devices."""
+    """Return the rows of a device's buffer per token, where experts are split over this many devices."""
     capacity = c.capacity_factor * c.experts_per_token / devices if c.capacity_factor and devices > 1 else math.inf
     return devices * min(c.experts_per_token, c.num_experts // devices, capacity)
 
 
 def filled(c: ModelConfig, devices: int) -> float:
-    """The share of these rows that hold tokens while load is even."""
+    """Return the share of these rows that hold tokens when load is even."""
     return min(1.0, c.experts_per_token / buffered(c, devices)) if c.num_experts else 1.0
 
 
 def _mlp(gate_LDF, up_LDF, down_LFD, x_RD, weights_R, sizes_L):
-    """Each row through its expert, times its weight; rows are sorted by expert."""
+    """Apply each row's expert and multiply by its weight; rows are sorted by expert."""
     from jaxtrain.kernels.functions import swiglu  # models import this file
 
     act_RF = swiglu(*(lax.ragged_dot(x_RD, w_LDF, sizes_L) for w_LDF in (gate_LDF, up_LDF)))
-    # Weighed here, not behind `down`, whose result then need not be kept for the backward pass.
+    # Weighted here and not after `down`, whose result then need not be kept for the backward pass.
     return lax.ragged_dot((act_RF * weights_R[:, None]).astype(act_RF.dtype), down_LFD, sizes_L)
 
 
 def _alone(x_ND, experts_NK, weights_NK, mlp, held, rows, axis):
-    """All experts that are asked for (0 to `held`) are here; others give nothing."""
+    """Apply local experts only (0 to `held`); assignments to others contribute nothing."""
     order_R, place_NK, sizes_L = _sorted(experts_NK, held, rows)
     weights_R = weights_NK.reshape(-1).at[order_R].get(unique_indices=True)
     return _collect(mlp(_spread(x_ND, order_R, place_NK), weights_R, sizes_L), order_R, place_NK)
@@ -81,7 +81,7 @@ def _gather(x_ND, experts_NK, weights_NK, mlp, held, rows, axis):
 def _ragged(x_ND, experts_NK, weights_NK, mlp, held, rows, axis):
     n, here = lax.axis_size(axis), lax.axis_index(axis)
     order_R, place_NK, sizes_E = _sorted(experts_NK, n * held, experts_NK.size)
-    sizes_PE = lax.all_gather(sizes_E, axis)  # what each device has for each expert
+    sizes_PE = lax.all_gather(sizes_E, axis)  # each device's number of rows for each expert
     sent_PP = sizes_PE.reshape(n, n, held).sum(-1)  # from, to
     starts_PP, ends_PP = jnp.cumsum(sent_PP, 1) - sent_PP, jnp.cumsum(sent_PP, 0) - sent_PP  # in the sender, receiver
     there = starts_PP[here], sent_PP[here], ends_PP[here], sent_PP[:, here]
@@ -90,7 +90,7 @@ def _ragged(x_ND, experts_NK, weights_NK, mlp, held, rows, axis):
     def send(a, route, length):
         return lax.ragged_all_to_all(a, jnp.zeros((length, *a.shape[1:]), a.dtype), *route, axis_name=axis)
 
-    # Rows arrive by sender, and by expert within one sender.
+    # Rows arrive by sender, and by expert within each sender.
     x_RD = send(_spread(x_ND, order_R, place_NK), there, rows)
     weights_R = send(weights_NK.reshape(-1).at[order_R].get(unique_indices=True), there, rows)
     mine_PL = lax.dynamic_slice_in_dim(sizes_PE, here * held, held, 1)
@@ -101,7 +101,8 @@ def _ragged(x_ND, experts_NK, weights_NK, mlp, held, rows, axis):
 
 
 def _sorted(experts_NK, count, rows):
-    """Assignments by expert -> which stands in each row, in which row each stands (`rows`: in none), group sizes."""
+    """Sort assignments by expert; return the assignment in each row, the row of each (`rows`: none), and group sizes.
+    """
     flat = experts_NK.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
@@ -109,17 +110,17 @@ def _sorted(experts_NK, count, rows):
     return order[:rows], place, jnp.bincount(flat, length=count).astype(jnp.int32)
 
 
-# Each is the other's transpose. Both only ever read, so that no sum depends on the order in which devices write.
+# Each is the other's transpose. Both only read (gather), so that no sum depends on the order of writes.
 
 @jax.custom_vjp
 def _spread(x_ND, order_R, place_NK):
-    """Each assignment's token."""
+    """Return each assignment's token."""
     return x_ND[order_R // place_NK.shape[1]]
 
 
 @jax.custom_vjp
 def _collect(y_RD, order_R, place_NK):
-    """The sum of each token's assignments."""
+    """Return the sum over each token's assignments."""
     y_NKD = y_RD.at[place_NK].get(mode="fill", fill_value=0)
     return y_NKD.sum(1, dtype=jnp.float32).astype(y_RD.dtype)
 

@@ -1,4 +1,4 @@
-"""Sums and counts along rows whose tokens are spread over devices. Called inside an island."""
+"""Sums and counts along rows whose tokens are sharded over devices; called inside a manual region."""
 
 from dataclasses import dataclass
 
@@ -11,20 +11,20 @@ from jaxtrain.parallel.context import balanced_order
 
 @dataclass(frozen=True)
 class Row:
-    """The mesh axes over which a row's tokens are spread."""
+    """The mesh axes over which a row's tokens are sharded."""
 
     axes: tuple[str, ...]
 
     def length(self, here: int) -> int:
-        """Of the whole row, of which each device has `here` tokens."""
+        """Return the length of the whole row, of which each device has `here` tokens."""
         return here * (lax.axis_size(self.axes) if self.axes else 1)
 
     def add(self, x: jax.Array) -> jax.Array:
-        """Over the devices that share a row."""
+        """Sum over the devices that share a row."""
         return lax.psum(x, self.axes) if self.axes else x
 
     def before(self, hits_BTE: jax.Array) -> jax.Array:
-        """For each token, how many earlier ones of its row hit."""
+        """Return, for each token, the number of hits among earlier tokens of its row."""
         if not self.axes:
             return jnp.cumsum(hits_BTE, 1) - hits_BTE
         order_T = self.token_order(hits_BTE.shape[1])
@@ -33,5 +33,5 @@ class Row:
         return (jnp.cumsum(natural_BTE, 1) - natural_BTE)[:, order_T]
 
     def token_order(self, here: int) -> jax.Array:
-        """Where in the row this device's tokens stand."""
+        """Return the positions of this device's tokens in the row."""
         return balanced_order(lax.axis_index(self.axes), lax.axis_size(self.axes), here)

@@ -1,4 +1,4 @@
-"""Embedding rows from a table whose vocabulary is split over mesh axes: each device looks up the rows it holds."""
+"""Embedding lookup in a table whose vocabulary is split over mesh axes: each device looks up the rows it holds."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxtrain.sharding import rules as sharding
 
 
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """The rows of `tokens`, laid out as activations are between blocks."""
+    """Return the embedding rows of `tokens_BT`, in the layout that activations have between blocks."""
     out = sharding.activation_spec("batch", "block_seq", "act_embed")
     if out is None:
         return table_VD[tokens_BT]
@@ -17,7 +17,7 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     if axes is None:
         whole = sharding.activation_spec("batch", "seq", "act_embed")
         return sharding.constrain(table_VD.at[tokens_BT].get(out_sharding=whole), "batch", "block_seq", "act_embed")
-    # Sum and split in one collective, straight into the layout between blocks.
+    # Sum and split in one collective, directly into the layout between blocks.
     scatter_sequence = sharding.axes_of(out[1]) == (*sharding.axes_of(tokens_spec[1]), *sharding.axes_of(axes))
 
     def local(table, tokens):

@@ -1,12 +1,12 @@
-"""The hosts' memory, where the optimizer's state may lie between steps."""
+"""Host memory, where the optimizer state may be kept between steps."""
 
 from typing import Any
 
 import jax
 
-HOST = "pinned_host"  # the kind of it that devices copy from and to by themselves
+HOST = "pinned_host"  # the memory kind that devices access directly
 
 
 def fetched(x: Any) -> Any:
-    """In a compiled function: an array on the devices, wherever it was."""
+    """Move an array to device memory from wherever it is, in a compiled function."""
     return jax.device_put(x, jax.memory.Space.Device) if jax.typeof(x).memory_space == jax.memory.Space.Host else x

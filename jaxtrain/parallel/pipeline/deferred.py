@@ -1,8 +1,8 @@
-"""Weight gradients put off: B leaves each product's input and output gradient, W multiplies the two later.
+"""Deferred weight gradients: B stores each product's input and output gradient, W multiplies the two later.
 
-A zero-bubble schedule splits the backward pass so. A `Deferred` weight brings, beside its numbers, room for the pair;
-the product's gradient for that room is the pair itself. So whatever carries gradients (`lax.scan` over layers,
-rematerialisation) carries the pairs, and what W does then is one product for each weight and nothing else.
+This is how a zero-bubble schedule splits the backward pass. A `Deferred` weight has, besides its values, a placeholder
+for the pair, and the product's gradient with respect to that placeholder is the pair itself. So whatever transports
+gradients (`lax.scan` over layers, rematerialization) transports the pairs, and W computes just one product per weight.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -21,28 +21,28 @@ Weights = dict[Path, jax.Array]
 
 @dataclass(eq=False)
 class Ledger:
-    """The products of one layer whose weight gradients are put off, by the path of the weight."""
+    """The products of one layer whose weight gradients are deferred, by the path of the weight."""
 
     products: dict[Path, Product] = field(default_factory=dict)
-    owner: dict[Path, Path] = field(default_factory=dict)  # several products of one input keep it once
+    owner: dict[Path, Path] = field(default_factory=dict)  # products that share an input store it once
     shapes: dict[Path, tuple] = field(default_factory=dict)  # of input and output: (shape, dtype, spec)
     _inputs: dict[int, tuple[Path, Any]] = field(default_factory=dict)
 
     def note(self, path: Path, product: Product, x: jax.Array, y: jax.Array) -> None:
-        """Remember a product."""
+        """Record a product."""
         self.products[path] = product
         self.owner[path] = self._inputs.setdefault(id(x), (path, x))[0]
         self.shapes[path] = tuple((a.shape, a.dtype, getattr(jax.typeof(a).sharding, "spec", P())) for a in (x, y))
 
     def room(self, lead: tuple[int, ...]) -> dict[Path, tuple]:
-        """Zeros for all pairs, behind dimensions `lead`."""
+        """Return zeros for all pairs, with leading dimensions `lead`."""
         def zeros(shape, dtype, spec):
             return jax.reshard(jnp.zeros((*lead, *shape), dtype), P(*(None,) * len(lead), *spec))
         return {path: (zeros(*x) if self.owner[path] == path else None, zeros(*y))
                 for path, (x, y) in self.shapes.items()}
 
     def gradients(self, weights: Weights, pairs: dict[Path, tuple]) -> Weights:
-        """Of the weights of a stack of layers, from the pairs of each layer: all that W does."""
+        """Compute the gradients of a stack's weights from the pairs of each layer; this is all that W does."""
         def one(_, layer):
             weights, pairs = layer
 
@@ -57,7 +57,7 @@ class Ledger:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Deferred:
-    """A weight whose gradient is put off, and room for its pair: None while a ledger is being filled."""
+    """A weight whose gradient is deferred, with a placeholder for its pair: None while a ledger is being filled."""
 
     weight: jax.Array
     room: tuple | None
@@ -66,7 +66,7 @@ class Deferred:
 
 
 def multiply(product: Product, x: jax.Array, weight: Deferred) -> jax.Array:
-    """`product(x, weight)`, with the weight's gradient put off."""
+    """Return `product(x, weight)`, with the weight's gradient deferred."""
     if weight.room is None:
         y = product(x, weight.weight)
         weight.ledger.note(weight.path, product, x, y)
@@ -86,7 +86,7 @@ def multiply(product: Product, x: jax.Array, weight: Deferred) -> jax.Array:
 
 
 def take(tree: Any, paths: Container[Path]) -> tuple[Any, Weights]:
-    """The tree without the leaves at `paths` (None in their place), and those leaves."""
+    """Return the tree with None in place of the leaves at `paths`, and those leaves."""
     taken = {}
 
     def keep(path, leaf):
@@ -100,6 +100,6 @@ def take(tree: Any, paths: Container[Path]) -> tuple[Any, Weights]:
 
 
 def put(tree: Any, leaves: Mapping[Path, Any]) -> Any:
-    """The tree with leaves at their paths."""
+    """Return the tree with these leaves at their paths."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaves.get(tuple(key.key for key in path), leaf), tree, is_leaf=lambda leaf: leaf is None)

@@ -1,12 +1,12 @@
-"""One executor for every pipeline schedule: the ticks of its table, run by all stages at once.
+"""The pipeline executor: runs any schedule's table, tick by tick, on all stages at once.
 
 The executor is a `jax.shard_map` that is manual over every axis but `tensor`. So each device works on its own tokens
-with its own stage's layers; tensor parallelism, and the islands of context and expert parallelism, go on inside. What a
-stage does at a tick stands in a table, and it does it in a branch: collectives in there join devices of one stage only.
-Between stages there is one permutation to the right and one to the left a tick, outside all branches.
+with its own stage's layers; tensor parallelism, and the manual regions of context and expert parallelism, work inside.
+What a stage does at a tick is looked up in the table and done in a branch: collectives inside join devices of one stage
+only. Between stages there is one permutation to the right and one to the left per tick, outside all branches.
 
-A stage keeps the inputs of its chunks and computes the rest again in B: one forward pass more than without a pipeline.
-Weight gradients are added up where they are made, and summed over devices once, after the last tick.
+A stage keeps the inputs of its chunks and recomputes the rest in B: one more forward pass than without a pipeline.
+Weight gradients are accumulated where they are made, and summed over devices once, after the last tick.
 """
 
 from collections.abc import Callable
@@ -32,22 +32,22 @@ F32 = jnp.float32
 
 
 def count_microbatches(config: Config, stages: int, batch_shards: int) -> int:
-    """How many micro-batches pass the stages: as many as asked for, the table's, or a divisor of a device's rows."""
+    """Return the number of micro-batches: as configured, the table's, or a divisor of a device's rows."""
     c = config.pipeline
     if c.table and not c.microbatches:
         return schedules.from_file(c.table, stages, 0, c.chunks, latency=2 if c.overlap else 1).microbatches
     rows = config.data.global_batch_size // config.train.accumulation // batch_shards
-    # Four a stage leave a bubble of about a fifth; more of them make small matrix products.
+    # Four per stage leave a bubble of about a fifth; more would make the matrix products small.
     chosen = max(n for n in range(1, max(1, min(rows, 4 * stages)) + 1) if rows % n == 0)
     return c.microbatches or chosen
 
 
 def make_schedules(c: PipelineConfig, stages: int, microbatches: int) -> tuple[Schedule, Schedule]:
-    """The schedules that a config asks for: of training, and of evaluation."""
+    """Return the schedules of training and of evaluation that a config asks for."""
     latency = 2 if c.overlap else 1
     if c.table:
         train = schedules.from_file(c.table, stages, microbatches, c.chunks, latency=latency)
-    else:  # in lockstep a tick lasts as long as its longest operation, hence pairs of F and B, or B and W apart
+    else:  # in lockstep a tick lasts as long as its longest operation: pair F with B, or split B and W
         pairs = not c.schedule.startswith("zb")
         train = schedules.make(c.schedule, stages, microbatches, c.chunks, paired=pairs, latency=latency)
     return train, schedules.forward_only(stages, microbatches, train.chunks, latency=latency, position=train.position)
@@ -55,14 +55,14 @@ def make_schedules(c: PipelineConfig, stages: int, microbatches: int) -> tuple[S
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The loss, and its gradients, of a model whose layers are spread over stages."""
+    """The loss, and its gradients, of a model whose layers are split over pipeline stages."""
 
     parts: Parts
     schedule: Schedule
     evaluation: Schedule  # forward only
     rules: sharding.Rules
     axes: Any  # logical names of the trained parameters
-    frozen_axes: Any  # and of those that are not trained
+    frozen_axes: Any  # logical names of the frozen parameters
     at_rest: Any  # partition specs of the gradients
 
     def gradient(self, params: Any, frozen: Any, batch: Any, scale: Any) -> tuple[tuple[jax.Array, jax.Array, Sums],
