@@ -1,7 +1,7 @@
-"""Compiled programs on disk, each with its checksum.
+"""A compilation cache on disk in which each program has a checksum.
 
-JAX loads whatever its cache folder holds: a single flipped byte ended every start with a segmentation fault (jaxlib
-0.10, CPU), and an entry that a full disk cut off was never replaced.
+JAX loads whatever its cache folder holds: a single flipped byte made every start end with a segmentation fault (jaxlib
+0.10, CPU), and an entry truncated by a full disk was never replaced.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ _of_jax = compilation_cache.get_file_cache
 
 
 class CheckedCache(CacheInterface):
-    """A folder of programs. A damaged one is removed and compiled again; one that cannot be written is left out."""
+    """A folder of programs; a damaged one is removed and compiled again, one that cannot be written is skipped."""
 
     def __init__(self, folder: str | Path):
-        """Made at the first program."""
+        """The folder is created with the first program."""
         self._path = Path(folder)
 
     def get(self, key: str) -> bytes | None:  # pyrefly: ignore[bad-override]
-        """The program, if it is there and whole."""
+        """Return the program, or None if it is missing or damaged."""
         file = self._file(key)
         try:
             content = file.read_bytes()
@@ -42,7 +42,7 @@ class CheckedCache(CacheInterface):
         return None
 
     def put(self, key: str, value: bytes) -> None:
-        """All of it or nothing, also where several processes write the same one."""
+        """Write a program atomically, also when several processes write the same one."""
         file = self._file(key)
         if file.exists():
             return
@@ -62,7 +62,7 @@ class CheckedCache(CacheInterface):
 
 
 def install() -> None:
-    """Have JAX keep its programs this way, but for folders that it shall keep small, or that are no local ones."""
+    """Make JAX use this cache, except for folders with a size limit and folders that are not local."""
     compilation_cache.get_file_cache = _file_cache
 
 
@@ -73,15 +73,15 @@ def _file_cache(path: str) -> tuple[CacheInterface, str] | None:
 
 
 def cache_dir() -> Path:
-    """$JAXTRAIN_CACHE, or ~/.cache/jaxtrain."""
+    """Return the cache directory: $JAXTRAIN_CACHE, or ~/.cache/jaxtrain."""
     return Path(os.environ.get("JAXTRAIN_CACHE") or Path.home() / ".cache" / "jaxtrain")
 
 
 def enable_compilation_cache() -> None:
-    """Keep compiled programs for the next start, unless JAX was already told where to (JAX_COMPILATION_CACHE_DIR).
+    """Cache compiled programs between runs, unless JAX has a folder configured (JAX_COMPILATION_CACHE_DIR).
 
-    XLA's own key leaves out the CPU's features, and a program of another machine may crash: so one folder per CPU. (Of
-    accelerators it has the topology.)
+    XLA's own key leaves out the CPU's features, and a program compiled for another machine may crash: so there is one
+    folder per CPU. (For accelerators the key includes the topology.)
     """
     install()
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:

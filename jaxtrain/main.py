@@ -1,7 +1,7 @@
 """Train a config, or resume its run.
 
 `python -m jaxtrain.main --config=configs/gpt.py[:variant] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]`, which is
-`jaxtrain train`; `cli.py` has its flags.
+`jaxtrain train`; `flags.py` defines its flags.
 """
 
 import argparse
@@ -16,7 +16,8 @@ from jaxtrain.flags import training_flags, workdir_of
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Flags, processes, config, train. `distributed/exit_codes.py` tells what the exit status means."""
+    """Parse flags, connect processes, load the config and train; `distributed/exit_codes.py` lists the exit statuses.
+    """
     heartbeat.hold()
     try:
         flags, overrides = training_flags(sys.argv[1:] if argv is None else argv)
@@ -24,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
 
         with before_the_loop():
             return exit_process(run(flags, overrides))
-    except exit_codes.RunExit as end:  # in all processes alike
+    except exit_codes.RunExit as end:  # raised in all processes alike
         say(end)
         return exit_process(end.code)
     except UserError as mistake:
@@ -34,26 +35,26 @@ def main(argv: list[str] | None = None) -> int:
         say("stopped at once; what was saved before is kept")
         return exit_process(exit_codes.INTERRUPTED, stop)
     except Exception as error:
-        exit_process(1, error)  # returns where no other process waits for this one
+        exit_process(1, error)  # returns in a single-process run
         raise
 
 
 def exit_process(status: int, error: BaseException | None = None) -> int:
-    """Take leave of the other processes, if there are any: as agreed, or alone with an error."""
+    """Disconnect from the other processes, if any: in agreement, or alone after an error."""
     processes = sys.modules.get("jaxtrain.distributed.processes")
-    if processes is None:  # it did not come to that
+    if processes is None:  # it failed before they were imported
         return status
     return processes.leave(status) if error is None else processes.fail(status, error)
 
 
 def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """What the flags ask for."""
+    """Do what the flags ask for; returns the exit status."""
     from jaxtrain import compile_cache
     from jaxtrain.config import load
     from jaxtrain.distributed import processes
     from jaxtrain.plan.targets import claim_memory
 
-    # For whoever watches a run the line of code that warns is of no use.
+    # The line of code that issues a warning is of no use to the user.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     claim_memory()
     compile_cache.enable_compilation_cache()
@@ -69,7 +70,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         return exit_codes.DONE
     from jaxtrain.trainer.loop import train
 
-    if resolved.mesh.auto:  # now, so that what an elastic run may change is a mesh of known sizes
+    if resolved.mesh.auto:  # resolved now, so that an elastic run changes a mesh of known sizes
         import jax
 
         from jaxtrain.plan import preflight
@@ -85,5 +86,5 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 if __name__ == "__main__":
     status = main()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # how it ended is said; a signal that comes now changes nothing
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the outcome is settled; a late signal must not change it
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""Rules, mesh and model must agree: each mistake is told by the config's key, before anything is traced."""
+"""Checks that sharding rules, mesh and model agree, made before tracing; errors name the config key."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jaxtrain.sharding.rules import AnyMesh, Rules
 
 
 def activations_divide(config: Config, rules: Rules, mesh: AnyMesh) -> None:
-    """What the mesh cuts must divide: told by the config's key, before anything is traced."""
+    """Check that activation sizes are divisible by the mesh axes that shard them."""
     c = config.model
     sizes = {"seq": config.data.seq_len, "block_seq": config.data.seq_len, "act_embed": c.embed_dim,
              "act_mlp": c.mlp_dim, "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads,
@@ -23,7 +23,7 @@ def activations_divide(config: Config, rules: Rules, mesh: AnyMesh) -> None:
 
 
 def agree(config: Config, rules: Rules) -> None:
-    """A matmul's weight and its result are split alike, and what no model splits yet is whole."""
+    """Check that a matmul's weight and result are split alike, and that nothing is split that no model supports."""
     def split(name):
         return [axis for axis in rules[name] if axis not in rules.tokens]
     for name, axes in rules.table.items():
@@ -53,7 +53,7 @@ def agree(config: Config, rules: Rules) -> None:
 
 
 def are_used(config: Config, axes: Any) -> None:
-    """A rule of one's own is for a dimension that the model has."""
+    """Check that every overridden rule is for a dimension that the model has."""
     used = set(sharding.ACTIVATION_NAMES)
     for names in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)):
         used.update(names)

@@ -1,7 +1,7 @@
-"""The combinations that cannot work: one table, checked before anything is traced, printed in docs/parallelism.md.
+"""Checks of config combinations that cannot work: one table, evaluated before tracing, shown in docs/parallelism.md.
 
-Each row names the key, says when and why, and what is the nearest that works. Beside these there is one general rule,
-in `sharding.check_divides`: a size divides by the mesh axes that cut it.
+Each row names the key, says when and why it is refused, and what is the nearest that works. There is also one general
+rule, in `sharding.check_divides`: a size must be divisible by the mesh axes that shard it.
 """
 
 from collections.abc import Callable
@@ -23,31 +23,31 @@ class Layout:
     config: Config
     mesh: AnyMesh
     rules: Rules
-    microbatches: int  # of a pipeline, in each batch of train.accumulation; 1 without one
+    microbatches: int  # of a pipeline, per batch of train.accumulation; 1 without a pipeline
 
     @cached_property
     def shards(self) -> int:
-        """Into how many pieces a batch is cut."""
+        """The number of pieces into which a batch is cut."""
         return sharding.shards(self.rules.batch, self.mesh)
 
     @cached_property
     def context(self) -> int:
-        """Into how many pieces a sequence is cut."""
+        """The number of pieces into which a sequence is cut."""
         return sharding.shards(self.rules["seq"], self.mesh)
 
     @cached_property
     def heads(self) -> int:
-        """Attention heads on a device."""
+        """The number of attention heads on a device."""
         return self.config.model.num_heads // sharding.shards(self.rules["act_heads"], self.mesh)
 
     @cached_property
     def rows(self) -> int:
-        """Of a device's batch, in one of train.accumulation."""
+        """The rows of a device's batch, per step of train.accumulation."""
         return self.config.data.global_batch_size // self.config.train.accumulation // self.shards
 
     @cached_property
     def tokens(self) -> int:
-        """That pass a device at a time."""
+        """The tokens that a device processes at a time."""
         return self.rows // self.microbatches * self.config.data.seq_len // self.context
 
     @cached_property
@@ -62,18 +62,21 @@ class Layout:
 
     @cached_property
     def idle(self) -> list[str]:
-        """Mesh axes that no rule names."""
+        """The mesh axes that no rule names."""
         named = {axis for axes in self.rules.table.values() for axis in axes}
         return [axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in named]
 
 
 class Refused(UserError):
-    """By a row of the table."""
+    """Raised when a row of the table refuses a config."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One row. `reason` and `fix` are what the user reads; `example` is refused and, with `instead`, works."""
+    """One row of the table.
+
+    `reason` and `fix` are shown to the user; `example` is refused and, with `instead` applied, works.
+    """
 
     key: str
     combination: str
@@ -145,7 +148,7 @@ TABLE = (
 
 
 def check(config: Config, mesh: AnyMesh, rules: Rules, microbatches: int = 1) -> None:
-    """Refuse by the first row that applies."""
+    """Raise `Refused` for the first row that applies."""
     layout = Layout(config, mesh, rules, microbatches)
     for row in TABLE:
         if row.applies(layout):
@@ -154,12 +157,12 @@ def check(config: Config, mesh: AnyMesh, rules: Rules, microbatches: int = 1) ->
 
 
 def explains(error: UserError) -> bool:
-    """Whether a row, or the rule that sizes divide, stands behind this refusal."""
+    """Return whether a row, or the general rule about divisible sizes, is the reason for this error."""
     return isinstance(error, Refused) or "does not divide over mesh axes" in error.reason
 
 
 def table() -> str:
-    """In Markdown, as docs/parallelism.md has it."""
+    """Return the table in Markdown, as in docs/parallelism.md."""
     def keys(overrides: dict[str, Any]) -> str:
         return " ".join(f"`{key}={value}`" for key, value in overrides.items())
 

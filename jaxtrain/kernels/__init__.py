@@ -1,1 +1,1 @@
-"""The inner functions of a model with gradients written by hand, and cross-entropy without all logits at once."""
+"""Model functions with handwritten gradients, and a cross-entropy that never holds all logits at once."""

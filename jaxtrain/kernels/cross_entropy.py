@@ -1,7 +1,7 @@
-"""Losses of a language-model head that never hold all logits: against tokens, and against a teacher's predictions.
+"""Losses of a language-model head that never hold all logits: cross-entropy, and distillation from a teacher.
 
 Tokens pass through the head in chunks. When a gradient is wanted, each chunk's gradient is computed while its logits
-are there: three matmuls in all, nothing computed twice, nothing of size tokens x vocabulary kept. The vocabulary may be
+exist: three matmuls in all, nothing computed twice, nothing of size tokens x vocabulary kept. The vocabulary may be
 split over mesh axes; weight gradients are summed over the batch's devices once, after the last chunk.
 
 Shape suffixes: B batch, T sequence, N tokens, D embedding, V vocabulary.
@@ -20,12 +20,13 @@ from jaxtrain.sharding import rules as sharding
 F32 = jnp.float32
 
 
-@jax.named_scope("loss_head")  # where jaxtrain.bench looks for its time
+@jax.named_scope("loss_head")  # jaxtrain.bench attributes step time to this name
 def cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, *,
                   z_loss: float = 0.0, chunks: int = 0) -> jax.Array:
-    """The sum over tokens of weight x (cross-entropy + z_loss x log-partition squared), in float32.
+    """Return the sum over tokens of weight x (cross-entropy + z_loss x log-partition squared), in float32.
 
-    A weight of 0 ignores a token. `chunks` is how many pieces the tokens on one device take; 0 chooses by size.
+    A weight of 0 ignores a token. `chunks` is into how many pieces the tokens on one device are split; 0 chooses by
+    size.
     """
     return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0)
 
@@ -34,23 +35,24 @@ def cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, w
 def distillation_loss(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array,
                       teacher_BTC: jax.Array, teacher_head_CV: jax.Array, *, soft: float, temperature: float = 1.0,
                       z_loss: float = 0.0, chunks: int = 0) -> jax.Array:
-    """The sum over tokens of weight x ((1 - soft) x `cross_entropy` + soft x temperature squared x KL divergence).
+    """Return the sum over tokens of weight x ((1 - soft) x cross-entropy + soft x temperature squared x KL divergence).
 
-    The divergence is that of the student's prediction from the teacher's, both made softer by `temperature`: Hinton,
-    Vinyals and Dean (arXiv 1503.02531). Nothing flows back into the teacher, whose final activations and output
-    projection are given; C is its width.
+    The divergence is that of the student's prediction from the teacher's, both softened by `temperature`: Hinton,
+    Vinyals and Dean (arXiv 1503.02531). The teacher, whose final activations (of width C) and output projection are
+    given, gets no gradient.
     """
     teacher = jax.lax.stop_gradient((teacher_BTC, teacher_head_CV))
     return _summed(x_BTD, head_DV, targets_BT, weights_BT, teacher, z_loss, chunks, soft, temperature)
 
 
 def default_chunks(tokens: int, vocab: int) -> int:
-    """Few chunks where logits are small; else enough that one chunk's are under 2 % of all, but 256 tokens at least."""
+    """Return one chunk where logits are small, else enough for under 2 % of all logits each, but at least 256 tokens.
+    """
     if tokens * vocab * 4 <= 2**26:
         return 1
     wanted = max(1, min(64, tokens // 256))
     above = next(n for n in range(wanted, tokens + 1) if tokens % n == 0)
-    # Lengths with few divisors: rather larger chunks than a great many tiny ones.
+    # Lengths with few divisors: prefer larger chunks to very many tiny ones.
     return above if above <= 4 * wanted else next(n for n in range(wanted, 0, -1) if tokens % n == 0)
 
 
@@ -87,7 +89,7 @@ def _run(x, head, targets, weights, teacher, options, gradients) -> Any:
 
 
 def _local(x_BTD, head_DV, targets_BT, weights_BT, teacher, batch_axes, vocab_axes, *, options, gradients) -> Any:
-    """One device's share: its tokens against its part of the vocabulary."""
+    """Compute one device's share: its tokens against its part of the vocabulary."""
     z_loss, chunks, soft, temperature = options
     N, D, V = targets_BT.size, *head_DV.shape
     chunks = chunks or default_chunks(N, V)
@@ -101,7 +103,7 @@ def _local(x_BTD, head_DV, targets_BT, weights_BT, teacher, batch_axes, vocab_ax
         return top_N + jnp.log(over_vocab(jnp.exp(logits_NV - top_N[:, None]).sum(-1)))
 
     def against_tokens(logits_NV, target_N, weight_N):
-        """-> summed loss, and its gradient for the logits."""
+        """Return the summed loss, and its gradient with respect to the logits."""
         lse_N = log_partition(logits_NV)
         hit_NV = (target_N - first)[:, None] == jnp.arange(V)
         correct_N = over_vocab(jnp.where(hit_NV, logits_NV, 0).sum(-1))
@@ -110,7 +112,7 @@ def _local(x_BTD, head_DV, targets_BT, weights_BT, teacher, batch_axes, vocab_ax
         return loss, pull_N[:, None] * jnp.exp(logits_NV - lse_N[:, None]) - jnp.where(hit_NV, weight_N[:, None], 0)
 
     def against_teacher(logits_NV, teacher_NV, weight_N):
-        """The same of the divergence."""
+        """Return the same for the divergence."""
         q_NV, p_NV = (x_NV / temperature - log_partition(x_NV / temperature)[:, None]
                       for x_NV in (logits_NV, teacher_NV))
         divergence_N = over_vocab((jnp.exp(p_NV) * (p_NV - q_NV)).sum(-1))
@@ -137,7 +139,7 @@ def _local(x_BTD, head_DV, targets_BT, weights_BT, teacher, batch_axes, vocab_ax
     inputs = (x_BTD.reshape(chunks, -1, D), targets_BT.reshape(chunks, -1), weights_BT.reshape(chunks, -1),
               *(y_BTC.reshape(chunks, -1, y_BTC.shape[-1]) for y_BTC in teacher[:1]))
     start: Any = (jnp.zeros((), F32), jnp.zeros((D, V), F32) if gradients else None)
-    if chunks == 1:  # no loop: small models on CPU
+    if chunks == 1:  # no loop, which is faster for small models on CPU
         (loss, dhead_DV), dx = chunk(start, jax.tree.map(lambda a: a[0], inputs))
     else:
         (loss, dhead_DV), dx = lax.scan(chunk, start, inputs)

@@ -1,10 +1,10 @@
-"""Attention by tiles: partial results that can be merged, and their gradient. Never more scores than one tile's.
+"""Tiled attention: partial results that can be merged, and their gradient, with one tile's scores at a time.
 
-A partial result is a normalised output and the logarithm of its normaliser (`lse`); two of them over different keys
-merge into one. The gradient computes scores again from `lse`. A tile in which no query may see any key costs nothing.
+A partial result is a normalized output and the logarithm of its normalizer (`lse`); two of them over different keys
+merge into one. The gradient recomputes scores from `lse`. A tile in which no query may attend to any key costs nothing.
 
 Shape suffixes: B batch, T and S queries and keys, H query heads, G key/value heads, R query heads per group (H = G R),
-K head width. Sums are float32 whatever comes in.
+K head width. Sums are float32 for all input dtypes.
 """
 
 import math
@@ -15,23 +15,23 @@ import jax.numpy as jnp
 from jax import lax
 
 F32 = jnp.float32
-SCORES = 2**24  # at most so many on a device at a time, over its examples and heads
-NOTHING = -1e30  # the lse of no keys: finite, so that no difference is undefined; merged, it weighs exactly nothing
+SCORES = 2**24  # the most on a device at a time, over its examples and heads
+NOTHING = -1e30  # the lse of no keys: finite, so that differences are defined; merged, it has exactly zero weight
 
 
 class Tokens(NamedTuple):
-    """Where tokens stand in their sequence, [T], and to which segment they belong, [B, T]."""
+    """The positions of tokens in their sequence, [T], and the segments they belong to, [B, T]."""
 
     at: jax.Array
     segments: jax.Array | None
 
     def part(self, part: slice) -> "Tokens":
-        """Some of them."""
+        """Return a slice of them."""
         return Tokens(self.at[part], None if self.segments is None else self.segments[:, part])
 
 
 def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, window: int) -> tuple[jax.Array, jax.Array]:
-    """-> out [B, T, H, K] and lse [B, T, H], both float32."""
+    """Return out [B, T, H, K] and lse [B, T, H], both float32."""
     G, R, side = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2], _side(q_BTHK)
     tiles = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), _cut_tokens(keys, side)
 
@@ -59,7 +59,7 @@ def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, window: int) 
 
 
 def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Two partial results over different keys as one over all of them."""
+    """Merge two partial results over different keys into one over all of them."""
     lse = jnp.logaddexp(a[1], b[1])
     weight_a, weight_b = (jnp.exp(part - lse)[..., None] for part in (a[1], b[1]))
     return weight_a * a[0] + weight_b * b[0], lse
@@ -67,7 +67,7 @@ def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tup
 
 def backward(q_BTHK, k_BSGK, v_BSGK, dout_BTHK, lse_BTH, delta_BTH, queries: Tokens, keys: Tokens,
              window: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """-> what these keys add to dq, and these queries to dk and dv; float32. `delta` is the sum over K of out dout."""
+    """Return the contributions to dq, dk and dv in float32; `delta` is the sum over K of out x dout."""
     G, R, side = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2], _side(q_BTHK)
     k_tiles, v_tiles, key_tiles = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), _cut_tokens(keys, side)
     per_query = *(_cut(x, (G, R), side) for x in (q_BTHK, dout_BTHK, lse_BTH, delta_BTH)), _cut_tokens(queries, side)
@@ -112,7 +112,7 @@ def _scores(q_BGRTK, k_BGSK, queries: Tokens, keys: Tokens, window: int) -> jax.
 
 
 def _meet(queries: Tokens, keys: Tokens, window: int) -> jax.Array:
-    """Whether any query may see any key, judged by the ends of both ranges: never a wrong no."""
+    """Return whether any query may attend to any key, by the ends of both ranges; may err only towards yes."""
     meet = queries.at.max() >= keys.at.min()
     if window:
         meet &= queries.at.min() - keys.at.max() < window
@@ -123,19 +123,19 @@ def _meet(queries: Tokens, keys: Tokens, window: int) -> jax.Array:
 
 
 def _side(q_BTHK: jax.Array) -> int:
-    """Tokens along each side of a tile."""
+    """Return the number of tokens along each side of a tile."""
     return max(1, math.isqrt(SCORES // (q_BTHK.shape[0] * q_BTHK.shape[2])))
 
 
 def _tiles(tokens: int, side: int) -> int:
-    """The fewest equal tiles of at most `side` tokens; fewer and larger ones where the length has few divisors."""
+    """Return the fewest equal tiles of at most `side` tokens, or fewer, larger ones if the length has few divisors."""
     wanted = -(-tokens // side)
     above = next(n for n in range(wanted, tokens + 1) if tokens % n == 0)
     return above if above <= 4 * wanted else next(n for n in range(wanted, 0, -1) if tokens % n == 0)
 
 
 def _cut(x: jax.Array, heads: tuple[int, ...], side: int) -> jax.Array:
-    """[B, T, H, ...] -> [tiles, B, *heads, T / tiles, ...]: heads before sequence, as matmuls want them."""
+    """Cut [B, T, H, ...] into [tiles, B, *heads, T / tiles, ...]: heads before sequence, as matmuls need them."""
     (B, T), tiles = x.shape[:2], _tiles(x.shape[1], side)
     x = x.reshape(B, tiles, T // tiles, *heads, *x.shape[3:])
     return jnp.moveaxis(x, (1, 2), (0, 2 + len(heads)))
@@ -149,6 +149,6 @@ def _cut_tokens(tokens: Tokens, side: int) -> Tokens:
 
 
 def _join(x: jax.Array, heads: int) -> jax.Array:
-    """Undo `_cut`, with so many dimensions of heads."""
+    """Undo `_cut`, with this many dimensions of heads."""
     x = jnp.moveaxis(x, (0, 2 + heads), (1, 2))
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], -1, *x.shape[3 + heads:])

@@ -1,1 +1,1 @@
-"""The compiled train step: state, optimizers, precision, offloading, and the step for a loss of one's own."""
+"""The compiled train step: state, optimizers, precision, offloading, and a step for custom losses."""

@@ -1,7 +1,7 @@
-"""Is this step like those before it? Answered on the device, so that every process, mesh and restart answers alike.
+"""Detect anomalous steps on the device, with the same answer on every process, mesh and restart.
 
-The state keeps the loss and gradient norm of the last `SIZE` steps. How far a new one lies above their median is told
-in robust standard deviations (of the median absolute deviation), which a few spikes among them do not widen.
+The state keeps the loss and gradient norm of the last `SIZE` steps. A new value's distance above their median is
+measured in robust standard deviations (from the median absolute deviation), which a few spikes do not widen.
 """
 
 from dataclasses import dataclass
@@ -11,32 +11,32 @@ import jax
 import jax.numpy as jnp
 
 SIZE = 128
-ENOUGH = 32  # values to compare with: before there are so many nothing is a spike
-NORMAL = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
-LEAST = 1e-3  # of the median: a spread below it says that values hardly vary, not that small steps are spikes
+ENOUGH = 32  # values to compare with; with fewer, no step counts as a spike
+NORMAL = 1.4826  # ratio of standard deviation to median absolute deviation in a normal distribution
+LEAST = 1e-3  # of the median: the smallest spread, so that small changes of nearly constant values are not spikes
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class History:
-    """What recent steps were like. S: the last SIZE of them, in a ring."""
+    """The loss and gradient norm of recent steps; S: the last SIZE of them, in a ring buffer."""
 
     values_2S: Any  # loss, gradient norm
-    seen: Any  # values that were ever put in
-    rejected: Any  # steps in a row, up to the last one, whose update was left out
+    seen: Any  # number of values ever stored
+    rejected: Any  # consecutive steps, up to the last one, whose update was skipped
 
     @classmethod
     def empty(cls) -> "History":
-        """Zeros: what a checkpoint that knows of no history is completed with."""
+        """Return zeros, also used for a checkpoint without a history."""
         zero = jnp.zeros((), jnp.int32)
         return cls(jnp.zeros((2, SIZE), jnp.float32), zero, zero)
 
     def z_scores(self, loss: jax.Array, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of loss and gradient norm, in robust standard deviations above the median; 0 while too few are known."""
+        """Return the z-scores of loss and gradient norm, in robust standard deviations; 0 while too few are known."""
         count = jnp.minimum(self.seen, SIZE)
         there_S = jnp.arange(SIZE) < count
 
-        def median(values_2S):  # what is not there is sorted behind what is
+        def median(values_2S):  # missing values sort last
             sorted_2S = jnp.sort(jnp.where(there_S, values_2S, jnp.inf), axis=1)
             low, high = (count - 1) // 2, count // 2
             middle_S = (jnp.arange(SIZE) == low) | (jnp.arange(SIZE) == high)
@@ -51,11 +51,11 @@ class History:
 
     def judge(self, loss: jax.Array, norm: jax.Array, finite: jax.Array, overflow: jax.Array | bool, spike_z: float,
               skip: bool) -> tuple[jax.Array, "History", dict[str, jax.Array]]:
-        """-> whether to take the step, the history behind it, and metrics.
+        """Return whether to take the step, the new history, and metrics.
 
         Args:
-            overflow: of gradients in float16, which is how its loss scale is found and no anomaly.
-            skip: leave out the updates of spikes too, not only of what is not finite.
+            overflow: of gradients in float16, by which the loss scale adapts; not an anomaly.
+            skip: skip the updates of spikes too, not only of what is not finite.
         """
         loss_z, norm_z = self.z_scores(loss, norm)
         spike = finite & (jnp.maximum(loss_z, norm_z) > spike_z)

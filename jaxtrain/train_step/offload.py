@@ -1,7 +1,7 @@
-"""The optimizer's state in the hosts' memory: in each step it comes to the devices and goes back, piece by piece.
+"""Optimizer offloading: the optimizer state is kept in host memory and moved to the devices piece by piece each step.
 
-A piece is the state of one layer, or of one parameter that is in no layer. Layers go through a loop: what a compiler is
-free to order it would fetch all at once, however it is asked not to.
+A piece is the state of one layer, or of one parameter outside the layers. Layers go through a loop, because a compiler
+that is free to reorder the transfers would fetch all of them at once.
 """
 
 from collections import defaultdict
@@ -14,24 +14,24 @@ import optax
 from jaxtrain.sharding.host_memory import HOST, fetched
 from jaxtrain.train_step.state import Layout
 
-# Parameters, their state, their gradients, whether to take the step -> new parameters and state.
+# (parameters, their state, their gradients, whether to take the step) -> new parameters and state.
 Update = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
 def by_pieces(layout: Layout, updates: Any, optimizer: Callable[[Any, Any], optax.GradientTransformation],
               updating: Callable[[optax.GradientTransformation, Any], Update]) -> Update:
-    """An update of everything, that has a piece of the state on the devices at a time.
+    """Return an update of all parameters that holds one piece of the state on the devices at a time.
 
     Args:
-        updates: the name of the update rule of each parameter that has one of its own, else "".
-        optimizer: makes the optimizer of parameters whose logical names and update rules are given. It may not mix
-            one parameter with another.
-        updating: the update of a part, of its optimizer and the shardings of its parameters and their state.
+        updates: the name of each parameter's own update rule, or "".
+        optimizer: makes the optimizer for parameters with given logical names and update rules. It must not combine
+            different parameters.
+        updating: makes the update of a part, from its optimizer and the shardings of its parameters and their state.
     """
     where, homes = (_flat(tree) for tree in (layout.state.params, layout.state.opt_state))
     names = dict(zip(where, jax.tree.structure(layout.state.params).flatten_up_to(layout.axes), strict=True))
     rules = dict(zip(where, jax.tree.leaves(updates), strict=True))
-    stacks = defaultdict(list)  # of layers, of which a model may have several
+    stacks = defaultdict(list)  # stacks of layers, of which a model may have several
     for path in where:
         if (names[path] or ("",))[0] == "layers":
             stacks[path.partition("]")[0]].append(path)
@@ -42,10 +42,10 @@ def by_pieces(layout: Layout, updates: Any, optimizer: Callable[[Any, Any], opta
         after = dict(state)
 
         def piece(paths, params, state, slopes):
-            """New parameters and state of these."""
+            """Return new parameters and state of these paths."""
             part = optimizer(*(_nested({path: of[path] for path in paths}) for of in (names, rules)))
             own = _nested({path: params[path] for path in paths})
-            keys, treedef = _keys(jax.eval_shape(part.init, own))  # named as in the whole, of which it is a part
+            keys, treedef = _keys(jax.eval_shape(part.init, own))  # named as in the whole tree
             here = treedef.unflatten([fetched(state[key]) for key in keys])
             places = (_nested({path: where[path] for path in paths}), treedef.unflatten([homes[key] for key in keys]))
             new, here = updating(part, places)(own, here, _nested({path: slopes[path] for path in paths}), taken)
@@ -87,7 +87,7 @@ def _keys(tree: Any) -> tuple[list[str], Any]:
 
 
 def _nested(leaves: dict[str, Any]) -> Any:
-    """Nested dicts of leaves by their paths, as ['blocks']['norm']."""
+    """Build nested dicts from leaves by path, such as ['blocks']['norm']."""
     tree: dict = {}
     for path, leaf in leaves.items():
         *parents, last = path[2:-2].split("']['")

@@ -1,4 +1,4 @@
-"""Optimizers and schedules from optax, and which parameters decay."""
+"""Optimizers and learning-rate schedules from optax, and which parameters have weight decay."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -11,7 +11,7 @@ from jaxtrain.config.schema import OptimizerConfig
 
 
 def make_schedule(c: OptimizerConfig, steps: int) -> optax.Schedule:
-    """A linear warm-up from 1/n of the peak, then the named decay; behind the last step it is at `final_fraction`."""
+    """Return a schedule with linear warm-up from 1/n of the peak, the named decay, and `final_fraction` at the end."""
     peak, final, after = c.learning_rate, c.learning_rate * c.final_fraction, max(1, steps - c.warmup_steps)
     decay = max(1, min(after, round(c.decay_fraction * steps)))
     body = {
@@ -29,9 +29,9 @@ def make_schedule(c: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def with_update_rules(optimizer: optax.GradientTransformation, updates: Any,
                       router_bias_rate: float) -> optax.GradientTransformation:
-    """The optimizer, but where the tree `updates` names an update rule: that rule takes its place there.
+    """Return the optimizer, replaced by an update rule for the parameters whose entry in `updates` names one.
 
-    What its state looks like does not depend on `updates`: those of a part of a model are named as in the whole.
+    The structure of its state does not depend on `updates`: the state of a part is named as in the whole.
     """
     if not router_bias_rate:
         return optimizer
@@ -41,9 +41,9 @@ def with_update_rules(optimizer: optax.GradientTransformation, updates: Any,
 
 
 def _balance_load(rate: float) -> optax.GradientTransformation:
-    """One step down for experts with more than an even share of the load, one up for those with less.
+    """Lower the bias of experts with more than an even share of the load by `rate`, and raise it for those with less.
 
-    The gradient of a router's bias is not a slope but its experts' excess of load (models/router.py).
+    The gradient of a router's bias is not a slope but its experts' excess load (models/router.py).
     """
     def one(excess):
         # An excess of less than a millionth of a share is rounding.
@@ -51,12 +51,13 @@ def _balance_load(rate: float) -> optax.GradientTransformation:
     return optax.stateless(lambda grads, params: jax.tree.map(one, grads))
 
 
-# How a parameter changes whose metadata names a rule. Such gradients take no part in the gradient norm and clipping.
+# Update rules that a parameter's metadata may name. These gradients do not count in the gradient norm and clipping.
 UPDATE_RULES = {"balance_load": _balance_load}
 
 
 def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> optax.GradientTransformation:
-    """The optimizer for parameters whose logical names are `axes` (a tree of tuples, as the parameters')."""
+    """Return the optimizer for parameters with logical names `axes` (a tree of tuples, structured like the parameters).
+    """
     decays = _map(is_matrix, axes)
     decay = dict(weight_decay=c.weight_decay, mask=decays)
     if c.name == "adamw":
@@ -66,28 +67,28 @@ def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> o
     if c.name == "sgd":
         return optax.chain(optax.add_decayed_weights(c.weight_decay, decays), optax.sgd(schedule, momentum=c.b1))
     if c.name == "adafactor":
-        # Like AdamW, decay is scaled by the learning rate; clipping is the step's own business.
+        # Like AdamW, decay is scaled by the learning rate; clipping is done by the train step.
         return optax.chain(
             optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0),
             optax.add_decayed_weights(c.weight_decay, decays), optax.scale_by_learning_rate(schedule))
-    # Muon's own decay would leave out what is Adam's: embeddings and the head.
+    # Muon's own decay would leave out the parameters that Adam updates: embeddings and the head.
     update = optax.contrib.muon(
         -1.0, beta=c.b1, eps=c.eps, muon_weight_dimension_numbers=_map(_muon_dimensions, axes),
-        adam_b1=c.b1, adam_b2=c.b2, consistent_rms=0.2)  # 0.2: update sizes as AdamW's, so one learning rate fits both
+        adam_b1=c.b1, adam_b2=c.b2, consistent_rms=0.2)  # 0.2: update sizes like AdamW's, for one learning rate
     decay = optax.add_decayed_weights(c.weight_decay, decays)
     return optax.chain(update, decay, optax.scale_by_learning_rate(schedule))
 
 
 def is_matrix(names: tuple) -> bool:
-    """Matrices decay; biases, norms and other vectors do not."""
+    """Return whether a parameter is a matrix, which decays; biases, norms and other vectors do not."""
     return "norm" not in names and sum(name not in (None, "layers", "head_dim") for name in names) > 1
 
 
 def _muon_dimensions(names: tuple):
-    """Hidden matrices are orthogonalised, heads flattened to one side; embeddings, head and vectors are Adam's."""
+    """Return how Muon orthogonalizes a parameter (hidden matrices, heads flattened), or None to use Adam."""
     if not is_matrix(names) or "vocab" in names or "positions" in names:
         return None
-    kept = [i for i, name in enumerate(names) if name not in ("layers", "experts")]  # every expert by itself
+    kept = [i for i, name in enumerate(names) if name not in ("layers", "experts")]  # each expert separately
     side = next(i for i in kept if names[i] in ("embed", "expert_embed", "rank"))
     other = tuple(i for i in kept if i != side)
     reduction, output = ((side,), other) if side == kept[0] else (other, (side,))
@@ -99,5 +100,5 @@ def _map(function, axes):
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """The Euclidean norm over all leaves, in float32."""
+    """Return the Euclidean norm over all leaves, in float32."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))

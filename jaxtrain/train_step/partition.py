@@ -13,7 +13,7 @@ from jaxtrain.errors import UserError, nearest
 
 
 def merge(*parts: Any) -> Any:
-    """One nested dict of all leaves. A tree that is not a dict stands alone, beside empty parts."""
+    """Merge parts into one nested dict of all leaves; a tree that is not a dict may only be merged with empty parts."""
     parts = tuple(part for part in parts if not (isinstance(part, dict) and not part))
     if not parts:
         return {}
@@ -27,14 +27,14 @@ def merge(*parts: Any) -> Any:
 
 
 def like(tree: Any, part: Any) -> Any:
-    """The leaves of `tree` at the paths that `part` has."""
+    """Return the leaves of `tree` at the paths in `part`."""
     if not isinstance(part, dict):
         return tree
     return {key: like(tree[key], inner) for key, inner in part.items() if key in tree}
 
 
 def without(tree: dict, part: dict) -> dict:
-    """The leaves of `tree` at the paths that `part` lacks."""
+    """Return the leaves of `tree` at the paths that are not in `part`."""
     rest = {}
     for key, value in tree.items():
         if key not in part:
@@ -45,7 +45,7 @@ def without(tree: dict, part: dict) -> dict:
 
 
 def split(tree: dict, is_frozen: Callable[[str], bool]) -> tuple[dict, dict]:
-    """-> (trained, frozen), by the path of each leaf, such as "blocks/attention/q/kernel"."""
+    """Split into (trained, frozen) by the path of each leaf, such as "blocks/attention/q/kernel"."""
     def part(tree: dict, wanted: bool, prefix: str) -> dict:
         found = {}
         for key, value in tree.items():
@@ -61,12 +61,12 @@ def split(tree: dict, is_frozen: Callable[[str], bool]) -> tuple[dict, dict]:
 
 
 def frozen_paths(axes: dict, freeze: Sequence[str], trainable: Sequence[str]) -> set[str]:
-    """The paths of the parameters that are not trained.
+    """Return the paths of the parameters that are not trained.
 
     Args:
         axes: the tuple of logical axis names of each parameter, in a nested dict.
         freeze: patterns of what is frozen; a pattern is a path with wildcards or a logical axis name.
-        trainable: patterns of what alone is trained; not together with `freeze`.
+        trainable: patterns of the only parameters to train; not together with `freeze`.
     """
     if freeze and trainable:
         raise UserError("train.freeze", "train.trainable says already what is trained", "give one of the two")

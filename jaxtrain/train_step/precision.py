@@ -1,4 +1,4 @@
-"""Compute dtypes over float32 master weights, and the loss scale that float16 needs."""
+"""Mixed precision: compute dtypes over float32 master weights, and the loss scale that float16 needs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +10,12 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float
 
 
 def resolve(precision: str, platform: str) -> str:
-    """What "auto" means here: bfloat16 on accelerators, float32 on CPU."""
+    """Return the precision that "auto" means here: bfloat16 on accelerators, float32 on CPU."""
     return ("float32" if platform == "cpu" else "bfloat16") if precision == "auto" else precision
 
 
 def cast(params: Any, precision: str, own: Any = None) -> Any:
-    """The parameters in the dtype they compute in: `precision`, or what `own`, a matching tree, names for some."""
+    """Cast parameters to their compute dtype: `precision`, or what the matching tree `own` names for some."""
     def one(p, own=""):
         return p.astype(DTYPES[own or precision]) if jnp.issubdtype(p.dtype, jnp.floating) else p
     return jax.tree.map(one, params) if own is None else jax.tree.map(one, params, own)
@@ -33,11 +33,11 @@ class LossScale:
 
     @classmethod
     def initial(cls) -> "LossScale":
-        """2^15, as is customary."""
+        """Return the customary initial scale, 2^15."""
         return cls(jnp.asarray(2.0**15, jnp.float32), jnp.asarray(0, jnp.int32))
 
     def update(self, finite: jax.Array) -> "LossScale":
-        """The scale for the next step."""
+        """Return the scale for the next step."""
         good = jnp.where(finite, self.good_steps + 1, 0)
         grow = good >= self.PATIENCE
         scale = jnp.where(finite, jnp.where(grow, self.scale * 2, self.scale), self.scale / 2)

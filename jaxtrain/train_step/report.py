@@ -1,4 +1,4 @@
-"""What is placed where, as a table."""
+"""A table of how the state is placed on the devices."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from jaxtrain.train_step.state import Layout, TrainState
 
 
 def report(abstract: TrainState, layout: Layout) -> str:
-    """One line a parameter: path, shape, logical names, partition spec, bytes per device; then totals."""
+    """Return one line per parameter (path, shape, logical names, partition spec, bytes per device), then totals."""
     rows = [("parameter", "shape", "logical names", "partition spec", "bytes/device")]
     for tree, tree_axes, note in ((abstract.params, layout.axes, ""),
                                   (abstract.frozen, layout.frozen_axes, " (frozen)")):
@@ -40,17 +40,17 @@ def report(abstract: TrainState, layout: Layout) -> str:
 
 
 def bytes_per_device(leaf: Any) -> int:
-    """Of one array, on one device."""
+    """Return the bytes of one array on one device."""
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def total(tree: Any) -> int:
-    """Of all arrays in a tree, on one device."""
+    """Return the bytes of all arrays in a tree on one device."""
     return sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def in_hosts(tree: Any) -> int:
-    """Of those the ones that lie in the hosts' memory."""
+    """Return the bytes among these that are in host memory."""
     return sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(tree)
                if getattr(leaf.sharding, "memory_kind", None) == HOST)
 
@@ -60,9 +60,9 @@ def _entry(entry: Any) -> str:
 
 
 def matmul_parameters(abstract: TrainState, layout: Layout, model: ModelConfig) -> int:
-    """How many parameters each token is multiplied by: all matrices but lookups; a tied table counts once, as head.
+    """Return how many parameters each token is multiplied by: matrices, not lookups; a tied table counts once.
 
-    Of a layer's experts only those count that a token goes to. Looking ahead uses the head again.
+    Of a layer's experts only those that a token goes to count. Multi-token prediction uses the head again.
     """
     def active(shape, axes):
         if "experts" not in axes:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request that the loop answers between two steps."""
+"""Graceful shutdown: Ctrl-C and SIGTERM are requests that the loop handles between two steps."""
 
 import contextlib
 import itertools
@@ -10,21 +10,22 @@ from typing import NoReturn
 
 from jaxtrain.distributed import exit_codes
 
-_calls = itertools.count(1)  # all processes make the same
+_calls = itertools.count(1)  # all processes make the same calls
 _complete = threading.Event()
-_early = 0  # the signal that came before the loop
+_early = 0  # a signal that came before the loop
 
 
 def complete() -> None:
-    """The last step is saved: from here on SIGTERM has nothing to stop, and does not make the run look unfinished."""
+    """Note that the last step is saved: from now on SIGTERM is ignored, so that the run counts as finished."""
     _complete.set()
 
 
 @contextlib.contextmanager
 def before_the_loop() -> Iterator[None]:
-    """Within this context, and outside of an `Interrupt`, Ctrl-C and SIGTERM end at once, each with its own status.
+    """A context in which, outside of an `Interrupt`, Ctrl-C and SIGTERM end at once, each with its own exit status.
 
-    Among several processes JAX takes SIGTERM over as soon as they have met, and the loop answers it behind step one.
+    In a multi-process run JAX takes SIGTERM over once the processes are connected, and the loop handles it after step
+    one.
     """
     global _early
 
@@ -43,7 +44,7 @@ def before_the_loop() -> Iterator[None]:
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
-    except Exception as error:  # a module in C whose import was cut short makes an error of its own of it
+    except Exception as error:  # a C module whose import was interrupted raises an error of its own
         if _early:
             _end(_early, error)
         raise
@@ -57,21 +58,21 @@ def _end(number: int, cause: Exception | None = None) -> NoReturn:
     if number == signal.SIGINT:
         raise KeyboardInterrupt from cause
     os.write(2, b"stopped outside of the loop; run the same command again to resume\n")
-    raise SystemExit(exit_codes.SAVED) from cause  # no Exception: nobody is to take it for a damaged checkpoint
+    raise SystemExit(exit_codes.SAVED) from cause  # not an Exception, which could be mistaken for a damaged checkpoint
 
 
 class Interrupt:
-    """Within this context the first SIGINT or SIGTERM is only remembered; a second Ctrl-C ends at once.
+    """A context in which the first SIGINT or SIGTERM is only recorded; a second Ctrl-C ends at once.
 
-    Among several processes all must stop at the same step, whoever got the signal: there JAX's preemption service
-    answers SIGTERM and names the step, and Ctrl-C is passed on to it.
+    In a multi-process run all must stop at the same step, whichever process got the signal: there JAX's preemption
+    service handles SIGTERM and chooses the step, and Ctrl-C is forwarded to it.
 
-    It may be entered again, by a run that goes back: what was requested is still to be answered.
+    It may be entered again after a rollback: an earlier request is still pending.
     """
 
     def __init__(self):
         self.signal, self._reached = 0, False
-        import jax  # takes a second, in which signals are to be answered already
+        import jax  # takes a second, during which signals must already be handled
 
         self._together = jax.process_count() > 1
 
@@ -79,7 +80,7 @@ class Interrupt:
         handled = (signal.SIGINT,) if self._together else (signal.SIGINT, signal.SIGTERM)
         if threading.current_thread() is not threading.main_thread():
             handled = ()  # Python lets only the main thread handle signals
-        elif _early:  # what it raised was lost: nothing can be raised in a callback of gc, as JAX has one
+        elif _early:  # its exception was lost, as in a gc callback of JAX
             _end(_early)
         self._before = {number: signal.signal(number, self._received) for number in handled}
         return self
@@ -89,13 +90,13 @@ class Interrupt:
             signal.signal(number, handler)
 
     def requested(self, step: int) -> bool:
-        """Whether to stop after this step; in a multi-process run the same answer everywhere."""
+        """Return whether to stop after this step; the same answer in all processes."""
         if not self._together:
             return self.signal != 0
         from jax.experimental import multihost_utils
 
-        # Counted on through rollbacks: the service wants numbers that rise.
-        self._reached |= multihost_utils.reached_preemption_sync_point(next(_calls))  # says so once
+        # Counted on through rollbacks: the service needs increasing numbers.
+        self._reached |= multihost_utils.reached_preemption_sync_point(next(_calls))  # reports it only once
         if self._reached and not self.signal:
             self.signal = signal.SIGTERM
         return self._reached
@@ -104,6 +105,6 @@ class Interrupt:
         if self.signal and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = number
-        os.write(2, b"\nstopping after this step; Ctrl-C ends at once\n")  # print is not for signal handlers
+        os.write(2, b"\nstopping after this step; Ctrl-C ends at once\n")  # print is not safe in signal handlers
         if self._together:
             os.kill(os.getpid(), signal.SIGTERM)

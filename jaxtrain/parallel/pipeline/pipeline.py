@@ -67,9 +67,10 @@ class Pipeline:
 
     def gradient(self, params: Any, frozen: Any, batch: Any, scale: Any) -> tuple[tuple[jax.Array, jax.Array, Sums],
                                                                                   Any]:
-        """-> (summed loss with penalties, weight, further sums), and the float32 gradient of `params`.
+        """Return the loss terms and the float32 gradient of `params`.
 
-        It is the gradient of `scale` times the mean loss; `frozen` parameters have none.
+        The loss terms are the summed loss with penalties, its weight, and further sums. The gradient is that of `scale`
+        times the mean loss; `frozen` parameters have none.
         """
         given, batch = self.parts.prepare(partition.merge(params, frozen), batch)
         weight = self.parts.weight(batch)
@@ -82,7 +83,8 @@ class Pipeline:
         return (loss + penalty, weight, sums), grads | outer
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
-        """Summed loss with penalties, its weight, and further sums. `params`: trained and frozen ones."""
+        """Return the summed loss with penalties, its weight, and further sums; `params` holds trained and frozen ones.
+        """
         params, batch = self.parts.prepare(params, batch)
         (loss, penalty), sums, *_ = self._run(self.evaluation, {}, params, batch, jnp.zeros((), F32))
         return loss + penalty, self.parts.weight(batch), sums
@@ -92,7 +94,7 @@ class Pipeline:
             self.axes, self.frozen_axes)
 
         def in_use(params):
-            """-> layers by stage, everything else, and how the gradients of both are laid out."""
+            """Return layers by stage, all other parameters, and the gradient layouts of both."""
             plan = {key: jax.tree.map(partial(_Plan.of, self.rules, key in self.parts.stacks),
                                       partition.like(all_axes[key], params[key]),
                                       is_leaf=lambda x: isinstance(x, tuple)) for key in params}
@@ -134,7 +136,7 @@ class Pipeline:
         return losses, sums, layers, outer
 
     def _products(self) -> frozenset:
-        """The weights of plain products (`layers.Linear`), whose gradients a schedule may put off."""
+        """Return the paths of plain products' weights (`layers.Linear`), whose gradients a schedule may defer."""
         stacked = {key: self.axes[key] for key in self.parts.stacks if key in self.axes}
         flat = jax.tree_util.tree_flatten_with_path(stacked, is_leaf=lambda x: isinstance(x, tuple))[0]
         flat = [(tuple(key.key for key in path), names) for path, names in flat]
@@ -143,12 +145,12 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How one parameter lies in use, and how its gradient is summed over devices and laid out as at rest."""
+    """The layout of one parameter in use, and how its gradient is reduced over devices into the layout at rest."""
 
     stacked: bool
-    in_use: P  # without the dimension of layers
-    scatter: tuple[tuple[str, ...], ...]  # of each dimension: the axes that the gradient is summed and split over
-    sum: tuple[str, ...]  # the axes that it is only summed over
+    in_use: P  # without the layers dimension
+    scatter: tuple[tuple[str, ...], ...]  # for each dimension: the axes that the gradient is summed and split over
+    sum: tuple[str, ...]  # the axes that the gradient is only summed over
 
     @classmethod
     def of(cls, rules: sharding.Rules, stacked: bool, names: sharding.Names) -> "_Plan":
@@ -156,7 +158,7 @@ class _Plan:
         in_use, at_rest = (sharding.without_trivial_axes(rules.spec(names, gathered=gathered), mesh)
                            for gathered in (True, False))
         kept = [sharding.axes_of(entry) for entry in in_use]
-        # A dimension that tensor splits in use is left whole here: the order of pieces would be another.
+        # A dimension that tensor splits in use is not scattered here: the pieces would be in another order.
         scatter = tuple(() if "tensor" in mine else tuple(axis for axis in sharding.axes_of(entry) if axis not in mine)
                         for mine, entry in zip(kept, at_rest, strict=True))
         done = {axis for axes in (*kept, *scatter) for axis in axes}
@@ -179,7 +181,7 @@ class _Plan:
         return ("stage", None, None) if self.stacked else ()  # stages, chunks, slots
 
     def reduce(self, grad: jax.Array) -> jax.Array:
-        """One device's gradient to its part of the sum."""
+        """Reduce one device's gradient to its part of the sum."""
         for dim, axes in enumerate(self.scatter, start=2 * self.stacked):
             if axes:
                 grad = lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
@@ -188,7 +190,7 @@ class _Plan:
 
 
 def _token_axes(rules: sharding.Rules) -> tuple[str, ...]:
-    """The manual axes whose devices see different tokens. (`tensor`, should a rule say so, is in the types.)"""
+    """Return the manual axes whose devices see different tokens (`tensor`, if a rule names it, is in the types)."""
     return tuple(axis for axis in MANUAL if axis in rules.tokens)
 
 
@@ -197,7 +199,7 @@ def _reduced(grad: jax.Array, plan: _Plan) -> jax.Array:
 
 
 def _island(f: Callable[[jax.Array], jax.Array], x: jax.Array, new: int = 0) -> jax.Array:
-    """`f` where `tensor` is manual too; it may put a new dimension in front."""
+    """Apply `f` where `tensor` is manual too; it may add a leading dimension."""
     spec = jax.typeof(x).sharding.spec
     return sharding.manual_region(f, (spec,), P(*(None,) * new, *spec))(x)
 
@@ -207,5 +209,5 @@ def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _manual(entry: Any, more: tuple[str, ...] = ()) -> Any:
-    """What of one entry of a spec is manual, and `more`."""
+    """Return the manual axes in one entry of a spec, plus `more`."""
     return (*(axis for axis in sharding.axes_of(entry) if axis in MANUAL), *more) or None

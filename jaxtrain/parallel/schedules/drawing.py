@@ -1,4 +1,4 @@
-"""Schedules as pictures: in a terminal, SVG and PNG."""
+"""Drawings of schedules: in a terminal, as SVG and as PNG."""
 
 import importlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.schedules.schedule import Op, Schedule
 
-# A background of 256 for the terminal, a fill for pictures; later chunks are darker.
+# A 256-color background for the terminal, a fill for pictures; later chunks are darker.
 TERMINAL = {"F": (153, 75, 33), "B": (157, 114, 71), "W": (223, 215, 178)}
 FILL = {"F": ("#a6cee3", "#5b9bc8", "#2f6f9f"), "B": ("#b2df8a", "#7cbf4f", "#4f8f2a"),
         "W": ("#fddbae", "#f7b26a", "#d98a35")}
@@ -16,7 +16,7 @@ SIDE = 28  # of a cell in SVG, in pixels
 
 
 def text(schedule: Schedule, *, colour: bool = False) -> str:
-    """One line a stage, one column a tick."""
+    """Return the schedule as text, one line per stage and one column per tick."""
     cells = [["+".join(map(str, row[stage])) for row in schedule.ticks] for stage in range(schedule.stages)]
     width = max(len(cell) for line in cells for cell in line)
     lines = []
@@ -34,7 +34,7 @@ def _shade(shades: dict[str, tuple], op: Op) -> str | int:
 
 
 def _boxes(schedule: Schedule) -> Iterator[tuple[int, float, float, Op]]:
-    """(left, top, height, operation), in cells: operations of one tick lie above each other."""
+    """Yield (left, top, height, operation), in cells; operations of one tick are stacked."""
     for tick, row in enumerate(schedule.ticks):
         for stage, cell in enumerate(row):
             for i, op in enumerate(cell):
@@ -42,7 +42,7 @@ def _boxes(schedule: Schedule) -> Iterator[tuple[int, float, float, Op]]:
 
 
 def write_svg(schedule: Schedule, path: str | Path) -> None:
-    """One square a stage and tick; several operations share it."""
+    """Write an SVG with one square per stage and tick, which several operations share."""
     width, height = schedule.length * SIDE, schedule.stages * SIDE
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {width + 2} {height + 2}" width="{width + 2}" '
              f'font-family="sans-serif" font-size="10" text-anchor="middle">',
@@ -56,7 +56,7 @@ def write_svg(schedule: Schedule, path: str | Path) -> None:
 
 
 def write_png(schedule: Schedule, path: str | Path) -> None:
-    """The same, through matplotlib."""
+    """Write the same drawing as a PNG, with matplotlib."""
     try:
         figures, patches = map(importlib.import_module, ("matplotlib.figure", "matplotlib.patches"))
     except ImportError as error:
@@ -69,7 +69,7 @@ def write_png(schedule: Schedule, path: str | Path) -> None:
     for tick, top, tall, op in _boxes(schedule):
         axes.add_patch(patches.Rectangle((tick, top), 1, tall, facecolor=_shade(FILL, op), edgecolor="w"))
         axes.text(tick + 0.5, top + tall / 2, str(op), ha="center", va="center", fontsize=6)
-    _write(path, b"")  # a path that cannot be written is the user's mistake, told as such
+    _write(path, b"")  # reports a path that cannot be written as a user error
     figure.savefig(path, dpi=150, format="png")
 
 

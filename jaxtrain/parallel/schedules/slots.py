@@ -1,4 +1,4 @@
-"""The table that the executor runs: a schedule in numbers, with a slot for every value that waits."""
+"""The table that the executor runs: a schedule as numbers, with a buffer slot for every waiting value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,23 +10,22 @@ from jaxtrain.parallel.schedules.schedule import Hop, Op, Schedule
 
 
 class Column(IntEnum):
-    """What the executor reads of one stage at one tick. Slot numbers equal to the count of slots are trash.
+    """The columns that the executor reads for one stage at one tick; slot numbers equal to the slot count are trash.
 
-    What was sent at tick t is written into the slots of RIGHT_* and LEFT_* (come over the right-going ring from
-    stage - 1, over the left-going ring from stage + 1) at tick t + 1: before its operations at latency 1, after
-    them at latency 2.
+    What was sent at tick t is stored in the slots of RIGHT_* and LEFT_* (from the right-going ring from stage - 1, from
+    the left-going ring from stage + 1) at tick t + 1: before its operations at latency 1, after them at latency 2.
     """
 
     (F_ON, F_MB, F_CHUNK,
-     F_IN,    # the activation slot of the input; at position 0, where the output of the embedding is to be stored
+     F_IN,  # the activation slot of the input; at position 0, where to store the output of the embedding
      F_TO,    # a Hop
-     F_SELF,  # the activation slot that the output is written to at once, where F_TO is SELF
+     F_SELF,  # the activation slot for the output, if F_TO is SELF
      B_ON, B_MB, B_CHUNK,
-     B_IN,    # the activation slot of the input of F
+     B_IN,  # the activation slot of F's input
      B_GRAD,  # the gradient slot; trash at the last position, where the loss is
      B_STORE,  # the weight-gradient slot, which W reads
      B_TO,    # a Hop
-     B_SELF,  # the gradient slot that the output is written to at once, where B_TO is SELF
+     B_SELF,  # the gradient slot for the output, if B_TO is SELF
      W_ON, W_MB, W_CHUNK,
      W_FROM,  # the weight-gradient slot
      RIGHT_ACT, RIGHT_GRAD, LEFT_ACT, LEFT_GRAD) = range(22)
@@ -39,7 +38,7 @@ _WEIGHT = (Column.B_STORE, Column.W_FROM)
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule with slots: int32 [ticks, stages, columns], and how many slots there are beside the one for trash."""
+    """A schedule with slots: int32 [ticks, stages, columns], and the numbers of slots besides the trash slot."""
 
     op: np.ndarray
     activations: int
@@ -48,9 +47,9 @@ class Table:
 
 
 def table(schedule: Schedule) -> Table:
-    """The arrays the executor runs, with as few slots as values live at once on some stage.
+    """Return the arrays the executor runs, with as few slots as values are live at once on some stage.
 
-    An activation lives from its arrival (at position 0: from F) until the end of its B; a gradient from its arrival
+    An activation is live from its arrival (at position 0: from F) until the end of its B; a gradient from its arrival
     until the end of its B; what waits for W from B until the end of W.
     """
     at = schedule.at
@@ -63,7 +62,7 @@ def table(schedule: Schedule) -> Table:
                 return made if need.stage == stage else made + schedule.latency
         return None
 
-    for (stage, op), tick in at.items():  # a value is known by the F or B that reads it
+    for (stage, op), tick in at.items():  # a value is identified by the F or B that reads it
         if op.kind == "F":
             begin = arrival(stage, op, "input")
             end = at.get((stage, replace(op, kind="B")), tick)
@@ -108,10 +107,10 @@ def table(schedule: Schedule) -> Table:
 
 
 def _colour(lives: Mapping[tuple[int, Op], tuple[int, int]], stages: int) -> tuple[dict[tuple[int, Op], int], int]:
-    """A slot for each value, none shared while both live; and how many that takes, the same on every stage."""
+    """Assign a slot to each value, shared by none that are live at once; also return the number of slots per stage."""
     slots, count = {}, 0
     for stage in range(stages):
-        free_from: list[int] = []  # of each slot
+        free_from: list[int] = []  # for each slot
         mine = sorted((key for key in lives if key[0] == stage), key=lives.__getitem__)
         for key in mine:
             begin, end = lives[key]
