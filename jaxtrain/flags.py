@@ -35,8 +35,8 @@ Train a config, or resume its run.
     jaxtrain train --config=configs/gpt.py --config.data.source=README.md --workdir=runs/mine
     jaxtrain train --config=configs/gpt.py --config.train.steps=50 --print_config=diff
 
-The same command resumes a run that was stopped. Exit status 0: the last step was reached; 2: the user's mistake, in
-one line; 75: asked to stop, and saved; 76: gave up, start it again; 77: stopped at a limit; 130: stopped by Ctrl-C.
+The same command resumes a run that was stopped. Exit status 0: the last step was reached; 2: a user error,
+in one line; 75: asked to stop, and saved; 76: gave up, start it again; 77: stopped at a limit; 130: stopped by Ctrl-C.
 """
 
 
@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
         words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrec") else []
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
         fix = nearest(flags[0], self._option_string_actions) if flags else "see --help"
-        raise UserError("command line", message, "several values stand behind a flag without =, as in --input a b"
+        raise UserError("command line", message, "several values follow a flag without =, as in --input a b"
                         if words and not flags else fix)
 
 

@@ -229,7 +229,7 @@ def _of_protocol(protocol: str, url: str) -> Any:
     except ImportError as error:
         extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(protocol)
         fix = f"pip install 'jaxtrain[{extra}]'" if extra else "install it"
-        raise UserError(url, f"{protocol}:// needs a package that is not here ({error})", fix) from error
+        raise UserError(url, f"{protocol}:// needs a package that is not installed ({error})", fix) from error
     except ValueError as error:
         raise UserError(url, f"{protocol}:// cannot be used ({error})", "use s3:// or gs://") from error
 
@@ -243,8 +243,8 @@ def _tried(url: str | Path, do: Callable[[], T], what: str = "read") -> T:
             if _lasts(error):
                 _refuse(url, error, what)
             if attempt == TRIES - 1:
-                raise UserError(str(url), f"cannot be {what}: {_words(error)}, and that {TRIES} times",
-                                "see whether the store is up, then run again") from error
+                raise UserError(str(url), f"cannot be {what}: {_words(error)}, in {TRIES} attempts",
+                                "check that the store is up, then run again") from error
         time.sleep(min(longest, first * 2**attempt) * _random.uniform(0.5, 1))
     raise AssertionError
 

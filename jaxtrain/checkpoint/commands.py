@@ -22,7 +22,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.resilience.watchdog import heartbeats
 
 _ASIDE = ".set_aside"
-_ENDINGS = {".damaged": "damaged: it was found out and is not used", ".abandoned": "the run went back to before it",
+_ENDINGS = {".damaged": "damaged: found by verification and not used", ".abandoned": "the run went back to before it",
             _ASIDE: "set aside by restore-to", ".fetching": "not complete: being fetched from the mirror",
             ".orbax-checkpoint-tmp": "not complete: being written, or the run ended meanwhile"}
 _ALIVE_S = 60  # a younger heartbeat may come from a run that is still alive
@@ -40,7 +40,7 @@ def show(workdir: str | Path) -> str:
             mirror = Mirror(directory, place)
             copies = {step: mirror.good(step) for step in mirror.steps()}
         except UserError as error:
-            notes.append(f"the mirror could not be asked: {error}")
+            notes.append(f"the mirror could not be read: {error}")
     rows, good, unread = [], [], []
     for step in sorted({*local, *copies}):
         record = verify.good(directory, step)
@@ -83,7 +83,7 @@ def _row(step: int, state: str, where: list[str], record: dict[str, Any], folder
 def _at_a_glance(folder: Path, record: dict[str, Any]) -> list[str]:
     """Return problems visible from file names and sizes; checking the content takes as long as reading it."""
     if not any(folder.glob("*/*")):
-        return ["it has no files any more"]
+        return ["its files are gone"]
     return verify.compare_files(folder, record, *verify.list_files(folder), hashes=False)
 
 
@@ -128,7 +128,7 @@ def verified(workdir: str | Path, steps: list[int]) -> Iterator[tuple[str, bool]
         files = verify.list_files(directory / str(step))[0]
         marked = verify.good(directory, step) is not None
         yield (f"step {step}: good: {len(files)} files were read, and all is as it was saved"
-               f"{'' if marked else ' (nobody had verified it yet; the next start of the run notes it down)'}", True)
+               f"{'' if marked else ' (not verified before; the next start of the run marks it good)'}", True)
 
 
 # ---------------------------------------------------------------------------------------------------------- differences
@@ -166,7 +166,7 @@ def _difference(one: Path, two: Path, path: str) -> str:
             largest = max(largest, np.nanmax(distance, initial=0.0))
     whole = math.prod(ours.shape)
     return (f"{different:,} of {whole:,} elements differ, by at most {largest:.6g}"
-            f"{f'; {nan:,} are a number in one of them only' if nan else ''}") if different else ""
+            f"{f'; {nan:,} are NaN in only one of them' if nan else ''}") if different else ""
 
 
 def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
@@ -221,13 +221,13 @@ def _turn_back(workdir: Path, directory: Path, folder: Path, step: int) -> str:
         said.append(f"metrics.jsonl is cut to step {step} at the next start; all of it is kept as {kept.name}")
         undo.append(f"mv {kept} {metrics}")
     snapshots.turn_back(workdir)
-    said.append("snapshots in memory from before now are not used any more")
+    said.append("snapshots taken in memory before now are no longer used")
     if place := _config(workdir).get("mirror"):
         try:
             hidden = Mirror(directory, place).hide(above=step)
-            said += [f"the mirror's copies of {', '.join(map(str, hidden))} do not count any more"] if hidden else []
+            said += [f"the mirror's copies of {', '.join(map(str, hidden))} are no longer used"] if hidden else []
         except UserError as error:
-            said.append(f"the mirror could not be told ({error}); that matters only if the checkpoints here are lost")
+            said.append(f"the mirror could not be updated ({error}); this matters only if the local ones are lost")
     return "\n".join([f"The run goes on from step {step} when it is started again, with the same command as before.",
                       *(f"- {line}" for line in said),
                       *(["To undo this, before the run is started again:", *(f"  {line}" for line in undo)] if undo

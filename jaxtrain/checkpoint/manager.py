@@ -35,7 +35,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.observe.events import tell
 
 AGAIN_S = (1, 2, 4, 8, 16, 32, *[60] * 8)  # seconds between retries of the last save of a run
-_MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)  # user errors
+# Errors of a first save that the user has to fix.
+_MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _PATIENCE_S = 20.0  # how long `close` waits for a checkpoint being verified; otherwise the next start verifies it
 _names = map("checkpoint/{}".format, itertools.count())  # names of exchanges; all processes make the same calls
 _DAMAGED, _ABANDONED, _DELETED, _TEMPORARY = ".damaged", ".abandoned", ".deleted", ".orbax-checkpoint-tmp"
@@ -46,7 +47,7 @@ class NotSaved(exit_codes.RunExit):
 
     def __init__(self, step: int, directory: Path, reason: str):
         super().__init__(exit_codes.RESTART, f"checkpoint: step {step} could not be saved in {directory} ({reason}); "
-                         "make room or mend the storage, and run the same command again")
+                         "free space or repair the storage, and run the same command again")
 
 
 class CheckpointManager:
@@ -126,7 +127,7 @@ class CheckpointManager:
         if below is None and (fetched := self._fetched(None)):
             return self._found(fetched)
         if below is None and (damaged := exchange(self._set_aside(), lambda found: found[0])):
-            raise UserError("checkpoint", f"of the checkpoints in {self._directory} none is good ({', '.join(damaged)};"
+            raise UserError("checkpoint", f"none of the checkpoints in {self._directory} is good ({', '.join(damaged)};"
                             " events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
         return None
 
@@ -358,7 +359,7 @@ class CheckpointManager:
                             "give a folder that can be") from None
         # Compression saves little. Better not to start a save that cannot finish: one failing process delays the
         # others.
-        return f"{free:,} bytes are free, of {wanted:,}" if free < 0.8 * wanted else None
+        return f"only {free:,} bytes are free, and {wanted:,} are needed" if free < 0.8 * wanted else None
 
     def _finish(self, job: "_Job", bring: Callable[[], Any]) -> None:
         """Finish a save on its own thread; no failure here ends the run."""

@@ -180,7 +180,7 @@ class Mirror:
             storage.put(path, url)
             if storage.size(url) == size and _digest(url) == sha256:
                 return 1
-        raise UserError(url, f"is not what was sent, {AGAIN} times", "see whether others write there")
+        raise UserError(url, f"differs from what was sent, in {AGAIN} attempts", "check whether others write there")
 
     def fetch(self, step: int | None = None) -> int | None:
         """Fetch the copy of this step, or the newest, into the run's directory; return its step, or None.
@@ -203,7 +203,7 @@ class Mirror:
     def _bring(self, step: int) -> int:
         record, folder = self.good(step), self._directory / f"{step}{FETCHING}"
         if record is None:
-            raise storage.Gone(self._url(step), "is not there any more", "see who deletes copies")
+            raise storage.Gone(self._url(step), "is gone", "check what deletes the copies")
         self._tell("mirror_fetching", f"checkpoint {step} is fetched from {self.place}", step=step, place=self.place)
         names = [*record["files"], verify.MARK]
         for parent in {(folder / name).parent for name in names}:
@@ -255,7 +255,7 @@ def _fetch(url: str, path: Path, size: int, sha256: str) -> None:
             os.fsync(file.fileno())
         if not sha256 or verify.hash_file(path) == (size, sha256):
             return
-    raise Different(url, f"is not what good.json says, {AGAIN} times", "use the copy of an older step")
+    raise Different(url, f"differs from good.json, in {AGAIN} attempts", "use the copy of an older step")
 
 
 def _digest(url: str) -> str:

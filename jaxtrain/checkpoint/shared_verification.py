@@ -77,7 +77,7 @@ class Checks:
                 return problems
             files = {name: found for share in shares for name, found in share["files"].items()}
             saved = verify.saved_fingerprint(folder)
-            problems = [f"{name} is not seen by all" for name in verify.list_files(folder)[0] if name not in files]
+            problems = [f"{name} is not visible to all" for name in verify.list_files(folder)[0] if name not in files]
             problems += verify.compare_words(saved, [share["words"] for share in shares])
             if not problems:
                 record = {"files": dict(sorted(files.items())), "fingerprint": saved, "meta": verify.saved_meta(folder)}

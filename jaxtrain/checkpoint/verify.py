@@ -108,7 +108,7 @@ def list_files(folder: Path) -> tuple[list[str], Problems]:
             if entry.is_dir(follow_symlinks=False):
                 walk(entry.path, f"{prefix}{entry.name}/")
             elif not entry.is_file(follow_symlinks=False):
-                problems.append(f"{prefix}{entry.name} is no plain file")
+                problems.append(f"{prefix}{entry.name} is not a plain file")
             elif prefix or entry.name not in (MARK, MARK + ".tmp"):
                 files.append(prefix + entry.name)
 

@@ -127,7 +127,7 @@ def _check_units(config: DataConfig, made: tuple[Stage, ...]) -> None:
             raise UserError("data.packing", f"{config.packing} plans rows of one length, and data.stages has several",
                             "use concat, or new_epoch=true where the length changes")
         if stage.unit % stage.seq_len or stage.batch % (stage.unit // stage.seq_len):
-            raise UserError(f"{key}.seq_len", f"{stage.batch} rows of {stage.seq_len} are no whole number of the "
+            raise UserError(f"{key}.seq_len", f"{stage.batch} rows of {stage.seq_len} are not a whole number of the "
                             f"longest rows, {stage.unit}", "choose a length that divides the longest and a "
                             "global_batch_size that the quotient divides")
 
@@ -146,12 +146,12 @@ def _mapping(key: str, entry: Any) -> Mapping[str, Any]:
 
 def _number(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise UserError(key, f"{value!r} is no number", "give 0 or more")
+        raise UserError(key, f"{value!r} is not a valid number", "give 0 or more")
     return value
 
 
 def _size(key: str, entry: Mapping[str, Any], name: str, before: int) -> int:
     value = entry.get(name, before)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{key}.{name}", f"{value!r} is no size", "give a whole number above 0")
+        raise UserError(f"{key}.{name}", f"{value!r} is not a valid size", "give a whole number above 0")
     return value

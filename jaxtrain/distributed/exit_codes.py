@@ -12,7 +12,7 @@ INTERRUPTED = 130  # Ctrl-C; saved unless it came twice
 FINAL = (DONE, MISTAKE, STOPPED, INTERRUPTED)  # not to be restarted automatically
 _WORDS = {
     DONE: "reached the last step",
-    MISTAKE: "refused what it was given",
+    MISTAKE: "ended with a user error",
     SAVED: "saved and stopped, as SIGTERM asked",
     RESTART: "gave up, to be started again",
     STOPPED: "stopped at a limit",

@@ -88,8 +88,7 @@ class Peers:
             self._follower.join(3 * _PATIENCE)  # it ends the process, unless something hangs on the way,
             time.sleep(max(0.0, end - time.monotonic()))  # or leaves that to the thread that writes the hang report
 
-    # ------------------------------------------------------------------------------------------------- background
-    # threads
+    # ----------------------------------------------------------------------------------------------- background threads
     def _accept(self, listener: socket.socket, token: str, timeout: float) -> None:
         listener.settimeout(timeout)
         with listener:

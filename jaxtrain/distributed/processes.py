@@ -219,8 +219,8 @@ def _join(where: tuple[str, int, int] | None) -> None:
         try:
             _peers = Peers(process(), processes(), host, state.client, peer_timeout)
         except (OSError, IndexError, jax.errors.JaxRuntimeError) as error:
-            print(f"warning: the processes cannot watch each other ({_first_line(error)}); that one is gone will be "
-                  f"found after {2 * peer_timeout} seconds by JAX's heartbeat", file=sys.stderr)
+            print(f"warning: the processes cannot watch each other ({_first_line(error)}); a lost one is "
+                  f"detected after {2 * peer_timeout} seconds by JAX's heartbeat", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -231,10 +231,10 @@ def _at_most(seconds: int, where: tuple[str, int, int] | None) -> Iterator[None]
         if me == 0:
             reason = f"not all of the {count} processes came to {address}"
         elif where and not _listens(address):
-            reason = f"process {me} finds nobody at {address}, where process 0 should be"
+            reason = f"process {me} cannot reach process 0 at {address}"
         else:
             reason = f"process {me} is at {address}, but not all of the {count} processes came"
-        os.write(2, f"--coordinator: {reason} within {seconds} seconds; see whether they all started\n".encode())
+        os.write(2, f"--coordinator: {reason} within {seconds} seconds; check that all of them started\n".encode())
         os._exit(exit_codes.RESTART)
 
     timer = threading.Timer(seconds, end)

@@ -169,7 +169,7 @@ def table(life: Account) -> str:
         ahead += f", about {duration(life.left)} to go"
     lines.append(f"goodput {life.goodput:.1%}, ETTR {life.ettr:.1%}{ahead}")
     if abs(life.clock_moved) > 1:
-        lines.append(f"the wall clock was set by {life.clock_moved:+,.0f} s, which is in none of these")
+        lines.append(f"the wall clock was set by {life.clock_moved:+,.0f} s, which is not included above")
     return "\n".join(lines)
 
 

@@ -88,8 +88,7 @@ class Ledger:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # ------------------------------------------------------------------------------------------------------------
-    # booking
+    # ---------------------------------------------------------------------------------------------------------- booking
     @contextlib.contextmanager
     def book(self, category: str) -> Iterator[None]:
         """Assign the time in this context to a category while no step is in flight; contexts may be nested."""
@@ -159,8 +158,7 @@ class Ledger:
         """Record what a save costs, for later starts."""
         self._own.save_cost, self._own.save_duration = cost, duration
 
-    # ------------------------------------------------------------------------------------------------------------
-    # results
+    # ---------------------------------------------------------------------------------------------------------- results
     def now(self) -> float:
         """Return the current time of its monotonic clock."""
         return self._clock.monotonic()

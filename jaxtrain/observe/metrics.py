@@ -253,7 +253,7 @@ class _JsonLines:
                 events.tell(self._path.parent, "metrics_kept", why, reason=error.strerror)
         else:
             if had_to_wait:
-                events.tell(self._path.parent, "metrics_written", f"{self._path} is written again, and lacks nothing")
+                events.tell(self._path.parent, "metrics_written", f"{self._path} is written again and complete")
 
     def _write(self) -> None:
         end = self._file.seek(0, os.SEEK_END)
@@ -269,7 +269,7 @@ class _JsonLines:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise UserError("--workdir", f"the last lines of {self._path} cannot be written ({error.strerror})",
-                            "make room or mend the storage, and run the same command again") from None
+                            "free space or repair the storage, and run the same command again") from None
         finally:
             self._file.close()
 

@@ -161,7 +161,7 @@ class Stragglers:
                                 if abs(window.number - own.number) <= 1})  # a silent process is not slow but gone
             except Exception as error:
                 if not self._closing.is_set():
-                    say(f"stragglers: not looked for in this window ({type(error).__name__})")
+                    say(f"stragglers: no comparison in this window ({type(error).__name__})")
 
     def _tell(self, windows: Mapping[int, Window]) -> None:
         if not (slowness := compare(windows)):

@@ -52,8 +52,7 @@ class Watchdog:
         self._error: BaseException | None = None
         self._closed, self._giving_up = threading.Event(), threading.Lock()
 
-    # ------------------------------------------------------------------------------------------------ called by the
-    # loop
+    # ----------------------------------------------------------------------------------------------- called by the loop
     def begin(self, step: int) -> None:
         """Note that step `step` (counted from 1) has its batch and is dispatched to the devices."""
         self._begun = step
@@ -144,8 +143,7 @@ class Watchdog:
             if not self._closed.is_set():
                 faulthandler.dump_traceback_later(self.limit() + GRACE, exit=True, file=STDERR)
 
-    # ----------------------------------------------------------------------------------------------------- the hang
-    # report
+    # -------------------------------------------------------------------------------------------------- the hang report
     def give_up(self, why: str) -> bool:
         """Tell the other processes, which do the same; write the hang report; end with exit status 76.
 

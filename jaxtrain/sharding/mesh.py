@@ -25,7 +25,7 @@ def make_mesh(
     """
     sizes = (data, fsdp, stage, context, expert, tensor)
     if isinstance(devices, int) and devices < 1:
-        raise UserError("devices", f"{devices} is no number of devices", "give 1 or more")
+        raise UserError("devices", f"{devices} is not a valid number of devices", "give 1 or more")
     available = devices if isinstance(devices, int) else len(devices if devices is not None else jax.devices())
     sizes = axis_sizes(sizes, available, exact=devices is not None)
     types = (AxisType.Explicit,) * len(AXES)
@@ -39,7 +39,7 @@ def axis_sizes(sizes: Sequence[int], available: int, exact: bool = True) -> tupl
     """Return the sizes with the one -1 filled in, checked against the number of devices."""
     for axis, size in zip(AXES, sizes, strict=True):
         if size < 1 and size != -1:
-            raise UserError(f"mesh.{axis}", f"{size} is no axis size", "give a positive number or -1")
+            raise UserError(f"mesh.{axis}", f"{size} is not a valid axis size", "give a positive number or -1")
     product = math.prod(size for size in sizes if size != -1)
     asked = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size not in (1, -1))
     rest = [f"mesh.{axis}" for axis, size in zip(AXES, sizes, strict=True) if size == -1]

@@ -101,7 +101,7 @@ def rules(preset: str = "fsdp_tp", **overrides: str | Sequence[str] | None) -> R
     New names may be added, for the axes of your own modules.
     """
     if preset not in PRESETS:
-        raise UserError("mesh.rules", f"{preset!r} is no preset", nearest(preset, PRESETS))
+        raise UserError("mesh.rules", f"{preset!r} is not a preset", nearest(preset, PRESETS))
     return Rules({**PRESETS[preset], **{name: _axes(name, value) for name, value in overrides.items()}})
 
 
@@ -113,7 +113,7 @@ def _axes(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
     axes = tuple(value.split("+")) if isinstance(value, str) else tuple(value)
     for axis in axes:
         if axis not in AXES:
-            raise UserError(f"mesh.overrides.{name}", f"{axis!r} is no mesh axis", nearest(axis, AXES))
+            raise UserError(f"mesh.overrides.{name}", f"{axis!r} is not a mesh axis", nearest(axis, AXES))
     return axes
 
 

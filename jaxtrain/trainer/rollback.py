@@ -100,7 +100,7 @@ class AnomalyGuard:
             batches = [self._passed.batch(first), self._passed.batch(last)]
             self._record("rollback", step, restores_at_most=first, batches=batches, rollbacks=passed.rollbacks)
             passed.write(self._workdir)
-            self._say(f"{what}; going back to step {max((n for n in there if n <= first), default=0)} and passing over "
+            self._say(f"{what}; going back to step {max((n for n in there if n <= first), default=0)} and skipping "
                       f"batches {batches[0]} to {batches[1]} (rollback {passed.rollbacks} of at most "
                       f"{limits.max_rollbacks})")
         raise RolledBack
@@ -134,7 +134,7 @@ def agree(workdir: str | Path, passed: SkippedBatches, meta: Mapping[str, Any], 
     if passed.agrees(theirs, step):
         return
     if passed.batches:
-        raise UserError("--workdir", f"{Path(workdir) / FILE} passes over other batches than the first {step} steps of "
+        raise UserError("--workdir", f"{Path(workdir) / FILE} skips other batches than the first {step} steps of "
                         "its checkpoint did", "put that file back as it was, or delete it: the checkpoint has a copy")
     if jax.process_index() == 0:
         theirs.write(workdir)

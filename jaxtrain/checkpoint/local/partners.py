@@ -48,7 +48,7 @@ class Partners:
             _say(connection, token=self._token, do="keep", by=jax.process_index(), name=path.name, size=size)
             connection.sendfile(file)
             if (answer := connection.makefile("rb").readline()) != b"kept\n":
-                raise OSError(f"process {process} did not keep it: {answer.decode().strip() or 'it hung up'}")
+                raise OSError(f"process {process} did not store it: {answer.decode().strip() or 'connection closed'}")
 
     def fetch(self, process: int, name: str, offset: int, size: int) -> bytes:
         """Return `size` bytes at `offset` of a file that another process holds; raises `OSError` on failure."""

@@ -137,7 +137,7 @@ def read_header(read: Read) -> Header:
     """Return the header of a file; raises `Damaged` if it is not intact."""
     opening = read(0, _OPENING)
     if len(opening) < _OPENING or not opening.startswith(_MARK):
-        raise Damaged("it does not begin as a file of pieces does")
+        raise Damaged("it is not a file of pieces")
     length = int.from_bytes(opening[len(_MARK): len(_MARK) + 8], "big")
     content = read(_OPENING, length) if length < 2**32 else b""
     if hashlib.sha256(content).digest() != opening[len(_MARK) + 8:]:
@@ -161,7 +161,7 @@ def check(path: Path) -> Header:
     read = reader(path)
     header = read_header(read)
     if path.stat().st_size != header.data + sum(piece.size for piece in header.pieces):
-        raise Damaged("it has another length than was written")
+        raise Damaged("its length is not what was written")
     with open(path, "rb") as file:
         file.seek(header.data)
         for piece in header.pieces:
@@ -204,7 +204,7 @@ def assemble(leaf: jax.ShapeDtypeStruct, pieces: Sequence[tuple[Piece, Callable[
             out[_slices(common, wanted)] = read[piece.bounds][_slices(common, piece.bounds)]
             filled += math.prod(stop - start for start, stop in common)
         if filled != out.size:
-            raise Damaged(f"{filled} of {out.size} elements are there")
+            raise Damaged(f"only {filled} of {out.size} elements are available")
         return out
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, content)

@@ -147,7 +147,7 @@ class LocalCheckpoints:
         except Exception as error:  # such as a full disk or a lost peer: training goes on, and the next one may succeed
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             self._tell("snapshot_failed", f"snapshot of step {step} by process {self._me} failed ({reason}); "
-                       "training goes on, the one before is kept", step=step, reason=reason)
+                       "training goes on, the previous one is kept", step=step, reason=reason)
 
     def _make_room(self, step: int) -> None:
         """Delete old snapshots before writing one: keep the last that all processes stored, or the last two if unknown.

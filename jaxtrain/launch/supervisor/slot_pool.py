@@ -80,7 +80,7 @@ class Order:
             number = 0
         if self._least <= number <= self._most:
             return number
-        self._complain(f"{self._path}: {text[0]!r} is no number from {self._least} to {self._most} "
+        self._complain(f"{self._path}: {text[0]!r} is not a number from {self._least} to {self._most} "
                        "(--min_processes to --processes)")
         return None
 

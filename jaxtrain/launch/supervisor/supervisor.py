@@ -47,13 +47,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = parser_of("supervise", __doc__,
                        usage="%(prog)s [--processes=N ...] -- --config=FILE [flags of jaxtrain train]")
     parser.add_argument("--processes", type=int, default=1, help="how many, on this host; default: 1")
-    parser.add_argument("--min_processes", type=int, help="go on with so few when others keep dying; default: all")
+    parser.add_argument("--min_processes", type=int, help="fewest to go on with when others keep dying; default: all")
     parser.add_argument("--max_restarts", type=int, default=5,
                         help="restarts in a row without a new step until it gives up; default: 5")
     parser.add_argument("--max_backoff", type=float, default=60.0,
                         help="seconds between two attempts, at most; default: 60")
     parser.add_argument("--silent", type=float, default=300.0,
-                        help="seconds without a sign of life until a process counts as hung; 0: for ever; default: 300")
+                        help="seconds without a sign of life until a process counts as hung; 0: never; default: 300")
     parser.add_argument("--lost_after", type=int, default=2,
                         help="deaths in a row until a process is left out; default: 2")
     parser.add_argument("--retry_lost", type=float, default=600.0,
@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     flags, rest = parser.parse_args(words[:split]), words[split + 1:]
     flags.min_processes = flags.processes if flags.min_processes is None else flags.min_processes
     if flags.processes < 1:
-        raise UserError("--processes", f"{flags.processes} is no number of processes", "give 1 or more")
+        raise UserError("--processes", f"{flags.processes} is not a valid number of processes", "give 1 or more")
     if not 1 <= flags.min_processes <= flags.processes:
         raise UserError("--min_processes", f"{flags.min_processes} is not between 1 and --processes={flags.processes}",
                         "give a number that is")
@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         if getattr(flags, flag) < 0:
             raise UserError(f"--{flag}", f"{getattr(flags, flag)} is negative", "give 0 or more")
     if flags.lost_after < 1:
-        raise UserError("--lost_after", f"{flags.lost_after} is no number of deaths", "give 1 or more")
+        raise UserError("--lost_after", f"{flags.lost_after} is not a valid number of deaths", "give 1 or more")
     return flags, rest
 
 
@@ -264,14 +264,14 @@ class Supervisor:
         said = False
         while not self.asked and shutil.disk_usage(self.workdir).free < _ROOM:
             if not said:
-                say(f"{self.workdir} has no room for a start; it waits until there is some")
+                say(f"{self.workdir} has too little free space for a start; waiting for more")
                 said = True
             self._sleep(_TICK)
         return not self.asked
 
     def _recovered(self, since: float, why: str) -> None:
         seconds = time.monotonic() - since
-        say(f"recovered in {seconds:.1f} s: {why}, and all train again")
+        say(f"recovered in {seconds:.1f} s: {why}; all processes train again")
         self._record("recovered", seconds=seconds, why=why, step=self.steps.newest)
 
     def _fits(self, processes: int) -> bool:
@@ -283,7 +283,7 @@ class Supervisor:
             assert self._asking
             answers, refusals = self._asking.communicate()
             if self._asking.returncode:
-                say(refusals.strip() or "with how many processes the run could go on is not known yet")
+                say(refusals.strip() or "it is not known yet with how many processes the run can go on")
                 self._asking = None  # ask again next time
                 return False
             self._fitting = {int(line.split()[0]) for line in answers.splitlines()}

@@ -20,7 +20,7 @@ class Placement:
 
     @classmethod
     def of(cls, stacks: Mapping[str, int], position: Position) -> "Placement":
-        """Place layers in order over the chunks in order, as evenly as possible; the first and last chunk get fewer."""
+        """Place layers in order over the chunks, as evenly as possible; any remainder goes to middle chunks first."""
         place = np.array(position)
         parts, total = place.size, sum(stacks.values())
         sizes = np.full(parts, total // parts)

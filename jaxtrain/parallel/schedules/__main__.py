@@ -66,7 +66,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = parser.parse_args(argv)
     for name in "fbw":
         if not 0 < getattr(flags, name) < float("inf"):
-            raise UserError(f"--{name}", f"{getattr(flags, name):g} is no time", "give a number above 0")
+            raise UserError(f"--{name}", f"{getattr(flags, name):g} is not a valid time", "give a number above 0")
     return flags
 
 

@@ -17,7 +17,7 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1, *, paired: 
          latency: int = 1) -> Schedule:
     """Build and validate the schedule of this name."""
     if name not in NAMES:
-        raise UserError("pipeline.schedule", f"{name!r} is no schedule", nearest(name, NAMES))
+        raise UserError("pipeline.schedule", f"{name!r} is not a schedule", nearest(name, NAMES))
     check_sizes(stages, microbatches, chunks, latency)
     if wrong := wrong_chunks(name, chunks):
         raise UserError("pipeline.chunks", *wrong)

@@ -115,7 +115,7 @@ class Schedule:
         if target == stage:
             return Hop.SELF, target, chunk
         if not (right or left):
-            raise ValueError(f"stages {stage} and {target} are no neighbours")
+            raise ValueError(f"stages {stage} and {target} are not neighbours")
         # Two stages are neighbours both ways: F to the right and B to the left never meet on one ring.
         goes_right = right and (op.kind == "F" or not left)
         return (Hop.RIGHT if goes_right else Hop.LEFT), target, chunk

@@ -19,7 +19,7 @@ def validate(schedule: Schedule, key: str = "pipeline.schedule") -> Schedule:
                              f"the positions 0 to {p * v - 1}", "name each position once")
     for g, ((one, _), (other, _)) in enumerate(pairwise(schedule.place)):
         if (one - other) % p not in (0, 1, p - 1):
-            raise UserError(key, f"positions {g} and {g + 1} are on stages {one} and {other}, which are no neighbours",
+            raise UserError(key, f"positions {g} and {g + 1} are on stages {one} and {other}, which are not neighbours",
                             "place them on one stage or on neighbours")
     at = _once_each(schedule, key)
     on_ring: dict[tuple[int, int, Hop], Op] = {}

@@ -31,7 +31,8 @@ def from_file(path: str | Path, stages: int = 0, microbatches: int = 0, chunks: 
         try:
             rows = [row for row in csv.reader(text.splitlines()) if row]
         except csv.Error as error:
-            raise UserError(key, f"{path} is no CSV ({error})", "write a line for each stage: F0,F1,,B0,B1") from error
+            raise UserError(key, f"{path} is not valid CSV ({error})",
+                            "write a line for each stage: F0,F1,,B0,B1") from error
     if len(rows) != (stages or len(rows)) or not rows:
         raise UserError(key, f"{path} has {len(rows)} rows for {stages or 'any'} stages", "give each stage one row")
     length = max(map(len, rows))

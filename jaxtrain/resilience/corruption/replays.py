@@ -41,14 +41,13 @@ class Replays:
             self._hashes = self._hashes or compile_hashes(told)
             # Wait for one before starting the next: independent programs with collectives might start in a different
             # order on another process, which deadlocks.
-            # begin in another order on another process, and then all would wait for ever.
             first = np.asarray(self._hashes(told))
             state, metrics = jax.block_until_ready(compiled(copy, batch))
             again = np.asarray(self._hashes({"state": state, "metrics": metrics}))
         if (differs := first != again).any():
             devices = tuple(device for device, row in zip(devices_of(told), differs, strict=True) if row.any())
             leaves = [path for path, column in zip(paths_of(told), differs.T, strict=True) if column.any()]
-            what = f"step {step} run twice gave other bits, first in {leaves[0]} ({len(leaves)} arrays)"
+            what = f"step {step} run twice gave different bits, first in {leaves[0]} ({len(leaves)} arrays)"
             raise self._accusations.accuse(devices, what, step=step, leaves=leaves[:8], found_by="replay")
         return result
 
