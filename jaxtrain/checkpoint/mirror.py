@@ -103,7 +103,7 @@ class Mirror:
             return ""
         except UserError as error:
             return f"{error.key}: {error.reason}"
-        except Exception as error:  # whatever it is, training goes on
+        except Exception as error:  # training goes on in any case
             return f"{type(error).__name__}: {error}"
 
     def _pause(self, step: int, problem: str, failures: int) -> None:

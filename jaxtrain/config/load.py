@@ -43,7 +43,7 @@ def _run(file: Path, variant: str) -> Any:
         frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         line = error.lineno if isinstance(error, SyntaxError) else frames[-1] if frames else None
         raise UserError("--config", f"{file} raised {type(error).__name__}: {error}",
-                        f"see its line {line}" if line else "put it right") from error
+                        f"see its line {line}" if line else "fix it") from error
 
 
 def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None) -> Config:

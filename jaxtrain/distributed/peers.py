@@ -125,7 +125,7 @@ class Peers:
                     said = now
                     self._send({"kind": "alive"})
                 for process, line in self._lines.items():
-                    line.quiet += min(now - before, 2 * pause)  # while this process was stopped it could hear nobody
+                    line.quiet += min(now - before, 2 * pause)  # a stopped process cannot receive
                     if line.quiet > self._timeout and not line.left:
                         line.left = line.silent = True
                         why = f"silent for {line.quiet:.0f} seconds"

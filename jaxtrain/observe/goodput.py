@@ -39,8 +39,8 @@ class Incarnation:
     """One start of the run and how it went, as recorded by process 0 in `ledger/NNNN.json`."""
 
     began: float  # wall clock
-    tick: float  # monotonic clock, which counts from
-    boot: str  # this boot of this machine
+    tick: float  # monotonic clock
+    boot: str  # id of the machine's boot, from which `tick` counts
     seconds: dict[str, float] = field(default_factory=dict)  # category -> seconds since the start; they cover all of it
     sign: float = 0.0  # wall clock when this was written: its last sign of life
     ended: str = ""  # "finished", "stopped" (by a signal), "failed"; "": not yet, or killed

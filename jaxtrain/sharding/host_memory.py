@@ -8,5 +8,5 @@ HOST = "pinned_host"  # the memory kind that devices access directly
 
 
 def fetched(x: Any) -> Any:
-    """Move an array to device memory from wherever it is, in a compiled function."""
+    """Move an array to device memory if it is in host memory, in a compiled function."""
     return jax.device_put(x, jax.memory.Space.Device) if jax.typeof(x).memory_space == jax.memory.Space.Host else x

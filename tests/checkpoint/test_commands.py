@@ -158,8 +158,8 @@ def test_twice_deletes_nothing(work, capsys):
 @pytest.mark.parametrize("words, said", [
     (["list", "nowhere"], "WORKDIR: there is no folder nowhere; give the --workdir of the run"),
     (["verify", "WORK", "7"], "has no checkpoint of step 7; it has 10, 20, 30"),
-    (["diff", "WORK", "10"], "does not say which two"),
-    (["diff", "WORK", "10", "x"], "does not say which two"),
+    (["diff", "WORK", "10"], "does not name two checkpoints"),
+    (["diff", "WORK", "10", "x"], "does not name two checkpoints"),
     (["restore-to", "WORK", "15"], "has no checkpoint of step 15; it has 10, 20, 30"),
     (["restore-to", "WORK", "20"], "is damaged"),
     (["restore-to", "WORK", "10"], r"another run works in .* \(process [0-9]+ on .*\); stop it"),

@@ -18,13 +18,13 @@ class Column(IntEnum):
 
     (F_ON, F_MB, F_CHUNK,
      F_IN,  # the activation slot of the input; at position 0, where to store the output of the embedding
-     F_TO,    # a Hop
+     F_TO,  # a Hop
      F_SELF,  # the activation slot for the output, if F_TO is SELF
      B_ON, B_MB, B_CHUNK,
      B_IN,  # the activation slot of F's input
      B_GRAD,  # the gradient slot; trash at the last position, where the loss is
      B_STORE,  # the weight-gradient slot, which W reads
-     B_TO,    # a Hop
+     B_TO,  # a Hop
      B_SELF,  # the gradient slot for the output, if B_TO is SELF
      W_ON, W_MB, W_CHUNK,
      W_FROM,  # the weight-gradient slot
