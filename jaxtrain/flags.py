@@ -1,4 +1,4 @@
-"""The flags that the command lines share, and how their mistakes are told; without JAX, so that `--help` is quick."""
+"""The flags that the commands share, and the reporting of their mistakes; imports no JAX, so that `--help` is fast."""
 
 import argparse
 import functools
@@ -35,13 +35,13 @@ Train a config, or resume its run.
     jaxtrain train --config=configs/gpt.py --config.data.source=README.md --workdir=runs/mine
     jaxtrain train --config=configs/gpt.py --config.train.steps=50 --print_config=diff
 
-The same command resumes a run that was stopped. Exit status 0: the last step was reached; 2: the user's mistake, in
-one line; 75: asked to stop, and saved; 76: gave up, start it again; 77: stopped at a limit; 130: stopped by Ctrl-C.
+The same command resumes a run that was stopped. Exit status 0: the last step was reached; 2: a user error,
+in one line; 75: asked to stop, and saved; 76: gave up, start it again; 77: stopped at a limit; 130: stopped by Ctrl-C.
 """
 
 
 def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], None]], Callable[..., int]]:
-    """Makes a command's main: exit status 0; 2 behind the user's mistake, told in one line; 130 if stopped by hand."""
+    """Return a decorator for a command's main: exit status 0, 2 on a user error (told in one line), 130 on Ctrl-C."""
     def wrap(do: Callable[[list[str] | None], None]) -> Callable[..., int]:
         @functools.wraps(do)
         def main(argv: list[str] | None = None) -> int:
@@ -54,8 +54,8 @@ def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], 
             except KeyboardInterrupt:
                 say(stopped)
                 return 130
-            except BrokenPipeError:  # who reads has seen enough, as `head` has
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python would try again at exit
+            except BrokenPipeError:  # the reader closed the pipe, as `head` does
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python would try to write again at exit
                 return 0
 
         return main
@@ -64,7 +64,7 @@ def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], 
 
 
 class _Help(argparse.HelpFormatter):
-    """Wraps paragraphs and leaves indented lines as they are."""
+    """A help formatter that wraps paragraphs and leaves indented lines as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         parts = [part if re.search(r"^ ", part, re.M) else textwrap.fill(" ".join(part.split()), width)
@@ -73,10 +73,10 @@ class _Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line whose mistakes are UserErrors; flags cannot be abbreviated.
+    """An argument parser that raises UserErrors; flags cannot be abbreviated.
 
     Args:
-        text: what `--help` says: paragraphs, and examples, which are the indented lines.
+        text: the `--help` text: paragraphs, and indented lines, which are examples.
     """
 
     def __init__(self, text: str | None = None, **keys: Any):
@@ -87,17 +87,17 @@ class Parser(argparse.ArgumentParser):
                          **keys)
 
     def add_argument(self, *names, **keys):
-        """Of a flag that takes several values, all count, however often it is given."""
+        """Add an argument; all values of a flag with several values count, however often it is given."""
         if keys.get("nargs") == "+":
             keys.setdefault("action", "extend")
         return super().add_argument(*names, **keys)
 
     def error(self, message: str) -> NoReturn:
-        """Instead of usage and exit."""
+        """Raise a UserError instead of printing the usage."""
         words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrec") else []
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
         fix = nearest(flags[0], self._option_string_actions) if flags else "see --help"
-        raise UserError("command line", message, "several values stand behind a flag without =, as in --input a b"
+        raise UserError("command line", message, "several values follow a flag without =, as in --input a b"
                         if words and not flags else fix)
 
 
@@ -132,12 +132,12 @@ def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]
 
 
 def workdir_of(flags: argparse.Namespace) -> Path:
-    """Where the run lives: as given, or after its config."""
+    """Return the run's workdir: as given, or named after its config."""
     return Path(flags.workdir or Path("runs", Path(flags.config.replace(".py", "").replace(":", "-")).name))
 
 
 def overrides_of(words: Iterable[str], flags: Iterable[str]) -> dict[str, str]:
-    """What command-line words set by --config.SECTION.KEY=VALUE; `flags` are the names of those there are besides."""
+    """Return what --config.SECTION.KEY=VALUE words set; `flags` are the names of the other flags, for suggestions."""
     overrides = {}
     for word in words:
         key, equals, value = word.removeprefix("--config.").partition("=")

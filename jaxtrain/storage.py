@@ -1,7 +1,7 @@
-"""Files by path or by URL (s3://, gs://, what fsspec knows): listed, sized, read and written in spite of the network.
+"""Files by path or by URL (s3://, gs://, whatever fsspec supports), with retries against network failures.
 
-What may pass (timeouts, lost connections, a server that is busy, a body cut short) is tried again, each time after a
-longer pause; what will not (no such object, no permission) is said at once. Paths never touch fsspec.
+Temporary errors (timeouts, lost connections, a busy server, a truncated body) are retried with growing pauses;
+permanent ones (no such object, no permission) are reported at once. Paths never use fsspec.
 """
 
 import builtins
@@ -23,7 +23,7 @@ from jaxtrain.errors import UserError
 
 TRIES = 8
 PAUSE = 0.2, 20.0  # seconds: the first, doubled each time, and the longest
-BLOCK = 2**23  # bytes of a URL that are read at a time by whoever reads on and on
+BLOCK = 2**23  # bytes of a URL that sequential readers read at a time
 
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError,
             ValueError, TypeError)
@@ -31,40 +31,40 @@ _LASTING_NUMBERS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG,
 _LASTING_NAMES = {"NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "SSOError", "ProfileNotFound",
                   "ParamValidationError", "DefaultCredentialsError"}  # of botocore and google.auth
 _STAMPS = "ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "updated", "mtime", "created"
-_random = random.Random()  # not the module's own, whose state may be somebody's
+_random = random.Random()  # not the module's own generator, whose state the user may rely on
 T = TypeVar("T")
 
 
 class Gone(UserError):
-    """There is no such object."""
+    """Raised when there is no such object."""
 
 
 @dataclass(frozen=True)
 class Found:
     """A file in a listing."""
 
-    name: str  # relative to what was listed, with forward slashes
+    name: str  # relative to the listed folder, with forward slashes
     path: str
     size: int
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether it is for fsspec."""
+    """Return whether a path is a URL, for fsspec."""
     return "://" in str(path)
 
 
 def join(folder: str | Path, name: str) -> str:
-    """The path or URL of a file in a folder."""
+    """Return the path or URL of a file in a folder."""
     return f"{str(folder).rstrip('/')}/{name}"
 
 
 def size(path: str | Path) -> int:
-    """In bytes."""
+    """Return the size of a file in bytes."""
     return _info(path)["size"] if is_url(path) else Path(path).stat().st_size
 
 
 def exists(path: str | Path) -> bool:
-    """Whether there is such a file."""
+    """Return whether there is such a file."""
     if not is_url(path):
         return Path(path).exists()
     try:
@@ -74,7 +74,7 @@ def exists(path: str | Path) -> bool:
 
 
 def stamp(path: str | Path) -> int | str:
-    """Another one for another version of a file: its time, or what the store says instead."""
+    """Return a value that differs between versions of a file: its time, or the store's equivalent."""
     if not is_url(path):
         return Path(path).stat().st_mtime_ns
     info = _info(path)
@@ -82,7 +82,7 @@ def stamp(path: str | Path) -> int | str:
 
 
 def find(url: str) -> list[Found]:
-    """All files below a URL, or the one that it names, by name; hidden ones do not count."""
+    """Return all files below a URL, or the one it names, sorted by name and without hidden ones."""
     fs = _filesystem(url)
     root = fs._strip_protocol(url).rstrip("/")
     listed = _tried(url, lambda: fs.find(url, detail=True))
@@ -95,7 +95,7 @@ def find(url: str) -> list[Found]:
 
 
 def read(path: str | Path, start: int = 0, stop: int | None = None) -> bytes:
-    """Bytes `start` to `stop`, all of them: fewer are an error, once they were asked for often enough."""
+    """Read bytes `start` to `stop`, all of them; fewer are an error after several retries."""
     if not is_url(path):
         with builtins.open(path, "rb") as file:
             file.seek(start)
@@ -113,14 +113,14 @@ def read(path: str | Path, start: int = 0, stop: int | None = None) -> bytes:
 
 
 def open(path: str | Path) -> BinaryIO:
-    """To read, with seeking."""
+    """Open a file for reading, with seeking."""
     if not is_url(path):
         return builtins.open(path, "rb")
     return io.BufferedReader(_Object(path), BLOCK)
 
 
 def fetched(path: str | Path) -> BinaryIO:
-    """A file of this machine, for whoever wants to map it; what a URL holds, in one without a name."""
+    """Open a file that can be mapped; the content of a URL is copied to an unnamed temporary file."""
     if not is_url(path):
         return builtins.open(path, "rb")
     file = tempfile.TemporaryFile()  # noqa: SIM115 (for the caller)
@@ -132,13 +132,13 @@ def fetched(path: str | Path) -> BinaryIO:
 
 
 def here(path: str | Path) -> Path:
-    """A file of this machine under its own name."""
+    """Return a local path to a file, under its own name; a URL is downloaded."""
     return _copied(str(path), stamp(path))[0] if is_url(path) else Path(path)
 
 
 @functools.lru_cache(maxsize=4)
 def _copied(url: str, version: int | str) -> tuple[Path, Any]:
-    """Once for each version of an object; the folder goes when nobody needs it any more."""
+    """Download each version of an object once; the folder is deleted when it is no longer referenced."""
     folder = tempfile.TemporaryDirectory(prefix="jaxtrain-")
     local = Path(folder.name, url.rpartition("/")[2])
     with builtins.open(local, "wb") as file, open(url) as source:
@@ -147,11 +147,11 @@ def _copied(url: str, version: int | str) -> tuple[Path, Any]:
 
 
 def put(local: Path, url: str) -> None:
-    """Send a file. Stores show an object when all of it is there."""
+    """Upload a file; stores show an object only when it is complete."""
     fs = _filesystem(url)
 
     def send() -> None:
-        if url.startswith(("file:", "local:")):  # where folders must be there first
+        if url.startswith(("file:", "local:")):  # where folders must exist first
             fs.makedirs(fs._parent(url), exist_ok=True)
         fs.put_file(str(local), url)
 
@@ -159,7 +159,7 @@ def put(local: Path, url: str) -> None:
 
 
 def names(url: str) -> list[str]:
-    """What a folder behind a URL holds, files and folders, without what is below those; nothing if it is not there."""
+    """Return the names of files and folders directly inside a folder's URL; empty if it does not exist."""
     fs = _filesystem(url)
     try:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in _tried(url, lambda: fs.ls(url, detail=False)))
@@ -168,14 +168,14 @@ def names(url: str) -> list[str]:
 
 
 def remove(url: str) -> None:
-    """A file, or a folder with all that is in it; it may be gone already."""
+    """Delete a file, or a folder with its content; it need not exist."""
     fs = _filesystem(url)
     with contextlib.suppress(Gone):
         _tried(url, lambda: fs.rm(url, recursive=True), "removed")
 
 
 class _Object(io.RawIOBase):
-    """What is behind a URL, as a file."""
+    """The content of a URL as a file."""
 
     def __init__(self, url: str | Path):
         self._url, self._size, self._at = url, size(url), 0
@@ -213,13 +213,13 @@ def _filesystem(url: str | Path) -> Any:
 def _connected(protocol: str) -> Any:
     import fsspec.config
 
-    options: dict[str, Any] = {"use_listings_cache": False}  # a listing from before would hide what changed
-    if protocol in ("s3", "s3a"):  # ten connections are the default, which threads would wait for
+    options: dict[str, Any] = {"use_listings_cache": False}  # a cached listing would hide changes
+    if protocol in ("s3", "s3a"):  # the default is ten connections, which threads would wait for
         said = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
         options["config_kwargs"] = {"max_pool_connections": 64, **said}
     fs = fsspec.filesystem(protocol, **options)
     if hasattr(fs, "retries"):
-        fs.retries = 1  # s3fs would try again within each of our tries
+        fs.retries = 1  # s3fs would otherwise retry within each of our tries
     return fs
 
 
@@ -229,7 +229,7 @@ def _of_protocol(protocol: str, url: str) -> Any:
     except ImportError as error:
         extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(protocol)
         fix = f"pip install 'jaxtrain[{extra}]'" if extra else "install it"
-        raise UserError(url, f"{protocol}:// needs a package that is not here ({error})", fix) from error
+        raise UserError(url, f"{protocol}:// needs a package that is not installed ({error})", fix) from error
     except ValueError as error:
         raise UserError(url, f"{protocol}:// cannot be used ({error})", "use s3:// or gs://") from error
 
@@ -239,20 +239,20 @@ def _tried(url: str | Path, do: Callable[[], T], what: str = "read") -> T:
     for attempt in range(TRIES):
         try:
             return do()
-        except Exception as error:  # every store has its own
+        except Exception as error:  # every store has its own exceptions
             if _lasts(error):
                 _refuse(url, error, what)
             if attempt == TRIES - 1:
-                raise UserError(str(url), f"cannot be {what}: {_words(error)}, and that {TRIES} times",
-                                "see whether the store is up, then run again") from error
+                raise UserError(str(url), f"cannot be {what}: {_words(error)}, in {TRIES} attempts",
+                                "check that the store is up, then run again") from error
         time.sleep(min(longest, first * 2**attempt) * _random.uniform(0.5, 1))
     raise AssertionError
 
 
 def _lasts(error: Exception) -> bool:
-    """Whether it would be the same again. What is not known may pass."""
+    """Return whether an error is permanent; unknown errors may be temporary."""
     if isinstance(error, OSError) and (error.errno in _LASTING_NUMBERS or str(error).startswith("Forbidden")):
-        return True  # the word is how gcsfs says it
+        return True  # the word is how gcsfs reports it
     return isinstance(error, _LASTING) or any(cls.__name__ in _LASTING_NAMES for cls in type(error).__mro__)
 
 

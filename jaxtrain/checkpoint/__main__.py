@@ -5,7 +5,7 @@
     jaxtrain checkpoint diff WORKDIR STEP STEP
     jaxtrain checkpoint restore-to WORKDIR STEP
 
-Exit status 0; 1: `verify` found damage; 2: the user's mistake, in one line.
+Exit status 0; 1: `verify` found damage; 2: a user error, reported in one line.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from jaxtrain.flags import Parser, command, parser_of
 
 @command()
 def main(argv: list[str] | None) -> None:
-    """Exit status 0; 1: `verify` found damage; 2: the user's mistake, in one line."""
+    """Run the command; exits with status 0, 1 if `verify` found damage, or 2 on a user error."""
     flags = parser().parse_args(argv)
     if flags.what == "list":
         print(show(flags.workdir))
@@ -32,7 +32,7 @@ def main(argv: list[str] | None) -> None:
     elif flags.what == "diff":
         words = flags.words if len(flags.words) == 4 else [*flags.words[:2], flags.words[0], *flags.words[2:]]
         if len(words) != 4 or not (words[1] + words[3]).isdecimal():
-            raise UserError("command line", f"diff {' '.join(flags.words)} does not say which two",
+            raise UserError("command line", f"diff {' '.join(flags.words)} does not name two checkpoints",
                             "write diff WORKDIR STEP STEP, or diff WORKDIR STEP WORKDIR2 STEP")
         for line in diff(words[0], int(words[1]), words[2], int(words[3])):
             print(line, flush=True)
@@ -41,7 +41,7 @@ def main(argv: list[str] | None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = parser_of("checkpoint", __doc__)
     commands = made.add_subparsers(dest="what", required=True, parser_class=Parser)
 
@@ -49,11 +49,11 @@ def parser() -> argparse.ArgumentParser:
         text = f"{line[0].upper()}{line[1:]}.\n\n    jaxtrain checkpoint {words}"
         return commands.add_parser(name, help=line, text=text)
 
-    lists = add("list", "list WORKDIR", "every checkpoint: is it good, how old, what loss, and where it is")
+    lists = add("list", "list WORKDIR", "show every checkpoint with its state, age, loss and location")
     verifies = add("verify", "verify WORKDIR", "read every byte again; exit status 1 if any checkpoint is damaged")
-    diffs = add("diff", "diff WORKDIR STEP STEP", "in which arrays and in what else two checkpoints differ")
+    diffs = add("diff", "diff WORKDIR STEP STEP", "show the arrays and other values in which two checkpoints differ")
     goes = add("restore-to", "restore-to WORKDIR STEP",
-               "make the run go on from an older good checkpoint; deletes nothing")
+               "make the run continue from an older good checkpoint; deletes nothing")
     for each in (lists, verifies, goes):
         each.add_argument("workdir", metavar="WORKDIR", help="the workdir of the run")
     verifies.add_argument("steps", metavar="STEP", type=int, nargs="*", help="only these; default: all")

@@ -1,4 +1,4 @@
-"""What a person asks about a run's checkpoints: which there are, are they whole, how do two differ; and to go back."""
+"""The checkpoint commands: list, verify and compare a run's checkpoints, or go back to one."""
 
 import contextlib
 import json
@@ -22,16 +22,16 @@ from jaxtrain.errors import UserError
 from jaxtrain.resilience.watchdog import heartbeats
 
 _ASIDE = ".set_aside"
-_ENDINGS = {".damaged": "damaged: it was found out and is not used", ".abandoned": "the run went back to before it",
+_ENDINGS = {".damaged": "damaged: found by verification and not used", ".abandoned": "the run went back to before it",
             _ASIDE: "set aside by restore-to", ".fetching": "not complete: being fetched from the mirror",
             ".orbax-checkpoint-tmp": "not complete: being written, or the run ended meanwhile"}
-_ALIVE_S = 60  # a heartbeat that is younger may come from a run that goes on
+_ALIVE_S = 60  # a younger heartbeat may come from a run that is still alive
 _HEAD = ("step", "state", "where", "size", "age", "loss", "mesh")
 
 
 # ------------------------------------------------------------------------------------------------------- what is there
 def show(workdir: str | Path) -> str:
-    """A table of all checkpoints, in words."""
+    """Return a table of all checkpoints as text."""
     directory, config = _directory(workdir), _config(workdir)
     local, notes = verify.steps(directory), []
     copies: dict[int, Any] = {}
@@ -40,7 +40,7 @@ def show(workdir: str | Path) -> str:
             mirror = Mirror(directory, place)
             copies = {step: mirror.good(step) for step in mirror.steps()}
         except UserError as error:
-            notes.append(f"the mirror could not be asked: {error}")
+            notes.append(f"the mirror could not be read: {error}")
     rows, good, unread = [], [], []
     for step in sorted({*local, *copies}):
         record = verify.good(directory, step)
@@ -81,9 +81,9 @@ def _row(step: int, state: str, where: list[str], record: dict[str, Any], folder
 
 
 def _at_a_glance(folder: Path, record: dict[str, Any]) -> list[str]:
-    """What names and sizes of files tell; their content takes as long as reading it."""
+    """Return problems visible from file names and sizes; checking the content takes as long as reading it."""
     if not any(folder.glob("*/*")):
-        return ["it has no files any more"]
+        return ["its files are gone"]
     return verify.compare_files(folder, record, *verify.list_files(folder), hashes=False)
 
 
@@ -93,7 +93,7 @@ def _unmarked(folder: Path) -> str:
 
 
 def _snapshots(workdir: str | Path, local_dir: str) -> list[tuple[str, ...]]:
-    """Those that this machine has, be it all pieces of them or some."""
+    """Return rows for the snapshots on this machine, complete or partial."""
     place = snapshots.folder(workdir, local_dir)
     held: dict[Taken, dict[str, Path]] = {}
     for path in place.glob("process-*/*/*.snapshot"):
@@ -112,7 +112,7 @@ def _snapshots(workdir: str | Path, local_dir: str) -> list[tuple[str, ...]]:
 
 
 def verified(workdir: str | Path, steps: list[int]) -> Iterator[tuple[str, bool]]:
-    """A line for each checkpoint, and whether it is whole."""
+    """Yield a line for each checkpoint, and whether it is intact."""
     directory = _directory(workdir)
     there = verify.steps(directory)
     for step in steps:
@@ -128,12 +128,12 @@ def verified(workdir: str | Path, steps: list[int]) -> Iterator[tuple[str, bool]
         files = verify.list_files(directory / str(step))[0]
         marked = verify.good(directory, step) is not None
         yield (f"step {step}: good: {len(files)} files were read, and all is as it was saved"
-               f"{'' if marked else ' (nobody had verified it yet; the next start of the run notes it down)'}", True)
+               f"{'' if marked else ' (not verified before; the next start of the run marks it good)'}", True)
 
 
 # ---------------------------------------------------------------------------------------------------------- differences
 def diff(workdir: str | Path, step: int, other: str | Path, other_step: int) -> Iterator[str]:
-    """In what the second differs from the first, a line each; the arrays are read piece by piece."""
+    """Yield a line for each difference between two checkpoints; arrays are read piece by piece."""
     one, two = (_known(_directory(place), at) for place, at in ((workdir, step), (other, other_step)))
     metas = [_flat(verify.saved_meta(folder)) for folder in (one, two)]
     for key in sorted({*metas[0], *metas[1]}):
@@ -158,7 +158,7 @@ def _difference(one: Path, two: Path, path: str) -> str:
     different, largest, nan = 0, 0.0, 0
     for part in verify._pieces(ours):
         a, b = (np.asarray(array[part].read().result()) for array in (ours, theirs))
-        unequal = (a != b) & ~((a != a) & (b != b))  # a NaN is as good as another
+        unequal = (a != b) & ~((a != a) & (b != b))  # all NaNs are equal
         different += int(unequal.sum())
         if unequal.any():
             distance = np.abs(a.astype(np.float64) - b.astype(np.float64))[unequal]
@@ -166,7 +166,7 @@ def _difference(one: Path, two: Path, path: str) -> str:
             largest = max(largest, np.nanmax(distance, initial=0.0))
     whole = math.prod(ours.shape)
     return (f"{different:,} of {whole:,} elements differ, by at most {largest:.6g}"
-            f"{f'; {nan:,} are a number in one of them only' if nan else ''}") if different else ""
+            f"{f'; {nan:,} are NaN in only one of them' if nan else ''}") if different else ""
 
 
 def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
@@ -178,13 +178,13 @@ def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------------------- to go back
 def restore_to(workdir: str | Path, step: int) -> str:
-    """Put everything newer than a good checkpoint out of the way -> what was done, and how to undo it."""
+    """Set everything newer than a good checkpoint aside; return what was done and how to undo it."""
     workdir, directory = Path(workdir), _directory(workdir)
     folder = _known(directory, step)
     with locked(workdir, 0) as other:
         if other:
             raise UserError("WORKDIR", f"another run works in {workdir} ({other})", "stop it, then run this again")
-        for process, beat in heartbeats(workdir).items():  # some file systems lock within one machine, some not at all
+        for process, beat in heartbeats(workdir).items():  # some file systems lock only within a machine, or never
             age = time.time() - (workdir / "heartbeats" / f"process-{process}").stat().st_mtime
             if age < _ALIVE_S and beat.get("phase") != "ended" and not _is_dead(beat):
                 raise UserError("WORKDIR", f"process {process} of this run ({beat.get('host')}) was alive {_age(age)} "
@@ -193,7 +193,7 @@ def restore_to(workdir: str | Path, step: int) -> str:
 
 
 def _is_dead(beat: dict[str, Any]) -> bool:
-    """Whether the process that wrote this heartbeat is known to be gone: of another machine nothing is known."""
+    """Return whether the process that wrote this heartbeat is known to be dead (unknown on another machine)."""
     if beat.get("host") != socket.gethostname():
         return False
     try:
@@ -221,13 +221,13 @@ def _turn_back(workdir: Path, directory: Path, folder: Path, step: int) -> str:
         said.append(f"metrics.jsonl is cut to step {step} at the next start; all of it is kept as {kept.name}")
         undo.append(f"mv {kept} {metrics}")
     snapshots.turn_back(workdir)
-    said.append("snapshots in memory from before now are not used any more")
+    said.append("snapshots taken in memory before now are no longer used")
     if place := _config(workdir).get("mirror"):
         try:
             hidden = Mirror(directory, place).hide(above=step)
-            said += [f"the mirror's copies of {', '.join(map(str, hidden))} do not count any more"] if hidden else []
+            said += [f"the mirror's copies of {', '.join(map(str, hidden))} are no longer used"] if hidden else []
         except UserError as error:
-            said.append(f"the mirror could not be told ({error}); that matters only if the checkpoints here are lost")
+            said.append(f"the mirror could not be updated ({error}); this matters only if the local ones are lost")
     return "\n".join([f"The run goes on from step {step} when it is started again, with the same command as before.",
                       *(f"- {line}" for line in said),
                       *(["To undo this, before the run is started again:", *(f"  {line}" for line in undo)] if undo
@@ -235,14 +235,14 @@ def _turn_back(workdir: Path, directory: Path, folder: Path, step: int) -> str:
 
 
 def _free(path: Path) -> Path:
-    """This name, or one like it that nothing has yet."""
+    """Return this path, or a numbered variant of it that does not exist yet."""
     number = 1
     while (found := path if number == 1 else path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     return found
 
 
-# --------------------------------------------------------------------------------------------------------------- words
+# ------------------------------------------------------------------------------------------------------------- helpers
 def _directory(workdir: str | Path) -> Path:
     if not Path(workdir).is_dir():
         raise UserError("WORKDIR", f"there is no folder {workdir}", "give the --workdir of the run")

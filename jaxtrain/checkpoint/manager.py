@@ -1,10 +1,10 @@
-"""Checkpoints of a pytree on any mesh: a layer over Orbax that checks what it wrote, and again before it loads.
+"""The checkpoint manager: saves and restores a pytree on any mesh through Orbax, and verifies what it wrote.
 
 On disk a checkpoint is `directory/STEP/` with a flat mapping from paths such as `params/layers/query` to arrays, a JSON
 `meta`, and the fingerprint that the arrays had on the devices. Tree structure (dataclasses, optax's tuples, None) is
 not stored: it comes from the state that is restored. After a checkpoint is committed a thread reads it back and, if it
-holds what was saved, makes it good (`verify.py`); only good ones let older ones go, and only good ones are chosen.
-What is damaged is renamed to `STEP.damaged`: never chosen again, and not lost.
+holds what was saved, marks it good (`verify.py`). Only good checkpoints allow older ones to be deleted, and only good
+ones are restored. A damaged one is renamed to `STEP.damaged`: never chosen again, but not lost.
 """
 
 import contextlib
@@ -34,35 +34,39 @@ from jaxtrain.distributed.coordination import exchange, together
 from jaxtrain.errors import UserError
 from jaxtrain.observe.events import tell
 
-AGAIN_S = (1, 2, 4, 8, 16, 32, *[60] * 8)  # seconds until the last save of a run is tried again
-_MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)  # at a first save
-_PATIENCE_S = 20.0  # what `close` waits for a checkpoint that is being read back; the next start does it otherwise
-_names = map("checkpoint/{}".format, itertools.count())  # of what is exchanged; all make the same calls
+AGAIN_S = (1, 2, 4, 8, 16, 32, *[60] * 8)  # seconds between retries of the last save of a run
+# Errors of a first save that the user has to fix.
+_MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+_PATIENCE_S = 20.0  # how long `close` waits for a checkpoint being verified; otherwise the next start verifies it
+_names = map("checkpoint/{}".format, itertools.count())  # names of exchanges; all processes make the same calls
 _DAMAGED, _ABANDONED, _DELETED, _TEMPORARY = ".damaged", ".abandoned", ".deleted", ".orbax-checkpoint-tmp"
 
 
 class NotSaved(exit_codes.RunExit):
-    """The newest save is not on disk: what was done since the one before is done again by the next start."""
+    """Raised when the newest save is not on disk; the next start repeats the work done since the save before."""
 
     def __init__(self, step: int, directory: Path, reason: str):
         super().__init__(exit_codes.RESTART, f"checkpoint: step {step} could not be saved in {directory} ({reason}); "
-                         "make room or mend the storage, and run the same command again")
+                         "free space or repair the storage, and run the same command again")
 
 
 class CheckpointManager:
-    """The checkpoints of one run. In a multi-process run every process makes all calls, at the same steps."""
+    """The checkpoints of one run; in a multi-process run every process makes all calls, at the same steps."""
 
     def __init__(self, directory: str | Path, keep: int = 2, *, keep_every: int = 0, best: str = "",
                  verify: str = "full", mirror: str = "", extras: Extras = MappingProxyType({})):
-        """Costs nothing: `directory` is made, and left-overs in it are cleaned up, when it is first written.
+        """Set up the manager without touching the disk; `directory` is created and cleaned up at the first save.
 
         Args:
-            keep: how many of the last good ones are kept.
-            keep_every: those of every so many steps are kept for ever; 0: none.
-            best: a metric of metrics.jsonl, beside `directory`, by which the lowest is kept too; "": none.
+            keep: how many of the last good checkpoints are kept.
+            keep_every: checkpoints whose step is a multiple of this are kept forever; 0: none.
+            best: a metric in the metrics.jsonl next to `directory`; the checkpoint with the lowest value is kept too;
+                "": none.
             verify: what is checked before a good one is loaded: "full", the sha256 of its files, or their "sizes".
-            mirror: a path or URL where each good one is copied to, and fetched from when it is lost here; "": none.
-            extras: for each entry of the state's `extras`, what makes its value for checkpoints that lack it.
+            mirror: a path or URL to which each good checkpoint is copied, and from which it is fetched if lost; "":
+                none.
+            extras: for each entry of the state's `extras`, a function that makes its value for checkpoints that lack
+                it.
         """
         self._extras = extras
         self._directory = Path(directory).absolute()
@@ -73,41 +77,42 @@ class CheckpointManager:
         if self._mirror and jax.process_index() == 0:
             self.on_good.append(self._mirror.copy)
         self._jobs: list[_Job] = []
-        self._checked: int | None = None  # what `newest` has just found good
-        self._passed_over: set[int] = set()  # what is damaged and could not be renamed
+        self._checked: int | None = None  # the step that `newest` has just found good
+        self._passed_over: set[int] = set()  # damaged steps that could not be renamed
         self._failure: NotSaved | None = None  # why the newest save is not on disk
         self._retaining = threading.Lock()
 
     def latest(self) -> int | None:
-        """The newest committed step, good or not."""
+        """Return the newest committed step, good or not."""
         return max(verify.steps(self._directory), default=None)
 
     def steps(self) -> list[int]:
-        """All committed steps, good or not, in order."""
+        """Return all committed steps, good or not, in order."""
         return verify.steps(self._directory)
 
     def discard(self, above: int) -> None:
-        """Set the checkpoints of more than `above` steps aside: by one process, before anything is saved or restored.
+        """Set checkpoints after step `above` aside; called by one process, before anything is saved or restored.
 
         They are deleted once the run has a good one beyond them.
         """
         for step in self.steps():
             if step > above:
                 _rename(self._directory / str(step), _ABANDONED)
-        if self._mirror:  # or they would come back from there, should those here be lost
+        if self._mirror:  # otherwise they would be fetched back if the local ones were lost
             try:
                 self._mirror.hide(above)
-            except UserError as error:  # the next copy takes them away
+            except UserError as error:  # the next copy removes them
                 self._tell("mirror_failed", f"copies of steps beyond {above} still count in the mirror ({error})",
                            step=above, reason=str(error))
 
     def newest(self, below: int | None = None) -> int | None:
-        """The newest good step (below one); checks its files, and passes over what is damaged, naming it.
+        """Return the newest good step (below `below`); verifies its files, and reports and skips damaged checkpoints.
 
-        A checkpoint that was committed but not read back yet is read back now. None: there is none (below that step).
+        A checkpoint that was committed but not read back yet is read back now. Returns None if there is none (below
+        that step).
 
         Raises:
-            UserError: there are checkpoints, but none is good. To begin again is for a person to decide.
+            UserError: there are checkpoints, but none is good. Starting over is left for the user to decide.
         """
         self._checked = None
         candidates = exchange(verify.steps(self._directory), lambda found: found[0])
@@ -122,18 +127,18 @@ class CheckpointManager:
         if below is None and (fetched := self._fetched(None)):
             return self._found(fetched)
         if below is None and (damaged := exchange(self._set_aside(), lambda found: found[0])):
-            raise UserError("checkpoint", f"of the checkpoints in {self._directory} none is good ({', '.join(damaged)};"
+            raise UserError("checkpoint", f"none of the checkpoints in {self._directory} is good ({', '.join(damaged)};"
                             " events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
         return None
 
     def _found(self, step: int) -> int:
         self._checked = step
         if self._mirror and jax.process_index() == 0:
-            self._mirror.copy(step)  # unless it is there, as after a run that ended in the middle of copying it
+            self._mirror.copy(step)  # unless it is copied already; a run may have ended while copying it
         return step
 
     def _fetched(self, step: int | None) -> int | None:
-        """From the mirror: this step, or its newest; None if it has none."""
+        """Fetch this step, or the newest, from the mirror; returns None if it has none."""
         if (mirror := self._mirror) is None:
             return None
 
@@ -141,7 +146,7 @@ class CheckpointManager:
             try:
                 return mirror.fetch(step)
             except (UserError, OSError) as error:
-                if step is None:  # there is nothing else
+                if step is None:  # there is nothing else to fall back on
                     raise
                 reason = f"{error.key}: {error.reason}" if isinstance(error, UserError) else innermost(error)
                 self._tell("mirror_failed", f"checkpoint {step} cannot be fetched ({reason}); an older one is looked "
@@ -151,15 +156,16 @@ class CheckpointManager:
         return exchange(None, fetch)
 
     def restore_newest(self, abstract_state: Any, below: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
-        """-> (step, state, meta) of the newest good checkpoint that loads as it was saved; None: there is none.
+        """Return (step, state, meta) of the newest good checkpoint that loads as it was saved, or None.
 
-        `below`: go back to before that step. Checkpoints from there on belong to a past that is given up: they are
-        renamed to `STEP.abandoned`, and deleted once the run has a good one beyond them.
+        Args:
+            below: roll back to before that step. Checkpoints from there on are renamed to `STEP.abandoned`, and deleted
+                once the run has a good one beyond them.
 
         Raises:
-            UserError: the state is another one than this run's, or no checkpoint is good.
+            UserError: the state's structure differs from this run's, or no checkpoint is good.
         """
-        for job in self._jobs:  # what is being read back now may be the newest good one
+        for job in self._jobs:  # one being verified now may be the newest good one
             job.thread.join()
         while True:
             checked, self._checked = self._checked, None
@@ -178,23 +184,23 @@ class CheckpointManager:
             return step, state, meta
 
     def prepare(self, state: Any) -> None:
-        """Load and compile, before the loop, what the first save would otherwise wait for."""
+        """Import and compile, before the loop, what the first save would otherwise wait for."""
         orbax()
         fingerprint.on_device(flatten(state))
 
     def save(self, step: int, state: Any, meta: dict[str, Any] | None = None) -> float:
         """Copy `state` off the devices and write it in the background; a step that exists is left as it is.
 
-        The state may be donated at once. Waits if the save before is still being written, or the one before that still
-        being read back. A save that fails is told and recorded, and the run goes on; `wait` and `close` raise if the
-        last one did.
+        The state may be donated at once. Waits if the previous save is still being written, or the one before it is
+        still being read back. A failed save is reported and recorded, and the run goes on; `wait` and `close` raise if
+        the last one failed.
 
         Returns:
-            the seconds for which the caller was held up.
+            the seconds for which the caller was blocked.
         """
         began = time.perf_counter()
         self._wait_for_commits()
-        for job in self._jobs if self._failure else self._jobs[:-1]:  # a save that failed still makes room
+        for job in self._jobs if self._failure else self._jobs[:-1]:  # a failed save still frees space
             job.thread.join()
         self._jobs = self._jobs[-1:]
         ocp, flat, folder = orbax(), flatten(state), self._directory / str(step)
@@ -203,12 +209,12 @@ class CheckpointManager:
             self._failed(step, OSError(refused))
             self._make_room(step)
         if refused == "" and exchange(self.failed(), any) and not self._checks.of(step, next(_names)):
-            self._failure = None  # it came to be after all
+            self._failure = None  # the save had succeeded after all
         if refused is not None:
             return time.perf_counter() - began
         from jaxtrain.checkpoint.orbax.deferred_json import LateJsonSave
 
-        # Orbax would wait for it too; but what is started before it is there may get in the way of its collectives.
+        # Orbax would wait for it too, but programs started before it is ready may interfere with its collectives.
         jax.block_until_ready(flat)
         parts, name = fingerprint.on_device(flat), next(_names)
         shapes = {path: describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
@@ -217,7 +223,7 @@ class CheckpointManager:
             found = fingerprint.total(self._barrier.gather(fingerprint.read(parts)))
             return {"step": step, "arrays": {path: [what, found.get(path)] for path, what in shapes.items()}}
 
-        def bring():  # process 0 writes the sums with its commit; the others bring theirs
+        def bring():  # process 0 writes the sums with its commit; the others send theirs
             if jax.process_index():
                 self._barrier.give(fingerprint.read(parts))
 
@@ -225,8 +231,8 @@ class CheckpointManager:
         try:
             self._saver.save(folder, args=ocp.args.Composite(
                 state=ocp.args.StandardSave(flat), meta=ocp.args.JsonSave(meta or {}), fingerprint=LateJsonSave(sums)))
-        except (OSError, ValueError) as error:  # what a storage says; mistakes of ours are other kinds
-            if jax.process_count() > 1:  # the others may be in the middle of it: all start again, rather than wait
+        except (OSError, ValueError) as error:  # raised by storage; bugs in jaxtrain raise other kinds
+            if jax.process_count() > 1:  # the others may be in the middle of it: restart all rather than wait
                 raise OSError(f"checkpoint {step} could not be saved ({innermost(error)})") from error
             self._drain()
             self._failed(step, error)
@@ -240,11 +246,11 @@ class CheckpointManager:
         return job.blocked_s
 
     def restore(self, step: int, abstract_state: Any) -> Any:
-        """The state at `step`, as `abstract_state` (a pytree of `jax.ShapeDtypeStruct`) describes and shards it.
+        """Return the state at `step`, as `abstract_state` (a pytree of `jax.ShapeDtypeStruct`) describes and shards it.
 
         Raises:
-            UserError: names the first path whose shape or dtype is another in the checkpoint (Orbax would cast it in
-                silence), or says that the files cannot be read or do not hold what was saved.
+            UserError: names the first path whose shape or dtype differs in the checkpoint (Orbax would cast it
+                silently), or says that the files cannot be read or do not hold what was saved.
         """
         try:
             return load(self._directory / str(step), abstract_state, self._extras)
@@ -252,22 +258,22 @@ class CheckpointManager:
             raise unreadable(self._directory / str(step), str(damage)) from None
 
     def meta(self, step: int) -> dict[str, Any]:
-        """What was saved beside the state at `step`."""
+        """Return the metadata saved with the state at `step`."""
         try:
             return verify.saved_meta(self._directory / str(step))
         except (OSError, ValueError) as error:
             raise unreadable(self._directory / str(step), innermost(error)) from None
 
     def failed(self) -> bool:
-        """Whether what was saved last did not come to be."""
+        """Return whether the last save failed."""
         return self._failure is not None
 
     def writing(self) -> bool:
-        """Whether what was saved last is still on its way to disk."""
+        """Return whether the last save is still being written."""
         return any(not job.committed.is_set() for job in self._jobs)
 
     def wait(self) -> None:
-        """Return when everything saved so far is on disk, read back and mirrored; raises if the last is not on disk."""
+        """Wait until all saves are on disk, verified and mirrored; raises if the last one is not on disk."""
         for job in self._jobs:
             job.thread.join()
         if self._mirror:
@@ -275,13 +281,13 @@ class CheckpointManager:
         self._raise()
 
     def insist(self, step: int, state: Any, meta: dict[str, Any] | None, pause: Callable[[float], bool]) -> None:
-        """Wait for the last save of a run, and while it fails make it again: the state is nowhere else.
+        """Wait for the last save of a run and retry it while it fails, since the state exists nowhere else.
 
         Args:
-            pause: waits so many seconds; False, in all processes alike, if there is time for one more try only.
+            pause: waits so many seconds; returns False, in all processes alike, if there is time for only one more try.
 
         Raises:
-            NotSaved: it came to nothing.
+            NotSaved: no attempt succeeded.
         """
         for seconds in AGAIN_S:
             try:
@@ -302,13 +308,13 @@ class CheckpointManager:
         try:
             self.close()
         except NotSaved:
-            if error is None:  # else that is what is to be seen, or to go back for
+            if error is None:  # otherwise do not hide the original error, which may cause a rollback
                 raise
 
     def close(self) -> None:
-        """Return when everything saved so far is on disk, and release Orbax's threads; raises if the last failed.
+        """Wait until all saves are on disk, and release Orbax's threads; raises if the last one failed.
 
-        Reading back gets some seconds more; then it is left to the next start.
+        Verification gets a few seconds more; then it is left to the next start.
         """
         self._wait_for_commits()
         for patience in (_PATIENCE_S, _PATIENCE_S):
@@ -337,7 +343,7 @@ class CheckpointManager:
         return Barrier()
 
     def _preparation(self, folder: Path, flat: dict[str, Any]) -> str | None:
-        """Make the directory clean -> None; or why nothing is to be saved: "" if it is there already."""
+        """Clean the directory and return None, or why nothing can be saved ("" if the step exists already)."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             if folder.exists():
@@ -348,14 +354,15 @@ class CheckpointManager:
             free, wanted = shutil.disk_usage(self._directory).free, sum(leaf.nbytes for leaf in flat.values())
         except OSError as error:
             if self._jobs or self._failure or error.errno not in _MISTAKES:
-                return f"{error.strerror}"  # it could be written before, and may be again
+                return f"{error.strerror}"  # earlier saves could be written, so later ones may be
             raise UserError("--workdir", f"{self._directory} cannot be written ({error.strerror})",
                             "give a folder that can be") from None
-        # Compression saves a little. Better not to begin what cannot end: one process that fails holds up the others.
-        return f"{free:,} bytes are free, of {wanted:,}" if free < 0.8 * wanted else None
+        # Compression saves little. Better not to start a save that cannot finish: one failing process delays the
+        # others.
+        return f"only {free:,} bytes are free, and {wanted:,} are needed" if free < 0.8 * wanted else None
 
     def _finish(self, job: "_Job", bring: Callable[[], Any]) -> None:
-        """What remains of a save, on a thread of its own: nothing that goes wrong here ends the run."""
+        """Finish a save on its own thread; no failure here ends the run."""
         began = time.perf_counter()
         try:
             failure = None
@@ -365,7 +372,7 @@ class CheckpointManager:
                     self._saver.wait_until_finished()
             except Exception as error:
                 failure = error
-                with contextlib.suppress(Exception):  # the coordinator is gone: so will be everybody, soon
+                with contextlib.suppress(Exception):  # the coordinator is lost, and soon all processes are
                     self._barrier.fail(error, innermost(error))
                 self._drain()
             finally:
@@ -399,10 +406,10 @@ class CheckpointManager:
                        f"({innermost(error)}); the next one tries again", step=job.step, reason=innermost(error))
 
     def _drain(self) -> None:
-        """Behind a save that failed, until nobody of this process writes any more.
+        """After a failed save, wait until no thread of this process writes any more.
 
-        Orbax stops waiting at the first part that fails; and it holds more than one error, of which it would raise the
-        next one at the next save.
+        Orbax stops waiting at the first part that fails, and may hold further errors that it would raise at the next
+        save.
         """
         parts = list(getattr(self._saver._async_manager, "_commit_futures", None) or ())
         while parts:
@@ -433,7 +440,7 @@ class CheckpointManager:
                    "again", step=step, reason=reason)
 
     def _make_room(self, step: int) -> None:
-        """Delete what there is of a save that failed, when nobody writes it any more, and what may go besides."""
+        """Delete what a failed save left once nothing writes it any more, and other checkpoints that may go."""
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
                 for entry in self._directory.glob(f"{step}{_TEMPORARY}*"):
@@ -441,7 +448,7 @@ class CheckpointManager:
                 self._retain()
 
     def keeping(self, good: list[int]) -> list[int]:
-        """Which of these steps stay, wherever they are."""
+        """Return which of these good steps the retention policy keeps, locally and in the mirror."""
         gone = dispensable(good, [], keep=self._keep, keep_every=self._keep_every, best=self._best_of(good))
         return [step for step in good if step not in gone]
 
@@ -452,14 +459,15 @@ class CheckpointManager:
         return None
 
     def _retain(self) -> None:
-        """Delete what may go. A folder is renamed first: half of one is never taken for a checkpoint."""
-        with self._retaining:  # a save that fails makes room while the one before is being finished
+        """Apply the retention policy; folders are renamed before deletion, so that none is half deleted under its name.
+        """
+        with self._retaining:  # a failed save frees space while the previous one is being finished
             steps = verify.steps(self._directory)
             good = [step for step in steps if verify.good(self._directory, step)]
             under_way = {job.step for job in self._jobs}
             others = [step for step in steps if step not in good and step not in under_way]
             gone = dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=self._best_of(good))
-            pinned = self._mirror.pinned if self._mirror else ()  # being copied: it goes the next time
+            pinned = self._mirror.pinned if self._mirror else ()  # being copied: deleted next time
             for step in filter(lambda step: step not in pinned, gone):
                 _delete(self._directory / str(step))
             for entry in self._directory.glob(f"*{_ABANDONED}*"):
@@ -469,13 +477,13 @@ class CheckpointManager:
     # ------------------------------------------------------------------------------------------------ what is damaged
 
     def _pass_over(self, step: int, problems: list[str], name: str | None = None) -> None:
-        """Say what is wrong with a checkpoint and put it where nobody chooses it again."""
+        """Report a damaged checkpoint and rename it so that it is never chosen again."""
         folder = self._directory / str(step)
 
         def put_aside(_):
             try:
                 return str(_rename(folder, _DAMAGED))
-            except OSError:  # a folder that may be read only is looked at again next time
+            except OSError:  # a read-only folder is checked again next time
                 return str(folder)
 
         aside = together(name or next(_names), None, put_aside)
@@ -502,7 +510,7 @@ class CheckpointManager:
 
 
 class _Job:
-    """A save under way."""
+    """A save in progress."""
 
     def __init__(self, step: int, name: str):
         self.step, self.name, self.blocked_s = step, name, 0.0
@@ -511,12 +519,12 @@ class _Job:
 
 
 def _delete(folder: Path) -> None:
-    """What is left of it, the next save deletes; which may be doing so already."""
+    """Rename and delete a folder; the next save, which may run concurrently, deletes what is left of it."""
     shutil.rmtree(_rename(folder, _DELETED), ignore_errors=True)
 
 
 def _rename(folder: Path, ending: str) -> Path:
-    """Set a folder aside, under a name that is free."""
+    """Rename a folder, with this ending and a number if the name is taken."""
     for number in itertools.count(1):
         to = folder.with_name(f"{folder.name.partition('.')[0]}{ending}{f'.{number}' if number > 1 else ''}")
         if not to.exists():

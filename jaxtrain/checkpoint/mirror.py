@@ -1,8 +1,8 @@
-"""A second copy of each good checkpoint, in object storage or under another path, for when the first is lost.
+"""A mirror: a second copy of each good checkpoint, in object storage or under another path.
 
-Copied in the background by process 0, which sees all files: every object is read back and compared, and `good.json` is
-the last, so that a copy is whole or not there. A store that is down holds up nothing: the copy is tried again until the
-next checkpoint takes its place. Half a copy is gone on with.
+Process 0, which sees all files, copies in the background. Every object is read back and compared, and `good.json` is
+written last, so that a copy is either complete or not there. An unavailable store blocks nothing: the copy is retried
+until the next checkpoint replaces it. A partial copy is resumed.
 """
 
 import contextlib
@@ -22,25 +22,25 @@ from jaxtrain.checkpoint import verify
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
 
-THREADS = 8  # files under way at a time
-AGAIN = 3  # times a file is sent, or fetched, that does not arrive as it is
-PAUSE = 15.0, 600.0  # seconds before a copy that failed is tried again: at first, then twice as long, and the longest
-OWNER = "owner.json"  # whose copies they are
+THREADS = 8  # files transferred at a time
+AGAIN = 3  # attempts to send or fetch a file that arrives changed
+PAUSE = 15.0, 600.0  # seconds before a failed copy is retried: at first (doubled each time), and at most
+OWNER = "owner.json"  # identifies the run whose copies these are
 FETCHING = ".fetching"
-Kept = Callable[[list[int]], Iterable[int]]  # of the good steps that are there, in order: those to keep
+Kept = Callable[[list[int]], Iterable[int]]  # the good steps present, in order -> those to keep
 
 
 class Different(UserError):
-    """What came is not what was sent."""
+    """Raised when received content differs from what was sent."""
 
 
 class Mirror:
-    """The copies of one run's checkpoints.
+    """The mirror of one run's checkpoints.
 
     Args:
         directory: the run's checkpoints, in its workdir.
-        place: a URL that fsspec knows, or a path.
-        kept: which of the copies stay, each time one is complete; without it all do.
+        place: a URL that fsspec supports, or a path.
+        kept: which copies stay, applied whenever one is complete; by default all.
     """
 
     def __init__(self, directory: str | Path, place: str, kept: Kept = lambda good: good):
@@ -56,7 +56,7 @@ class Mirror:
 
     # ----------------------------------------------------------------------------------------------- in the background
     def copy(self, step: int, path: Path | None = None) -> None:
-        """Have a good checkpoint copied; returns at once. One that still waits for its turn gives it up to this one."""
+        """Schedule a good checkpoint for copying and return at once; it replaces one still waiting for its turn."""
         with self._changed:
             self._wanted = step
             self._changed.notify_all()
@@ -65,7 +65,7 @@ class Mirror:
                 self._thread.start()
 
     def wait(self) -> None:
-        """Return when all is copied, or what is left has been tried once more in vain."""
+        """Wait until all is copied, or one more attempt at what is left has failed."""
         with self._changed:
             self._waiting += 1
             self._changed.notify_all()
@@ -73,7 +73,7 @@ class Mirror:
             self._waiting -= 1
 
     def close(self) -> None:
-        """Begin nothing more. A copy under way is given up; the next start goes on with it."""
+        """Start nothing more; an unfinished copy is abandoned, and the next start resumes it."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -96,18 +96,18 @@ class Mirror:
                 self._changed.notify_all()
 
     def _copied(self, step: int) -> str:
-        """What went wrong, if anything did."""
+        """Copy a step; return what went wrong, or ""."""
         try:
             if self.send(step):
                 self._tell("mirror_copied", "", step=step, place=self.place)
             return ""
         except UserError as error:
             return f"{error.key}: {error.reason}"
-        except Exception as error:  # whatever it is, training goes on
+        except Exception as error:  # training goes on in any case
             return f"{type(error).__name__}: {error}"
 
     def _pause(self, step: int, problem: str, failures: int) -> None:
-        """After a failure: the same again, later, unless there is a newer one by then."""
+        """After a failure, schedule a retry, unless a newer checkpoint is waiting by then."""
         if failures == 1:
             self._tell("mirror_failed", f"checkpoint {step} is not copied to {self.place} yet ({problem}); it is tried "
                        "again, and the run goes on", step=step, place=self.place, reason=problem)
@@ -124,22 +124,25 @@ class Mirror:
 
     # ------------------------------------------------------------------------------------------------- there, and back
     def steps(self) -> list[int]:
-        """Those that the mirror has whole."""
+        """Return the steps of which the mirror holds a complete copy."""
         return sorted(int(name) for name in storage.names(self.place) if name.isdecimal() and self.good(int(name)))
 
     def good(self, step: int) -> verify.Record | None:
-        """What the copy's `good.json` says, if it is there and whole."""
+        """Return the content of the copy's `good.json`, or None if it is missing or invalid."""
         with contextlib.suppress(storage.Gone, ValueError):
             return verify.parse_mark(storage.read(self._url(step, verify.MARK)), step)
         return None
 
     def send(self, step: int) -> int:
-        """Copy one now, and let go of copies that need not stay -> how many files were sent. Raises `UserError`."""
+        """Copy a checkpoint now, and delete copies that need not stay; return how many files were sent.
+
+        Raises `UserError`.
+        """
         self._own()
         record, folder = verify.read_mark(self._directory, step), self._directory / str(step)
         if (there := self.good(step)) == record:
             return 0
-        if there:  # of a past that the run went back from
+        if there:  # from a history that the run rolled back
             storage.remove(self._url(step, verify.MARK))
         there = {found.name: found.size for found in storage.find(self._url(step))}
 
@@ -152,16 +155,16 @@ class Mirror:
         mark = folder / verify.MARK
         sent += self._send(mark, self._url(step, verify.MARK), *verify.hash_file(mark), there.get(verify.MARK))
         good = self.steps()
-        # Those of later steps are of a past that the run went back from.
+        # Copies of later steps are from a history that the run rolled back.
         kept = {step, *self._kept([other for other in good if other <= step])}
         for other in map(int, filter(str.isdecimal, storage.names(self.place))):
-            if other not in kept:  # halves that a newer one took the turn of go, too
-                storage.remove(self._url(other, verify.MARK))  # first: half a copy must not look like one
+            if other not in kept:  # includes partial copies that a newer one superseded
+                storage.remove(self._url(other, verify.MARK))  # first, so that a partial copy does not look complete
                 storage.remove(self._url(other))
         return sent
 
     def hide(self, above: int) -> list[int]:
-        """Copies of later steps do not count any more -> which; they do again when the run copies them again."""
+        """Invalidate copies of later steps and return these steps; they become valid when the run copies them again."""
         self._own()
         hidden = [step for step in self.steps() if step > above]
         for step in hidden:
@@ -177,13 +180,13 @@ class Mirror:
             storage.put(path, url)
             if storage.size(url) == size and _digest(url) == sha256:
                 return 1
-        raise UserError(url, f"is not what was sent, {AGAIN} times", "see whether others write there")
+        raise UserError(url, f"differs from what was sent, in {AGAIN} attempts", "check whether others write there")
 
     def fetch(self, step: int | None = None) -> int | None:
-        """Bring a copy back as the run's own: of this step, or the newest -> its step; None if there is none.
+        """Fetch the copy of this step, or the newest, into the run's directory; return its step, or None.
 
-        Every file is compared with `good.json` before the checkpoint gets its name. A newest one that does not pass is
-        told, and the one before it taken. Raises `UserError`.
+        Every file is compared with `good.json` before the checkpoint gets its name. If the newest copy fails the
+        comparison, this is reported and the one before it is used. Raises `UserError`.
         """
         self._own()
         steps = [found for found in self.steps() if step in (None, found)]
@@ -200,7 +203,7 @@ class Mirror:
     def _bring(self, step: int) -> int:
         record, folder = self.good(step), self._directory / f"{step}{FETCHING}"
         if record is None:
-            raise storage.Gone(self._url(step), "is not there any more", "see who deletes copies")
+            raise storage.Gone(self._url(step), "is gone", "check what deletes the copies")
         self._tell("mirror_fetching", f"checkpoint {step} is fetched from {self.place}", step=step, place=self.place)
         names = [*record["files"], verify.MARK]
         for parent in {(folder / name).parent for name in names}:
@@ -209,7 +212,7 @@ class Mirror:
             list(pool.map(lambda name: _fetch(self._url(step, name), folder / name,
                                               *record["files"].get(name, (0, ""))), names))
         config = self._directory.parent / "config.json"
-        if not config.exists() and record["meta"].get("config"):  # by which another run is refused
+        if not config.exists() and record["meta"].get("config"):  # from which a different run is recognized and refused
             temporary = config.with_name("config.json.tmp")
             temporary.write_text(json.dumps(record["meta"]["config"], indent=2) + "\n")
             os.replace(temporary, config)
@@ -217,12 +220,12 @@ class Mirror:
         return step
 
     def _own(self) -> None:
-        """Refuse to write among the copies of another run, or to take them for ours."""
+        """Claim the mirror for this run; raises `UserError` if it holds copies of another run."""
         mine, theirs = self._directory / f"mirror-{OWNER}", storage.join(self.place, OWNER)
         here = mine.read_text() if mine.exists() else ""
         if storage.exists(theirs):
             there = storage.read(theirs).decode()
-            if here != there and (here or verify.steps(self._directory)):  # a run with checkpoints is not a lost one
+            if here != there and (here or verify.steps(self._directory)):  # it did not just lose its directory
                 raise UserError("checkpoint.mirror", f"{self.place} holds copies of another run",
                                 "give this run a place of its own")
         else:
@@ -242,7 +245,7 @@ class Mirror:
 
 
 def _fetch(url: str, path: Path, size: int, sha256: str) -> None:
-    """A file that is there and right is not fetched again; without a sha256 there is nothing to compare."""
+    """Download a file unless an intact one is there; without a sha256 there is nothing to compare."""
     if sha256 and path.exists() and verify.hash_file(path) == (size, sha256):
         return
     for _ in range(AGAIN):
@@ -252,7 +255,7 @@ def _fetch(url: str, path: Path, size: int, sha256: str) -> None:
             os.fsync(file.fileno())
         if not sha256 or verify.hash_file(path) == (size, sha256):
             return
-    raise Different(url, f"is not what good.json says, {AGAIN} times", "use the copy of an older step")
+    raise Different(url, f"differs from good.json, in {AGAIN} attempts", "use the copy of an older step")
 
 
 def _digest(url: str) -> str:

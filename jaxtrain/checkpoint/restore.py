@@ -1,4 +1,4 @@
-"""The state out of a checkpoint, loaded by all processes and compared with the fingerprint that it was saved with."""
+"""Load the state from a checkpoint in all processes, and compare it with the fingerprint that was saved."""
 
 import hashlib
 import json
@@ -21,23 +21,24 @@ Extras = Mapping[str, Callable[[], Any]]
 
 
 class Damaged(Exception):
-    """A checkpoint does not hold what was saved."""
+    """Raised when a checkpoint does not hold what was saved."""
 
 
 def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({})) -> Any:
     """Return the state in `folder`, as `abstract_state` describes and shards it; every process makes the call.
 
-    `extras`: for each entry of the state's `extras` what it is at step 0, which a checkpoint without that entry gets.
+    Args:
+        extras: for each entry of the state's `extras`, its value at step 0, used if the checkpoint lacks the entry.
 
     Raises:
         Damaged: in all processes, if one of them cannot read it or what they read is not what was saved.
-        UserError: a shape or dtype is another one there; Orbax would cast it in silence.
+        UserError: a shape or dtype differs; Orbax would cast it silently.
     """
     ocp, wanted = orbax(), flatten(abstract_state)
     loaded, sums, empty, problem = {}, {}, {}, ""
     try:
         with no_echoes():
-            # Without the barrier in which the others would wait for one that cannot read.
+            # Without Orbax's barrier, in which the others would wait for a process that cannot read.
             me = jax.process_index()
             alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
             reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.StandardCheckpointHandler()),
@@ -57,7 +58,7 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
         raise
     except Exception as error:
         if processes.broken(error):
-            raise  # a process is gone: that says nothing about the checkpoint
+            raise  # a process is lost, which says nothing about the checkpoint
         problem = innermost(error)
     if problem := exchange(problem, lambda all: next(filter(None, all), "")):
         raise Damaged(problem)
@@ -99,7 +100,7 @@ def find_good(workdir: str | Path, step: int | None = None) -> tuple[int, str] |
 def load_params(workdir: str | Path, abstract: Any, step: int) -> Any:
     """Return the parameters of a checkpoint in a workdir, as `abstract` describes and shards them.
 
-    Every process makes the call. Parameters that were frozen there count too; another dtype is cast.
+    Every process makes the call. Frozen parameters are included; a different dtype is cast.
 
     Raises:
         UserError: it lacks a parameter or has another shape, or its content is damaged.
@@ -152,13 +153,13 @@ def _compare(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> Non
 
 
 def _placed(value: Any, where: Any) -> jax.Array:
-    """An array that every process knows, placed without asking the others."""
+    """Place an array that every process knows, without communication."""
     whole = np.asarray(value)
     return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
 
 
 def unreadable(folder: Path, reason: str) -> UserError:
-    """What to say of a checkpoint that a person asked for and that cannot be read."""
+    """Return the error for a checkpoint that the user asked for and that cannot be read."""
     if not folder.is_dir():
         return UserError("checkpoint", f"there is no {folder}", "see which steps that directory has")
     return UserError("checkpoint", f"{folder} cannot be read ({reason})",

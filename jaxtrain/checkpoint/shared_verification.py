@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, found out by all processes together: each reads its share (`verify.py`)."""
+"""Verify a checkpoint in all processes together: each reads its share (`verify.py`)."""
 
 import contextlib
 from collections.abc import Sequence
@@ -14,15 +14,16 @@ from jaxtrain.errors import UserError
 
 
 class Checks:
-    """Of the checkpoints in one directory. Every process makes all calls."""
+    """Verification of the checkpoints in one directory; every process makes all calls."""
 
     def __init__(self, directory: Path, hashes: bool):
-        """Without `hashes` the files of a good one are compared by their sizes alone."""
+        """Without `hashes`, the files of a good checkpoint are compared by size only."""
         self._directory, self._hashes = directory, hashes
-        self.stopping = False  # whoever reads back now may leave it to the next start
+        self.stopping = False  # set to leave unfinished verification to the next start
 
     def of(self, step: int, name: str) -> list[str]:
-        """What is wrong with a checkpoint on disk; reads back one that nobody has read back. On the main thread."""
+        """Return what is wrong with a checkpoint, reading it back if it is not verified yet; call on the main thread.
+        """
         def kind(_):
             try:
                 verify.read_mark(self._directory, step)
@@ -41,7 +42,7 @@ class Checks:
             listed = self._listed(folder, name, also=[verify.MARK])
         except _Unseen as error:
             raise UserError("--workdir", f"{error}", "mount it where all processes see the same files") from None
-        except (OSError, ValueError) as error:  # in all processes; there may be older ones that can be read
+        except (OSError, ValueError) as error:  # raised in all processes; older checkpoints may be readable
             return [f"it cannot be read back ({error})"]
         try:
             mine = verify.compare_files(folder, verify.read_mark(self._directory, step), *listed, share=_share(),
@@ -51,10 +52,10 @@ class Checks:
         return exchange(mine, lambda theirs: sorted({problem for problems in theirs for problem in problems}))
 
     def read_back(self, step: int, name: str, must_tell: bool = True) -> list[str]:
-        """Read a committed checkpoint, each process its share -> what is wrong; if nothing is, it is good from now on.
+        """Read back a committed checkpoint, each process its share; return what is wrong, or mark it good.
 
-        On any thread; `name` is one that has not been used. Raises OSError if it could not be found out or, unless it
-        need not be told, not be written into it.
+        Callable on any thread; `name` must not have been used before. Raises OSError if verification could not be
+        completed or, with `must_tell`, if the mark could not be written.
         """
         folder = self._directory / str(step)
         mine: dict[str, Any] = {}
@@ -76,7 +77,7 @@ class Checks:
                 return problems
             files = {name: found for share in shares for name, found in share["files"].items()}
             saved = verify.saved_fingerprint(folder)
-            problems = [f"{name} is not seen by all" for name in verify.list_files(folder)[0] if name not in files]
+            problems = [f"{name} is not visible to all" for name in verify.list_files(folder)[0] if name not in files]
             problems += verify.compare_words(saved, [share["words"] for share in shares])
             if not problems:
                 record = {"files": dict(sorted(files.items())), "fingerprint": saved, "meta": verify.saved_meta(folder)}
@@ -87,7 +88,7 @@ class Checks:
         return together(f"{name}/read", mine, decide)
 
     def _listed(self, folder: Path, name: str, also: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-        """The files as process 0 sees them, once the others see them too; a network file system may take its time."""
+        """Return the files as process 0 lists them, once all processes see them (network file systems may lag)."""
         first = jax.process_index() == 0
         files, wrong = together(f"{name}/listed", verify.list_files(folder) if first else None, lambda all: all[0])
         unseen = together(f"{name}/seen", None if first else verify.unseen(folder, [*files, *also]), lambda all: [
@@ -98,7 +99,7 @@ class Checks:
 
 
 class _Unseen(OSError):
-    """Processes do not see the same files."""
+    """Raised when processes do not see the same files."""
 
 
 def _share() -> verify.Share:

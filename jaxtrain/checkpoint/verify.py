@@ -1,7 +1,7 @@
-"""Whether a checkpoint is whole: its files are those that were there when it was read back, and its arrays those saved.
+"""Verify a checkpoint: its files are those recorded when it was read back, and its arrays those that were saved.
 
-A checkpoint that was read back after it was written has a `good.json`: the size and sha256 of every file, the
-fingerprint of every array, and what was saved beside them. Without a valid one a checkpoint is not good.
+A checkpoint that was read back after writing has a `good.json`: the size and sha256 of every file, the fingerprint of
+every array, and the metadata saved with them. Without a valid `good.json` a checkpoint is not good.
 """
 
 import contextlib
@@ -21,34 +21,37 @@ from jaxtrain.checkpoint import fingerprint
 
 Record = dict[str, Any]
 Problems = list[str]
-Share = tuple[int, int]  # (i, n): every n-th, from the i-th on
+Share = tuple[int, int]  # (i, n): every n-th item, starting with the i-th
 
 MARK = "good.json"
 ALL: Share = (0, 1)
-_AGAIN_S = (0.2, 1.0, 4.0)  # storage that fails for a moment is asked again after so many seconds
-_SEEN_S = 60.0  # what one process has written the others see after so many seconds, wherever they are
+_AGAIN_S = (0.2, 1.0, 4.0)  # seconds before each retry when storage fails temporarily
+_SEEN_S = 60.0  # seconds after which all processes see what one has written, wherever they run
 _READERS = 8  # files hashed at a time
-_PIECE_BYTES = 1 << 28  # of an array, read at a time
+_PIECE_BYTES = 1 << 28  # bytes of an array read at a time
 
 
 def steps(directory: str | Path) -> list[int]:
-    """The committed checkpoints, good or not, in order. (Orbax renames a folder to its step when it is complete.)"""
+    """Return the committed steps, good or not, in order.
+
+    (Orbax renames a folder to its step when it is complete.)
+    """
     try:
         names = [entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)]
-    except OSError:  # not there, or not for us, which is told when it is written
+    except OSError:  # missing or not readable, which is reported when it is written
         return []
     return sorted(int(name) for name in names if name.isdecimal() and name.isascii())
 
 
 def good(directory: str | Path, step: int) -> Record | None:
-    """What `good.json` says of a step, if it is there and is itself whole; does not look at the other files."""
+    """Return the content of a step's `good.json`, or None if it is missing or invalid; checks no other files."""
     with contextlib.suppress(OSError, ValueError):
         return read_mark(directory, step)
     return None
 
 
 def verify(directory: str | Path, step: int) -> Problems:
-    """Everything that is wrong with a checkpoint, each as a phrase that names the file or array; reads all of it."""
+    """Return everything wrong with a checkpoint, as phrases that name the file or array; reads all of it."""
     folder = Path(directory) / str(step)
     try:
         record = read_mark(directory, step)
@@ -61,12 +64,12 @@ def verify(directory: str | Path, step: int) -> Problems:
 
 
 def read_mark(directory: str | Path, step: int) -> Record:
-    """The content of `good.json`; raises OSError or ValueError if it cannot be that of this step."""
+    """Return the content of `good.json`; raises OSError or ValueError if it is not a valid one of this step."""
     return parse_mark(_patiently((Path(directory) / str(step) / MARK).read_bytes), step)
 
 
 def parse_mark(sealed: bytes, step: int) -> Record:
-    """The same, of its bytes."""
+    """Parse the bytes of a `good.json`; raises ValueError if they are not a valid one of this step."""
     record = json.loads(sealed)
     if not isinstance(record, dict) or sealed != _sealed({k: v for k, v in record.items() if k != "sha256"}):
         raise ValueError("is not what was written")
@@ -76,7 +79,7 @@ def parse_mark(sealed: bytes, step: int) -> Record:
 
 
 def write_mark(directory: str | Path, step: int, record: Record) -> None:
-    """Make the checkpoint good: from here on it survives a power cut."""
+    """Write `good.json` durably, which marks the checkpoint good even after a power failure."""
     folder = Path(directory) / str(step)
     temporary = folder / (MARK + ".tmp")
 
@@ -97,7 +100,7 @@ def write_mark(directory: str | Path, step: int, record: Record) -> None:
 
 
 def list_files(folder: Path) -> tuple[list[str], Problems]:
-    """The plain files of a checkpoint but for `good.json`, in order; and what is neither file nor folder."""
+    """Return the plain files of a checkpoint except `good.json`, in order, and what is neither file nor folder."""
     files, problems = [], []
 
     def walk(at: str, prefix: str):
@@ -105,7 +108,7 @@ def list_files(folder: Path) -> tuple[list[str], Problems]:
             if entry.is_dir(follow_symlinks=False):
                 walk(entry.path, f"{prefix}{entry.name}/")
             elif not entry.is_file(follow_symlinks=False):
-                problems.append(f"{prefix}{entry.name} is no plain file")
+                problems.append(f"{prefix}{entry.name} is not a plain file")
             elif prefix or entry.name not in (MARK, MARK + ".tmp"):
                 files.append(prefix + entry.name)
 
@@ -117,7 +120,7 @@ def list_files(folder: Path) -> tuple[list[str], Problems]:
 
 
 def unseen(folder: Path, files: list[str]) -> str | None:
-    """The first of these files that is not to be seen here, after a minute of looking; None: all are."""
+    """Return the first of these files that is not visible here after a minute, or None if all are."""
     end = time.monotonic() + _SEEN_S
     for name in files:
         while not os.path.lexists(folder / name):
@@ -125,13 +128,13 @@ def unseen(folder: Path, files: list[str]) -> str | None:
                 return name
             time.sleep(0.5)
             with contextlib.suppress(OSError):
-                os.listdir((folder / name).parent)  # makes a client of NFS ask its server
+                os.listdir((folder / name).parent)  # makes an NFS client ask its server
     return None
 
 
 def compare_files(folder: Path, record: Record, files: list[str], problems: Problems, *, share: Share = ALL,
                   hashes: bool = True) -> Problems:
-    """What is wrong with this share of the recorded files; names and sizes, and unless told otherwise sha256."""
+    """Return what is wrong with this share of the recorded files, by name, size and, with `hashes`, sha256."""
     recorded, problems = record["files"], list(problems)
     problems += [f"{name} does not belong to it" for name in files if name not in recorded]
     problems += [f"{name} is missing" for name in recorded if name not in files]
@@ -149,12 +152,12 @@ def compare_files(folder: Path, record: Record, files: list[str], problems: Prob
         return None
 
     mine = itertools.islice(recorded, share[0], None, share[1])
-    with ThreadPoolExecutor(_READERS) as pool:  # a run waits for this
+    with ThreadPoolExecutor(_READERS) as pool:  # a starting run waits for this
         return problems + [wrong for wrong in pool.map(check, (name for name in mine if name in files)) if wrong]
 
 
 def hash_file(path: Path) -> tuple[int, str]:
-    """Its size and sha256."""
+    """Return a file's size and sha256."""
     def read():
         with open(path, "rb") as file:
             return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore
@@ -163,25 +166,25 @@ def hash_file(path: Path) -> tuple[int, str]:
 
 
 def saved_fingerprint(folder: Path) -> dict[str, tuple[str, str]]:
-    """For every array what it is, such as float32[4, 16], and its fingerprint on the devices it was saved from."""
+    """Return, for every array, its dtype and shape, such as float32[4, 16], and its fingerprint on the devices."""
     return read_json(folder / "fingerprint" / "metadata")["arrays"]
 
 
 def saved_meta(folder: Path) -> dict[str, Any]:
-    """What was saved beside the state."""
+    """Return the metadata saved with the state."""
     return read_json(folder / "meta" / "metadata")
 
 
 def read_json(path: Path) -> Any:
-    """One of the JSON files of a checkpoint."""
+    """Read one of the JSON files of a checkpoint."""
     return json.loads(_patiently(path.read_bytes))
 
 
 def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], bool] = lambda: True,
               ) -> tuple[dict[str, tuple[int, int]], Problems]:
-    """Read this share of a checkpoint's arrays, a piece at a time -> the words of what was read, and what is wrong.
+    """Read this share of a checkpoint's arrays, piece by piece; return the fingerprint sums, and what is wrong.
 
-    With the whole share the words are compared with what was saved, else that is for who adds up all shares.
+    With the whole share the sums are compared with those saved; otherwise the caller adds up all shares and compares.
     """
     try:
         for name in ("_CHECKPOINT_METADATA", "meta/metadata", "state/_METADATA", "state/_sharding"):
@@ -219,7 +222,7 @@ def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], b
 
 
 def compare_words(saved: dict[str, tuple[str, str]], shares: list[dict[str, tuple[int, int]]]) -> Problems:
-    """Which arrays, of which all shares together were read, are not those that were saved."""
+    """Return which arrays differ from those that were saved; all shares together must cover every array."""
     found = fingerprint.total(shares)
     return [f"array {path} has other content than when it was saved" for path, (_, was) in saved.items()
             if found.get(path) != was]
@@ -233,8 +236,8 @@ def _open(state: Path, path: str):
 
 
 def _pieces(array) -> Iterator[tuple[slice, ...]]:
-    """Slices that cover an array, each a whole number of its chunks along the first dimension where they are small."""
-    sizes = list(array.chunk_layout.read_chunk.shape or ())  # None: of a scalar
+    """Yield slices that cover an array, aligned to its chunks, with small chunks grouped along the first dimension."""
+    sizes = list(array.chunk_layout.read_chunk.shape or ())  # None for a scalar
     room = _PIECE_BYTES // max(1, array.dtype.numpy_dtype.itemsize)
     for dimension, (size, whole) in reversed(list(enumerate(zip(sizes, array.shape, strict=True)))):
         others = int(np.prod([n for i, n in enumerate(sizes) if i != dimension]))
@@ -247,7 +250,7 @@ T = TypeVar("T")
 
 
 def _patiently(do: Callable[[], T]) -> T:
-    """Do it again a few times when storage fails in a way that may pass."""
+    """Call a function, with a few retries if storage fails in a way that may be temporary."""
     for seconds in _AGAIN_S:
         try:
             return do()
@@ -259,14 +262,14 @@ def _patiently(do: Callable[[], T]) -> T:
 
 
 def _sealed(record: Record) -> bytes:
-    """As text that ends with its own sha256."""
+    """Return a record as JSON text that ends with its own sha256."""
     body = json.dumps(record, sort_keys=True)
     seal = hashlib.sha256(body.encode()).hexdigest()
     return (json.dumps({**json.loads(body), "sha256": seal}) + "\n").encode()
 
 
 def reason(error: BaseException) -> str:
-    """Why a file is not what it should be, as a phrase behind its name."""
+    """Return why a file is not valid, as a phrase to follow its name."""
     if isinstance(error, OSError):
         return f"cannot be read ({error.strerror or error})"
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):

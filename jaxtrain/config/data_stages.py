@@ -1,6 +1,6 @@
-"""What changes while a run goes on, as `data.stages` says: weights of sources, length of rows, rows of a batch.
+"""Data stages (`data.stages`): changes of source weights, row length and batch size during a run.
 
-A stage has what the one before it had, but for what it names. It begins at a step, or at the first step behind so many
+A stage inherits what it does not name from the one before. It begins at a step, or at the first step after a number of
 tokens. Where rows have several lengths, the longest is the *unit*: what is shuffled and counted, and read part after
 part by shorter rows. So a change of length within a run loses nothing and repeats nothing.
 """
@@ -19,35 +19,35 @@ STAGE_KEYS = ("from_step", "from_tokens", "weights", "seq_len", "global_batch_si
 
 @dataclass(frozen=True)
 class Source:
-    """One part of a mixture."""
+    """One source of a mixture."""
 
     name: str
-    source: str  # as data.source
-    weight: float  # its share of the rows, beside the weights of the others
-    epochs: float | None  # it drops out when it was seen so often; None: never
+    source: str  # as in data.source
+    weight: float  # its share of the rows, relative to the weights of the others
+    epochs: float | None  # dropped after this many passes; None: never
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps `start` until the next stage."""
+    """The settings from step `start` until the next stage."""
 
     start: int
     seq_len: int
     batch: int
-    weights: Mapping[str, float]  # of all sources; 0: not now
-    unit: int  # tokens that are shuffled as one: the longest row of this era
-    era: int  # how often all sources were begun anew
+    weights: Mapping[str, float]  # of all sources; 0: unused in this stage
+    unit: int  # tokens that are shuffled together: the longest row of this era
+    era: int  # how often all sources have been restarted
 
 
 def sources(config: DataConfig) -> tuple[Source, ...]:
-    """The mixture by name, in whatever order it was written, or the one source as a mixture."""
+    """Return the mixture sorted by name, or the single source as a mixture."""
     if not config.mixture:
         return (Source("", config.source, 1.0, None),)
     return tuple(_source(name, entry) for name, entry in sorted(config.mixture.items()))
 
 
 def stages(config: DataConfig) -> tuple[Stage, ...]:
-    """All stages, in order."""
+    """Return all stages, in order."""
     weights = {source.name: source.weight for source in sources(config)}
     if not any(weights.values()):
         raise UserError("data.mixture", "all weights are 0", "give one source a weight")
@@ -77,7 +77,11 @@ def stages(config: DataConfig) -> tuple[Stage, ...]:
 
 
 def history(config: DataConfig, manifests: Mapping[str, str], steps: int) -> Any:
-    """All that decides which rows the first `steps` steps had, in plain JSON. `manifests`: of each source."""
+    """Return, as plain JSON, all that decides which rows the first `steps` steps had.
+
+    Args:
+        manifests: the manifest of each source.
+    """
     past = [stage for stage in stages(config) if stage.start < steps]
     used = [one for one in sources(config) if any(stage.weights[one.name] for stage in past)]
     return {"seed": config.seed, "packing": config.packing,
@@ -88,7 +92,7 @@ def history(config: DataConfig, manifests: Mapping[str, str], steps: int) -> Any
 
 def _source(name: str, entry: Any) -> Source:
     key = f"data.mixture.{name}"
-    if isinstance(entry, int | float):  # short for a source that is its own name
+    if isinstance(entry, int | float):  # shorthand for a source whose path is its name
         entry = {"weight": entry}
     _check(key, entry, SOURCE_KEYS)
     source = entry.get("source", name)
@@ -99,7 +103,7 @@ def _source(name: str, entry: Any) -> Source:
 
 
 def _begin(key: str, entry: Mapping[str, Any], start: int, tokens: int, per_step: int) -> int:
-    """The step at which a stage begins, behind one that began at `start` after `tokens`."""
+    """Return the step at which a stage begins, after one that began at `start` after `tokens`."""
     given = [name for name in ("from_step", "from_tokens") if name in entry]
     if len(given) != 1:
         raise UserError(key, "it does not say when it begins" if not given else "it says twice when it begins",
@@ -123,7 +127,7 @@ def _check_units(config: DataConfig, made: tuple[Stage, ...]) -> None:
             raise UserError("data.packing", f"{config.packing} plans rows of one length, and data.stages has several",
                             "use concat, or new_epoch=true where the length changes")
         if stage.unit % stage.seq_len or stage.batch % (stage.unit // stage.seq_len):
-            raise UserError(f"{key}.seq_len", f"{stage.batch} rows of {stage.seq_len} are no whole number of the "
+            raise UserError(f"{key}.seq_len", f"{stage.batch} rows of {stage.seq_len} are not a whole number of the "
                             f"longest rows, {stage.unit}", "choose a length that divides the longest and a "
                             "global_batch_size that the quotient divides")
 
@@ -142,12 +146,12 @@ def _mapping(key: str, entry: Any) -> Mapping[str, Any]:
 
 def _number(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise UserError(key, f"{value!r} is no number", "give 0 or more")
+        raise UserError(key, f"{value!r} is not a valid number", "give 0 or more")
     return value
 
 
 def _size(key: str, entry: Mapping[str, Any], name: str, before: int) -> int:
     value = entry.get(name, before)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{key}.{name}", f"{value!r} is no size", "give a whole number above 0")
+        raise UserError(f"{key}.{name}", f"{value!r} is not a valid size", "give a whole number above 0")
     return value

@@ -1,4 +1,4 @@
-"""A config file and dotted overrides, read into a checked `Config`: every mistake in them is told in one sentence."""
+"""Read a config file and dotted overrides into a checked `Config`; every mistake is reported in one sentence."""
 
 import ast
 import difflib
@@ -15,7 +15,7 @@ from jaxtrain.errors import UserError, nearest
 
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
-    """Read `path` (a config file, `:variant` appended if wanted) and apply overrides such as {"mesh.tensor": 2}."""
+    """Read `path` (a config file, optionally with `:variant`) and apply overrides such as {"mesh.tensor": 2}."""
     file, _, variant = str(path).partition(".py:")
     file = Path(file if file.endswith(".py") else file + ".py")
     if not file.is_file():
@@ -29,7 +29,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
 
 
 def _run(file: Path, variant: str) -> Any:
-    """What get_config of this file returns. The file is the user's, so whatever it raises is told in one line."""
+    """Return the result of this file's get_config; reports whatever it raises in one line, since it is user code."""
     try:
         get_config = runpy.run_path(str(file)).get("get_config")
         if get_config is None:
@@ -38,16 +38,16 @@ def _run(file: Path, variant: str) -> Any:
     except UserError:
         raise
     except Exception as error:
-        if type(error) is ValueError:  # the way to refuse a variant: in the file's own words
+        if type(error) is ValueError:  # how a file refuses a variant, in its own words
             raise UserError("--config", str(error), f"see {file}") from error
         frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         line = error.lineno if isinstance(error, SyntaxError) else frames[-1] if frames else None
         raise UserError("--config", f"{file} raised {type(error).__name__}: {error}",
-                        f"see its line {line}" if line else "put it right") from error
+                        f"see its line {line}" if line else "fix it") from error
 
 
 def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None) -> Config:
-    """A checked `Config` from nested dicts and dotted overrides; override values may be text, as on a command line."""
+    """Return a checked `Config` from nested dicts and dotted overrides, whose values may be command-line text."""
     sections = {section.name: {} for section in fields(Config)}
     for section, keys in values.items():
         _known(section, sections, section)
@@ -64,7 +64,7 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
             close = difflib.get_close_matches(key, whole, n=1)
             raise UserError(key, "there is no such key",
                             f"did you mean {close[0]!r}?" if close else nearest(section, sections))
-        if (key, value) == ("mesh", "auto"):  # whatever sizes the file has
+        if (key, value) == ("mesh", "auto"):  # regardless of the sizes in the file
             kept = {name: value for name, value in sections["mesh"].items() if name not in AXES}
             sections["mesh"] = {**kept, "auto": True}
             continue
@@ -84,7 +84,7 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
 
 
 def _mixed(before: Any, key: str, path: list[str], value: Any) -> dict[str, Any]:
-    """The mixture with NAME.weight, NAME.epochs or NAME.source set; `data.mixture.NAME=W` sets the weight."""
+    """Return the mixture with NAME.weight, NAME.epochs or NAME.source set; `data.mixture.NAME=W` sets the weight."""
     if len(path) > 2 or not all(path):
         raise UserError(key, "there is no such key", "give data.mixture.NAME.weight=NUMBER")
     before = _literal(before) if isinstance(before, _Text) else before
@@ -98,17 +98,17 @@ def _mixed(before: Any, key: str, path: list[str], value: Any) -> dict[str, Any]
 
 
 def diff(config: Config, base: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys on which two configs differ, as (value, base value)."""
+    """Return the dotted keys in which two configs differ, as (value, base value)."""
     a, b = config.to_dict(), base.to_dict()
     return {f"{s}.{k}": (v, b[s].get(k)) for s, keys in a.items() for k, v in keys.items() if v != b[s].get(k)}
 
 
 class _Text(str):
-    """A value typed on the command line: a literal where the field wants one."""
+    """A value from the command line, parsed as a literal where the field is not text."""
 
 
 def _family(keys: dict[str, Any]) -> type:
-    """The class that model.name picks; a key that only other families have is refused here, with their names."""
+    """Return the class that model.name selects; refuses a key of other families, and names those."""
     name = keys.get("name", "gpt2")
     if name not in FAMILIES:
         raise UserError("model.name", f"there is no model {name!r}", nearest(str(name), FAMILIES))
@@ -151,7 +151,7 @@ def _coerce(key: str, value: Any, wanted: Any) -> Any:
 
 
 def _literal(text: Any) -> Any:
-    """What words on a command line say, where not text is wanted."""
+    """Parse command-line text as a literal, where text is not wanted."""
     if not isinstance(text, str):
         return text
     try:

@@ -1,18 +1,18 @@
-"""Exit statuses: what whoever started the process is to do next, be it a supervisor, Slurm, Kubernetes or a person."""
+"""Exit statuses, which tell a supervisor, Slurm, Kubernetes or a person what to do next."""
 
 import signal
 
 DONE = 0  # the last step was reached
-MISTAKE = 2  # the user's; it would be made again
-SAVED = 75  # asked to stop by SIGTERM, and saved: start again (EX_TEMPFAIL of sysexits.h; Slurm's RequeueExit=75)
-RESTART = 76  # given up on purpose (hang, lost peer, rollback): start again
-STOPPED = 77  # a limit was reached: a person must look, and starting again would only repeat it
+MISTAKE = 2  # a user error, which a restart would repeat
+SAVED = 75  # asked to stop by SIGTERM, and saved: restart (EX_TEMPFAIL of sysexits.h; Slurm's RequeueExit=75)
+RESTART = 76  # ended deliberately (hang, lost peer, rollback): restart
+STOPPED = 77  # a limit was reached: a person must look, since a restart would only repeat it
 INTERRUPTED = 130  # Ctrl-C; saved unless it came twice
 
-FINAL = (DONE, MISTAKE, STOPPED, INTERRUPTED)  # starting again is not for machines to decide
+FINAL = (DONE, MISTAKE, STOPPED, INTERRUPTED)  # not to be restarted automatically
 _WORDS = {
     DONE: "reached the last step",
-    MISTAKE: "refused what it was given",
+    MISTAKE: "ended with a user error",
     SAVED: "saved and stopped, as SIGTERM asked",
     RESTART: "gave up, to be started again",
     STOPPED: "stopped at a limit",
@@ -21,7 +21,7 @@ _WORDS = {
 
 
 class RunExit(Exception):
-    """The run ends here, on purpose, with a sentence for people and a status for launchers."""
+    """Raised to end the run deliberately, with a sentence for people and a status for launchers."""
 
     def __init__(self, code: int, sentence: str):
         self.code = code
@@ -29,7 +29,7 @@ class RunExit(Exception):
 
 
 def words(code: int) -> str:
-    """What a status says, as `subprocess` has it: below zero it is a signal. (Shells have 128 + the signal.)"""
+    """Return what an exit status means; negative ones (as in `subprocess`) and those above 128 (shells) are signals."""
     number = -code if code < 0 else code - 128
     if code not in _WORDS and 0 < number < 65:
         try:

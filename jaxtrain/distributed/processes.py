@@ -1,6 +1,6 @@
-"""Several processes as one run: from flags, from the environment, or from the cluster JAX finds itself in.
+"""Start and end several processes as one run, set up by flags, by the environment or by the detected cluster.
 
-And their end: when one of them fails or is gone, the others end too, within seconds and by name (resilience/peers.py).
+When one process fails or is lost, the others end within seconds, and the message names it (distributed/peers.py).
 """
 
 import contextlib
@@ -27,23 +27,23 @@ from jaxtrain.versions import version_of
 
 Item = TypeVar("Item")
 _CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE")
-_OWN = {("data", "cache_dir"), ("data", "source"), ("train", "progress")}  # what each host may have as it likes
-# How the libraries between processes put it when the other end of a connection is no longer there.
+_OWN = {("data", "cache_dir"), ("data", "source"), ("train", "progress")}  # settings that may differ between hosts
+# How communication libraries report that the other end of a connection is gone.
 _BROKEN = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "socket closed", "broken pipe",
            "coordination service", "heartbeat", "unavailable:", "timed out waiting", "deadline_exceeded", "barrier")
 _peers: Peers | None = None
-_meetings = itertools.count()  # all processes meet equally often; a barrier serves once
+_meetings = itertools.count()  # all processes call `meet` equally often, and each barrier is used once
 
 
 def initialize(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
-    """Join the other processes, if there are any to join; call it before anything touches a device.
+    """Connect to the other processes, if there are any; call it before anything touches a device.
 
-    Flags win over JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. With none of them, under a launcher
-    that JAX knows (Slurm, Open MPI), JAX reads them from it; otherwise the run is this process alone.
+    Flags override JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. With none of them, under a launcher
+    that JAX supports (Slurm, Open MPI), JAX reads them from it; otherwise the run is this process alone.
 
-    JAXTRAIN_JOIN_TIMEOUT (300) is how many seconds to wait for the others before this process ends, to be started
-    again; JAXTRAIN_PEER_TIMEOUT (60), of how many seconds without a sign of life another process is dead. They are no
-    config keys, because a config may ask for devices, which are there after this.
+    JAXTRAIN_JOIN_TIMEOUT (300) is how many seconds to wait for the others before this process exits, to be restarted;
+    JAXTRAIN_PEER_TIMEOUT (60) is how many seconds without a sign of life mean that another process is dead. They are
+    not config keys, because a config may ask for devices, which exist only after this call.
     """
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     num_processes = _number("num_processes", num_processes, "JAX_NUM_PROCESSES")
@@ -66,17 +66,17 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
 
 
 def process() -> int:
-    """Which one this is, without waking a backend."""
+    """Return the rank of this process, without initializing a backend."""
     return jax._src.distributed.global_state.process_id or 0
 
 
 def processes() -> int:
-    """How many there are, without waking a backend."""
+    """Return the number of processes, without initializing a backend."""
     return jax._src.distributed.global_state.num_processes or 1
 
 
 def agree(config: Config) -> None:
-    """Raise a `UserError` in all processes if one of them has another config or other versions than the first."""
+    """Raise a `UserError` in all processes if the config or versions of one differ from those of the first."""
     store = jax._src.distributed.global_state.client
     if store is None:
         return
@@ -100,17 +100,17 @@ def agree(config: Config) -> None:
 
 
 def meet(where: str, seconds: float) -> None:
-    """Wait until all processes are here."""
+    """Wait until all processes have made this call."""
     store = jax._src.distributed.global_state.client
     if store is not None:
         store.wait_at_barrier(f"jaxtrain/{where}/{next(_meetings)}", int(1000 * seconds))
 
 
 def connect(seconds: float) -> None:
-    """Have the devices of all processes find each other, once all are here.
+    """Connect the devices of all processes, once all processes are here.
 
-    Whoever first talks to others through Gloo waits 30 seconds for them, and no longer; behind that it is patient. (A
-    restore begins with such talk, behind whatever each process read or compiled before it.)
+    The first communication through Gloo waits only 30 seconds for the other processes; later ones wait longer. (A
+    restore begins with such communication, after whatever each process has read or compiled.)
     """
     if processes() > 1:
         meet("connect", seconds)
@@ -118,7 +118,7 @@ def connect(seconds: float) -> None:
 
 
 def met(items: Iterable[Item], where: str, seconds: float) -> Iterator[Item]:
-    """The items, the first one when all processes have theirs."""
+    """Yield the items, the first one when all processes have theirs."""
     for number, item in enumerate(items):
         if not number:
             meet(where, seconds)
@@ -127,40 +127,41 @@ def met(items: Iterable[Item], where: str, seconds: float) -> Iterator[Item]:
 
 # ------------------------------------------------------------------------------------------------------------- the end
 def on_hang(give_up: Callable[[str], bool] | None) -> None:
-    """What to do when another process finds that the run hangs."""
+    """Set what to do when another process finds that the run hangs."""
     if _peers:
         _peers.on_hang = give_up
 
 
 def record_in(workdir: str | Path) -> None:
-    """Where events about lost processes go."""
+    """Set the workdir in which events about lost processes are recorded."""
     if _peers:
         _peers.workdir = Path(workdir)
 
 
 def hang(why: str) -> None:
-    """Let the other processes know that this one saw no progress."""
+    """Tell the other processes that this one saw no progress."""
     if _peers:
         _peers.hang(why)
 
 
 def see_off(seconds: float) -> None:
-    """In the first process, wait for the others to end."""
+    """In process 0, wait for the others to end."""
     if _peers:
         _peers.see_off(seconds)
 
 
 def leave(status: int) -> int:
-    """The run ends here in all processes, as agreed; returns `status`. JAX makes them wait for each other at exit."""
+    """End the run in all processes, as agreed, and return `status`; at exit JAX makes them wait for each other."""
     if _peers:
         _peers.close()
     return status
 
 
 def fail(status: int, error: BaseException) -> int:
-    """This process ends, and the others do not know; returns `status` where there are none.
+    """End this process after an error that the others do not know of; returns `status` in a single-process run.
 
-    Otherwise it does not return: an exit as usual would hang in JAX's barrier, and the others in a collective.
+    With several processes it does not return: a regular exit would hang in JAX's barrier, and the others in a
+    collective.
     """
     if processes() == 1:
         return status
@@ -184,10 +185,10 @@ _STATUSES = ("unknown: ", "internal: ", "unavailable: ", "aborted: ", "deadline_
 
 
 def broken(error: BaseException | None) -> bool:
-    """Whether an error is the echo of another process' end."""
+    """Return whether an error is a consequence of another process's end."""
     while error is not None:
         text = f"{error}".lower()
-        # A step that runs at once, as on CPU, may raise XLA's errors as plain ValueErrors.
+        # A step that runs synchronously, as on CPU, may raise XLA's errors as plain ValueErrors.
         of_xla = isinstance(error, ValueError) and text.startswith(_STATUSES)
         known = of_xla or isinstance(error, (jax.errors.JaxRuntimeError, ConnectionError, TimeoutError))
         if known and any(word in text for word in _BROKEN):
@@ -207,7 +208,7 @@ def _join(where: tuple[str, int, int] | None) -> None:
     if where and where[2] == 0:
         _wait_for_port(where[0], min(start_timeout, 60))
     with _at_most(start_timeout, where):
-        # JAX aborts at its own timeout, so it gets a later one. It retries by itself while nobody listens yet.
+        # JAX aborts at its own timeout, so it gets a later one. It retries by itself until the coordinator listens.
         coordinator, count, me = where or (None, None, None)
         jax.distributed.initialize(coordinator, count, me, initialization_timeout=start_timeout + 60,
                                    heartbeat_timeout_seconds=2 * peer_timeout)
@@ -218,22 +219,22 @@ def _join(where: tuple[str, int, int] | None) -> None:
         try:
             _peers = Peers(process(), processes(), host, state.client, peer_timeout)
         except (OSError, IndexError, jax.errors.JaxRuntimeError) as error:
-            print(f"warning: the processes cannot watch each other ({_first_line(error)}); that one is gone will be "
-                  f"found after {2 * peer_timeout} seconds by JAX's heartbeat", file=sys.stderr)
+            print(f"warning: the processes cannot watch each other ({_first_line(error)}); a lost one is "
+                  f"detected after {2 * peer_timeout} seconds by JAX's heartbeat", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def _at_most(seconds: int, where: tuple[str, int, int] | None) -> Iterator[None]:
-    """End the process if this takes longer: it waits in native code, which would abort without a word of use."""
+    """End the process if this takes longer: it waits in native code, which would abort with an unhelpful message."""
     def end() -> None:
         address, count, me = where or ("the coordinator", "all", "?")
         if me == 0:
             reason = f"not all of the {count} processes came to {address}"
         elif where and not _listens(address):
-            reason = f"process {me} finds nobody at {address}, where process 0 should be"
+            reason = f"process {me} cannot reach process 0 at {address}"
         else:
             reason = f"process {me} is at {address}, but not all of the {count} processes came"
-        os.write(2, f"--coordinator: {reason} within {seconds} seconds; see whether they all started\n".encode())
+        os.write(2, f"--coordinator: {reason} within {seconds} seconds; check that all of them started\n".encode())
         os._exit(exit_codes.RESTART)
 
     timer = threading.Timer(seconds, end)
@@ -255,7 +256,7 @@ def _listens(address: str) -> bool:
 
 
 def _wait_for_port(coordinator: str, seconds: float) -> None:
-    """Until nobody else listens there, such as the process before this one. (gRPC would share the port, or crash.)"""
+    """Wait until no other process, such as a previous one, listens on the port (gRPC would share it, or crash)."""
     if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
         return
     port, end = int(coordinator.rpartition(":")[2]), time.monotonic() + seconds

@@ -1,7 +1,7 @@
-"""Causal attention: one entry point, a backend per platform. A backend that cannot do something says so by name.
+"""Causal attention: one entry point with a backend per platform; an unsupported request is refused by name.
 
-Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, R query heads per group (H = G R),
-K head width.
+Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, R query heads per group (H = G R), K head
+width.
 """
 
 from collections.abc import Callable
@@ -22,19 +22,19 @@ HEADS = ("batch", "seq", "act_heads", "act_head_dim")
 KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
 
 
-@jax.named_scope("attention")  # by these names jaxtrain.bench tells where the time of a step goes
+@jax.named_scope("attention")  # jaxtrain.bench attributes step time to these scope names
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
            window: int = 0, backend: str = "auto", context: str = "auto") -> jax.Array:
-    """Causal attention of queries over keys of the same segment and, with `window`, of the last `window` tokens.
+    """Return causal attention over keys of the same segment and, with `window`, of the last `window` tokens.
 
-    Where a mesh spreads the sequence over `context`, the tokens come in balanced order (parallel/context.py).
+    Where a mesh shards the sequence over `context`, the tokens are in balanced order (parallel/context.py).
     """
     parts = parallel.size()
     backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], parts)
     if parts > 1:
         return parallel.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT, window=window, strategy=context)
     if sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
-        # Fewer key/value heads than devices: each device takes those that its query heads look at.
+        # Fewer key/value heads than devices: each device takes those that its query heads attend to.
         repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
         k_BSGK, v_BSGK = (sharding.constrain(jnp.repeat(x, repeats, axis=2), *HEADS) for x in (k_BSGK, v_BSGK))
     out = _BACKENDS[backend](q_BTHK, k_BSGK, v_BSGK, segments_BT, window)
@@ -42,7 +42,7 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
 
 
 def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, context: int = 1) -> str:
-    """The backend that `train.attention` means here; refuses one that cannot do this work."""
+    """Return the backend that `train.attention` selects here; raises UserError if it cannot do this."""
     reasons = {
         "it runs on NVIDIA GPUs only": platform not in ("gpu", "cuda"),
         f"it computes in bfloat16 or float16, not {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
@@ -59,12 +59,12 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
 
 
 def _compute_capability() -> float:
-    """Return that of the GPU that is here; planning for another ("cuda") does not ask."""
+    """Return the compute capability of the local GPU; unknown ones count as the newest."""
     return float(getattr(jax.local_devices()[0], "compute_capability", "inf"))
 
 
 def visible(q_len: int, k_len: int, segments_BT: jax.Array | None, window: int) -> jax.Array:
-    """Which key each query may see: a mask [1 or B, T, S]."""
+    """Return which keys each query may attend to, as a mask [1 or B, T, S]."""
     behind = jnp.arange(q_len)[:, None] - jnp.arange(k_len)[None, :]
     mask = (behind >= 0)[None]
     if window:
@@ -78,12 +78,12 @@ def _xla(q_BTHK, k_BSGK, v_BSGK, segments_BT, window):
     B, T, H, K = q_BTHK.shape
     S, G = k_BSGK.shape[1:3]
     R = H // G
-    # Heads before sequence, so that the matmuls need no transposes inside; the R query heads that share a key head
-    # stand one after the other as one long sequence, which keeps the arrays four-dimensional (XLA on CPU likes that).
+    # Heads before sequence, so that the matmuls need no transposes inside. The R query heads that share a key head are
+    # concatenated into one long sequence, which keeps the arrays four-dimensional (faster in XLA on CPU).
     q_BGNK = (q_BTHK * K**-0.5).reshape(B, T, G, R, K).transpose(0, 2, 3, 1, 4).reshape(B, G, R * T, K)
     k_BGSK, v_BGSK = k_BSGK.transpose(0, 2, 1, 3), v_BSGK.transpose(0, 2, 1, 3)
     scores = jnp.einsum("bgnk,bgsk->bgns", q_BGNK, k_BGSK, preferred_element_type=jnp.float32)
-    # Every query sees at least itself, so a large finite number masks as well as -inf and has a gradient of zero.
+    # Every query sees at least itself, so a large finite number masks as well as -inf and has zero gradient.
     mask_BNS = jnp.tile(jnp.where(visible(T, S, segments_BT, window), 0.0, -1e30), (1, R, 1))
     weights = softmax(scores + mask_BNS[:, None]).astype(v_BSGK.dtype)
     out_BGNK = jnp.einsum("bgns,bgsk->bgnk", weights, v_BGSK)
@@ -93,7 +93,7 @@ def _xla(q_BTHK, k_BSGK, v_BSGK, segments_BT, window):
 def _cudnn(q_BTHK, k_BSGK, v_BSGK, segments_BT, window):
     def local(q, k, v, segments):
         mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
-        width = v.shape[-1]  # where values are narrower than keys, the kernel wants them widened
+        width = v.shape[-1]  # where values are narrower than keys, the kernel needs them padded
         v = jnp.pad(v, ((0, 0),) * 3 + ((0, q.shape[-1] - width),))
         return jax.nn.dot_product_attention(
             q, k, v, mask=mask, is_causal=True, implementation="cudnn",
@@ -111,7 +111,7 @@ _BACKENDS = {"xla": _xla, "cudnn": _cudnn}
 
 
 class Rotary:
-    """Rotary positions in the half-split convention of Llama, with Llama-3.1's stretching of low frequencies."""
+    """Rotary position embeddings in Llama's half-split convention, with Llama-3.1's scaling of low frequencies."""
 
     def __init__(self, head_dim: int, theta: float, scaling: float = 1.0, original_len: int = 8192):
         frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)
@@ -124,22 +124,22 @@ class Rotary:
         self.frequency = tuple(frequency.tolist())  # plain numbers: part of the program, not of the state
 
     def angles(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Cosine and sine [B, T, 1, K/2], once for all layers."""
+        """Return cosine and sine [B, T, 1, K/2], computed once for all layers."""
         angle = positions_BT[..., None, None].astype(jnp.float32) * np.asarray(self.frequency, np.float32)
         return jnp.cos(angle), jnp.sin(angle)
 
     @staticmethod
     def rotate(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Turn queries or keys by their positions."""
+        """Rotate queries or keys by their positions."""
         cos, sin = angles
         a, b = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
 
 
 class Attention(nnx.Module):
-    """Multi-head or grouped-query self-attention; biases, qk-norm and rotary positions as the model has them."""
+    """Multi-head or grouped-query self-attention, with optional biases, qk-norm and rotary positions."""
 
-    shared_by = ("act_heads", "act_kv_heads")  # the matmuls at its entrance
+    shared_by = ("act_heads", "act_kv_heads")  # output dimensions of its first matmuls
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, out_std: float, rngs: nnx.Rngs,
                  bias: bool = False, qk_norm: Callable[[], nnx.Module] | None = None, window: int = 0,
@@ -153,11 +153,11 @@ class Attention(nnx.Module):
         self.out = Linear("bthk,hkd->btd", (heads, head_dim, dim), ("heads", "head_dim", "embed"), RESIDUAL,
                           bias=bias, std=out_std, rngs=rngs)
 
-        # Assigned once: NNX tells at the first assignment whether an attribute holds parameters.
+        # Assigned once: NNX decides at the first assignment whether an attribute holds parameters.
         self.q_norm, self.k_norm = (qk_norm(), qk_norm()) if qk_norm else (None, None)
 
     def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries and keys, normalised where the model does that, and values."""
+        """Return queries and keys, normalised if the model does that, and values."""
         q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

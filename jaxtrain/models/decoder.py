@@ -1,4 +1,4 @@
-"""A decoder-only transformer, put together from the parts that a model file hands in."""
+"""A decoder-only transformer, assembled from the parts that a model file supplies."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from jaxtrain.sharding import rules as sharding
 
 @dataclass(frozen=True)
 class Compute:
-    """How a model is computed, which never changes what it computes."""
+    """How a model is computed; these options never change the result."""
 
     attention: str = "auto"
     expert_exchange: str = "auto"
@@ -26,7 +26,7 @@ class Compute:
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block: attention, then MLP or experts."""
+    """A pre-norm residual block: attention, then an MLP or experts."""
 
     def __init__(self, attention_norm: nnx.Module, attention: Any, mlp_norm: nnx.Module, mlp: nnx.Module):
         self.attention_norm, self.attention = attention_norm, attention
@@ -43,9 +43,9 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Tokens to logits. `hidden` and `head` are apart so that the loss never has to hold all logits."""
+    """Tokens to logits; `hidden` and `head` are separate so that the loss never has to hold all logits."""
 
-    STACKS = ("first_blocks", "blocks")  # what may be spread over the stages of a pipeline, in order
+    STACKS = ("first_blocks", "blocks")  # parameters that can be split over pipeline stages, in order
 
     def __init__(self, embed: Embed, block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, norm: nnx.Module, *,
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
@@ -54,19 +54,19 @@ class Decoder(nnx.Module):
                  ahead: Callable[[nnx.Rngs], MTPHead] | None = None, numbered: bool = False):
         """`numbered`: the layers of `blocks` are called with their number as the last argument."""
         self.embed, self.positions, self.rotary = embed, positions, rotary
-        # What is to be computed again stays in a loop: side by side, JAX 0.10's compiler merges both computations.
+        # Rematerialized layers stay in a loop: unrolled, JAX 0.10's compiler merges both computations.
         unroll = compute.unroll if compute.remat == "none" else 1
         def stack(block, number):
             return Stack(block, number, remat=remat(compute.remat), unroll=unroll, numbered=numbered, rngs=rngs)
 
-        self.first_blocks = stack(first, num_first) if first and num_first else None  # of another kind than the rest
+        self.first_blocks = stack(first, num_first) if first and num_first else None  # differ from the rest
         self.blocks = stack(block, num_layers - num_first)
         self.norm, self.output = norm, head
         self.ahead = ahead(rngs) if ahead else None
 
     def hidden(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,
                positions_BT: jax.Array | None = None) -> jax.Array:
-        """The final normalised activations, one vector per token."""
+        """Return the final normalized activations, one vector per token."""
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         x_BTD, _ = self.through(self.begin(tokens_BT, positions_BT), segments_BT, positions_BT)
@@ -74,13 +74,13 @@ class Decoder(nnx.Module):
 
     # The three parts of `hidden`; a pipeline runs them on different stages.
     def begin(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Embeddings."""
+        """Return the embeddings."""
         x_BTD = self.embed(tokens_BT)
         return x_BTD if self.positions is None else x_BTD + self.positions(positions_BT)
 
     def through(self, x_BTD: jax.Array, segments_BT: jax.Array | None, positions_BT: jax.Array,
                 slots: Mapping[str, Any] | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """All layers, or those in the `slots` of a stage; and what layers report besides, stacked over layers."""
+        """Apply all layers, or those in the `slots` of a stage; also returns auxiliary values, stacked over layers."""
         angles = self.rotary.angles(positions_BT) if self.rotary is not None else None
         slots = slots or {}
         if self.first_blocks is not None:
@@ -89,33 +89,36 @@ class Decoder(nnx.Module):
         return x_BTD, totals(aux)
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
-        """The last norm."""
+        """Apply the last norm."""
         return sharding.constrain(self.norm(x_BTD), *INSIDE)
 
     def look_ahead(self, x_BTD: jax.Array, next_BT: jax.Array, segments_BT: jax.Array | None,
                    positions_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """From activations before the last norm and the tokens that follow: what predicts the tokens after those.
+        """Predict the token after the next: return the input of the output head, and auxiliary values.
 
-        Where no token follows there may be a negative number, as others mark what is not to be predicted.
+        Args:
+            x_BTD: activations before the last norm.
+            next_BT: the tokens that follow; negative where none follows, as elsewhere for targets that do not count.
         """
         assert self.ahead is not None
         angles = self.rotary.angles(positions_BT) if self.rotary is not None else None
         return self.ahead(x_BTD, self.embed(jnp.maximum(next_BT, 0)), segments_BT, angles)
 
     def head(self) -> jax.Array:
-        """The output projection w_DV: its own, or the tied embedding table."""
+        """Return the output projection w_DV: a separate one, or the tied embedding table."""
         return (self.embed if self.output is None else self.output).head()
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,
                  positions_BT: jax.Array | None = None) -> jax.Array:
-        """Float32 logits for every token: for looking and sampling."""
+        """Return float32 logits for every token, for inspection and sampling."""
         x_BTD = self.hidden(tokens_BT, segments_BT, positions_BT)
         return jnp.einsum("btd,dv->btv", x_BTD, self.head(), preferred_element_type=jnp.float32,
                           out_sharding=sharding.activation_spec("batch", "seq", "act_vocab"))
 
 
 def remat(name: str) -> Callable[[Callable], Callable]:
-    """What of a layer's forward pass is kept for the backward pass; the rest is computed again."""
+    """Return the activation checkpointing policy of this name: what to keep of a layer's forward pass, not recompute.
+    """
     policies = jax.checkpoint_policies
     dots, attention = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("attention")
     policy = {"full": None, "dots": dots, "attention": attention,

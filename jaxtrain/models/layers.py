@@ -1,7 +1,7 @@
-"""The layers of which decoders are composed. They speak logical names only and run eagerly, on one device or a mesh.
+"""The layers that decoders are composed of; they use only logical axis names and run eagerly, on one device or a mesh.
 
-Shape suffixes: B batch, T and S sequence, D embedding, H query heads, G key/value heads, K head width, F MLP width,
-V vocabulary.
+Shape suffixes: B batch, T and S sequence, D embedding, H query heads, G key/value heads, K head width, F MLP width, V
+vocabulary.
 """
 
 from collections.abc import Callable
@@ -20,25 +20,26 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import Names
 
 RESIDUAL: Names = ("batch", "block_seq", "act_embed")  # between blocks
-INSIDE: Names = ("batch", "seq", "act_embed")  # at the entrance of attention and MLP
+INSIDE: Names = ("batch", "seq", "act_embed")  # at the inputs of attention and MLP
 
 
 def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Names, std: float = 0.02, value: float = 0.0,
           compute_dtype: str = "", update: str = "") -> nnx.Param:
-    """A float32 parameter that knows its logical names: bell-shaped of width `std`, or all `value` if that is 0.
+    """Create a float32 parameter with logical names: near-normal with deviation `std`, or `value` if that is 0.
 
-    `compute_dtype`: what it is cast to for computing, whatever train.precision says. `update`: which of
-    `optim.UPDATE_RULES` changes it, in place of the optimizer.
+    Args:
+        compute_dtype: the dtype it is cast to for computing, regardless of train.precision.
+        update: the rule of `optim.UPDATE_RULES` that updates it instead of the optimizer.
     """
     weight = bell(rngs.params(), shape, std) if std else jnp.full(shape, value, jnp.float32)
     return nnx.Param(weight, axes=axes, compute_dtype=compute_dtype, update=update)
 
 
 def bell(key: jax.Array, shape: tuple[int, ...], std: float = 1.0) -> jax.Array:
-    """Numbers of mean 0 and deviation `std`, equal to the last bit on every mesh, compiler and kind of device.
+    """Return near-normal numbers with deviation `std`, bit-identical on every mesh, compiler and kind of device.
 
     The sum of four 16-bit integers is close to normal (cut off at 3.46 deviations) and exact; only the final product
-    rounds. jax.random.normal's polynomials round differently where a compiler vectorises shards of different shape.
+    rounds. The polynomials of jax.random.normal round differently when a compiler vectorizes shards of different shape.
     """
     a, b = jax.random.bits(key, (2, *shape), jnp.uint32)
     total = (a & 0xFFFF) + (a >> 16) + (b & 0xFFFF) + (b >> 16)
@@ -46,7 +47,7 @@ def bell(key: jax.Array, shape: tuple[int, ...], std: float = 1.0) -> jax.Array:
 
 
 class Linear(nnx.Module):
-    """An einsum with a weight, and a bias over the output dimensions that the weight brings."""
+    """An einsum with a weight, and a bias over the output dimensions that come from the weight."""
 
     def __init__(self, equation: str, shape: tuple[int, ...], axes: Names, out: Names, *, rngs: nnx.Rngs,
                  bias: bool = False, std: float = 0.02):
@@ -66,12 +67,12 @@ class Linear(nnx.Module):
         return self.product(x, kernel, bias)
 
     def product(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        """Input times weight, plus bias."""
+        """Return input times weight, plus bias."""
         return sharding.einsum(self.equation, x, kernel, self.axes, self.out, bias)
 
 
 class LayerNorm(nnx.Module):
-    """Mean and variance normalisation in float32, with scale and bias."""
+    """Mean and variance normalization in float32, with scale and bias."""
 
     def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs):
         self.eps = eps
@@ -84,7 +85,7 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation in float32, with scale."""
+    """Root-mean-square normalization in float32, with scale."""
 
     def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs, axis: str = "norm"):
         self.eps, self.axis = eps, axis
@@ -96,7 +97,7 @@ class RMSNorm(nnx.Module):
 
 
 class GeluMLP(nnx.Module):
-    """GPT-2's: up, tanh-GELU, down, with biases."""
+    """GPT-2's MLP: up, tanh-GELU, down, with biases."""
 
     def __init__(self, dim: int, hidden: int, *, out_std: float, rngs: nnx.Rngs):
         wide = ("batch", "seq", "act_mlp")
@@ -108,7 +109,7 @@ class GeluMLP(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """Llama's: the SiLU of a gate times up, then down, without biases."""
+    """Llama's MLP: the SiLU of a gate times up, then down, without biases."""
 
     def __init__(self, dim: int, hidden: int, *, out_std: float, rngs: nnx.Rngs):
         wide = (dim, hidden), ("embed", "mlp"), ("batch", "seq", "act_mlp")
@@ -130,18 +131,18 @@ class Embed(nnx.Module):
         return lookup(sharding.gather(self.table[...], "vocab", "embed"), tokens_BT)
 
     def head(self) -> jax.Array:
-        """The table as an output projection w_DV, gathered for use."""
+        """Return the table as an output projection w_DV, gathered for use."""
         return sharding.gather(self.table[...], "vocab", "embed").T
 
 
 class Head(nnx.Module):
-    """An output projection of its own."""
+    """A separate (untied) output projection."""
 
     def __init__(self, vocab: int, dim: int, *, rngs: nnx.Rngs):
         self.kernel = param(rngs, (dim, vocab), ("embed", "vocab"))
 
     def head(self) -> jax.Array:
-        """w_DV, gathered for use."""
+        """Return w_DV, gathered for use."""
         return sharding.gather(self.kernel[...], "embed", "vocab")
 
 
@@ -159,11 +160,11 @@ class LearnedPositions(nnx.Module):
 
 
 class Stack(nnx.Module):
-    """`num_layers` equal layers with their parameters stacked, applied by `lax.scan`.
+    """A stack of `num_layers` equal layers with stacked parameters, applied by `lax.scan`.
 
-    A layer returns the activation and a dict of what else it has to tell, which comes back stacked over layers.
-    `unroll` layers make one iteration of the loop (0: all, so no loop is left); `remat` wraps each layer. Neither
-    changes the parameters, so checkpoints fit either way.
+    A layer returns the activation and a dict of auxiliary values, which are returned stacked over layers. `unroll`
+    layers form one iteration of the loop (0: all, so no loop is left); `remat` wraps each layer. Neither changes the
+    parameters, so checkpoints fit either way.
     """
 
     def __init__(self, layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs,
@@ -177,7 +178,7 @@ class Stack(nnx.Module):
                 weight.set_metadata(axes=("layers", *weight.get_metadata()["axes"]))
 
     def __call__(self, x: jax.Array, *args, slots: Slots | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """`slots`: the layers that a stage of a pipeline holds; an empty slot lets `x` pass."""
+        """Apply the layers. `slots`: those that a pipeline stage holds; an empty slot passes `x` on."""
         graphdef, weights = nnx.split(self.layer)
         numbers = jnp.arange(self.num_layers) if slots is None else slots.numbers
         given = (weights, numbers if self.numbered else None,
@@ -198,11 +199,11 @@ class Stack(nnx.Module):
 
 
 def _scan(step: Callable, x: Any, given: Any, unroll: int) -> tuple[Any, Any]:
-    """`lax.scan`, `unroll` layers an iteration (0: all), however many layers are given.
+    """Scan over any number of layers with `unroll` layers per iteration (0: all).
 
-    lax.scan's own unrolling folds what is kept for the backward pass, and JAX 0.10 cannot fold a `reduced` type.
+    lax.scan's own unrolling reshapes the residuals of the backward pass, and JAX 0.10 cannot reshape a `reduced` type.
     """
-    layers = len(jax.tree.leaves(given)[0])  # of the stack, or of the part that a stage of a pipeline has
+    layers = len(jax.tree.leaves(given)[0])  # of the stack, or of a pipeline stage's part of it
     if unroll in (0, 1) or unroll >= layers:
         return jax.lax.scan(step, x, given, unroll=layers if unroll != 1 else 1)
     groups = layers // unroll

@@ -2,7 +2,7 @@
 
     jaxtrain goodput WORKDIR
 
-`ledger.py` writes what is added up here: one file for each start of the run.
+`ledger.py` writes the files that are added up here, one for each start of the run.
 """
 
 import itertools
@@ -36,20 +36,20 @@ _CLEAN = ("finished", "stopped")
 
 @dataclass
 class Incarnation:
-    """One start of the run and what followed, as process 0 told it: `ledger/NNNN.json`."""
+    """One start of the run and how it went, as recorded by process 0 in `ledger/NNNN.json`."""
 
-    began: float  # by the wall clock
-    tick: float  # by a clock that nobody sets, which counts from
-    boot: str  # this boot of this machine
-    seconds: dict[str, float] = field(default_factory=dict)  # category -> seconds since then; all of them
+    began: float  # wall clock
+    tick: float  # monotonic clock
+    boot: str  # id of the machine's boot, from which `tick` counts
+    seconds: dict[str, float] = field(default_factory=dict)  # category -> seconds since the start; they cover all of it
     sign: float = 0.0  # wall clock when this was written: its last sign of life
-    ended: str = ""  # "finished", "stopped" (by a signal), "failed"; "": not yet, or without a word
-    resumed: int | None = None  # the lowest step it went on from; None: it did not come so far
-    marks: list[list[float]] = field(default_factory=list)  # [step, seconds of "step" when it was complete], rising
-    last_step: int = 0  # of the run
+    ended: str = ""  # "finished", "stopped" (by a signal), "failed"; "": not yet, or killed
+    resumed: int | None = None  # the lowest step it resumed from; None: it did not get that far
+    marks: list[list[float]] = field(default_factory=list)  # [step, seconds of "step" when it was complete], ascending
+    last_step: int = 0  # last step of the whole run
     processes: int = 1
-    save_cost: float | None = None  # seconds that a save takes from training
-    save_duration: float | None = None  # until it is on disk
+    save_cost: float | None = None  # seconds of training time that a save costs
+    save_duration: float | None = None  # seconds until a save is on disk
 
     @property
     def lived(self) -> float:
@@ -57,7 +57,7 @@ class Incarnation:
         return sum(self.seconds.values())
 
     def lost(self, resumed: int) -> float:
-        """Seconds of its steps that are done again by one that resumed from this step."""
+        """Return the seconds of its steps that are repeated by a start that resumed from this step."""
         if not self.marks or resumed > self.marks[-1][0]:
             return 0.0
         steps, seconds = zip(*self.marks, strict=True)
@@ -67,42 +67,42 @@ class Incarnation:
 
 @dataclass(frozen=True)
 class Account:
-    """A run's life, added up."""
+    """The time of a run over all its starts."""
 
     seconds: dict[str, float]  # every category; the sum is the time from the first start to the last sign of life
     incarnations: Sequence[Incarnation]
-    failures: int  # starts that ended otherwise than by a signal or the last step
-    clock_moved: float  # how far the wall clock was set, in all: that much differs its reading from the sum
+    failures: int  # starts that ended other than by a signal or at the last step
+    clock_moved: float  # total adjustment of the wall clock, by which its readings differ from the sum
 
     @property
     def life(self) -> float:
-        """Seconds of the run's life without those in which nobody wanted it to run."""
+        """Seconds of the run's life, except those in which it was deliberately not running."""
         return sum(self.seconds.values()) - self.seconds["idle"]
 
     @property
     def goodput(self) -> float:
-        """The share of its life in which steps ran that count."""
+        """The share of its life spent on steps that count."""
         return self.seconds["step"] / self.life if self.life > 0 else 0.0
 
     @property
     def ettr(self) -> float:
-        """Effective training time ratio: as goodput, but whatever the loop does for steps that count is productive."""
+        """Effective training time ratio: like goodput, but counts data waits, saves and evaluations as productive."""
         productive = sum(self.seconds[category] for category in ("step", "data_wait", "checkpoint", "eval"))
         return productive / self.life if self.life > 0 else 0.0
 
     @property
     def lived(self) -> float:
-        """Seconds in which a process of it was there."""
+        """Seconds in which a process of the run existed."""
         return sum(one.lived for one in self.incarnations)
 
     @property
     def step(self) -> int:
-        """The step it has reached."""
+        """The last step reached."""
         return next((int(one.marks[-1][0]) for one in reversed(self.incarnations) if one.marks), 0)
 
     @property
     def left(self) -> float | None:
-        """Seconds to the last step at the pace so far, failures included; None: there is no pace yet."""
+        """Estimated seconds to the last step at the pace so far, including failures; None if there is no pace yet."""
         trained = [one for one in self.incarnations if one.resumed is not None]
         done = self.step - min((one.resumed or 0 for one in trained), default=0)
         if not trained or done <= 0:
@@ -112,7 +112,7 @@ class Account:
 
 
 def account(incarnations: Sequence[Incarnation]) -> Account:
-    """Add them up, in the order of their starts."""
+    """Add up the starts of a run, given in order."""
     total = dict.fromkeys(CATEGORIES, 0.0)
     moved, resumed = 0.0, None
     for one in reversed(incarnations):
@@ -134,17 +134,17 @@ def account(incarnations: Sequence[Incarnation]) -> Account:
 
 
 def between(one: Incarnation, after: Incarnation) -> float:
-    """Seconds from the last sign of life of one to the start of the one after.
+    """Return the seconds from the last sign of life of one start to the next start.
 
-    On a machine that was not booted meanwhile they are those of a clock that nobody sets; else the wall clocks say,
-    and what they say is believed unless it is negative.
+    If the machine was not rebooted in between, the monotonic clock gives them; otherwise the wall clocks do, with
+    negative values counted as zero.
     """
     gap = after.tick - one.tick - one.lived if one.boot == after.boot else after.began - one.sign
     return max(0.0, gap)
 
 
 def incarnations(workdir: str | Path) -> list[Incarnation]:
-    """All starts of the run that the workdir tells of; a file that is damaged is passed over, and its time is a gap."""
+    """Read all recorded starts of a run; a damaged file is skipped, and its time counts as a gap."""
     known, found = {field_.name for field_ in fields(Incarnation)}, []
     for path in sorted(Path(workdir, "ledger").glob("[0-9]*.json")):
         try:
@@ -155,7 +155,7 @@ def incarnations(workdir: str | Path) -> list[Incarnation]:
 
 
 def table(life: Account) -> str:
-    """For people."""
+    """Return the account as a table for people."""
     whole = sum(life.seconds.values())
     starts = len(life.incarnations)
     lines = [f"where {duration(whole)} went ({starts} start{'s' * (starts != 1)}, {life.failures} failed):"]
@@ -169,12 +169,12 @@ def table(life: Account) -> str:
         ahead += f", about {duration(life.left)} to go"
     lines.append(f"goodput {life.goodput:.1%}, ETTR {life.ettr:.1%}{ahead}")
     if abs(life.clock_moved) > 1:
-        lines.append(f"the wall clock was set by {life.clock_moved:+,.0f} s, which is in none of these")
+        lines.append(f"the wall clock was set by {life.clock_moved:+,.0f} s, which is not included above")
     return "\n".join(lines)
 
 
 def duration(seconds: float) -> str:
-    """As people say it."""
+    """Return a duration as text, such as `3:05 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -184,7 +184,7 @@ def duration(seconds: float) -> str:
 
 @command()
 def main(argv: list[str] | None = None) -> None:
-    """Print the table of a workdir, as of the last sign of life of its run."""
+    """Print the table of a workdir, as of the run's last sign of life."""
     parser = parser_of("goodput", __doc__)
     parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of the run")
     workdir = parser.parse_args(argv).workdir

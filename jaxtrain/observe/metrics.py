@@ -1,4 +1,5 @@
-"""The run's numbers, read one step late by a thread of their own, so that the loop never waits for a scalar."""
+"""The metrics writer: reads each step's scalars one step late on its own thread, so that the loop never waits for them.
+"""
 
 import errno
 import json
@@ -26,56 +27,58 @@ Record = dict[str, float | int | None]
 
 
 class Sink(Protocol):
-    """Takes the lines of metrics.jsonl as they are written, on the writer's thread."""
+    """A receiver of the lines of metrics.jsonl as they are written, called on the writer's thread."""
 
     def write(self, record: Record) -> None:
-        """Take one line: that of a step, or of an evaluation (it has `eval_loss`)."""
+        """Receive the line of a step, or of an evaluation (which has `eval_loss`)."""
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Finish; nothing follows."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What turns a step and its seconds into tokens and utilization."""
+    """The constants that turn a step and its duration into throughput and utilization."""
 
     tokens_per_step: int
     flops_per_token: float = 0.0  # causal
     flops_per_token_full: float = 0.0
-    peak: float | None = None  # FLOP/s of all devices together; None: unknown, and then no mfu is written
-    tokens_before: int | None = None  # this step; None: all steps have as many
+    peak: float | None = None  # FLOP/s of all devices together; None: unknown, and no mfu is written
+    tokens_before: int | None = None  # tokens before this step; None: all steps have equally many
 
 
 class MetricsWriter:
-    """Appends one JSON object a line to `directory/metrics.jsonl`, every `log_every` steps and at `last_step`.
+    """Writes one JSON object per line to `directory/metrics.jsonl`, every `log_every` steps and at `last_step`.
 
     A step's line has `step` (completed steps), the step's own device scalars, `tokens` (since step 0), `step_time_s`
-    and the host fields (over the steps since the line before: means of seconds, `..._s`, and the last of others),
-    `tokens_per_s`, `mfu`, `mfu_full`. Conventions:
+    and the host fields (over the steps since the previous line: means of seconds, `..._s`, and the last value of
+    others), `tokens_per_s`, `mfu`, `mfu_full`. Conventions:
 
-    * A number that is not finite is written as null, since JSON has no word for it: `"loss": null` is a NaN loss.
-    * Step time runs from one step's completion to the next one's. The first step of a process has nothing before it
-      (and contains compilation), so it is in no average; a line that would hold only that step has null. Evaluations
-      are not in it either: the clock starts again when one ends.
+    * A number that is not finite is written as null, since JSON cannot represent it: `"loss": null` is a NaN loss.
+    * Step time runs from one step's completion to the next one's. The first step of a process has no predecessor (and
+    includes compilation), so it is in no average; a line with only that step has null. Evaluations are excluded too:
+    the clock restarts when one ends.
 
-    Use it as a context manager: the lines are complete, and the sinks closed, when it ends.
+    Use it as a context manager: when it ends, all lines are written and the sinks closed.
     """
 
     def __init__(self, directory: str | Path, *, start_step: int, last_step: int,
                  constants: Constants | Callable[[int], Constants], log_every: int = 1, max_lag: int = 2,
                  sinks: Sequence[Sink] = (), completed: Callable[[int], None] | None = None,
                  ledger: "Ledger | None" = None):
-        """Open the file for a run that has completed `start_step` steps; lines beyond that step go to
-        `metrics.rolled_back.jsonl`.
+        """Open the file for a run that has completed `start_step` steps.
 
-        `constants`: of all steps, or a function of the step (counted from 0) where they differ.
-        `completed`: in every process told of each step when the devices are done with it; by the writer's thread.
-        `ledger`: is told which steps are in flight, and its goodput is in the lines of steps.
+        Lines beyond that step move to `metrics.rolled_back.jsonl`.
+
+        Args:
+            constants: those of all steps, or a function of the step (counted from 0) where they differ.
+            completed: called in every process with each step that the devices completed, on the writer's thread.
+            ledger: receives which steps are in flight, and provides the goodput for the lines of steps.
         """
         self._last_step, self._log_every, self._tell = last_step, log_every, completed
         self._constants = constants if callable(constants) else lambda step: constants
         self._ledger = ledger
-        self._sinks: tuple[Sink, ...] = ()  # processes but the first hold their loop back in the same way, mutely
+        self._sinks: tuple[Sink, ...] = ()  # other processes wait for steps in the same way, but write nothing
         self._lines: _JsonLines | None = None
         if jax.process_index() == 0:
             self._lines = _JsonLines(Path(directory) / "metrics.jsonl", start_step)
@@ -83,15 +86,15 @@ class MetricsWriter:
         self._slots = threading.Semaphore(max_lag)  # one for each step that may be in flight
         self._queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        self.last: Record = {}  # the last line of a step; what a checkpoint says of how far the run was
-        self._completed: float | None = None  # when the step before, or the evaluation after it, was complete
+        self.last: Record = {}  # the last line of a step, from which checkpoints record the loss
+        self._completed: float | None = None  # when the previous step, or the evaluation after it, was complete
         self._times: list[tuple[float, Constants]] = []
         self._host: list[Mapping[str, float]] = []
         self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
         self._thread.start()
 
     def push(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float] | None = None) -> None:
-        """Hand over the scalars of a step just dispatched; waits only while `max_lag` steps are still in flight."""
+        """Pass on the scalars of a step just dispatched; waits only while `max_lag` steps are still in flight."""
         if self._ledger is not None:
             self._ledger.dispatched(step)
         self._slots.acquire()
@@ -102,7 +105,7 @@ class MetricsWriter:
         self._put("eval", step, fields)
 
     def flush(self) -> None:
-        """Return when everything pushed so far is written, or kept in memory for lack of room: then `behind`."""
+        """Wait until all lines so far are written, or kept in memory for lack of disk space (then `behind` is true)."""
         written = threading.Event()
         self._put("flush", written)
         written.wait()
@@ -110,11 +113,11 @@ class MetricsWriter:
 
     @property
     def behind(self) -> bool:
-        """Whether lines wait for room on the disk. (In process 0, which writes them.)"""
+        """Whether lines are waiting for disk space (in process 0, which writes them)."""
         return self._lines is not None and self._lines.waiting
 
     def close(self) -> None:
-        """Write what is left and end the thread; an error of the thread is raised here at the latest."""
+        """Write what is left and end the thread; raises an error of the thread at the latest here."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -129,7 +132,7 @@ class MetricsWriter:
         try:
             self.close()
         except Exception:
-            if error is None:  # else the loop's own error is the one to see
+            if error is None:  # otherwise the loop's own error is the one to report
                 raise
 
     def _put(self, *item) -> None:
@@ -141,7 +144,7 @@ class MetricsWriter:
             raise self._error
 
     def _work(self) -> None:
-        """The thread. After an error it goes on taking items, so that nobody waits for it in vain."""
+        """Run the thread; after an error it keeps taking items, so that no caller blocks forever."""
         handlers = {"step": self._step, "eval": self._eval, "flush": self._flush}
         while item := self._queue.get():
             kind, *arguments = item
@@ -153,7 +156,7 @@ class MetricsWriter:
             finally:
                 if kind == "step":
                     self._slots.release()
-                item = arguments = None  # the scalars' buffers are free while the thread waits
+                item = arguments = None  # free the scalars' buffers while the thread waits
 
     def _step(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float]) -> None:
         jax.block_until_ready(metrics)  # releases the GIL
@@ -174,7 +177,7 @@ class MetricsWriter:
         self._write(record)
 
     def _rates(self, step: int) -> Record:
-        """What the host knows of the steps since the last line."""
+        """Return the host's measurements of the steps since the last line."""
         last = self._constants(step - 1)
         before = (step - 1) * last.tokens_per_step if last.tokens_before is None else last.tokens_before
         record: Record = {"tokens": before + last.tokens_per_step}
@@ -212,16 +215,16 @@ class MetricsWriter:
 
 
 class _JsonLines:
-    """The file itself. Unbuffered: a line is written whole by one call, or torn off at the next start.
+    """The unbuffered file: each line is written by one call, or cut off at the next start if incomplete.
 
-    A full disk must not end weeks of training for a line of numbers: what cannot be written is kept, and goes before
-    the next line that can.
+    A full disk must not end weeks of training for a line of metrics: lines that cannot be written are kept in memory,
+    and written before the next one.
     """
 
     def __init__(self, path: Path, start_step: int):
         self._path, self._kept = path, b""
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-        # Steps never decrease in it, so all that goes is a tail, and cutting a tail off is atomic.
+        # Steps never decrease in the file, so the lines to drop are a tail, and cutting a tail off is atomic.
         end = _end_of_step(path, start_step)
         with open(path, "rb") as lines:
             lines.seek(end)
@@ -237,11 +240,11 @@ class _JsonLines:
 
     @property
     def waiting(self) -> bool:
-        """Whether lines are kept."""
+        """Whether lines are waiting to be written."""
         return bool(self._kept)
 
     def write_waiting(self, had_to_wait: bool = True) -> None:
-        """Try it again."""
+        """Try again to write the waiting lines."""
         try:
             self._write()
         except OSError as error:
@@ -250,11 +253,11 @@ class _JsonLines:
                 events.tell(self._path.parent, "metrics_kept", why, reason=error.strerror)
         else:
             if had_to_wait:
-                events.tell(self._path.parent, "metrics_written", f"{self._path} is written again, and lacks nothing")
+                events.tell(self._path.parent, "metrics_written", f"{self._path} is written again and complete")
 
     def _write(self) -> None:
         end = self._file.seek(0, os.SEEK_END)
-        if self._file.write(self._kept) < len(self._kept):  # the rest of a disk: no line is left torn
+        if self._file.write(self._kept) < len(self._kept):  # the disk is full: leave no partial line
             self._file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._kept = b""
@@ -266,13 +269,13 @@ class _JsonLines:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise UserError("--workdir", f"the last lines of {self._path} cannot be written ({error.strerror})",
-                            "make room or mend the storage, and run the same command again") from None
+                            "free space or repair the storage, and run the same command again") from None
         finally:
             self._file.close()
 
 
 def _end_of_step(path: Path, step: int) -> int:
-    """Where the whole lines of steps up to `step` end, in bytes."""
+    """Return the byte offset at which the complete lines of steps up to `step` end."""
     end = 0
     with open(path, "rb") as lines:
         for line in lines:
@@ -286,7 +289,7 @@ def _end_of_step(path: Path, step: int) -> int:
 
 
 def _plain(scalars: Mapping[str, Any]) -> Record:
-    """Host scalars of any dtype as JSON numbers: exact, null if not finite."""
+    """Convert host scalars of any dtype to JSON numbers: exact, null if not finite."""
     return {key: _number(np.asarray(value)) for key, value in scalars.items()}
 
 

@@ -1,8 +1,8 @@
-"""Which process holds up all the others, and by what.
+"""Straggler detection: find which process slows down all the others, and why.
 
-Collectives make everybody's step time equal, so each process measures what is its own: how long its loop waited for
-data and was busy on the host, and now and then how fast each of its devices does the same small work alone. The notes
-go through the coordination service; process 0 compares them on a thread.
+Collectives make all step times equal, so each process measures what is its own: how long its loop waited for data and
+was busy on the host, and now and then how fast each of its devices does the same small computation alone. The
+measurements go through the coordination service; process 0 compares them on a thread.
 """
 
 import queue
@@ -22,36 +22,36 @@ from jaxtrain.distributed.coordination import Board
 from jaxtrain.errors import say
 from jaxtrain.observe import events
 
-RUNNING = 3  # windows that a process must be slow, or well again, before that is said
-_MOST = 1000.0  # a ratio is not worth a larger number
+RUNNING = 3  # consecutive windows in which a process must be slow, or recovered, before it is reported
+_MOST = 1000.0  # larger ratios are cut off here
 
 
 @dataclass(frozen=True)
 class Window:
-    """What one process measured of itself between two marks of the clock."""
+    """The measurements of one process over one time window."""
 
-    number: int  # of the window, the same everywhere
+    number: int  # number of the window, the same in all processes
     host: str
-    step_s: float  # means: from step to step
-    data_wait_s: float  # of it, waiting for a batch
-    busy_s: float  # of it, handing a step to the devices
-    probe_s: Mapping[str, float] = field(default_factory=dict)  # device -> seconds of the small work
-    kind: str = ""  # of the devices: those of another kind are not compared
+    step_s: float  # mean seconds from step to step
+    data_wait_s: float  # mean seconds of a step spent waiting for a batch
+    busy_s: float  # mean seconds of a step spent dispatching it to the devices
+    probe_s: Mapping[str, float] = field(default_factory=dict)  # device -> seconds of the probe computation
+    kind: str = ""  # device kind; only devices of the same kind are compared
 
 
 @dataclass(frozen=True)
 class Slow:
-    """How much slower than its peers' median a process is, and what makes it so."""
+    """How much slower than its peers' median a process is, and why."""
 
     ratio: float
     why: str
 
 
 def compare(windows: Mapping[int, Window]) -> dict[int, Slow]:
-    """Each process against the median of the others; left out where nothing is there to compare it with.
+    """Compare each process with the median of the others; a process without peers is left out.
 
-    Of waiting and being busy the ratio is that of the step time with it to the step time with only as much of it as the
-    others have. Of devices it is that of the slowest one's seconds to the others' median.
+    For data waiting and host time, the ratio is the step time to what it would be with only as much of it as the others
+    have. For devices, it is the slowest device's seconds to the others' median.
     """
     found = {}
     for process, own in windows.items():
@@ -72,16 +72,16 @@ def compare(windows: Mapping[int, Window]) -> dict[int, Slow]:
 
 
 class Judge:
-    """Who is slow, said only after some windows running, and likewise who is no longer."""
+    """Decides who is slow, or has recovered, only after several consecutive windows."""
 
     def __init__(self, factor: float):
-        """Slow is who is slower than its peers by `factor`."""
+        """A process is slow if it is slower than its peers by `factor`."""
         self._factor = factor
         self._named: set[int] = set()
-        self._running: dict[int, int] = {}  # process -> windows that spoke against what was said of it
+        self._running: dict[int, int] = {}  # process -> consecutive windows that contradict its current status
 
     def changes(self, slowness: Mapping[int, Slow]) -> list[tuple[int, bool, Slow]]:
-        """(process, whether it is slow now, how) of those for whom this window settles it."""
+        """Return (process, whether it is slow now, how) for those whose status changes with this window."""
         settled = []
         for process, slow in slowness.items():
             is_slow, was_slow = slow.ratio >= self._factor, process in self._named
@@ -94,10 +94,10 @@ class Judge:
 
 
 class Stragglers:
-    """Measures this process; in process 0 also compares, records and says. Use it as a context manager."""
+    """Measures this process, and in process 0 compares and reports all of them; use it as a context manager."""
 
     def __init__(self, workdir: str | Path, factor: float, every: float):
-        """Name who is slower by `factor`, by windows of `every` seconds; 0, or a process with no peer: do nothing."""
+        """Report processes slower by `factor`, in windows of `every` seconds; does nothing if 0 or without peers."""
         alone = jax.process_count() == 1 and (jax.local_device_count() == 1 or jax.default_backend() == "cpu")
         self._every = 0.0 if alone else every
         self.fields: dict[str, float] = {}  # of the newest comparison, for metrics.jsonl
@@ -105,9 +105,9 @@ class Stragglers:
             return
         self._workdir, self._judge, self._board = workdir, Judge(factor), Board("stragglers")
         self._probe = _Probe()
-        # There a call may last until the step is done, and so contains waiting for the slow ones.
+        # On CPU a call may last until the step is done, and so includes waiting for slow processes.
         self._blocking = jax.default_backend() == "cpu"
-        self._window, self._began = self._number(), 0.0  # the first window is not whole and counts for nothing
+        self._window, self._began = self._number(), 0.0  # the first window is incomplete and not counted
         self._steps, self._waited, self._busy = 0, 0.0, 0.0
         self._queue: queue.SimpleQueue[Window | None] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -115,10 +115,10 @@ class Stragglers:
         self._thread.start()
 
     def step(self, metrics: Any, waited: float, busy: float) -> None:
-        """Call it after each step, with its scalars and the seconds that this process waited for data and was busy.
+        """Record a step, given its scalars and the seconds that this process waited for data and was busy.
 
-        At the end of a window it waits for the step, so that the devices are probed alone. Windows end by the wall
-        clock: in all processes at about the same step, so that they do not wait for each other one by one.
+        At the end of a window it waits for the step, so that the devices are probed while idle. Windows end by the wall
+        clock, at about the same step in all processes, so that they do not wait for each other one by one.
         """
         if not self._every:
             return
@@ -136,7 +136,7 @@ class Stragglers:
         self._steps, self._waited, self._busy = 0, 0.0, 0.0
 
     def close(self) -> None:
-        """End the thread, or leave it to its end if the coordinator does not answer it."""
+        """End the thread, or abandon it if the coordinator does not answer."""
         if self._every:
             self._closing.set()
             self._queue.put(None)
@@ -155,13 +155,13 @@ class Stragglers:
         while own := self._queue.get():
             try:
                 self._board.publish(asdict(own))
-                if jax.process_index() == 0 and not self._closing.wait(self._every / 10):  # the others publish now too
+                if jax.process_index() == 0 and not self._closing.wait(self._every / 10):  # let the others publish
                     notes = {process: Window(**note) for process, note in self._board.read().items()}
                     self._tell({process: window for process, window in notes.items()
-                                if abs(window.number - own.number) <= 1})  # who is silent is not slow but gone
+                                if abs(window.number - own.number) <= 1})  # a silent process is not slow but gone
             except Exception as error:
                 if not self._closing.is_set():
-                    say(f"stragglers: not looked for in this window ({type(error).__name__})")
+                    say(f"stragglers: no comparison in this window ({type(error).__name__})")
 
     def _tell(self, windows: Mapping[int, Window]) -> None:
         if not (slowness := compare(windows)):
@@ -179,7 +179,7 @@ class Stragglers:
 
 
 class _Probe:
-    """The same small work on each local device, compiled now and timed later."""
+    """The same small computation on each local device, compiled now and timed later."""
 
     def __init__(self):
         size, self._times = (128, 3) if jax.default_backend() == "cpu" else (4096, 3)
@@ -189,7 +189,7 @@ class _Probe:
         self.seconds()
 
     def seconds(self) -> dict[str, float]:
-        """Device -> the best of a few times, one device after the other."""
+        """Return device -> the best of a few times, one device after the other."""
         return {device: min(self._once(x) for _ in range(self._times)) for device, x in self._inputs}
 
     def _once(self, x: jax.Array) -> float:

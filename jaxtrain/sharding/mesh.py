@@ -1,4 +1,4 @@
-"""The device mesh: six named axes, ordered so that the chattiest axis has the fastest links."""
+"""The device mesh: six named axes, ordered so that the axis with the most communication has the fastest links."""
 
 import math
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ def make_mesh(
     data: int = 1, fsdp: int = 1, stage: int = 1, context: int = 1, expert: int = 1, tensor: int = 1,
     *, devices: Sequence[Any] | int | None = None,
 ) -> Mesh | AbstractMesh:
-    """A mesh of all six axes, in explicit sharding mode.
+    """Return a mesh of all six axes, in explicit sharding mode.
 
-    One size may be -1: whatever the devices leave. `devices` defaults to all of them, or to the first ones where the
-    sizes ask for fewer; an integer instead gives an abstract mesh of that many devices, for lowering without them.
+    One size may be -1: whatever the devices leave. `devices` defaults to all of them, or to the first ones if the sizes
+    need fewer; an integer instead gives an abstract mesh of that many devices, for lowering without them.
     """
     sizes = (data, fsdp, stage, context, expert, tensor)
     if isinstance(devices, int) and devices < 1:
-        raise UserError("devices", f"{devices} is no number of devices", "give 1 or more")
+        raise UserError("devices", f"{devices} is not a valid number of devices", "give 1 or more")
     available = devices if isinstance(devices, int) else len(devices if devices is not None else jax.devices())
     sizes = axis_sizes(sizes, available, exact=devices is not None)
     types = (AxisType.Explicit,) * len(AXES)
@@ -36,10 +36,10 @@ def make_mesh(
 
 
 def axis_sizes(sizes: Sequence[int], available: int, exact: bool = True) -> tuple[int, ...]:
-    """Fill in the one -1 and check the product against the number of devices."""
+    """Return the sizes with the one -1 filled in, checked against the number of devices."""
     for axis, size in zip(AXES, sizes, strict=True):
         if size < 1 and size != -1:
-            raise UserError(f"mesh.{axis}", f"{size} is no axis size", "give a positive number or -1")
+            raise UserError(f"mesh.{axis}", f"{size} is not a valid axis size", "give a positive number or -1")
     product = math.prod(size for size in sizes if size != -1)
     asked = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size not in (1, -1))
     rest = [f"mesh.{axis}" for axis, size in zip(AXES, sizes, strict=True) if size == -1]
@@ -58,7 +58,7 @@ def axis_sizes(sizes: Sequence[int], available: int, exact: bool = True) -> tupl
 
 
 def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The same mesh for code that leaves shardings to the compiler."""
+    """Return the same mesh for code that leaves shardings to the compiler."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
@@ -83,7 +83,7 @@ def _ordered(sizes: tuple[int, ...], devices: list[Any]) -> np.ndarray:
 
 
 def split_over_islands(sizes: Sequence[int], islands: int) -> tuple[int, ...]:
-    """How much of each axis crosses the slow network between slices (or hosts): the slow axes first."""
+    """Return how much of each axis crosses the slow network between slices (or hosts), slow axes first."""
     between = []
     for size in sizes:
         between.append(math.gcd(size, islands))

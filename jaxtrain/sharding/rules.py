@@ -1,10 +1,10 @@
-"""Logical axis names -> mesh axes -> shardings. The only place where the two vocabularies meet.
+"""Sharding rules: map logical axis names to mesh axes and shardings, the only place where the two meet.
 
 A parameter has two layouts. At rest it is sharded over everything its rules name (and, under ZeRO-3, over `data`). In
 use it is gathered over the axes that shard the tokens: those devices see different tokens and need the same weights.
 
-An axis that a surrounding `shard_map` has made manual (parallel/pipeline.py does) is no longer part of any type: there,
-arrays are one device's part along it, and the specs made here leave it out.
+An axis that a surrounding `shard_map` made manual (as parallel/pipeline does) is not part of any type: there, arrays
+are one device's part along it, and the specs made here leave it out.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ PARAMETER_NAMES = {
     "experts": "model.num_experts", "expert_embed": "model.embed_dim", "expert_mlp": "model.expert_mlp_dim",
     "latent": "model.kv_rank", "rank": "model.kv_rank",  # as an output, and as an input
     "router": "model.num_experts", "router_bias": "model.num_experts",
-    "ahead": "model.embed_dim",  # as an output that stays whole
+    "ahead": "model.embed_dim",  # as an output that is not sharded
 }
 ACTIVATION_NAMES = {
     "batch": "data.global_batch_size", "seq": "data.seq_len", "block_seq": "data.seq_len",
@@ -42,7 +42,7 @@ ACTIVATION_NAMES = {
 }
 CONFIG_KEYS = PARAMETER_NAMES | ACTIVATION_NAMES
 
-# Experts' devices take part in everything else as data-parallel ones: the batch is split over `expert` too.
+# Devices that share experts are otherwise data-parallel: the batch is split over `expert` too.
 _DATA: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(CONFIG_KEYS, ()), "layers": ("stage",), "experts": ("expert",),
     "batch": ("data", "fsdp", "expert"), "seq": ("context",), "block_seq": ("context",),
@@ -60,7 +60,7 @@ PRESETS = {"data": _DATA, "fsdp": _FSDP, "fsdp_tp": _FSDP_TP}
 
 @dataclass(frozen=True)
 class Rules:
-    """An immutable table: logical name -> the mesh axes that shard it."""
+    """An immutable mapping from logical names to the mesh axes that shard them."""
 
     table: Mapping[str, tuple[str, ...]]
 
@@ -71,16 +71,17 @@ class Rules:
 
     @property
     def batch(self) -> tuple[str, ...]:
-        """The mesh axes over which examples are spread."""
+        """The mesh axes over which examples are sharded."""
         return self["batch"]
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """The mesh axes over which tokens are spread: examples, and the parts of a long one."""
+        """The mesh axes over which tokens are sharded: examples, and the parts of a long one."""
         return self["batch"] + self["seq"]
 
     def spec(self, names: Names, *, gathered: bool = False) -> P:
-        """The partition spec of an array with these logical names; `gathered`: of a weight as it is used."""
+        """Return the partition spec of an array with these logical names, or with `gathered` that of a weight in use.
+        """
         axes = [self[name] if name else () for name in names]
         flat = [axis for dim in axes for axis in dim]
         if len(set(flat)) != len(flat):
@@ -95,12 +96,12 @@ class Rules:
 
 
 def rules(preset: str = "fsdp_tp", **overrides: str | Sequence[str] | None) -> Rules:
-    """A preset (`data`, `fsdp`, `fsdp_tp`), overridden rule by rule: `rules("fsdp", mlp="tensor", embed=None)`.
+    """Return a preset (`data`, `fsdp`, `fsdp_tp`) with overrides: `rules("fsdp", mlp="tensor", embed=None)`.
 
-    New names are welcome: they are how a module of one's own speaks of its axes.
+    New names may be added, for the axes of your own modules.
     """
     if preset not in PRESETS:
-        raise UserError("mesh.rules", f"{preset!r} is no preset", nearest(preset, PRESETS))
+        raise UserError("mesh.rules", f"{preset!r} is not a preset", nearest(preset, PRESETS))
     return Rules({**PRESETS[preset], **{name: _axes(name, value) for name, value in overrides.items()}})
 
 
@@ -112,12 +113,12 @@ def _axes(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
     axes = tuple(value.split("+")) if isinstance(value, str) else tuple(value)
     for axis in axes:
         if axis not in AXES:
-            raise UserError(f"mesh.overrides.{name}", f"{axis!r} is no mesh axis", nearest(axis, AXES))
+            raise UserError(f"mesh.overrides.{name}", f"{axis!r} is not a mesh axis", nearest(axis, AXES))
     return axes
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes in one entry of a spec."""
+    """Return the mesh axes in one entry of a spec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
@@ -126,24 +127,24 @@ def _entry(axes: tuple[str, ...]) -> Any:
 
 
 def without_trivial_axes(spec: P, mesh: AnyMesh) -> P:
-    """The same layout with axes of size 1, and manual ones, left out, so that equal layouts have equal types."""
+    """Return the same layout without axes of size 1 and manual axes, so that equal layouts have equal types."""
     seen = {axis for axis in free_axes(mesh) if mesh.shape[axis] > 1}
     return P(*(_entry(tuple(axis for axis in axes_of(entry) if axis in seen)) for entry in spec))
 
 
 def free_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """The axes that no surrounding `shard_map` has made manual."""
+    """Return the axes that no surrounding `shard_map` has made manual."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(axis for axis, kind in kinds if kind != AxisType.Manual)
 
 
 def shards(entry: Any, mesh: AnyMesh) -> int:
-    """Into how many pieces one entry of a spec cuts its dimension."""
+    """Return into how many pieces one entry of a spec cuts its dimension."""
     return math.prod(mesh.shape[axis] for axis in axes_of(entry))
 
 
 def check_divides(names: Names, shape: Sequence[int], spec: P, mesh: AnyMesh, what: str) -> None:
-    """Refuse a dimension that its mesh axes do not divide; nothing is ever replicated instead, silently."""
+    """Refuse a dimension that its mesh axes do not divide, rather than silently replicate it."""
     if len(names) != len(shape):
         raise UserError(what, f"it has {len(shape)} dimensions and {len(names)} logical names {names}",
                         "name every dimension")
@@ -156,14 +157,14 @@ def check_divides(names: Names, shape: Sequence[int], spec: P, mesh: AnyMesh, wh
 
 
 def parameter_sharding(names: Names, shape: Sequence[int], rules: Rules, mesh: AnyMesh, what: str) -> NamedSharding:
-    """Where a parameter lives at rest."""
+    """Return the sharding of a parameter at rest."""
     spec = without_trivial_axes(rules.spec(names), mesh)
     check_divides(names, shape, spec, mesh, what)
     return NamedSharding(mesh, spec)
 
 
 def spread(sharding: NamedSharding, shape: Sequence[int], axis: str = "data", first: int = 0) -> NamedSharding:
-    """The same sharding with `axis` added where it fits best: ZeRO for an array that `axis` replicates.
+    """Return the sharding with `axis` added to the best dimension: ZeRO for an array that `axis` replicates.
 
     Dimensions before `first` are left as they are.
     """
@@ -174,7 +175,7 @@ def spread(sharding: NamedSharding, shape: Sequence[int], axis: str = "data", fi
         return sharding
     fits = [d for d in range(first, len(shape)) if shape[d] % (size * shards(entries[d], mesh)) == 0]
     if not fits:
-        return sharding  # a few scalars and odd vectors; report() shows them
+        return sharding  # a few scalars and odd vectors; report() lists them
     # Prefer a dimension that is gathered anyway, then the largest: one collective, contiguous pieces.
     best = max(fits, key=lambda d: ("fsdp" in entries[d], shape[d]))
     entries[best] = (*entries[best], axis)
@@ -189,14 +190,15 @@ _PLATFORM: ContextVar[str] = ContextVar("platform", default="")
 
 @contextlib.contextmanager
 def use(mesh: AnyMesh, rules: Rules, platform: str = "") -> Iterator[None]:
-    """Within this block models are traced for `mesh` under `rules`; outside any such block they run eagerly.
+    """A context in which models are traced for `mesh` under `rules`; outside of it they run eagerly.
 
-    `platform`: the kind of device that an abstract mesh stands for, where it is not the one here.
+    Args:
+        platform: the kind of device that an abstract mesh represents, if not the one here.
     """
     token = _ACTIVE.set(rules)
     kind = _PLATFORM.set(mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else platform)
     try:
-        # set_mesh is for concrete meshes; tracing against an abstract one needs no devices.
+        # set_mesh is for concrete meshes; tracing with an abstract one needs no devices.
         with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
             yield
     finally:
@@ -205,23 +207,23 @@ def use(mesh: AnyMesh, rules: Rules, platform: str = "") -> Iterator[None]:
 
 
 def platform() -> str:
-    """The kind of device that the code being traced is for, such as "cpu"."""
+    """Return the kind of device that the code being traced is for, such as "cpu"."""
     return _PLATFORM.get() or jax.default_backend()
 
 
 def current() -> tuple[AbstractMesh, Rules] | None:
-    """The mesh and rules that the code being traced is for, or None when a model is called eagerly."""
+    """Return the mesh and rules that the code being traced is for, or None when a model is called eagerly."""
     rules, mesh = _ACTIVE.get(), jax.sharding.get_abstract_mesh()
     return None if rules is None or mesh.empty else (mesh, rules)
 
 
 def is_explicit(mesh: AnyMesh) -> bool:
-    """Whether shardings are part of types on this mesh."""
+    """Return whether shardings are part of types on this mesh."""
     return AxisType.Auto not in mesh.axis_types
 
 
 def activation_spec(*names: str | None) -> P | None:
-    """The spec of an activation here, or None where there is no explicit mesh."""
+    """Return the spec of an activation here, or None without an explicit mesh."""
     here = current()
     if here is None or not is_explicit(here[0]):
         return None
@@ -229,14 +231,14 @@ def activation_spec(*names: str | None) -> P | None:
 
 
 def split_by(name: str) -> Any:
-    """The entry of a spec for one dimension of this name, here; None where nothing splits it."""
+    """Return the spec entry of a dimension with this name here, or None if nothing splits it."""
     return (activation_spec(name) or (None,))[0]
 
 
 def axes_over(name: str) -> tuple[str, ...]:
-    """The mesh axes that split what has this name, here, whether or not a surrounding `shard_map` has made them manual.
+    """Return the mesh axes that split a dimension with this name here, manual ones included.
 
-    For collectives inside an `manual_region`.
+    For collectives inside a `manual_region`.
     """
     here = current()
     if here is None or not is_explicit(here[0]):
@@ -246,14 +248,14 @@ def axes_over(name: str) -> tuple[str, ...]:
 
 
 def gathered_spec(*names: str | None) -> P:
-    """The spec of a weight that `gather` has brought into use, here."""
+    """Return the spec of a weight that `gather` has brought into use here."""
     here = current()
     assert here is not None
     return without_trivial_axes(here[1].spec(names, gathered=True), here[0])
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Lay `x` out as its logical names say: a reshard on an explicit mesh, a constraint on an auto one."""
+    """Lay `x` out by its logical names: a reshard on an explicit mesh, a constraint on an auto one."""
     here = current()
     if here is None:
         return x
@@ -264,10 +266,10 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def enter(x: jax.Array, names: Names, shared_by: tuple[str, ...]) -> jax.Array:
-    """`constrain(x, *names)`, for an activation that several matmuls share, whose outputs are `shared_by`'s dimensions.
+    """Apply `constrain(x, *names)` to an activation shared by several matmuls, with output dimensions `shared_by`.
 
-    Where all of those are split, each device has a part of every matmul's gradient. The type says so (`reduced`), and
-    one collective then sums what otherwise each matmul would sum for itself.
+    Where all of those are split, each device has a part of every matmul's gradient. The type records this (`reduced`),
+    and one collective then sums what each matmul would otherwise sum separately.
     """
     here = current()
     if here is None or AxisType.Auto in here[0].axis_types or AxisType.Manual in here[0].axis_types:
@@ -277,7 +279,7 @@ def enter(x: jax.Array, names: Names, shared_by: tuple[str, ...]) -> jax.Array:
 
 
 def manual_region(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`f` on each device's own part of its arguments, with collectives by name: a `shard_map` over every free axis."""
+    """Wrap `f` in a `shard_map` over every free axis: it runs on each device's part, with collectives by name."""
     mesh, _ = current() or (jax.sharding.get_abstract_mesh(), None)
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(free_axes(mesh)), check_vma=False)
 
@@ -292,17 +294,18 @@ def gather(weight: jax.Array, *names: str | None) -> jax.Array:
 
 def einsum(equation: str, x: jax.Array, weight: jax.Array, names: Names, out: Names,
            bias: jax.Array | None = None) -> jax.Array:
-    """`x` times a weight with logical `names`, plus `bias`, laid out as `out`; x and result begin with batch, sequence.
+    """Multiply `x` by a weight with logical `names`, add `bias`, and lay the result out as `out`.
 
-    Where only the batch is split this is one product of two matrices, [batch x sequence, ...] by [..., ...]: XLA on CPU
-    is up to 1.2 times as fast with it as with the dimensions apart, whose gradients need transposes.
+    x and the result begin with batch, sequence. Where only the batch is split this is one product of two matrices,
+    [batch x sequence, ...] by [..., ...]: XLA on CPU is up to 1.2 times as fast with it as with separate dimensions,
+    whose gradients need transposes.
     """
     weight = gather(weight, *names)
     if any(map(_splits_a_product, (*names, *out[1:]))):
         y = jnp.einsum(equation, x, weight, out_sharding=activation_spec(*out))
         return y if bias is None else y + bias
     left, right = equation.split("->")[0].split(",")
-    summed = sum(letter in right for letter in left)  # dimensions: the last of x, the first of the weight
+    summed = sum(letter in right for letter in left)  # dimensions: last of x, first of the weight
     assert left[2:] == right[:summed] and equation.endswith(f"->{left[:2]}{right[summed:]}"), equation
     width, new = math.prod(weight.shape[:summed]), weight.shape[summed:]
 
@@ -314,14 +317,14 @@ def einsum(equation: str, x: jax.Array, weight: jax.Array, names: Names, out: Na
 
 
 def _splits_a_product(name: str | None) -> bool:
-    """Whether a dimension of this name is split, here, over an axis that the batch is not (those split no product)."""
+    """Return whether a dimension of this name is split here over an axis that does not split the batch."""
     here = current()
     return here is not None and name is not None and any(
         axis not in here[1].batch for axis in axes_of(split_by(name)))
 
 
 def by_row(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`f` on x with batch and sequence merged into one dimension, which is faster; on x itself where that is split."""
+    """Apply `f` to x with batch and sequence merged, which is faster, or to x itself if the sequence is split."""
     here = current()
     if here is None or not is_explicit(here[0]):
         y = f(x.reshape(-1, *x.shape[2:]))
@@ -334,7 +337,8 @@ def by_row(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 
 
 def micro_batches(x: jax.Array, parts: int) -> jax.Array:
-    """[B, ...] to [parts, B / parts, ...]: part a has the rows a, a + parts, ..., so each device cuts up its own."""
+    """Reshape [B, ...] to [parts, B / parts, ...], part a being rows a, a + parts, ..., so each device splits its own.
+    """
     shape = (x.shape[0] // parts, parts, *x.shape[1:])
     here = current()
     if here is None or not is_explicit(here[0]):

@@ -1,8 +1,8 @@
-"""What the loop does about steps that were no good: say so, go back to before them, or stop.
+"""Handling of anomalous steps: report them, roll back to before them, or stop.
 
-A verdict is read two steps late, when its numbers are there anyway, and every process reads the same verdict at the
-same step: all decide alike without a word. Going back is no more than what follows any kill: the record of what is
-passed over is written, the loop is left, and the next one starts from the newest checkpoint that is not void.
+Whether a step is anomalous is read two steps late, when its numbers are available anyway, and every process reads the
+same answer at the same step, so all decide alike without communication. A rollback works like a restart: the record of
+batches to skip is written, the loop is left, and the next one starts from the newest valid checkpoint.
 """
 
 import contextlib
@@ -25,35 +25,35 @@ from jaxtrain.distributed.coordination import together
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
 
-LAG = 2  # of MetricsWriter: when a step is pushed, the one so many before it is complete
-_turns = itertools.count()  # processes settle equally often, so this names a rendezvous
+LAG = 2  # of MetricsWriter: when a step is pushed, the one this many before it is complete
+_turns = itertools.count()  # processes settle equally often, so a number identifies an exchange
 
 
 class RolledBack(Exception):
-    """The loop was left, to be started again from a checkpoint."""
+    """Raised to leave the loop and start again from a checkpoint."""
 
 
 class GivenUp(exit_codes.RunExit):
-    """Anomalies went on beyond a limit: a person must look, and starting again would not help."""
+    """Raised when anomalies exceeded a limit: a person must look, and a restart would not help."""
 
 
 class AnomalyGuard:
-    """Looks at the verdict of every step. In a multi-process run every process makes all calls, at the same steps."""
+    """Checks every step for anomalies; in a multi-process run every process makes all calls, at the same steps."""
 
     def __init__(self, workdir: str | Path, limits: ResilienceConfig, checkpoints: CheckpointManager,
                  passed: SkippedBatches, say: Callable[[str], None],
                  phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext):
-        """`phase`: a context for what takes longer than a step."""
+        """`phase` is a context manager for what takes longer than a step."""
         self._phase = phase
         self._workdir, self._limits, self._checkpoints = Path(workdir), limits, checkpoints
         self._passed, self._say = passed, say
         self._unseen: deque[tuple[int, Mapping[str, Any]]] = deque()
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """At the verdict of two steps ago; `step` was just dispatched, and pushed to the metrics.
+        """Check the step two before `step`, which was just dispatched and pushed to the metrics.
 
         Raises:
-            RolledBack: what is passed over is on disk; start again.
+            RolledBack: the batches to skip are on disk; start again.
             GivenUp: a limit is reached.
         """
         self._unseen.append((step, metrics))
@@ -61,7 +61,7 @@ class AnomalyGuard:
             self._judge(*self._unseen.popleft())
 
     def look_at_all(self) -> None:
-        """At the verdicts of all steps so far: what is saved was looked at. Waits for the device."""
+        """Check all steps so far, so that only checked steps are saved; waits for the device."""
         while self._unseen:
             self._judge(*self._unseen.popleft())
 
@@ -87,12 +87,12 @@ class AnomalyGuard:
         if self._passed.rollbacks >= limits.max_rollbacks:
             self._give_up(step, f"{what}; the run was rolled back {self._passed.rollbacks} times before, which is "
                           "resilience.max_rollbacks")
-        with self._phase("checkpoint"), contextlib.suppress(NotSaved):  # it was told, and is not there
-            self._checkpoints.wait()  # so that which ones there are does not depend on the time
+        with self._phase("checkpoint"), contextlib.suppress(NotSaved):  # a failed save was reported, and does not exist
+            self._checkpoints.wait()  # so that the set of checkpoints does not depend on timing
         if jax.process_index() == 0:
             last = step - 1  # the index of the last offending step
             first = max(0, step - offending - limits.skip_batches + 1)
-            # Where all checkpoints are younger, less is passed over rather than all work thrown away.
+            # Where all checkpoints are younger, skip fewer batches rather than lose all work.
             there = [saved for saved in self._checkpoints.steps() if saved <= last]
             if there and min(there) > first:
                 first = min(there)
@@ -100,7 +100,7 @@ class AnomalyGuard:
             batches = [self._passed.batch(first), self._passed.batch(last)]
             self._record("rollback", step, restores_at_most=first, batches=batches, rollbacks=passed.rollbacks)
             passed.write(self._workdir)
-            self._say(f"{what}; going back to step {max((n for n in there if n <= first), default=0)} and passing over "
+            self._say(f"{what}; going back to step {max((n for n in there if n <= first), default=0)} and skipping "
                       f"batches {batches[0]} to {batches[1]} (rollback {passed.rollbacks} of at most "
                       f"{limits.max_rollbacks})")
         raise RolledBack
@@ -116,25 +116,25 @@ class AnomalyGuard:
 
 
 def apply_pending_rollback(workdir: str | Path, checkpoints: CheckpointManager) -> SkippedBatches:
-    """What the run in `workdir` passes over. Checkpoints that are void since the last rollback are removed.
+    """Return the batches that the run in `workdir` skips, after discarding checkpoints that a rollback made invalid.
 
-    The first process does it and tells the others, so that all know the same. Call it before anything is restored.
+    Process 0 does this and informs the others. Call it before anything is restored.
     """
     return SkippedBatches.of(together(f"skipped_batches/{next(_turns)}", None,
                                   lambda _: json.loads(json.dumps(_settle(workdir, checkpoints).to_dict()))))
 
 
 def agree(workdir: str | Path, passed: SkippedBatches, meta: Mapping[str, Any], step: int) -> None:
-    """Refuse a checkpoint whose steps had other batches; take the record from it where the workdir has lost its own.
+    """Refuse a checkpoint whose steps had other batches; restore the record from it if the workdir has lost its own.
 
     Raises:
-        RolledBack: the record is on disk now; start again with it.
+        RolledBack: the record is now on disk; start again with it.
     """
     theirs = SkippedBatches.of(meta.get("skipped_batches", {}))
     if passed.agrees(theirs, step):
         return
     if passed.batches:
-        raise UserError("--workdir", f"{Path(workdir) / FILE} passes over other batches than the first {step} steps of "
+        raise UserError("--workdir", f"{Path(workdir) / FILE} skips other batches than the first {step} steps of "
                         "its checkpoint did", "put that file back as it was, or delete it: the checkpoint has a copy")
     if jax.process_index() == 0:
         theirs.write(workdir)

@@ -85,7 +85,7 @@ def test_list(work, tmp_path, capsys):
     assert lines[1][:3] == ["10", "only in the mirror", "mirror"] and lines[1][-2:] == ["3.0000", "data=4"]
     assert lines[2][:3] == ["20", "good", "local, mirror"]
     assert lines[3][:3] == ["30", "not verified yet: the next start of the run does it, or `verify` here", "local"]
-    assert lines[4][:2] == ["25", "damaged: it was found out and is not used (25.damaged)"]
+    assert lines[4][:2] == ["25", "damaged: found by verification and not used (25.damaged)"]
     assert lines[5][1].startswith("not complete: being written, or the run ended meanwhile")
     assert lines[6][:3] == ["33", "in memory", "snapshot"] and "0.5000" in lines[6]
     assert "\nthe run goes on from step 30 if it reads back whole, else from step 20, or from a newer snapshot; " in out
@@ -97,7 +97,7 @@ def test_list_sees_files_that_are_gone(work, capsys):
         shutil.rmtree(work / "checkpoints" / "20" / part)
     lines = cells(ran(capsys, "list", work)[1])
     assert re.fullmatch(r"damaged: state/d/\S+ is missing", lines[3][1])
-    assert lines[2][1] == "damaged: it has no files any more"
+    assert lines[2][1] == "damaged: its files are gone"
     assert lines[4][0].startswith("the run goes on from step 10; `good` says that")
 
 
@@ -133,7 +133,7 @@ def test_restore_to_and_undo(work, tmp_path, capsys):
         snapshots.take(33, {"w": state_of(33)["w"]})
     status, out, err = ran(capsys, "restore-to", work, 20)
     assert status == 0 and err == "" and out.startswith("The run goes on from step 20 when it is started again")
-    assert "- checkpoint 30 is now 30.set_aside\n" in out and "the mirror's copies of 30 do not count any more" in out
+    assert "- checkpoint 30 is now 30.set_aside\n" in out and "the mirror's copies of 30 are no longer used" in out
     assert verify.steps(work / "checkpoints") == [10, 20] and Mirror(work / "checkpoints", place).steps() == [20]
     with contextlib.closing(LocalCheckpoints(work, 1, local)) as snapshots:
         assert snapshots.restore_newest({"w": ABSTRACT["w"]}) is None
@@ -158,8 +158,8 @@ def test_twice_deletes_nothing(work, capsys):
 @pytest.mark.parametrize("words, said", [
     (["list", "nowhere"], "WORKDIR: there is no folder nowhere; give the --workdir of the run"),
     (["verify", "WORK", "7"], "has no checkpoint of step 7; it has 10, 20, 30"),
-    (["diff", "WORK", "10"], "does not say which two"),
-    (["diff", "WORK", "10", "x"], "does not say which two"),
+    (["diff", "WORK", "10"], "does not name two checkpoints"),
+    (["diff", "WORK", "10", "x"], "does not name two checkpoints"),
     (["restore-to", "WORK", "15"], "has no checkpoint of step 15; it has 10, 20, 30"),
     (["restore-to", "WORK", "20"], "is damaged"),
     (["restore-to", "WORK", "10"], r"another run works in .* \(process [0-9]+ on .*\); stop it"),

@@ -244,7 +244,7 @@ def test_none_is_good(copy):
     store = CheckpointManager(copy)
     assert store.newest(below=25) is None
     for _ in range(2):
-        with pytest.raises(UserError, match=r"none is good \(10.damaged, 20.damaged, 30.damaged; events.json") as error:
+        with pytest.raises(UserError, match=r"is good \(10.damaged, 20.damaged, 30.damaged; events.json") as error:
             CheckpointManager(copy).restore_newest(ABSTRACT)
         assert error.value.key == "checkpoint"
     assert CheckpointManager(copy.parent / "nothing").restore_newest(ABSTRACT) is None

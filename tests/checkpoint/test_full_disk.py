@@ -43,7 +43,7 @@ def unseen(monkeypatch):
 
 def fails(checkpoints, step, reason):
     checkpoints.save(step, state_of(step))
-    told = f"^checkpoint: step {step} could not be saved in .*{reason}.*; make room"
+    told = f"^checkpoint: step {step} could not be saved in .*{reason}.*; free space"
     with pytest.raises(manager.NotSaved, match=told):
         checkpoints.wait()
 
@@ -102,7 +102,7 @@ def test_lines_of_metrics_wait_for_room(small, capfd):
     assert [line["step"] for line in lines] == list(range(1, 301))
     kept, written = capfd.readouterr().err.splitlines()
     assert kept.endswith("cannot be written (No space left on device); its lines are kept in memory until it can")
-    assert written.endswith("is written again, and lacks nothing")
+    assert written.endswith("is written again and complete")
 
 
 def test_lines_that_never_find_room_are_told_at_the_end(small):
@@ -110,14 +110,14 @@ def test_lines_that_never_find_room_are_told_at_the_end(small):
     (small / "ballast").write_bytes(bytes(shutil.disk_usage(small).free))
     for step in range(1, 50):
         writer.push(step, {"loss": np.float32(step)})
-    with pytest.raises(UserError, match=r"the last lines of .* cannot be written \(No space left.*; make room"):
+    with pytest.raises(UserError, match=r"the last lines of .* cannot be written \(No space left.*; free space"):
         writer.close()
 
 
 def test_what_will_not_fit_is_not_begun(tmp_path, monkeypatch, capfd):
     checkpoints = CheckpointManager(tmp_path / "c")
     monkeypatch.setattr(manager.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 19))
-    fails(checkpoints, 1, r"524,288 bytes are free, of 1,048,580")
+    fails(checkpoints, 1, r"524,288 bytes are free, and 1,048,580 are needed")
     assert list((tmp_path / "c").iterdir()) == []
     with pytest.raises(manager.NotSaved, match="step 1 could not be saved"):
         checkpoints.close()

@@ -253,7 +253,7 @@ def test_a_checkpoint_that_cannot_be_read(flags, halfway, capsys):
     assert "Traceback" not in err
     assert err.splitlines()[0].startswith("checkpoint 9 is damaged (")
     for _ in range(2):  # and it is not forgotten
-        assert f"checkpoint: of the checkpoints in {broken.parent} none is good (9.dam" in err.splitlines()[-1]
+        assert f"checkpoint: none of the checkpoints in {broken.parent} is good (9.dam" in err.splitlines()[-1]
         assert main([*flags, f"--workdir={halfway}"]) == 2
         err = capsys.readouterr().err
 

@@ -110,7 +110,7 @@ def test_rolled_back(flags, never_saw, poison, tmp_path, capsys, monkeypatch):
     assert after - before < sum(array.nbytes for array in jax.tree.leaves(saved(flags, never_saw).params)), (
         "the state that was given up is still in memory while the other one is restored")
     err = capsys.readouterr().err
-    assert "going back to step 32 and passing over batches 37 to 40 (rollback 1 of at most 10)" in err
+    assert "going back to step 32 and skipping batches 37 to 40 (rollback 1 of at most 10)" in err
     assert decisions(tmp_path) == [("skip", BAD + 1), ("rollback", BAD + 1)]
     skip, rollback = (event for event in events(tmp_path) if event["kind"] in ("skip", "rollback"))
     assert rollback["batches"] == [37, 40] and skip["grad_norm_z"] > 8
@@ -125,7 +125,7 @@ def test_rolled_back(flags, never_saw, poison, tmp_path, capsys, monkeypatch):
     assert_went_as(flags, tmp_path, never_saw)
     (tmp_path / FILE).write_text(json.dumps({"batches": [7]}))
     assert main([*flags, f"--workdir={tmp_path}"]) == 2
-    refused = f"--workdir: {tmp_path}/skipped_batches.json passes over other batches than the first"
+    refused = f"--workdir: {tmp_path}/skipped_batches.json skips other batches than the first"
     assert refused in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""The processes of a run among themselves, without a device: they agree on things, and keep files for each other."""
+"""Host-to-host transfer of snapshot files between the processes of a run, without any device."""
 
 import hmac
 import json
@@ -15,18 +15,18 @@ import jax
 
 from jaxtrain.distributed.coordination import exchange
 
-PATIENCE = 60.0  # seconds that a peer may be silent in the middle of a transfer
+PATIENCE = 60.0  # seconds without data after which a transfer is abandoned
 _BLOCK = 2**20
 
 
 class Partners:
-    """A server in each process that takes files from its peers and gives parts of files to them, and its clients.
+    """A server in each process that stores files for its peers and sends them parts of files, with its client calls.
 
-    Who does not know the run's token, which goes through the coordination service, is turned away.
+    Requests without the run's token, which is shared through the coordination service, are refused.
 
     Args:
-        keep: (process, name) -> where a file that this process sent is to be kept.
-        find: name -> where it is.
+        keep: (process, name) -> the path at which to store a file received from this process.
+        find: name -> the path of a stored file.
     """
 
     def __init__(self, keep: Callable[[int, str], Path], find: Callable[[str], Path]):
@@ -42,16 +42,16 @@ class Partners:
         threading.Thread(target=self._server.serve_forever, name="partners", daemon=True).start()
 
     def send(self, process: int, path: Path) -> None:
-        """Have a process keep this file, under the same name. Raises `OSError`."""
+        """Store a copy of this file on another process, under the same name; raises `OSError` on failure."""
         with self._connected(process) as connection, open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             _say(connection, token=self._token, do="keep", by=jax.process_index(), name=path.name, size=size)
             connection.sendfile(file)
             if (answer := connection.makefile("rb").readline()) != b"kept\n":
-                raise OSError(f"process {process} did not keep it: {answer.decode().strip() or 'it hung up'}")
+                raise OSError(f"process {process} did not store it: {answer.decode().strip() or 'connection closed'}")
 
     def fetch(self, process: int, name: str, offset: int, size: int) -> bytes:
-        """So many bytes of a file that a process has. Raises `OSError`."""
+        """Return `size` bytes at `offset` of a file that another process holds; raises `OSError` on failure."""
         if not size:
             return b""
         with self._connected(process) as connection:
@@ -62,7 +62,7 @@ class Partners:
         return content
 
     def close(self) -> None:
-        """No more answers."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -70,7 +70,7 @@ class Partners:
         return socket.create_connection(self._addresses[process], timeout=PATIENCE)
 
     def answer(self, asked: dict[str, Any], source: Any, connection: socket.socket) -> None:
-        """One request."""
+        """Handle one request."""
         if not hmac.compare_digest(str(asked.get("token")), self._token):
             return
         if asked["do"] == "give":
@@ -85,7 +85,7 @@ class Partners:
                 left = asked["size"]
                 while left and (block := source.read(min(left, _BLOCK))):
                     left -= file.write(block)
-            if not left:  # else the peer died in the middle
+            if not left:  # otherwise the peer died during the transfer
                 os.replace(temporary, path)
                 connection.sendall(b"kept\n")
         except OSError as error:
@@ -99,7 +99,7 @@ class _Server(socketserver.ThreadingTCPServer):
     partners: Partners
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A peer that went away, or a stranger: the other side tells."""
+        """Ignore a dropped or unauthorized connection; the other side reports it."""
 
 
 class _Server6(_Server):
@@ -118,7 +118,7 @@ def _say(connection: socket.socket, **asked: Any) -> None:
 
 
 def _own_address() -> str:
-    """Ours, as those see it who are on the way to the coordinator."""
+    """Return the address of this host on the network that leads to the coordinator."""
     coordinator = jax._src.distributed.global_state.coordinator_address
     if coordinator is None or jax.process_count() == 1:
         return "127.0.0.1"
@@ -130,9 +130,10 @@ def _own_address() -> str:
 
 
 def _partner(hosts: list[str], process: int) -> int:
-    """Who keeps this process's files: the one so far on that all of them are on another host, if there is such a way.
+    """Return the process that stores this process's files, on another host if possible.
 
-    Every process then keeps the files of one.
+    All processes use the same shift in rank, the smallest that puts every pair on different hosts (1 if there is none),
+    so each process stores the files of exactly one other.
     """
     many = len(hosts)
     shift = next((shift for shift in range(1, many)

@@ -1,7 +1,7 @@
-"""One process's pieces of a state, in one file with a checksum for each; and the arrays made of everybody's pieces.
+"""Files that hold one process's pieces of a state, each with a checksum, and arrays rebuilt from all pieces.
 
-A file is a mark, the length and sha256 of a JSON header, the header, and the pieces' bytes one after the other. The
-header names for each piece the leaf and the part of it that it is, so that any mesh can be filled from the files.
+A file is a magic string, the length and sha256 of a JSON header, the header, and the bytes of the pieces in order. For
+each piece the header names its leaf and its bounds in the leaf, so that any mesh can be filled from the files.
 """
 
 import hashlib
@@ -18,19 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 
 _MARK = b"jaxtrain-pieces\n"
-_OPENING = len(_MARK) + 8 + 32  # the mark, how long the header is, and its sha256
+_OPENING = len(_MARK) + 8 + 32  # the magic string, the length of the header, and its sha256
 _BLOCK = 2**24
-Bounds = tuple[tuple[int, int], ...]  # of each dimension: from, to
-Read = Callable[[int, int], bytes]  # of a file: so many bytes from there
+Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dimension
+Read = Callable[[int, int], bytes]  # (offset, size) -> bytes of a file
 
 
 class Damaged(Exception):
-    """A file of pieces that is not what was written."""
+    """Raised when a file of pieces does not hold what was written."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a leaf: where it lies in the leaf, and where its bytes lie in the file."""
+    """A box of a leaf: its bounds within the leaf, and the position of its bytes in the file."""
 
     path: str
     dtype: str
@@ -42,24 +42,24 @@ class Piece:
 
     @property
     def box(self) -> tuple[int, ...]:
-        """Its own shape."""
+        """The shape of the piece."""
         return tuple(stop - start for start, stop in self.bounds)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds. `about` is the writer's: which step, of which run, whose."""
+    """The header of a file; `about` is the writer's own metadata, such as step, run and process."""
 
     about: dict[str, Any]
     pieces: list[Piece]
-    data: int  # where the bytes begin
+    data: int  # offset of the first data byte
 
 
 # ------------------------------------------------------------------------------------------- from devices to the host
 def owned(flat: Mapping[str, jax.Array], process: int) -> list[tuple[str, Bounds, int]]:
-    """The pieces that this process writes, as (leaf, bounds, which of its shards): each piece has one writer.
+    """Return the pieces that this process writes, as (leaf, bounds, shard number); each piece has one writer.
 
-    Of several processes that hold the same piece another one is the writer for each leaf, so that all have work.
+    Where several processes hold the same piece, the writer rotates from leaf to leaf to spread the work.
     """
     found = []
     for number, (path, leaf) in enumerate(flat.items()):
@@ -75,12 +75,12 @@ def owned(flat: Mapping[str, jax.Array], process: int) -> list[tuple[str, Bounds
 
 
 def to_host(flat: Mapping[str, jax.Array], wanted: Sequence[tuple[str, Bounds, int]]) -> list[np.ndarray]:
-    """These pieces in the host's memory. The state may be donated at once: nothing here is the device's any more."""
+    """Copy these pieces to host memory; the state may be donated as soon as this returns."""
     with jax.transfer_guard("allow"):  # on purpose
         shards = [flat[path].addressable_shards[shard].data for path, _, shard in wanted]
-        for shard in shards:  # all of them are under way before the first is waited for
+        for shard in shards:  # start all copies before waiting for the first
             shard.copy_to_host_async()
-        # On CPU the array would be the device's own memory, and the next step would have to keep clear of it.
+        # On CPU the array would alias the device's memory, which the next step overwrites.
         return [np.array(shard, copy=True if _is_host(shard) else None, order="C") for shard in shards]
 
 
@@ -89,14 +89,18 @@ def _is_host(array: jax.Array) -> bool:
 
 
 def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
-    """A tuple of slices as pairs of numbers."""
+    """Return a tuple of slices as (start, stop) pairs."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------------- in a file
 def write(path: Path, about: dict[str, Any], names: Iterable[tuple[str, tuple[int, ...], Bounds]],
           arrays: Sequence[np.ndarray]) -> int:
-    """All of it or nothing under `path`; -> its bytes. `names`: leaf, shape of the leaf and bounds of each array."""
+    """Write a file of pieces atomically and return its size in bytes.
+
+    Args:
+        names: leaf, shape of the leaf and bounds of each array.
+    """
     pieces, offset = [], 0
     contents = [array.reshape(-1).view(np.uint8).data for array in arrays]
     for (leaf, shape, bounds), array, content in zip(names, arrays, contents, strict=True):
@@ -118,7 +122,7 @@ def write(path: Path, about: dict[str, Any], names: Iterable[tuple[str, tuple[in
 
 
 def reader(path: Path) -> Read:
-    """Reads this file, piece by piece."""
+    """Return a function that reads parts of this file."""
     def read(offset: int, size: int) -> bytes:
         try:
             with open(path, "rb") as file:
@@ -130,10 +134,10 @@ def reader(path: Path) -> Read:
 
 
 def read_header(read: Read) -> Header:
-    """Raises `Damaged` if it is not whole."""
+    """Return the header of a file; raises `Damaged` if it is not intact."""
     opening = read(0, _OPENING)
     if len(opening) < _OPENING or not opening.startswith(_MARK):
-        raise Damaged("it does not begin as a file of pieces does")
+        raise Damaged("it is not a file of pieces")
     length = int.from_bytes(opening[len(_MARK): len(_MARK) + 8], "big")
     content = read(_OPENING, length) if length < 2**32 else b""
     if hashlib.sha256(content).digest() != opening[len(_MARK) + 8:]:
@@ -145,7 +149,7 @@ def read_header(read: Read) -> Header:
 
 
 def read_piece(read: Read, header: Header, piece: Piece) -> np.ndarray:
-    """Raises `Damaged` if its bytes are not those that were written."""
+    """Read one piece; raises `Damaged` if its bytes are not those that were written."""
     content = read(header.data + piece.offset, piece.size)
     if hashlib.sha256(content).hexdigest() != piece.sha256:
         raise Damaged(f"{piece.path} is not what was written")
@@ -153,11 +157,11 @@ def read_piece(read: Read, header: Header, piece: Piece) -> np.ndarray:
 
 
 def check(path: Path) -> Header:
-    """The header of a file whose every byte is as it was written; else `Damaged`."""
+    """Verify every byte of a file and return its header; raises `Damaged` otherwise."""
     read = reader(path)
     header = read_header(read)
     if path.stat().st_size != header.data + sum(piece.size for piece in header.pieces):
-        raise Damaged("it has another length than was written")
+        raise Damaged("its length is not what was written")
     with open(path, "rb") as file:
         file.seek(header.data)
         for piece in header.pieces:
@@ -173,7 +177,7 @@ def check(path: Path) -> Header:
 
 # ----------------------------------------------------------------------------------------------- from files to devices
 def assemble(leaf: jax.ShapeDtypeStruct, pieces: Sequence[tuple[Piece, Callable[[], np.ndarray]]]) -> jax.Array:
-    """The leaf on the devices it wants to be on, of pieces that were cut in whatever way; each is read once at most.
+    """Build a leaf with its sharding from pieces cut in any way; each piece is read at most once.
 
     Raises:
         Damaged: the pieces do not cover what this process needs.
@@ -200,7 +204,7 @@ def assemble(leaf: jax.ShapeDtypeStruct, pieces: Sequence[tuple[Piece, Callable[
             out[_slices(common, wanted)] = read[piece.bounds][_slices(common, piece.bounds)]
             filled += math.prod(stop - start for start, stop in common)
         if filled != out.size:
-            raise Damaged(f"{filled} of {out.size} elements are there")
+            raise Damaged(f"only {filled} of {out.size} elements are available")
         return out
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, content)

@@ -1,10 +1,11 @@
-"""The fast tier: every few steps each process keeps its pieces of the state in its machine's memory, and a peer's too.
+"""The fast checkpoint tier: every few steps each process keeps its part of the state in host memory and on a peer.
 
-A process that is lost takes its memory along; its pieces are still with its peer, so that the run goes on from seconds
-ago and not from the last durable checkpoint. Whatever processes come back ask each other who has what, take the newest
-step of which every piece is there, and build the state from it on the mesh that they have now.
+A lost process takes its memory with it, but its peer still has the pieces, so the run continues from seconds ago rather
+than from the last durable checkpoint. At a restart all processes exchange what they hold, take the newest step whose
+pieces are all available, and build the state from it on the current mesh.
 
-The loop waits for the copy from the devices alone (and for the snapshot before, if that is still being written).
+The training loop waits only for the copy from the devices (and for the previous snapshot, if it is still being
+written).
 """
 
 import functools
@@ -32,47 +33,47 @@ from jaxtrain.distributed.coordination import count, exchange
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
 
-_RUN = "snapshots"  # in the checkpoints' folder: the name of the history that snapshots belong to
+_RUN = "snapshots"  # in the checkpoint directory: the id of the history that snapshots belong to
 _NAME = re.compile(r"(\d{9,})-([0-9a-f]{12})-(\d+)of(\d+)\.snapshot")
 _ABOUT = "snapshot"
 
 
 @dataclass(frozen=True, order=True)
 class Taken:
-    """A snapshot by all processes: the step, the start of the run that took it, and how many they were."""
+    """A snapshot by all processes: its step, the id of the start that took it, and the number of processes."""
 
     step: int
     start: str
     owners: int
 
     def name(self, owner: int) -> str:
-        """Of the file with one process's pieces."""
+        """Return the file name of one process's pieces."""
         return f"{self.step:09}-{self.start}-{owner}of{self.owners}.snapshot"
 
     @classmethod
     def of(cls, name: str) -> "Taken | None":
-        """Which one the file belongs to."""
+        """Return the snapshot that a file belongs to, or None if the name is not that of a snapshot."""
         found = _NAME.fullmatch(name)
         return cls(int(found[1]), found[2], int(found[4])) if found else None
 
     def whole(self, names: Any) -> bool:
-        """Whether every process's file is among these."""
+        """Return whether the files of all processes are among these names."""
         return all(self.name(owner) in names for owner in range(self.owners))
 
 
 class LocalCheckpoints:
-    """The snapshots of one run. In a multi-process run every process makes all calls, at the same steps.
+    """The snapshots of one run; in a multi-process run every process makes all calls, at the same steps.
 
     Args:
-        every: steps from one to the next; 0: none are taken and none are looked for, and nothing here costs anything.
-        local_dir: a folder of this machine ("": in memory); the run gets one of its own in it.
+        every: steps between snapshots; 0: none are taken or looked for, at no cost.
+        local_dir: a folder on this machine ("": in memory), in which the run gets its own subfolder.
     """
 
     def __init__(self, workdir: str | Path, every: int, local_dir: str = ""):
         self._workdir, self.every = Path(workdir).absolute(), every
         self._thread: threading.Thread | None = None
-        self._blocked: float | None = None  # seconds of the last one, until told
-        self._last: int | None = None  # the newest step that this process has kept, and its peer as well
+        self._blocked: float | None = None  # seconds that the last one blocked the loop, until reported
+        self._last: int | None = None  # the newest step that both this process and its peer have stored
         self._peers: Partners | None = None
         if not every:
             return
@@ -89,16 +90,16 @@ class LocalCheckpoints:
 
     # ------------------------------------------------------------------------------------------------------ to take one
     def due(self, step: int) -> bool:
-        """Whether to take one now."""
+        """Return whether to take a snapshot after this step."""
         return bool(self.every) and step % self.every == 0
 
     def pop_fields(self) -> dict[str, float]:
-        """For the next line of metrics: `snapshot_blocked_s`, the seconds for which one just held up the loop."""
+        """Return `snapshot_blocked_s`, the seconds the last snapshot blocked the loop, for the next line of metrics."""
         blocked, self._blocked = self._blocked, None
         return {} if blocked is None else {"snapshot_blocked_s": blocked}
 
     def take(self, step: int, state: Any, meta: dict[str, Any] | None = None) -> float:
-        """Copy this process's pieces to the host; the rest happens in the background. -> seconds the loop was blocked.
+        """Copy this process's pieces to the host and finish in the background; return the seconds the loop was blocked.
 
         The state may be donated at once.
         """
@@ -115,18 +116,18 @@ class LocalCheckpoints:
         return self._blocked
 
     def wait(self) -> None:
-        """Return when the one under way is kept, or given up; a peer that says nothing is given up in a minute."""
+        """Wait until the snapshot in progress is stored or has failed; a silent peer is given up after a minute."""
         if self._thread:
             self._thread.join()
 
     def close(self) -> None:
-        """Wait, and answer nobody any more."""
+        """Wait for the snapshot in progress and stop serving peers."""
         self.wait()
         if self._peers:
             self._peers.close()
 
     def remove(self) -> None:
-        """Give the memory back: the run will go on from somewhere newer, if at all."""
+        """Delete this process's snapshots, which frees their memory."""
         if self.every:
             for place in self._mine():
                 shutil.rmtree(place, ignore_errors=True)
@@ -143,26 +144,26 @@ class LocalCheckpoints:
                 self._peers.send(self._peers.partner, path)
             count(f"{self._start}/{step}", 1)
             self._last = step
-        except Exception as error:  # a full disk, a peer that is gone: training goes on, and the next one may succeed
+        except Exception as error:  # such as a full disk or a lost peer: training goes on, and the next one may succeed
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             self._tell("snapshot_failed", f"snapshot of step {step} by process {self._me} failed ({reason}); "
-                       "training goes on, the one before is kept", step=step, reason=reason)
+                       "training goes on, the previous one is kept", step=step, reason=reason)
 
     def _make_room(self, step: int) -> None:
-        """Before one is written: the last that everybody has is kept; where that is not known, the last two are.
+        """Delete old snapshots before writing one: keep the last that all processes stored, or the last two if unknown.
 
-        What is of this step or a later one belongs to a past that the run turned back from.
+        Snapshots of this step or later ones belong to a history that the run rolled back.
         """
         older = {taken.step for place in self._mine() for taken in map(Taken.of, _names(place))
                  if taken and taken.step < step}
         keep = sorted(older)[-2:]
         if self._last in older and count(f"{self._start}/{self._last}", 0) >= self._many:
             keep = [self._last]
-        # A peer that is ahead of us has sent its pieces of this one already.
+        # A peer that is ahead has already sent its pieces of this step.
         self._remove(lambda taken: taken.step not in keep and (taken.start, taken.step) != (self._start, step))
 
     def forget(self, above: int) -> None:
-        """The run goes back to this step: what was taken after it will not be gone on from."""
+        """Delete snapshots after step `above`, since the run rolls back to it."""
         if self.every:
             self.wait()
             self._remove(lambda taken: taken.step > above)
@@ -175,15 +176,16 @@ class LocalCheckpoints:
                     (place / name).unlink(missing_ok=True)
 
     def _owned(self, flat: dict[str, jax.Array]) -> list[tuple]:
-        if not hasattr(self, "_plan"):  # shardings are the same all through a run
+        if not hasattr(self, "_plan"):  # shardings do not change during a run
             self._plan = pieces.owned(flat, self._me)
         return self._plan
 
     # --------------------------------------------------------------------------------------------------- to go on from
     def restore_newest(self, abstract: Any, above: int = 0) -> tuple[int, Any, dict[str, Any]] | None:
-        """(step, state, meta) of the newest one after step `above` of which every piece is there and right, or None.
+        """Return (step, state, meta) of the newest intact, complete snapshot after step `above`, or None.
 
-        `abstract`: a pytree of `jax.ShapeDtypeStruct` with shardings, on any mesh and any number of processes.
+        Args:
+            abstract: a pytree of `jax.ShapeDtypeStruct` with shardings, on any mesh and any number of processes.
         """
         if not self.every:
             return None
@@ -199,7 +201,7 @@ class LocalCheckpoints:
                 state, meta = self._load(abstract, taken, holders)
             except (Damaged, OSError) as error:
                 problem = f"{error}"
-            if problems := [problem for problem in exchange(problem) if problem]:  # then it is nobody's
+            if problems := [problem for problem in exchange(problem) if problem]:  # if one cannot, none does
                 self._tell("snapshot_passed_over", f"snapshot of step {taken.step} cannot be used ({problems[0]})",
                            step=taken.step, reason=problems[0])
                 continue
@@ -231,7 +233,7 @@ class LocalCheckpoints:
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta
 
     def _checked(self, name: str) -> bool:
-        """Whether one of the copies here is right; that one is read from now on."""
+        """Return whether a copy on this machine is intact, and read from that copy from now on."""
         for path in sorted(self._folder.glob(f"process-*/*/{name}")):
             try:
                 pieces.check(path)
@@ -248,20 +250,20 @@ class LocalCheckpoints:
         return self._folder / f"process-{self._me}" / "own"
 
     def _keep(self, process: int, name: str) -> Path:
-        """Where a peer's file goes; it can be given away as soon as it is there."""
+        """Return where to store a peer's file; it can be served as soon as it is there."""
         if not Taken.of(name):
             raise OSError(f"{name} is not the name of a snapshot")
         path = self._here[name] = self._own.with_name(f"peer-{process}") / name
         return path
 
     def _mine(self) -> list[Path]:
-        """The folders that this process cleans up: its own, and those of processes that there are no more."""
+        """Return the folders that this process cleans up: its own, and those of ranks that no longer exist."""
         places = [place for place in self._folder.glob("process-*/*") if place.is_dir()]
         return [place for place in places
                 if (number := int(place.parent.name.rpartition("-")[2])) == self._me or number >= self._many]
 
     def _scan(self) -> dict[str, Path]:
-        """The files on this machine that belong to this history; others of ours go."""
+        """Return this history's files on this machine, and delete those of other histories that are ours to delete."""
         here, mine = {}, self._mine()
         for path in self._folder.glob("process-*/*/*.snapshot"):
             try:
@@ -279,7 +281,7 @@ class LocalCheckpoints:
 
 
 def folder(workdir: str | Path, local_dir: str = "") -> Path:
-    """Where a run's snapshots are on this machine. Its environment counts, as in "$SLURM_TMPDIR"."""
+    """Return the folder of a run's snapshots on this machine; expands environment variables such as "$SLURM_TMPDIR"."""
     workdir = Path(workdir).absolute()
     if not local_dir:
         local_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
@@ -288,12 +290,12 @@ def folder(workdir: str | Path, local_dir: str = "") -> Path:
 
 
 def turn_back(workdir: str | Path) -> None:
-    """No snapshot taken so far will be gone on from, wherever it is: the run begins another history."""
+    """Start a new history for the run, so that no snapshot taken so far is restored from."""
     (Path(workdir) / "checkpoints" / _RUN).unlink(missing_ok=True)
 
 
 def _history(workdir: Path) -> str:
-    """Kept with the checkpoints: who deletes them, to begin anew, has begun anew."""
+    """Return the id of the run's history; kept with the checkpoints, so deleting them starts a new history."""
     path = workdir / "checkpoints" / _RUN
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -311,5 +313,5 @@ def _rmdir(place: Path) -> None:
     for path in [*place.glob("process-*"), place]:
         try:
             path.rmdir()
-        except OSError:  # others' are still in it
+        except OSError:  # it still holds other processes' files
             continue

@@ -1,4 +1,4 @@
-"""Which of a host's slots work: those that keep dying rest for a while, and a person may ask for fewer."""
+"""The slots of a host in an elastic run: slots that keep failing rest for a while, and the user may ask for fewer."""
 
 import time
 from collections.abc import Callable
@@ -8,42 +8,42 @@ from pathlib import Path
 
 @dataclass
 class SlotPool:
-    """Slots are numbered from 0 to `slots` - 1. With `minimum` equal to `slots` all always work."""
+    """The slots of a host, numbered from 0 to `slots` - 1; with `minimum` equal to `slots` all are always used."""
 
     slots: int
     minimum: int
-    fits: Callable[[int], bool]  # whether a mesh can be laid over so many processes
+    fits: Callable[[int], bool]  # whether a mesh fits this number of processes
     lost_after: int = 2
-    rest: float = 600.0  # seconds that a lost slot stays away; deaths further apart are no row of deaths
+    rest: float = 600.0  # seconds that a lost slot stays out; deaths further apart are not consecutive
     clock: Callable[[], float] = time.monotonic
-    order: int | None = None  # how many a person wants
+    order: int | None = None  # how many processes the user wants
     lost: dict[int, float] = field(default_factory=dict)  # slot -> when it was lost
-    _row: dict[int, tuple[int, float]] = field(default_factory=dict)  # slot -> deaths in a row, and the last one's time
+    _row: dict[int, tuple[int, float]] = field(default_factory=dict)  # slot -> consecutive deaths, time of the last
 
     @property
     def elastic(self) -> bool:
-        """Whether there is a choice."""
+        """Whether the number of processes may change."""
         return self.minimum < self.slots
 
     def died(self, slot: int) -> bool:
-        """It was the first to die. Whether that made it a lost one."""
+        """Record that this slot died first; return whether it is now lost."""
         now = self.clock()
         count, last = self._row.get(slot, (0, now))
         count = count + 1 if now - last < self.rest else 1
-        self._row = {slot: (count, now)}  # in a row: another one's death begins a new row
+        self._row = {slot: (count, now)}  # consecutive only: another slot's death starts a new count
         if not self.elastic or count < self.lost_after:
             return False
         self.lost[slot] = now
         return True
 
     def ask(self, number: int) -> None:
-        """A person wants so many; who asks for more than there are wants the lost ones back."""
+        """Set the number of processes the user wants; asking for more than are available brings lost slots back."""
         self.order = number
         if number > self.slots - len(self.lost):
             self._take_back(list(self.lost))
 
     def wanted(self) -> list[int]:
-        """The slots that should work now: as many as are asked for, are not lost, and a mesh fits."""
+        """Return the slots to use now: as many as are asked for, are not lost, and fit a mesh."""
         self._take_back([slot for slot, since in self.lost.items() if self.clock() - since >= self.rest])
         if self.slots - len(self.lost) < self.minimum:
             self._take_back(list(self.lost))  # nothing is left to lose
@@ -58,18 +58,18 @@ class SlotPool:
     def _take_back(self, slots: list[int]) -> None:
         for slot in slots:
             del self.lost[slot]
-            self._row[slot] = (self.lost_after - 1, self.clock())  # one more death soon, and it rests again
+            self._row[slot] = (self.lost_after - 1, self.clock())  # after one more death soon it rests again
 
 
 class Order:
-    """WORKDIR/processes: a file in which a person writes how many processes are to work."""
+    """WORKDIR/processes: a file in which the user writes how many processes to use."""
 
     def __init__(self, path: Path, least: int, most: int, complain: Callable[[str], None]):
         self._path, self._least, self._most, self._complain = path, least, most, complain
-        self._seen = self._text()  # an order of a day long gone is no order
+        self._seen = self._text()  # ignores a number left from an earlier run
 
     def new(self) -> int | None:
-        """The number, once for each time that it is written."""
+        """Return the number in the file, once for each time it is written, or None."""
         text = self._text()
         if text == self._seen or not text:
             return None
@@ -80,7 +80,7 @@ class Order:
             number = 0
         if self._least <= number <= self._most:
             return number
-        self._complain(f"{self._path}: {text[0]!r} is no number from {self._least} to {self._most} "
+        self._complain(f"{self._path}: {text[0]!r} is not a number from {self._least} to {self._most} "
                        "(--min_processes to --processes)")
         return None
 

@@ -32,28 +32,28 @@ from jaxtrain.launch.supervisor.progress_file import Steps
 from jaxtrain.launch.supervisor.slot_pool import Order, SlotPool
 from jaxtrain.observe.events import record
 
-_TICK = 0.2  # seconds between two looks; a death is seen at once
-_OWN_END = 30.0  # seconds for the others to end by themselves behind one that ended on purpose
-_STACKS = 2.0  # seconds for the others to say where they stand behind one that died
-_WORDS = 10.0  # seconds for the others to write that down behind one that gave up
-_JUMP = 5.0  # seconds by which a clock is set, and not put right bit by bit
-_FRESH = 300.0  # seconds in which that may end a process
+_TICK = 0.2  # seconds between polls; a death is noticed at once
+_OWN_END = 30.0  # seconds for the others to end by themselves after one ended deliberately
+_STACKS = 2.0  # seconds for the others to dump their stacks after one died
+_WORDS = 10.0  # seconds for the others to write their reports after one gave up
+_JUMP = 5.0  # seconds by which a clock is set at once instead of slewed
+_FRESH = 300.0  # seconds within which such a jump may end a process
 _ROOM = 2**20  # bytes that a start needs for its logs and records
-_MUTE = 5.0  # seconds without a sign of life, when others give up, of who made them do so
+_MUTE = 5.0  # seconds of silence after which a process is the likely reason why others gave up
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our flags, and those of the run."""
+    """Parse the supervisor's own flags; return them and those of the run."""
     parser = parser_of("supervise", __doc__,
                        usage="%(prog)s [--processes=N ...] -- --config=FILE [flags of jaxtrain train]")
     parser.add_argument("--processes", type=int, default=1, help="how many, on this host; default: 1")
-    parser.add_argument("--min_processes", type=int, help="go on with so few when others keep dying; default: all")
+    parser.add_argument("--min_processes", type=int, help="fewest to go on with when others keep dying; default: all")
     parser.add_argument("--max_restarts", type=int, default=5,
                         help="restarts in a row without a new step until it gives up; default: 5")
     parser.add_argument("--max_backoff", type=float, default=60.0,
                         help="seconds between two attempts, at most; default: 60")
     parser.add_argument("--silent", type=float, default=300.0,
-                        help="seconds without a sign of life until a process counts as hung; 0: for ever; default: 300")
+                        help="seconds without a sign of life until a process counts as hung; 0: never; default: 300")
     parser.add_argument("--lost_after", type=int, default=2,
                         help="deaths in a row until a process is left out; default: 2")
     parser.add_argument("--retry_lost", type=float, default=600.0,
@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     flags, rest = parser.parse_args(words[:split]), words[split + 1:]
     flags.min_processes = flags.processes if flags.min_processes is None else flags.min_processes
     if flags.processes < 1:
-        raise UserError("--processes", f"{flags.processes} is no number of processes", "give 1 or more")
+        raise UserError("--processes", f"{flags.processes} is not a valid number of processes", "give 1 or more")
     if not 1 <= flags.min_processes <= flags.processes:
         raise UserError("--min_processes", f"{flags.min_processes} is not between 1 and --processes={flags.processes}",
                         "give a number that is")
@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         if getattr(flags, flag) < 0:
             raise UserError(f"--{flag}", f"{getattr(flags, flag)} is negative", "give 0 or more")
     if flags.lost_after < 1:
-        raise UserError("--lost_after", f"{flags.lost_after} is no number of deaths", "give 1 or more")
+        raise UserError("--lost_after", f"{flags.lost_after} is not a valid number of deaths", "give 1 or more")
     return flags, rest
 
 
@@ -92,27 +92,27 @@ class End:
     def __init__(self, team: list[Child], silent: Child | None, mute: Child | None, resized: str, jumped: float = 0.0):
         failures = filter(None, [failure_report.first(team)])
         silent = silent or (mute if all(map(failure_report.follows, failures)) else None)
-        self.resized = resized  # why the run is to have another size, if that is what ended it
+        self.resized = resized  # why the run is to change its size, if that ended the attempt
         self.logs = team[0].log.parent
         self.done = all(child.code == exit_codes.DONE for child in team)
         self.since = min(child.died or 0.0 for child in team)
         self.culprit = silent or failure_report.first(team)
-        # Whose slot is to blame: not of those that only followed, or ended on purpose.
+        # The child whose slot is to blame: not one that only followed, or ended deliberately.
         self.lost = self.culprit if self.culprit and (silent or not failure_report.follows(self.culprit)) else None
         hanging = next((child for child in team if child.cut_off), team[0])
         self.why = (f"process {silent.rank} gave no sign of life" if silent else self.culprit.words() if self.culprit
                     else f"process {hanging.rank} did not end with the others")
         if jumped and self.culprit and self.culprit.code == -signal.SIGABRT and not self.lost:
-            # JAX's own service, which goes by that clock, ended all.
+            # JAX's own service, which uses that clock, ended all processes.
             self.why = f"the wall clock was set by {jumped:+.0f} s, and JAX took that for processes that fell silent"
         self.verdict = failure_report.verdict(self.culprit, self.why if silent else "") if self.culprit else self.why
 
 
 class Supervisor:
-    """One host's share of a run."""
+    """The supervisor of one host's processes."""
 
     def __init__(self, flags: argparse.Namespace, rest: list[str]):
-        wanted, _ = training_flags(rest)  # a mistake in them is told here, once
+        wanted, _ = training_flags(rest)  # reports mistakes in them here, once
         for name in ("coordinator", "num_processes", "process_id"):
             if getattr(wanted, name) is not None:
                 raise UserError(f"--{name}", "the supervisor gives it to each process", "leave it out behind --")
@@ -122,17 +122,17 @@ class Supervisor:
         self.staff = SlotPool(flags.processes, flags.min_processes, self._fits, flags.lost_after, flags.retry_lost)
         self.order = Order(self.workdir / "processes", flags.min_processes, flags.processes, say)
         self.steps = Steps(self.workdir / "metrics.jsonl")
-        self.asked: int | None = None  # the signal that ends the run
-        self._at_once = False  # a second Ctrl-C came
-        self._signals: list[int] = []  # come, and not yet passed on
+        self.asked: int | None = None  # the signal that asked the run to end
+        self._at_once = False  # a second Ctrl-C arrived
+        self._signals: list[int] = []  # received but not yet forwarded
         self._asking: subprocess.Popen | None = None
         self._fitting: set[int] | None = None
 
     # ----------------------------------------------------------------------------------------------- attempt by attempt
     def run(self) -> int:
-        """Until there is a reason to end; returns the exit status."""
-        failures = 0  # in a row, without a new step
-        down: tuple[float, str] | None = None  # since when the run stands still, and why
+        """Run attempts until there is a reason to end; returns the exit status."""
+        failures = 0  # consecutive attempts without a new step
+        down: tuple[float, str] | None = None  # since when the run has been down, and why
         while True:
             if not self._room():
                 return self._asked_status(exit_codes.SAVED)
@@ -171,13 +171,13 @@ class Supervisor:
                 return self._asked_status(exit_codes.SAVED)
 
     def _asked_status(self, code: int) -> int:
-        """Behind a signal to us. What was saved is saved, whatever happened on the way out."""
+        """Return the exit status after a signal; what was saved is saved, whatever failed during shutdown."""
         if code in (exit_codes.MISTAKE, exit_codes.STOPPED):
             return code
         return exit_codes.INTERRUPTED if self.asked == signal.SIGINT else exit_codes.SAVED
 
     def _attempt(self, down: tuple[float, str] | None) -> "End":
-        """Start all and watch them to their end."""
+        """Start all processes and watch them until they end."""
         slots, logs = self.staff.wanted(), _next_folder(self._logs)
         coordinator = self.flags.coordinator or f"127.0.0.1:{_free_port()}"
         self.steps.look()
@@ -246,12 +246,12 @@ class Supervisor:
 
     # -------------------------------------------------------------------------------------------------- what is noticed
     def _silent(self, team: list[Child], seconds: float) -> Child | None:
-        """Who lives and gave no sign of it for so long (0: for ever)."""
+        """Return a running child that has been silent for so long, or None (0 seconds: never)."""
         quiet = min((child for child in team if child.died is None), key=lambda child: child.heard, default=None)
         return quiet if quiet and seconds and time.monotonic() - quiet.heard > seconds else None
 
     def _resize(self, slots: list[int]) -> str:
-        """Why the run is to go on with other processes than these; "" if it is not."""
+        """Return why the run should continue with other slots, or "" if it should not."""
         if (number := self.order.new()) is not None:
             self.staff.ask(number)
             self._record("ordered", processes=number)
@@ -260,22 +260,22 @@ class Supervisor:
         return f"{len(wanted)} instead of {len(slots)} processes"
 
     def _room(self) -> bool:
-        """Wait while the disk is too full to start anything. Whether nobody ended the run meanwhile."""
+        """Wait while the disk is too full to start anything; returns False if a signal ended the run meanwhile."""
         said = False
         while not self.asked and shutil.disk_usage(self.workdir).free < _ROOM:
             if not said:
-                say(f"{self.workdir} has no room for a start; it waits until there is some")
+                say(f"{self.workdir} has too little free space for a start; waiting for more")
                 said = True
             self._sleep(_TICK)
         return not self.asked
 
     def _recovered(self, since: float, why: str) -> None:
         seconds = time.monotonic() - since
-        say(f"recovered in {seconds:.1f} s: {why}, and all train again")
+        say(f"recovered in {seconds:.1f} s: {why}; all processes train again")
         self._record("recovered", seconds=seconds, why=why, step=self.steps.newest)
 
     def _fits(self, processes: int) -> bool:
-        """Whether a mesh fits so many. Before anything has run nobody knows how many devices a process has."""
+        """Return whether a mesh fits this number of processes; False until a run has recorded its devices."""
         if not (self.workdir / "run.json").exists():
             return False
         if self._fitting is None:
@@ -283,8 +283,8 @@ class Supervisor:
             assert self._asking
             answers, refusals = self._asking.communicate()
             if self._asking.returncode:
-                say(refusals.strip() or "with how many processes the run could go on is not known yet")
-                self._asking = None  # the next time
+                say(refusals.strip() or "it is not known yet with how many processes the run can go on")
+                self._asking = None  # ask again next time
                 return False
             self._fitting = {int(line.split()[0]) for line in answers.splitlines()}
             if refusals:
@@ -293,7 +293,7 @@ class Supervisor:
         return processes in self._fitting
 
     def _ask_what_fits(self) -> None:
-        """Another process finds out, since it takes JAX; when a process is lost, the answer is there already."""
+        """Start a subprocess (it needs JAX) that finds which sizes fit, before the answer is needed."""
         if self._asking is None:
             command = [sys.executable, "-m", "jaxtrain.plan.elastic", f"--least={self.flags.min_processes}",
                        f"--full={self.flags.processes}", f"--workdir={self.workdir}", "--", *self.rest]
@@ -303,7 +303,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def alone(self):
-        """Two of us would train two runs into one folder. The kernel opens the lock when we end, however we do."""
+        """Hold a lock against a second supervisor in this workdir; the kernel releases it when this process ends."""
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
             lock = open(self._logs / "lock", "w")  # noqa: SIM115 (closed below)
@@ -320,13 +320,13 @@ class Supervisor:
 
     # ---------------------------------------------------------------------------------------------------------- waiting
     def _wait(self) -> None:
-        """Until something may have happened: a child's end and a signal to us come through the pipe."""
+        """Wait for an event or a tick; a child's end and a signal wake this up through the pipe."""
         with contextlib.suppress(BlockingIOError):
             if select.select([self._wakeups], [], [], _TICK)[0]:
                 self._wakeups.recv(4096)
 
     def _sleep(self, seconds: float) -> bool:
-        """Whether it was not cut short."""
+        """Sleep; returns False if a signal cut it short."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.asked:
             self._wait()
@@ -334,9 +334,9 @@ class Supervisor:
 
     @contextlib.contextmanager
     def listening(self):
-        """Take signals: the first is passed on, so that all save; a second Ctrl-C ends all at once.
+        """Handle signals: the first is forwarded so that all processes save; a second Ctrl-C ends all at once.
 
-        A terminal that is closed is a reason to save, too, unless we are to outlive it (nohup).
+        Closing the terminal (SIGHUP) also saves, unless it is ignored (nohup).
         """
         self._wakeups, theirs = socket.socketpair()
         theirs.setblocking(False)
@@ -363,12 +363,12 @@ class Supervisor:
         self.asked = self.asked or number
 
     def _record(self, kind: str, **fields) -> None:
-        with contextlib.suppress(OSError):  # a full disk is no reason to stop watching
+        with contextlib.suppress(OSError):  # a full disk is no reason to stop monitoring
             record(self.workdir, kind, **{"process": "supervisor", **fields})
 
 
 class _Tail:
-    """Shows what is added to a log."""
+    """Copies what is added to a log to stderr."""
 
     def __init__(self, path: Path):
         self._file = open(path, "rb")  # noqa: SIM115 (lives as long as the attempt)
@@ -380,12 +380,12 @@ class _Tail:
 
 
 def say(text: str) -> None:
-    """To whoever watches."""
+    """Print a message of the supervisor."""
     errors.say(f"supervise: {text}")
 
 
 def _next_folder(logs: Path) -> Path:
-    """logs/N, one higher than what is there."""
+    """Create and return logs/N, one higher than the highest there is."""
     number = max((int(entry.name) for entry in logs.iterdir() if entry.name.isdecimal()), default=0) + 1
     (folder := logs / str(number)).mkdir()
     return folder
@@ -398,7 +398,7 @@ def _free_port() -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until there is a reason to end. `distributed/exit_codes.py` tells what the exit status means."""
+    """Run until there is a reason to end; `distributed/exit_codes.py` explains the exit statuses."""
     status = exit_codes.DONE
 
     @command(stopped="stopped at once; what was saved before is kept")

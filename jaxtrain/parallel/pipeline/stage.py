@@ -1,4 +1,4 @@
-"""What one stage of a pipeline does at a tick: receive, F, B, W, send. One device's program, among manual axes."""
+"""One pipeline stage's work at a tick: receive, F, B, W, send; one device's program, among manual axes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ Carry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Parts:
-    """A model cut in three; of each stack of layers, the parameters may hold any number."""
+    """A model cut in three parts; the parameters may hold any number of each stack's layers."""
 
-    stacks: Mapping[str, int]  # the keys of parameters that are stacks, in order, and how many layers each has
-    # All parameters, trained and frozen, and a whole batch -> those that the other parts need, and the batch for them.
+    stacks: Mapping[str, int]  # the parameter keys that are stacks, in order, and the number of layers of each
+    # (all parameters, trained and frozen, whole batch) -> the parameters and batch that the other parts need
     prepare: Callable[[Any, Any], tuple[Any, Any]]
-    weight: Callable[[Any], jax.Array]  # of a prepared batch, what to divide the summed loss by
+    weight: Callable[[Any], jax.Array]  # of a prepared batch: the divisor of the summed loss
     begin: Callable[[Any, Any], jax.Array]  # parameters, batch -> activations
     # parameters, activations, batch, the slots of each stack -> activations, summed penalty, further sums for each
     # layer of the last stack
@@ -35,17 +35,19 @@ class Parts:
     end: Callable[[Any, jax.Array, Any], jax.Array]  # parameters, activations, batch -> summed loss
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
-        """Return the summed loss, its weight and further sums, one part after the other: without a pipeline."""
+        """Run all parts without a pipeline; return the summed loss, its weight and further sums."""
         params, batch = self.prepare(params, batch)
         x, penalty, sums = self.middle(params, self.begin(params, batch), batch, None)
         return self.end(params, x, batch) + penalty, self.weight(batch), sums
 
 
 class Stage:
-    """The layers of one stage and its part of the table; `run` goes through all ticks and returns what was added up.
+    """The layers of one stage and its part of the table; `run` goes through all ticks and returns the results.
 
-    `layers` are the trained parameters of its layers and `outer` those of everything else; `frozen` is a pair of the
-    same kinds, which have no gradients.
+    Args:
+        layers: the trained parameters of the stage's layers.
+        outer: the trained parameters of everything else.
+        frozen: the frozen parameters of both kinds, as a pair.
     """
 
     def __init__(self, parts: Parts, schedule: Schedule, stage: jax.Array, slots: Mapping[str, Slots], layers: Any,
@@ -61,17 +63,17 @@ class Stage:
         self.rows = jnp.asarray(self.table.op)[:, stage]
         self.empty = self._activation()
         self.ledgers = {key: Ledger() for key in parts.stacks}
-        if "W" in self.kinds:  # look once which products there are
+        if "W" in self.kinds:  # trace once to find the products
             weights, micro = pick(self.layers, 0), pick(self.batch, 0)
             looking = put(weights, self._deferred(take(weights, deferrable)[1], dict.fromkeys(deferrable)))
             jax.eval_shape(lambda: self.middle(0, looking, self.empty, micro))
 
     def run(self) -> Carry:
-        """All ticks."""
+        """Run all ticks."""
         return lax.scan(self.tick, self.start(), self.rows)[0]
 
     def start(self) -> Carry:
-        """Empty slots and zero sums."""
+        """Return empty slots and zero sums."""
         def slots(tree, name):
             return jax.tree.map(lambda x: lax.broadcast(x, (self.trash[name] + 1,)), tree)
 
@@ -89,7 +91,7 @@ class Stage:
         return carry
 
     def tick(self, carry: Carry, row: jax.Array) -> tuple[Carry, None]:
-        """Receive what neighbours sent in the tick before; do what the table says; leave what is to be sent."""
+        """Receive what neighbours sent in the previous tick, do what the table says, and leave outputs to be sent."""
         came = {ring: lax.ppermute(carry[ring], "stage", [(i, (i + step) % self.stages) for i in range(self.stages)])
                 for ring, step in (("right", 1), ("left", -1))}
         if self.latency == 1:
@@ -103,7 +105,7 @@ class Stage:
 
     # ------------------------------------------------------------------------------------------------ the operations
     def forward(self, carry: Carry, row: jax.Array) -> Carry:
-        """F: keep the chunk's input, send its output. At the end there is none: B computes it for itself."""
+        """F: keep the chunk's input and send its output; the last chunk has none, since B recomputes it."""
         chunk, micro = row[Column.F_CHUNK], pick(self.batch, row[Column.F_MB])
         here, weights = self.position[chunk], pick(self.layers, chunk)
         x = lax.cond(here == 0, lambda: self.parts.begin(self.all_of(chunk, weights, self.outer), micro),
@@ -120,9 +122,9 @@ class Stage:
         return self.send(carry, "F", y, row)
 
     def backward(self, carry: Carry, row: jax.Array) -> Carry:
-        """B: the chunk again, at the end the loss, then gradients: the input's is sent, the weights' are added up.
+        """B: recompute the chunk, and at the end the loss; send the input's gradient, accumulate those of weights.
 
-        With W in the schedule, products of a weight are put off: only their inputs and output gradients are kept.
+        With W in the schedule, weight products are deferred: only their inputs and output gradients are kept.
         """
         chunk, micro = row[Column.B_CHUNK], pick(self.batch, row[Column.B_MB])
         here, weights = self.position[chunk], pick(self.layers, chunk)
@@ -157,7 +159,7 @@ class Stage:
         return self.send(self.store(carry, "pairs", pairs, row, Column.B_STORE), "B", dx, row)
 
     def weigh(self, carry: Carry, row: jax.Array) -> Carry:
-        """W: the products that B put off."""
+        """W: compute the weight products that B deferred."""
         chunk, pairs = row[Column.W_CHUNK], pick(carry["pairs"], row[Column.W_FROM])
         _, kernels = take(pick(self.layers, chunk), self.rooms())
         grads = {}
@@ -169,28 +171,28 @@ class Stage:
         return carry | dict(kernel_grads=add_at(carry["kernel_grads"], chunk, grads))
 
     def told(self, carry: Carry, chunk: Any, end: jax.Array, penalty: jax.Array, sums: Sums) -> Carry:
-        """What a chunk adds to the totals."""
+        """Return the totals with what a chunk adds to them."""
         return dict(loss=carry["loss"] + end, penalty=carry["penalty"] + penalty,
                     sums=add_at(carry["sums"], chunk, sums))
 
     # -------------------------------------------------------------------------------------------- slots and neighbours
     def receive(self, carry: Carry, row: jax.Array, came: Mapping[str, jax.Array]) -> Carry:
-        """Put what came into its slots."""
+        """Store what arrived in its slots."""
         for ring, x in came.items():
             carry = self.store(carry, "acts", x, row, Column[f"{ring.upper()}_ACT"])
             carry = self.store(carry, "grads", x, row, Column[f"{ring.upper()}_GRAD"])
         return carry
 
     def send(self, carry: Carry, kind: str, x: jax.Array, row: jax.Array) -> Carry:
-        """Leave an output for the ring that takes it, or in a slot where the next chunk is the stage's own."""
+        """Leave an output for the ring that carries it, or in a slot if the next chunk is on this stage."""
         to, ways = row[Column[f"{kind}_TO"]], set(self.table.op[..., Column[f"{kind}_TO"]].flat) - {Hop.NOWHERE}
         for ring, hop in (("right", Hop.RIGHT), ("left", Hop.LEFT)):
-            if hop in ways:  # what is sent without need goes to a slot for trash
+            if hop in ways:  # what is sent needlessly ends in the trash slot
                 carry |= {ring: x if ways == {hop} else jnp.where(to == hop, x, carry[ring])}
         return self.store(carry, "acts" if kind == "F" else "grads", x, row, Column[f"{kind}_SELF"])
 
     def store(self, carry: Carry, slots: str, x: Any, row: jax.Array, column: Column) -> Carry:
-        """Put `x` into the slot that a column names; nothing where it never names one."""
+        """Store `x` in the slot that a column names; does nothing where the column never names one."""
         if slots not in carry or (self.table.op[..., column] == self.trash[slots]).all():
             return carry
         return carry | {slots: jax.tree.map(
@@ -198,20 +200,20 @@ class Stage:
 
     # -------------------------------------------------------------------------------------------------------- weights
     def middle(self, chunk: Any, weights: Any, x: jax.Array, micro: Any) -> tuple[jax.Array, jax.Array, Sums]:
-        """The layers of one chunk."""
+        """Apply the layers of one chunk."""
         slots = {key: held.of_chunk(chunk) for key, held in self.slots.items()}
         return self.parts.middle(self.all_of(chunk, weights, self.outer), x, micro, slots)
 
     def all_of(self, chunk: Any, weights: Any, outer: Any) -> Any:
-        """Trained and frozen parameters of one chunk, and of everything that is not a layer."""
+        """Return trained and frozen parameters of one chunk, and of everything that is not a layer."""
         return partition.merge(outer, self.frozen_outer, weights, pick(self.frozen_layers, chunk))
 
     def layer_gradients(self, carry: Carry) -> Any:
-        """Of all layers of the stage, from the final carry."""
+        """Return the gradients of all layers of the stage, from the final carry."""
         return put(carry["rest_grads"], carry["kernel_grads"])
 
     def rooms(self) -> dict[Path, Any]:
-        """Room for the pairs of one chunk; nothing where the schedule has no W."""
+        """Return placeholders for the pairs of one chunk; empty where the schedule has no W."""
         return {path: room for key, ledger in self.ledgers.items()
                 if ledger.products
                 for path, room in ledger.room((len(jax.tree.leaves(self.layers[key])[0][0]),)).items()}
@@ -221,23 +223,23 @@ class Stage:
                 for path, kernel in kernels.items()}
 
     def _activation(self) -> jax.Array:
-        """Zeros like what passes between chunks."""
+        """Return zeros shaped like the activation passed between chunks."""
         weights, micro = pick(self.layers, 0), pick(self.batch, 0)
         x = jax.eval_shape(lambda: self.parts.begin(self.all_of(0, weights, self.outer), micro))
         return sharding.constrain(jnp.zeros(x.shape, x.dtype), "batch", "block_seq", "act_embed")
 
 
 def pick(tree: Any, index: Any) -> Any:
-    """Element `index` of every array's first dimension."""
+    """Return element `index` along the first dimension of every array."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
 
 
 def add(total: Any, more: Any) -> Any:
-    """Leaf by leaf, in the dtype of the total."""
+    """Add leaf by leaf, in the dtype of the total."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
 
 
 def add_at(total: Any, index: Any, more: Any) -> Any:
-    """`more` onto element `index` of the totals' first dimension."""
+    """Add `more` to element `index` along the first dimension of the totals."""
     return jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(
         a, lax.dynamic_index_in_dim(a, index, 0, keepdims=False) + b.astype(a.dtype), index, 0), total, more)

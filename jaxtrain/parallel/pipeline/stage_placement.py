@@ -1,4 +1,4 @@
-"""Which stage holds which layers, and the way there and back: [layers, ...] to [stages, chunks, slots, ...]."""
+"""The placement of layers on pipeline stages, and conversion between [layers, ...] and [stages, chunks, slots, ...]."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ class Slots:
     full: bool  # whether no stage has an empty slot
 
     def of_chunk(self, chunk: Any) -> "Slots":
-        """The slots of one chunk."""
+        """Return the slots of one chunk."""
         return Slots(self.numbers[chunk], self.full)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Of each stack of layers: the layer in each slot of each chunk of each stage, or -1 where the slot stays empty."""
+    """For each stack: the layer in each slot of each chunk of each stage, or -1 where the slot is empty."""
 
     layers: Mapping[str, np.ndarray]  # [stages, chunks, slots]
 
     @classmethod
     def of(cls, stacks: Mapping[str, int], position: Position) -> "Placement":
-        """Layers in order over the chunks in order, as evenly as they go; the first and last chunk have other work."""
+        """Place layers in order over the chunks, as evenly as possible; any remainder goes to middle chunks first."""
         place = np.array(position)
         parts, total = place.size, sum(stacks.values())
         sizes = np.full(parts, total // parts)
@@ -49,16 +49,16 @@ class Placement:
 
     @property
     def even(self) -> bool:
-        """Whether each stage has the part of each stack that an even split of its layers gives it."""
+        """Whether each stage holds what an even split of each stack's layers gives it."""
         return all((layers.reshape(-1) == np.arange(layers.size)).all() for layers in self.layers.values())
 
     def slots(self, stage: jax.Array) -> dict[str, Slots]:
-        """The slots [chunks, slots] of a stage, for each stack."""
+        """Return the slots [chunks, slots] of a stage, for each stack."""
         return {key: Slots(jax.numpy.asarray(layers)[stage], bool((layers >= 0).all()))
                 for key, layers in self.layers.items()}
 
     def to_stages(self, key: str, weight: jax.Array, in_use: P) -> jax.Array:
-        """A stacked weight, as it lies at rest, as [stages, chunks, slots, ...] in use."""
+        """Convert a stacked weight from its layout at rest to [stages, chunks, slots, ...] in use."""
         slots, (over, *spec) = self.layers[key].shape, jax.typeof(weight).sharding.spec
         spec = [_without(entry, "data") for entry in spec]
         if self.even and "stage" in axes_of(over):  # nothing moves between stages
@@ -71,7 +71,7 @@ class Placement:
         return jax.reshard(weight, P("stage", None, None, *in_use))
 
     def from_stages(self, key: str, gradient: jax.Array, at_rest: P) -> jax.Array:
-        """The way back: a stacked array as it lies at rest."""
+        """Convert a stacked array back to its layout at rest."""
         layers, spec = self.layers[key], jax.typeof(gradient).sharding.spec[3:]
         whole = (layers.size, *gradient.shape[3:])
         if self.even and "stage" in axes_of(at_rest[0]):

@@ -20,7 +20,7 @@ Times = tuple[float, float, float]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 2: the user's mistake, in one line."""
+    """Run the command; returns exit status 0, or 2 on a user error."""
     try:
         flags = parse(argv)
         times = (flags.f, flags.b + (flags.f if flags.recompute else 0), flags.w)
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The flags."""
+    """Parse the command line."""
     parser = parser_of("schedules", __doc__)
     parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(NAMES)}; default: 1f1b")
     parser.add_argument("--stages", type=int, help="default 4, or those of the table")
@@ -66,12 +66,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = parser.parse_args(argv)
     for name in "fbw":
         if not 0 < getattr(flags, name) < float("inf"):
-            raise UserError(f"--{name}", f"{getattr(flags, name):g} is no time", "give a number above 0")
+            raise UserError(f"--{name}", f"{getattr(flags, name):g} is not a valid time", "give a number above 0")
     return flags
 
 
 def summary(schedule: Schedule, times: Times) -> str:
-    """Length, bubble, memory and times, a line each."""
+    """Return length, bubble, memory and times, one line each."""
     stages, slots = range(schedule.stages), table(schedule)
 
     def each(count) -> str:
@@ -98,7 +98,7 @@ def _free(schedule: Schedule, times: Times) -> float:
 
 
 def report(times: Times, latency: int) -> str:
-    """How busy a stage is under each schedule."""
+    """Return a table of how busy a stage is under each schedule."""
     sizes = [(p, m) for p in (4, 8) for m in (8, 32)]
     kinds = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)]
     lines = ["share of time in which a stage works, in lockstep (and free-running), modelled with "

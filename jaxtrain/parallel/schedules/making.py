@@ -1,4 +1,4 @@
-"""The schedules of the papers, for any number of stages and micro-batches."""
+"""Builders of the papers' schedules, for any number of stages and micro-batches."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,9 +15,9 @@ Place = Callable[[Op], bool]
 
 def make(name: str, stages: int, microbatches: int, chunks: int = 1, *, paired: bool = False,
          latency: int = 1) -> Schedule:
-    """The schedule of this name, validated."""
+    """Build and validate the schedule of this name."""
     if name not in NAMES:
-        raise UserError("pipeline.schedule", f"{name!r} is no schedule", nearest(name, NAMES))
+        raise UserError("pipeline.schedule", f"{name!r} is not a schedule", nearest(name, NAMES))
     check_sizes(stages, microbatches, chunks, latency)
     if wrong := wrong_chunks(name, chunks):
         raise UserError("pipeline.chunks", *wrong)
@@ -30,7 +30,7 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1, *, paired: 
 
 
 def wrong_chunks(name: str, chunks: int) -> tuple[str, str] | None:
-    """Why a schedule cannot have so many chunks of layers on a stage, and what to do about it; None if it can."""
+    """Return why a schedule cannot have this many chunks per stage, and what to do about it; None if it can."""
     if name == "interleaved" and chunks < 2:
         return f"interleaved has several chunks per stage, not {chunks}", "set it to 2 or more, or use 1f1b"
     if name in ("1f1b", "zb_h1") and chunks != 1:
@@ -42,7 +42,7 @@ def wrong_chunks(name: str, chunks: int) -> tuple[str, str] | None:
 
 def forward_only(stages: int, microbatches: int, chunks: int = 1, *, latency: int = 1,
                  position: Position | None = None) -> Schedule:
-    """Forwards alone, for evaluation: what has entered leaves before more enters."""
+    """Build a schedule of forwards only, for evaluation: what has entered leaves before more enters."""
     check_sizes(stages, microbatches, chunks, latency)
     position = position or straight(stages, chunks)
     done = [[0] * chunks for _ in range(stages)]
@@ -57,9 +57,9 @@ def forward_only(stages: int, microbatches: int, chunks: int = 1, *, latency: in
 
 
 def _fill(empty: Schedule, turn: Callable[[int, Place], None], kinds: str) -> Schedule:
-    """Tick after tick, each stage has its turn to place operations, until all are placed.
+    """Fill a schedule tick by tick: each stage in turn places operations, until all are placed.
 
-    `turn(stage, place)` offers operations; `place` takes one whose needs are met and says whether it did.
+    `turn(stage, place)` offers operations; `place` accepts one whose inputs are ready and returns whether it did.
     """
     at: dict[tuple[int, Op], int] = {}
     ticks: list[tuple[Cell, ...]] = []
@@ -84,13 +84,13 @@ def _fill(empty: Schedule, turn: Callable[[int, Place], None], kinds: str) -> Sc
 
 
 def _in_order(empty: Schedule, paired: bool) -> Schedule:
-    """Each stage: forwards to warm up, then F and B in turn (W some B later), then what is left.
+    """Give each stage warm-up forwards, then F and B alternately (W some B later), then what is left.
 
-    How many forwards warm up decides all else. They last until the first gradient comes back: a round trip.
+    The number of warm-up forwards determines everything else. They last until the first gradient returns: a round trip.
     """
     kinds = "FBW" if empty.name == "zb_h1" else "FB"
     p, v, hop, m = empty.stages, empty.chunks, empty.latency, empty.microbatches
-    # A micro-batch comes round to the first stage after hop x p ticks: groups of no fewer others fill the time.
+    # A micro-batch returns to the first stage after hop x p ticks: groups of at least that many fill the time.
     groups = max(1, m // (hop * p))
     together = [range(*ends) for ends in pairwise(-(-m * i // groups) for i in range(groups + 1))]
     order = {"F": [(k, c) for group in together for c in range(v) for k in group],
@@ -102,15 +102,15 @@ def _in_order(empty: Schedule, paired: bool) -> Schedule:
     def warmup(stage: int) -> int:
         if empty.name == "gpipe":
             return n
-        # Unpaired, a stage does a forward every other tick: half as many fill the trip. Interleaved, the trip begins
+        # Unpaired, a stage does a forward every other tick, so half as many fill the trip. Interleaved, the trip begins
         # when the first group has passed all chunks but the last.
         way = hop * (p - 1 - stage)
         return way if v == 1 and not paired else 2 * way + (v - 1) * len(together[0])
 
     def due(stage: int) -> str:
         f, b, w = (done[stage][kind] for kind in KINDS)
-        # The further down a stage, the fewer activations B leaves to it and the more may wait for W: as many in all as
-        # the first stage holds. So gradients reach the first stage sooner, and W fills the end.
+        # The later a stage, the fewer activations wait for B and the more may wait for W: together as many as the first
+        # stage holds. So gradients reach the first stage sooner, and W fills the end.
         if "W" in kinds and w < (b - hop * stage if b < n else n):
             return "W"
         return "F" if f < min(n, warmup(stage) + 1 + b) else "B"
@@ -128,10 +128,11 @@ def _in_order(empty: Schedule, paired: bool) -> Schedule:
 
 
 def _zb_v(empty: Schedule) -> Schedule:
-    """Greedy within the memory of 1f1b: W once memory is short, else a forward, else B, and W when nothing else can be.
+    """Schedule greedily in the memory of 1f1b: W when memory is short, else a forward, else B, else W.
 
-    Of all orders of the four F and B this one and its like leave no stage idle between its first and last operation,
-    from 2 x latency x stages micro-batches on. The first micro-batch is back on a stage just before the room is full.
+    Among the orders of the four F and B, this one and its equivalents leave no stage idle between its first and last
+    operation, from 2 x latency x stages micro-batches on. The first micro-batch returns to a stage just before its
+    memory is full.
     """
     m = empty.microbatches
     room = 2 * (empty.latency * (empty.stages - 1) + 1)
@@ -143,7 +144,7 @@ def _zb_v(empty: Schedule) -> Schedule:
         held = sum(mine["F", chunk] - mine["W", chunk] for chunk in range(2))
         short = held >= room - 1 and mine["F", 1] < m
         forwards = (("F", 1), ("F", 0)) if held < room else ()
-        # Of the chunks that have W waiting, the one with more.
+        # Of the chunks with W waiting, the one with more.
         weights = sorted((("W", chunk) for chunk in range(2)), key=lambda w: mine[w] - mine["B", w[1]])
         for kind, chunk in [*(weights if short else ()), *forwards, ("B", 0), ("B", 1), *weights]:
             count = mine[kind, chunk]

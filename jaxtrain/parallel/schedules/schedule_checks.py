@@ -1,4 +1,4 @@
-"""Whether a schedule can be run."""
+"""Validation of schedules."""
 
 from itertools import pairwise
 
@@ -7,7 +7,10 @@ from jaxtrain.parallel.schedules.schedule import KINDS, Hop, Op, Schedule
 
 
 def validate(schedule: Schedule, key: str = "pipeline.schedule") -> Schedule:
-    """The schedule itself, if every operation is done once, where and when it can be; else a UserError about `key`."""
+    """Return the schedule if it can be run; raises a UserError about `key` otherwise.
+
+    Every operation must occur exactly once, at a place and time at which its inputs are available.
+    """
     p, v, m = schedule.stages, schedule.chunks, schedule.microbatches
     check_sizes(p, m, v, schedule.latency)
     if len(schedule.position) != p or sorted(g for row in schedule.position for g in row) != list(range(p * v)) \
@@ -16,7 +19,7 @@ def validate(schedule: Schedule, key: str = "pipeline.schedule") -> Schedule:
                              f"the positions 0 to {p * v - 1}", "name each position once")
     for g, ((one, _), (other, _)) in enumerate(pairwise(schedule.place)):
         if (one - other) % p not in (0, 1, p - 1):
-            raise UserError(key, f"positions {g} and {g + 1} are on stages {one} and {other}, which are no neighbours",
+            raise UserError(key, f"positions {g} and {g + 1} are on stages {one} and {other}, which are not neighbours",
                             "place them on one stage or on neighbours")
     at = _once_each(schedule, key)
     on_ring: dict[tuple[int, int, Hop], Op] = {}
@@ -39,7 +42,7 @@ def validate(schedule: Schedule, key: str = "pipeline.schedule") -> Schedule:
 
 
 def _once_each(schedule: Schedule, key: str) -> dict[tuple[int, Op], int]:
-    """The tick of each operation, if none is missing, doubled or unknown."""
+    """Return the tick of each operation, if none is missing, duplicated or unknown."""
     at: dict[tuple[int, Op], int] = {}
     for tick, row in enumerate(schedule.ticks):
         if len(row) != schedule.stages:
@@ -72,7 +75,7 @@ def _once_each(schedule: Schedule, key: str) -> dict[tuple[int, Op], int]:
 
 
 def check_sizes(stages: int, microbatches: int, chunks: int, latency: int) -> None:
-    """Refuse sizes that no schedule has."""
+    """Refuse sizes that no schedule can have."""
     for key, size in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if size < 1:
             raise UserError(f"pipeline.{key}", f"{size} is less than one", "set it to 1 or more")

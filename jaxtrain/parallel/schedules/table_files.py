@@ -1,4 +1,4 @@
-"""Schedules in CSV and JSON: a table of one's own in, any table out."""
+"""Schedules in CSV and JSON files: read custom tables, write any table."""
 
 import csv
 import json
@@ -13,15 +13,15 @@ from jaxtrain.parallel.schedules.schedule_checks import check_sizes, validate
 
 def from_file(path: str | Path, stages: int = 0, microbatches: int = 0, chunks: int = 0, *,
               latency: int = 1) -> Schedule:
-    """A table of one's own, validated. Sizes of 0 are what the table has.
+    """Read and validate a custom table; sizes of 0 are taken from the table.
 
-    CSV has one row a stage and one column a tick. A cell is empty or names operations: `F3`, `B0`, `W2`, `F3.1` for
+    CSV has one row per stage and one column per tick. A cell is empty or names operations: `F3`, `B0`, `W2`, `F3.1` for
     chunk 1, `F3+B1` for two. JSON is {"stages": [[cell, ...] of stage 0, ...]} with such cells, and may have a "name"
     and a "position": [[position of each chunk] of each stage]; otherwise the placement is `straight`.
     """
     key, path = "pipeline.table", Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")  # spreadsheets put a mark in front
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(key, f"{path} cannot be read ({type(error).__name__})", "give a CSV or JSON file") from error
     name, position = path.stem, None
@@ -31,7 +31,8 @@ def from_file(path: str | Path, stages: int = 0, microbatches: int = 0, chunks: 
         try:
             rows = [row for row in csv.reader(text.splitlines()) if row]
         except csv.Error as error:
-            raise UserError(key, f"{path} is no CSV ({error})", "write a line for each stage: F0,F1,,B0,B1") from error
+            raise UserError(key, f"{path} is not valid CSV ({error})",
+                            "write a line for each stage: F0,F1,,B0,B1") from error
     if len(rows) != (stages or len(rows)) or not rows:
         raise UserError(key, f"{path} has {len(rows)} rows for {stages or 'any'} stages", "give each stage one row")
     length = max(map(len, rows))
@@ -74,7 +75,7 @@ def _cells(schedule: Schedule) -> list[list[str]]:
 
 
 def to_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write what `from_file` reads; only a straight placement, for CSV has no place for another."""
+    """Write a CSV that `from_file` reads; only for a straight placement, since CSV cannot represent another."""
     if schedule.position != straight(schedule.stages, schedule.chunks):
         raise UserError("pipeline.table", f"CSV cannot say where {schedule.name} places its chunks", "write JSON")
     with Path(path).open("w", newline="", encoding="utf-8") as file:
@@ -82,6 +83,6 @@ def to_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def to_json(schedule: Schedule, path: str | Path) -> None:
-    """Write what `from_file` reads."""
+    """Write a JSON file that `from_file` reads."""
     content = {"name": schedule.name, "position": schedule.position, "stages": _cells(schedule)}
     Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")

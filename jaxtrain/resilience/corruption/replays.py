@@ -1,6 +1,6 @@
-"""A step that runs twice must give the same bits twice.
+"""Detect silent data corruption by running a step twice, which must give the same bits.
 
-What replicas cannot show, an error that all of them got from one device through a sum, shows here; it costs a step and
+It finds errors that replicas cannot show because a reduction spread them from one device to all. It costs one step and
 a copy of the state.
 """
 
@@ -19,35 +19,35 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 class Replays:
-    """Runs a step now and then once more. In a multi-process run every process makes all calls, at the same steps."""
+    """Repeats a step now and then; in a multi-process run every process makes all calls, at the same steps."""
 
     def __init__(self, every: int, accusations: SuspectDevices):
-        """`every` so many steps; 0: never."""
+        """Repeat every `every`-th step; 0: never."""
         self._every, self._accusations = every, accusations
         self._hashes: Hashes | None = None
 
     def run(self, step: int, compiled: Step, state: Any, batch: Any) -> tuple[Any, Any]:
-        """`compiled(state, batch)`, which leaves the state of `step`; the state is donated.
+        """Return `compiled(state, batch)`, which produces the state after `step`; the state is donated.
 
         Raises:
-            Corrupted: the second time the step gave other bits.
+            Corrupted: the second run of the step gave different bits.
         """
         if not self._every or step % self._every:
             return compiled(state, batch)
-        with jax.transfer_guard("allow"):  # compiling the first time
+        with jax.transfer_guard("allow"):  # compiles the first time
             copy = _copy(state)
             result = compiled(state, batch)
             told = {"state": result[0], "metrics": result[1]}
             self._hashes = self._hashes or compile_hashes(told)
-            # One is waited for before the next begins: programs with collectives that need nothing of each other might
-            # begin in another order on another process, and then all would wait for ever.
+            # Wait for one before starting the next: independent programs with collectives might start in a different
+            # order on another process, which deadlocks.
             first = np.asarray(self._hashes(told))
             state, metrics = jax.block_until_ready(compiled(copy, batch))
             again = np.asarray(self._hashes({"state": state, "metrics": metrics}))
         if (differs := first != again).any():
             devices = tuple(device for device, row in zip(devices_of(told), differs, strict=True) if row.any())
             leaves = [path for path, column in zip(paths_of(told), differs.T, strict=True) if column.any()]
-            what = f"step {step} run twice gave other bits, first in {leaves[0]} ({len(leaves)} arrays)"
+            what = f"step {step} run twice gave different bits, first in {leaves[0]} ({len(leaves)} arrays)"
             raise self._accusations.accuse(devices, what, step=step, leaves=leaves[:8], found_by="replay")
         return result
 
@@ -64,5 +64,5 @@ def _on_devices(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def _in_hosts(x: jax.Array) -> jax.Array:
-    """No device has to hold it on the way."""
+    """Copy an array within host memory, without going through a device."""
     return jax.device_put(x, x.sharding, may_alias=False)

@@ -252,7 +252,7 @@ def test_a_store_that_stays_away_is_named_at_its_step(network, url, tmp_path):
     with pytest.raises(UserError) as caught:
         for step in range(20):
             batches[step]
-    assert "cannot be read: " in one_sentence(caught) and "see whether the store is up" in str(caught.value)
+    assert "cannot be read: " in one_sentence(caught) and "check that the store is up" in str(caught.value)
     network.calm()
     for _ in range(100):  # those that were under way may fail yet, but nothing of it sticks
         try:

@@ -219,13 +219,13 @@ def test_far_steps_cost_what_near_ones_do():
 @pytest.mark.parametrize(("keys", "message"), [
     ({"mixture": {"a": {"wieght": 1}}}, r"data.mixture.a.wieght: there is no such key; did you mean 'weight'"),
     ({"mixture": {"a": "b"}}, r"data.mixture.a: 'b' is not a mapping"),
-    ({"mixture": {"a": {"weight": -1}}}, r"data.mixture.a.weight: -1 is no number"),
+    ({"mixture": {"a": {"weight": -1}}}, r"data.mixture.a.weight: -1 is not a valid number"),
     ({"stages": [{"weights": {}}]}, r"data.stages\[0\]: it does not say when it begins"),
     ({"stages": [{"from_step": 2, "from_tokens": 2}]}, r"it says twice when it begins"),
     ({"stages": [{"from_step": 9}, {"from_step": 5}]}, r"data.stages\[1\].from_step: it begins at step 5 and the stage "
                                                        r"before at 9"),
     ({"stages": [{"from_step": 2.5}]}, r"2.5 is not a whole number"),
-    ({"stages": [{"from_step": 2, "seq_len": 24}]}, r"data.seq_len: 8 rows of 16 are no whole number of the longest"),
+    ({"stages": [{"from_step": 2, "seq_len": 24}]}, r"data.seq_len: 8 rows of 16 are not a whole number of the"),
     ({"stages": [{"from_step": 2, "seq_len": 8}], "packing": "best_fit"}, r"data.packing: best_fit plans rows of one"),
     ({"mixture": {"a": 1}, "stages": [{"from_step": 2, "weights": {"b": 1}}]}, r"data.mixture has no 'b'"),
     ({"mixture": {"a": 1}, "stages": [{"from_step": 2, "weights": {"a": 0}}]}, r"all are 0"),

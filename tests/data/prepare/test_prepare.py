@@ -311,7 +311,7 @@ def test_a_flag_given_twice_counts_twice(tmp_path, capsys):
     assert open_corpus(tmp_path / "out").train.num_documents == 2
     assert "runs will not evaluate" in capsys.readouterr().out
     assert main([f"--input={first}", str(second), f"--output={tmp_path / 'two'}"]) == 2
-    assert "several values stand behind a flag without =" in capsys.readouterr().err
+    assert "several values follow a flag without =" in capsys.readouterr().err
     assert main([f"--input={first}", f"--output={tmp_path / 'two'}", "--dry-run"]) == 2
     assert "did you mean '--dry_run'" in capsys.readouterr().err
 

@@ -86,4 +86,4 @@ def test_an_order_is_read_once(tmp_path):
     for text, expected in (("3\n", 3), ("", None), ("4", 4), ("5", None), ("x", None), ("2", 2)):
         path.write_text(text)
         assert order.new() == expected and order.new() is None
-    assert len(complaints) == 2 and "'5' is no number from 2 to 4" in complaints[0]
+    assert len(complaints) == 2 and "'5' is not a number from 2 to 4" in complaints[0]

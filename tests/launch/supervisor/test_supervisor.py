@@ -149,7 +149,7 @@ def test_recovered(run, tmp_path):
     until(lambda: "recovered" in kinds(tmp_path))
     (tmp_path / "on").touch()
     code, err = ended(process)
-    assert code == 0 and "s: process 1 was killed by SIGKILL, and all train again" in err
+    assert code == 0 and "s: process 1 was killed by SIGKILL; all processes train again" in err
     (recovered,) = [event for event in events(tmp_path) if event["kind"] == "recovered"]
     assert recovered["step"] == 2 and recovered["seconds"] > 0
 
@@ -258,7 +258,7 @@ def test_a_full_disk_is_waited_for(tmp_path, monkeypatch, capsys):
     supervisor = supervise.Supervisor(*supervise.parse(["--", f"--workdir={tmp_path}", "--config=x"]))
     with supervisor.listening():
         assert supervisor._room()
-    assert capsys.readouterr().err == f"supervise: {tmp_path} has no room for a start; it waits until there is some\n"
+    assert capsys.readouterr().err == f"supervise: {tmp_path} has too little free space for a start; waiting for more\n"
 
 
 def test_nobody_is_left_behind(run, tmp_path):
@@ -309,7 +309,7 @@ def test_accelerators_that_do_not_divide():
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--processes=0"], "--processes: 0 is no number"),
+    (["--processes=0"], "--processes: 0 is not a valid number"),
     (["--processes=2", "--min_processes=3"], "--min_processes: 3 is not between 1 and --processes=2"),
     (["--nodes=2"], "--coordinator: --nodes=2 has none"),
     (["--nodes=2", "--node_rank=2"], "--node_rank: 2 is not below"),

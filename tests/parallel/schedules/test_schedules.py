@@ -341,7 +341,7 @@ def test_two_messages_on_one_ring_are_refused():
 
 def test_placements_that_no_ring_serves_are_refused():
     made = make("gpipe", 4, 4)
-    for position, words in ((((0,), (0,), (2,), (3,)), "does not give"), (((0,), (2,), (1,), (3,)), "no neighbours")):
+    for position, words in ((((0,), (0,), (2,), (3,)), "does not give"), (((0,), (2,), (1,), (3,)), "not neighbours")):
         with pytest.raises(UserError, match=words):
             schedules.validate(replace(made, position=position))
 
@@ -437,7 +437,7 @@ def test_a_table_of_ones_own(tmp_path):
      "does not give"),
     ("t.json", '{"position": [[0.5], [1]], "stages": [["F0", "", "", "B0"], ["", "F0", "B0"]]}', "TypeError"),
     ("t.csv", "F" + "9" * 5000 + "\n,F0\n", "names no operation"),
-    ("t.csv", '"' + "x" * 200_000, "is no CSV"),
+    ("t.csv", '"' + "x" * 200_000, "is not valid CSV"),
     ("none.csv", None, "cannot be read"),
 ])
 def test_a_bad_file_is_told_in_one_sentence(tmp_path, name, content, words):
@@ -490,7 +490,8 @@ def test_png(tmp_path):
 
 @pytest.mark.parametrize("flags, words", [
     (["--stage=2"], "command line: unrecognized arguments: --stage=2"), (["--stages=two"], "invalid int"),
-    (["--schedule=zb"], "is no schedule"), (["--f=0"], "--f: 0 is no time"), (["--table=no.csv"], "cannot be read"),
+    (["--schedule=zb"], "is not a schedule"),
+    (["--f=0"], "--f: 0 is not a valid time"), (["--table=no.csv"], "cannot be read"),
     (["--svg=/no/such/a.svg"], "cannot be written")])
 def test_bad_flags_are_one_sentence_and_status_2(capsys, flags, words):
     assert main(flags) == 2

@@ -53,7 +53,7 @@ def test_the_same_bits_twice(run, tmp_path):
 def test_other_bits(run, tmp_path):
     device = int(run.mesh.devices.flat[-1].id)
     replays, state = Replays(1, SuspectDevices(tmp_path)), run.init()
-    with pytest.raises(Corrupted, match=r"step 1 run twice gave other bits, first in state/.* \(1 arrays\)"):
+    with pytest.raises(Corrupted, match=r"step 1 run twice gave different bits, first in state/.* \(1 arrays\)"):
         replays.run(1, Faulty(run.compiled_step, device), state, run.batch(0))
     [event] = events(tmp_path)
     assert [named["id"] for named in event["devices"]] == [device] and event["found_by"] == "replay"
