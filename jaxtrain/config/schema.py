@@ -210,7 +210,7 @@ class ResilienceConfig:
     spikes: str = "record"  # of loss or gradient norm; or "skip" the update, or "rollback" to before them
     spike_z: float = 20.0  # robust standard deviations above the median of the last 128 steps that make a spike
     max_skips: int = 10  # updates left out in a row before the run stops (with "rollback": goes back)
-    skip_batches: int = 16  # batches that a rollback passes over: the spike's, and those before it
+    skip_batches: int = 16  # batches that a rollback skips: the spike's, and those before it
     max_rollbacks: int = 10  # of the whole run, before it stops
     check_every: int = 200  # steps between comparisons of devices that hold the same; before saves too; 0: never
     replay_every: int = 0  # steps between ones that run twice and must give the same bits; 0: never

@@ -59,10 +59,10 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     run.check_shapes(reach, start.skipped.reach(t.steps))
     batches = remaining(run.train_batches, start.skipped).num_batches
     if batches is not None and batches < t.steps:
-        which, fix = "data.mixture has", "raise the epochs of its sources or train fewer steps"
+        which, fix = "data.mixture ends", "raise the epochs of its sources or train fewer steps"
         if run.data is not None:
-            which, fix = "the batches given by data= have", f"train {batches} steps or fewer, or give more"
-        raise UserError("train.steps", f"{which} an end at step {batches}", fix)
+            which, fix = "the batches given by data= end", f"train {batches} steps or fewer, or give more"
+        raise UserError("train.steps", f"{which} at step {batches}", fix)
     about = observe.write_run_files(
         session.workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
         data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash, manifests=run.manifests,

@@ -188,7 +188,7 @@ def test_a_run_longer_than_its_sources_is_refused(keys, tmp_path, capsys):
     for name in ("web", "code"):
         flags.append(f"--config.data.mixture.{name}.epochs=0.02")
     assert main(flags) == 2
-    assert "train.steps: data.mixture has an end at step" in capsys.readouterr().err
+    assert "train.steps: data.mixture ends at step" in capsys.readouterr().err
 
 
 @pytest.mark.slow
