@@ -158,7 +158,8 @@ class StopAt(jt.Observer):
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind if kind in ("module", "pytree") else pytest.param(kind, marks=pytest.mark.slow)
+                                  for kind in KINDS])
 def test_a_run_that_was_stopped_is_to_the_bit_the_one_that_was_not(kind, tmp_path):
     run = shared(kind)
     straight = jt.train(run, tmp_path / "straight")
@@ -173,7 +174,7 @@ def test_a_run_that_was_stopped_is_to_the_bit_the_one_that_was_not(kind, tmp_pat
     assert type(module) is {"module": Module, "callable": Callable}.get(kind, dict)
 
 
-@pytest.mark.parametrize("kind", ["module", "pytree", "linen"])
+@pytest.mark.parametrize("kind", ["module", "pytree", pytest.param("linen", marks=pytest.mark.slow)])
 def test_any_mesh_gives_the_numbers_of_one_device(kind, tmp_path):
     jt.train(shared(kind), tmp_path / "one")
     jt.train(build(kind, "eight", train__accumulation=2, optimizer__zero_stage=1), tmp_path / "eight")
@@ -394,6 +395,7 @@ processes.leave(0)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_read_their_own_rows_and_give_the_same_numbers(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
                    "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}

@@ -178,6 +178,7 @@ def equal(a, b):
     return jax.tree.all(jax.tree.map(np.array_equal, a, b))
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_teacher_that_it_began_with(teachers, tmp_path):
     """It was killed before its first checkpoint, and meanwhile the teacher has trained on."""
     workdir, config, student, latest = teachers
@@ -201,6 +202,7 @@ def test_a_run_keeps_the_teacher_that_it_began_with(teachers, tmp_path):
         config, workdir=shutil.copytree(tmp_path / "teacher", tmp_path / "other"))).own_parts(parts))
 
 
+@pytest.mark.slow
 def test_only_a_checkpoint_that_was_found_good_teaches(teachers, tmp_path):
     workdir, config, student, _ = teachers
     shutil.copytree(workdir, tmp_path / "teacher")
@@ -212,6 +214,7 @@ def test_only_a_checkpoint_that_was_found_good_teaches(teachers, tmp_path):
         run.init()
 
 
+@pytest.mark.slow
 def test_another_teacher_or_share_is_told(teachers):
     workdir, config, student, _ = teachers
 

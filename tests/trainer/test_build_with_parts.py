@@ -76,6 +76,7 @@ def run():
     return jt.build(config(), data=Noise(), optimizer=optax.sgd(0.1), objective=Doubled.of)
 
 
+@pytest.mark.slow
 def test_own_parts_get_the_whole_loop_and_resume(run, tmp_path):
     watching = Watching()
     state = jt.train(run, tmp_path, observers=[watching])

@@ -224,6 +224,7 @@ def test_asked_to_stop_while_it_goes_back(flags, never_saw, poison, tmp_path, mo
     assert_went_as(flags, tmp_path, never_saw)
 
 
+@pytest.mark.slow
 def test_what_did_not_come_to_its_loop_is_closed(flags, never_saw, tmp_path, monkeypatch):
     shutil.copytree(never_saw, tmp_path / "work")
     (tmp_path / "work" / FILE).unlink()  # so that it begins twice
