@@ -50,23 +50,25 @@ def check(run: Run) -> str:
     if run.has_own_parts:
         return "no prediction: the model, objective or optimizer is not one that a config names"
     devices = run.mesh.size
+    # The mesh may have been given to `build` rather than by the config.
+    config = dataclasses.replace(run.config, mesh=dataclasses.replace(run.config.mesh, **run.mesh.shape))
     try:
         target = _target(list(run.mesh.devices.flat))
         if target.platform == "cpu" and total(run.abstract) < target.room / 10:
             return ""
-        guess = estimate(run.config, target, devices)
+        guess = estimate(config, target, devices)
     except Exception as error:
         return f"no prediction for this run: {f'{error}'.splitlines()[0] if f'{error}' else type(error).__name__}"
-    host = guess.host * (2 if run.config.resilience.replay_every else 1)  # a replayed step starts from a copy
-    if run.config.train.check_memory and host > target.host_room:
+    host = guess.host * (2 if config.resilience.replay_every else 1)  # a replayed step starts from a copy
+    if config.train.check_memory and host > target.host_room:
         raise UserError("optimizer.offload", f"it takes {gigabytes(host)} GB of the host's memory for each device, and "
                         f"{gigabytes(target.host_room)} GB are available", "use more hosts, or leave it on the devices")
     # For experts on GPUs too few programs were compared to refuse any.
-    sure = run.config.train.check_memory and not (run.config.model.num_experts and target.platform == "cuda")
+    sure = config.train.check_memory and not (config.model.num_experts and target.platform == "cuda")
     if guess.bytes <= SURELY * target.room or not sure:
         return f"predicted: {shown(guess)}"
     part, size = guess.memory.most_common(1)[0]
-    nearest = search.beside(run.config, target, devices)
+    nearest = search.beside(config, target, devices)
     keys = " ".join(f"{key}={value}" for key, value in nearest.overrides.items()) if nearest else ""
     raise UserError("train.check_memory", f"a step would take about {gigabytes(guess.bytes)} GB of a device's "
                     f"{gigabytes(target.room)} GB, {gigabytes(size)} GB of it {part}",

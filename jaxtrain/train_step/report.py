@@ -1,13 +1,13 @@
 """A table of how the state is placed on the devices."""
 
 import math
+from collections.abc import Container
 from typing import Any
 
 import jax
 
 from jaxtrain.config.schema import ModelConfig
 from jaxtrain.sharding.host_memory import HOST
-from jaxtrain.train_step import partition
 from jaxtrain.train_step.optimizers import is_matrix
 from jaxtrain.train_step.state import Layout, TrainState
 
@@ -59,19 +59,24 @@ def _entry(entry: Any) -> str:
     return "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
 
 
-def matmul_parameters(abstract: TrainState, layout: Layout, model: ModelConfig) -> int:
+def matmul_parameters(abstract: TrainState, layout: Layout, model: ModelConfig,
+                      teachers: Container[str] = ()) -> float:
     """Return how many parameters each token is multiplied by: matrices, not lookups; a tied table counts once.
 
-    Of a layer's experts only those that a token goes to count. Multi-token prediction uses the head again.
+    Of a layer's experts only those that a token goes to count. Multi-token prediction uses the head again. A frozen
+    matrix counts two thirds, since it has no gradient of its own; those under the keys `teachers` do not count.
     """
     def active(shape, axes):
         if "experts" not in axes:
             return math.prod(shape)
         return math.prod(shape) // shape[axes.index("experts")] * model.experts_per_token
 
-    params = abstract.all_params
-    names = jax.tree.structure(params).flatten_up_to(partition.merge(layout.axes, layout.frozen_axes))
+    def multiplied(params, axes):
+        names = jax.tree.structure(params).flatten_up_to(axes)
+        return sum(active(leaf.shape, axes) for leaf, axes in zip(jax.tree.leaves(params), names, strict=True)
+                   if is_matrix(axes) and axes[0] not in lookups)
+
     lookups = ("positions",) if model.tied_embeddings else ("positions", "vocab")
-    leaves = zip(jax.tree.leaves(params), names, strict=True)
-    once = sum(active(leaf.shape, axes) for leaf, axes in leaves if is_matrix(axes) and axes[0] not in lookups)
+    frozen = {key: (params, layout.frozen_axes[key]) for key, params in abstract.frozen.items() if key not in teachers}
+    once = multiplied(abstract.params, layout.axes) + 2 / 3 * sum(multiplied(*one) for one in frozen.values())
     return once + (model.embed_dim * model.vocab_size if model.mtp_loss_weight else 0)

@@ -22,7 +22,7 @@ def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
     if run.own_model:  # its FLOPs are not known, so there is no MFU
         return lambda step: observe.Constants(int(np.prod(batches.shape(step))), tokens_before=batches.tokens(step))
     model = run.config.model
-    matmuls = matmul_parameters(run.abstract, run.layout, model)
+    matmuls = matmul_parameters(run.abstract, run.layout, model, run.objective.frozen_axes)
     peak = observe.device_peak(jax.devices()[0].device_kind)
 
     def of_step(step):

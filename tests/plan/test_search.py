@@ -181,6 +181,14 @@ def test_devices_that_nobody_knows_stop_no_run(monkeypatch):
     assert "nothing is known of 'GPU 9000'" in preflight.check(run)
 
 
+def test_a_mesh_given_to_build_is_the_one_predicted(monkeypatch):
+    monkeypatch.setattr(targets, "here", lambda devices=None: targets.TARGETS["h100"])
+    config = tiny(mesh__data=8)
+    given = jt.build(config, mesh=jt.make_mesh(data=1, fsdp=8))
+    assert preflight.check(given) == preflight.check(jt.build(change(config, {"mesh.data": 1, "mesh.fsdp": 8})))
+    assert preflight.check(given) != preflight.check(jt.build(config))
+
+
 def test_a_check_can_be_turned_off(monkeypatch):
     monkeypatch.setattr(targets, "here", lambda devices=None: _small(1e6))
     assert "predicted: " in preflight.check(jt.build(tiny(mesh__data=8, train__check_memory=False)))
