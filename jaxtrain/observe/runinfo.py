@@ -18,12 +18,12 @@ from jaxtrain.versions import git_commit, version_of
 
 # What a resumed run may change: where and how fast the same mathematics is done, and what is told about it.
 _FREE: dict[str, Set[str] | None] = {
-    "mesh": None, "checkpoint": None, "resilience": None,  # all of their keys
+    "mesh": None, "pipeline": None, "checkpoint": None, "resilience": None,  # all of their keys
     # The same text elsewhere is the same data: the manifest's hash tells. Rows that are not lost stay where they were.
     "data": {"cache_dir", "cache_bytes", "corrupt", "prefetch", "source"},
     "optimizer": {"zero_stage", "offload"},
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
-              "eval_batches", "sample_tokens", "progress", "tensorboard"},
+              "eval_batches", "sample_tokens", "progress", "tensorboard", "check_memory", "expert_exchange"},
 }
 # What a resumed run may change where it makes no difference to the steps that are done: data.stages tells which.
 _STAGED = {"mixture", "stages", "seq_len", "global_batch_size"}

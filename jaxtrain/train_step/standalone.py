@@ -267,8 +267,6 @@ class TrainStep:
         if not all(map(_is_scalar, (found.total, found.weight, *found.metrics.values()))):
             raise UserError("loss_fn", f"it returned {_describe(result)}",
                             "return a scalar mean loss, or jt.Weighted(total, weight, metrics) of scalars")
-        if taken := sorted(found.metrics.keys() & {"loss", "grad_norm", "skipped", "loss_scale"}):
-            raise UserError("loss_fn", f"the step has a metric {taken[0]!r} of its own", "give it another name")
         total, weight = (jnp.asarray(x).astype(jnp.float32) for x in (found.total, found.weight))
         sums = {name: jnp.asarray(x).astype(jnp.float32) for name, x in found.metrics.items()}
         weight, sums = jax.lax.stop_gradient((weight, sums))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.errors import UserError
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from jaxtrain.train_step import precision as precisions
@@ -135,12 +136,16 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
             extras = extras | {"history": history}
         params, opt_state = update(state.params, state.opt_state, grads, taken)
         skipped = state.skipped + ~taken
-        metrics = {"loss": mean, "grad_norm": norm, "skipped": skipped, **judged, **describe(further)}
+        metrics = {"loss": mean, "grad_norm": norm, "skipped": skipped, **judged}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
         loss_scale = state.loss_scale and state.loss_scale.update(finite)
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale.scale
+        own = describe(further)
+        if twice := sorted(metrics.keys() & own.keys()):
+            raise UserError("metrics", f"the step has a metric {twice[0]!r} of its own", "give the loss's another name")
+        metrics |= own
         return TrainState(state.step + 1, params, opt_state, skipped, loss_scale, extras, state.frozen), metrics
 
     return step
