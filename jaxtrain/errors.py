@@ -18,7 +18,7 @@ class UserError(ValueError):
 
 
 def say(text: object) -> None:
-    """Print a message to stderr; a log on a full disk is no reason to fail."""
+    """Print a message to stderr; a log on a full disk must not stop the run."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 

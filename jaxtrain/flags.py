@@ -22,7 +22,7 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
     "prepare": ("jaxtrain.data.prepare", "Tokenise text, once, into a corpus that runs read."),
     "prepare_sequences": ("jaxtrain.data.prepare_sequences", "Prepare audio clips or tables of events as sequences."),
     "train_tokenizer": ("jaxtrain.data.train_tokenizer", "Train a byte-level BPE tokenizer on text of your own."),
-    "inspect": ("jaxtrain.data.inspect", "Show any batch of a run: its documents, their text, and the tokens learnt."),
+    "inspect": ("jaxtrain.data.inspect", "Show any batch of a run: documents, their text, and the tokens trained on."),
     "publish": ("jaxtrain.data.publish", "Copy a corpus to object storage, from where training can read it."),
     "croissant": ("jaxtrain.data.croissant", "Write the datasheet of a corpus in the Croissant 1.0 format."),
     "schedules": ("jaxtrain.parallel.schedules", "Draw a pipeline schedule, and count its bubble and its memory."),

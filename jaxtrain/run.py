@@ -441,7 +441,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
 
 
 def _identity(objective: Objective, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    # An objective that is no NextToken may have been written without it.
+    # An objective that is not a NextToken may have been written without it.
     return objective.identity(recorded) if hasattr(objective, "identity") else describe(objective)
 
 

@@ -42,7 +42,7 @@ class ModelConfig:
         not_negative(self, "model", "num_kv_heads head_dim mlp_dim window")
         for field in fields(self):
             if isinstance(value := getattr(self, field.name), int) and value >= 2**31:
-                raise UserError(f"model.{field.name}", f"{value} is no size of an array", "use less than 2^31")
+                raise UserError(f"model.{field.name}", f"{value} is too large for an array", "use less than 2^31")
         if not self.head_dim and self.embed_dim % self.num_heads:
             raise UserError("model.num_heads", f"{self.num_heads} does not divide model.embed_dim={self.embed_dim}",
                             "choose a divisor or set model.head_dim")
@@ -157,7 +157,7 @@ class DeepseekV3Config(ExpertsConfig):
         if not self.kv_rank:
             raise UserError("model.kv_rank", "deepseek_v3 needs a latent", "give its width, such as 512")
         if self.rope_head_dim < 2 or self.rope_head_dim % 2:
-            raise UserError("model.rope_head_dim", f"{self.rope_head_dim} is no width that rotates",
+            raise UserError("model.rope_head_dim", f"{self.rope_head_dim} is not a width that rotates",
                             "give an even number, such as 64")
         if self.num_kv_heads != self.num_heads:
             raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",

@@ -31,9 +31,9 @@ class MeshConfig:
     def __post_init__(self):
         for axis in AXES:
             if (size := getattr(self, axis)) < 1 and size != -1:
-                raise UserError(f"mesh.{axis}", f"{size} is no axis size", "give a positive number or -1")
+                raise UserError(f"mesh.{axis}", f"{size} is not an axis size", "give a positive number or -1")
             if self.auto and size not in (1, -1):
-                raise UserError(f"mesh.{axis}", f"{size} stands beside mesh=auto", "leave one of them out")
+                raise UserError(f"mesh.{axis}", f"{size} was given with mesh=auto", "leave one of them out")
         if [getattr(self, axis) for axis in AXES].count(-1) > 1:
             raise UserError("mesh", "more than one axis is -1", "give all axes but one a size")
         one_of("mesh.context_strategy", self.context_strategy, ("auto", "ring", "gather", "ulysses"))
@@ -64,7 +64,7 @@ class DataConfig:
     """Which text, how it becomes tokens, and how many of them make a step."""
 
     source: str = "stdlib"  # the running interpreter's own library; else a prepared corpus, or a file or folder of text
-    tokenizer: str = "bytes"  # of text that is no prepared corpus
+    tokenizer: str = "bytes"  # of text that is not a prepared corpus
     mixture: dict[str, Any] = field(default_factory=dict, hash=False)  # for source: name -> {source, weight, epochs}
     stages: list[Any] = field(default_factory=list, hash=False)  # what changes at which step: docs/data-mixtures.md
     packing: str = "concat"  # documents end to end, cut at rows; "best_fit": few are cut; "bucket": a document a row
@@ -91,7 +91,8 @@ class DataConfig:
         one_of("data.corrupt", self.corrupt, ("fail", "skip_and_count"))
         one_of("data.packing", self.packing, ("concat", "best_fit", "bucket"))
         if self.buckets != sorted({size for size in self.buckets if type(size) is int and 0 < size <= self.seq_len}):
-            raise UserError("data.buckets", f"{self.buckets} are no rising lengths up to data.seq_len={self.seq_len}",
+            raise UserError("data.buckets",
+                            f"{self.buckets} are not ascending lengths up to data.seq_len={self.seq_len}",
                             "give whole numbers, the shortest first")
         if self.packing == "bucket" and (self.mixture or self.stages):
             raise UserError("data.packing", "bucket has rows of several lengths already", "use concat or best_fit with "
@@ -231,7 +232,7 @@ class ResilienceConfig:
             parts = [part.strip().partition("=") for part in text.split(",")] if isinstance(text, str) else []
             if not parts or any(axis not in AXES or not (size == "-1" or (size.isdecimal() and int(size)))
                                 for axis, _, size in parts):
-                raise UserError("resilience.meshes", f"{text!r} is no mesh", "write them as 'data=4,tensor=2'")
+                raise UserError("resilience.meshes", f"{text!r} is not a mesh", "write them as 'data=4,tensor=2'")
 
 
 @dataclass(frozen=True)

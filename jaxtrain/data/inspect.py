@@ -1,8 +1,8 @@
-"""Show any batch of a run: its documents, their text, and the tokens learnt.
+"""Show any batch of a run: documents, their text, and the tokens trained on.
 
     jaxtrain inspect --config=configs/gpt.py:tiny --config.data.source=corpora/own --step=3 --row=0
 
-Prints exactly the batch that training gets at that step. A token counts as learnt if it is the target of a position
+Prints exactly the batch that training gets at that step. A token counts as trained on if it is the target of a position
 with loss, so a segment is shown with its last target.
 """
 
@@ -69,7 +69,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--split", choices=("train", "eval"), default="train", help="default: train")
     parser.add_argument("--tokens", action="store_true", help="print ids below the text")
     parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto",
-                        help="mark what is learnt by colour; default: on a terminal")
+                        help="mark tokens that are trained on by colour; default: on a terminal")
     flags, rest = parser.parse_known_args(argv)
     return flags, overrides_of(rest, vars(flags))
 

@@ -75,7 +75,7 @@ class Distillation(NextToken):
         return {TEACHER: Skeleton.of(model).params()}
 
     def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is learnt from whom: the settings, the teacher's model, and the checkpoint that it comes from.
+        """Return what identifies the objective: its settings, the teacher's model and the checkpoint it comes from.
 
         A run keeps the teacher that it began with: its checkpoint stays the recorded one as long as the workdir given
         here is the same, or has it too.

@@ -91,16 +91,16 @@ def make_train_step(
     if not set(AXES) <= set(getattr(mesh, "axis_names", ())):
         raise UserError("mesh", f"{mesh} has not the axes {', '.join(AXES)}", "make it by jt.make_mesh(...)")
     if not isinstance(rules, Rules | None):
-        raise UserError("rules", f"{rules!r} is no table of rules", "make it by jt.rules(...)")
+        raise UserError("rules", f"{rules!r} is not a table of rules", "make it by jt.rules(...)")
     known = ("auto", *precisions.DTYPES)
     if precision not in known:
         raise UserError("precision", f"{precision!r} is not supported", nearest(str(precision), known))
     if accumulation != int(accumulation) or accumulation < 1:
-        raise UserError("accumulation", f"{accumulation} is no number of micro-batches", "give 1 or more")
+        raise UserError("accumulation", f"{accumulation} is not a number of micro-batches", "give 1 or more")
     if zero_stage not in (0, 1, 2, 3):
         raise UserError("zero_stage", f"{zero_stage} is not supported", "give 0, 1, 2 or 3")
     if not clip_norm >= 0:
-        raise UserError("clip_norm", f"{clip_norm} is no norm", "give a number above 0, or 0 for no clipping")
+        raise UserError("clip_norm", f"{clip_norm} is not a norm", "give a number above 0, or 0 for no clipping")
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "abstract"
     return TrainStep(loss_fn, optimizer, with_auto_axes(mesh), rules or sharding.rules(), axes, int(accumulation),
                      clip_norm, precisions.resolve(precision, platform), zero_stage, gather, seed)

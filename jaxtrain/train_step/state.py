@@ -150,7 +150,7 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
         names = treedef.flatten_up_to(axes)
         found = [_parameter(path, leaf, name, rules, mesh) for (path, leaf), name in zip(flat, names, strict=True)]
         if pipeline:  # what is not a stage's own is not on every stage either, at rest
-            # A first dimension without a name is one of layers that are no stage's own: they are taken one by one.
+            # A first dimension without a name is one of layers that no single stage holds: they are taken one by one.
             found = [sharding.spread(s, leaf.shape, "stage", first=int((name or ("",))[0] is None))
                      for s, (_, leaf), name in zip(found, flat, names, strict=True)]
         return flat, treedef, names, found

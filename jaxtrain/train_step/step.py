@@ -102,7 +102,7 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
         return cast(Any, jax.sharding.auto_axes(update, out_sharding=jax.tree.map(lambda s: s.spec, shardings)))
 
     if layout.offloads:
-        assert optimizer_of, "whoever lays it out so has to say how to update a part"
+        assert optimizer_of, "an offloaded layout needs an optimizer for its pieces"
         update = by_pieces(layout, updates, optimizer_of, updating)
     else:
         update = updating(optimizer, (layout.state.params, layout.state.opt_state))

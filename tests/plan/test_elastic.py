@@ -114,7 +114,7 @@ def test_nothing_fits(declared, keys, devices, key, reason):
 
 @pytest.mark.parametrize("meshes", [["data=0"], ["rows=2"], ["data"], [""], [4], ["data=2,"]])
 def test_meshes_that_are_none(meshes):
-    with pytest.raises(UserError, match=r"resilience.meshes: .* is no mesh"):
+    with pytest.raises(UserError, match=r"resilience.meshes: .* is not a mesh"):
         config(resilience__meshes=meshes)
 
 

@@ -414,11 +414,11 @@ def pair(second):
     (dict(params={"n": jnp.arange(4)}, axes=None), "n: an array of int32 has no gradient"),
     (dict(params={}, axes=None), "init: it was given no parameters"),
     (dict(params=lambda: nnx.BatchNorm(4, rngs=nnx.Rngs(0)), axes=None), "mean: .* state of type BatchStat"),
-    (dict(accumulation=0), "accumulation: 0 is no number"),
-    (dict(clip_norm=-1.0), "clip_norm: -1.0 is no norm"),
+    (dict(accumulation=0), "accumulation: 0 is not a number"),
+    (dict(clip_norm=-1.0), "clip_norm: -1.0 is not a norm"),
     (dict(precision="bf16"), "precision: 'bf16' is not supported; did you mean 'bfloat16'"),
     (dict(zero_stage=4), "zero_stage: 4 is not supported"),
-    (dict(rules="fsdp"), "rules: 'fsdp' is no table of rules"),
+    (dict(rules="fsdp"), "rules: 'fsdp' is not a table of rules"),
     (dict(mesh=jax.sharding.AbstractMesh((8,), ("x",))), "mesh: .* has not the axes"),
 ])
 def test_mistakes_in_one_sentence(arguments, message):

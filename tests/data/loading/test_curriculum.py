@@ -232,7 +232,7 @@ def test_far_steps_cost_what_near_ones_do():
     ({"mixture": {"a": 0, "b": 0}}, r"data.mixture: all weights are 0"),
     ({"mixture": {"a": 1}, "packing": "bucket"}, r"data.packing: bucket has rows of several lengths already"),
     ({"buckets": [8, 16]}, r"data.buckets: data.packing=concat has none"),
-    ({"buckets": [8, 4], "packing": "bucket"}, r"data.buckets: \[8, 4\] are no rising lengths"),
+    ({"buckets": [8, 4], "packing": "bucket"}, r"data.buckets: \[8, 4\] are not ascending lengths"),
     ({"mixture": {"a": 1}, "source": "x"}, r"data.source: data.mixture names other sources"),
 ])
 def test_what_cannot_be_is_refused(keys, message):
