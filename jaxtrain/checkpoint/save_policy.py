@@ -103,7 +103,8 @@ class SavePolicy:
         """Print the interval that would lose the least time if the configured one loses much more."""
         life = self._ledger.account()
         mtbf = (self._prior + life.lived) / (1 + life.failures)  # the prior counts as one failure
-        best = max(1, round(min(MOST, daly(cost, mtbf)) / self._work))
+        steps = float(f"{min(MOST, daly(cost, mtbf)) / self._work:.2g}")  # more digits would promise too much
+        best = max(1, min(life.incarnations[-1].last_step, round(steps)))
         now, then = (lost(steps * self._work, cost, mtbf) for steps in (self._every, best))
         if now - then > _MUCH:
             self._advised = True
