@@ -162,13 +162,6 @@ def inspect(*words: object) -> subprocess.CompletedProcess:
                           text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
-def first_start(run: Training) -> float:
-    """When the supervisor first started processes: its own start is not the run's."""
-    from jaxtrain.observe.events import events
-
-    return next((event["time"] for event in events(run.workdir) if event["kind"] == "attempt"), run.began)
-
-
 def last_written(run: Training) -> float:
     """When training was certainly not over: how long processes take to end behind their ledger is not the run's."""
     written = [run.workdir / "metrics.jsonl", *(path / "good.json" for path in run.checkpoints())]
@@ -176,8 +169,10 @@ def last_written(run: Training) -> float:
 
 
 def misbooked(run: Training) -> list[str]:
-    """Whether the ledger has more or less than the run's time."""
-    ledger, began = booked(run)[0], first_start(run)
+    """Whether the ledger has more or less than the time since its first start."""
+    from jaxtrain.observe import goodput
+
+    ledger, began = booked(run)[0], goodput.incarnations(run.workdir)[0].began
     least, most = last_written(run) - began, run.began + run.seconds - began
     fine = least - ASTRAY < ledger < most + ASTRAY
     return [] if fine else [f"the ledger has {ledger:.1f} of {least:.1f} to {most:.1f} s"]

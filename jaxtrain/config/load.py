@@ -129,9 +129,9 @@ def _section(cls: type, section: str, keys: dict[str, Any]):
 
 
 def _coerce(key: str, value: Any, wanted: Any) -> Any:
-    if wanted == int | str:  # a number or a word
-        number = _literal(value) if isinstance(value, _Text) else value
-        wanted = str if isinstance(number, str) else int
+    if (key, value) == ("checkpoint.every", "auto"):
+        raise UserError(key, "'auto' is gone, saves come every so many steps", "give a number, such as 500; the run "
+                        "advises another if that would lose less time")
     wanted = get_origin(wanted) or wanted
     if wanted is str:
         if isinstance(value, str):

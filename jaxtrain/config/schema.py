@@ -179,12 +179,12 @@ class TrainConfig:
 class CheckpointConfig:
     """When to save and how many to keep; the last step is always saved."""
 
-    every: int | str = "auto"  # so many steps; "auto": from what a save and a failure cost; 0: no save before the end
+    every: int = 500  # steps between saves; 0: no save before the end. A run advises another number if it loses less
     keep: int = 2  # the last so many that were read back and found good; nothing newer than them is ever deleted
     keep_every: int = 0  # those of every so many steps stay for ever; 0: none
     best: str = ""  # a metric, such as eval_loss, whose lowest checkpoint stays too; "": none
     verify: str = "full"  # before one is loaded: "full" reads and hashes every file, "sizes" looks at their sizes only
-    mtbf_hours: float = 0.0  # mean time between failures, for "auto", before any was seen; 0: 3,700 over the processes
+    mtbf_hours: float = 0.0  # expected between failures, for advice about `every`; 0: 3,692 divided by the processes
     mirror: str = ""  # a path or URL (s3://bucket/run) to which good ones are copied too, and fetched from; "": none
     # A second, faster tier: every so many steps each process keeps its part in this machine's memory, and a peer's.
     # 0: off, since it takes up to three times the state of host memory, and as much for the peer.
@@ -192,9 +192,7 @@ class CheckpointConfig:
     local_dir: str = ""  # "": in /dev/shm or where temporary files go; may name variables: "$SLURM_TMPDIR"
 
     def __post_init__(self):
-        if self.every != "auto" and not (isinstance(self.every, int) and self.every >= 0):
-            raise UserError("checkpoint.every", f"{self.every!r} is no number of steps", "give one, 0 or auto")
-        not_negative(self, "checkpoint", "mtbf_hours keep_every local_checkpoint_every")
+        not_negative(self, "checkpoint", "every mtbf_hours keep_every local_checkpoint_every")
         positive(self, "checkpoint", "keep")
         one_of("checkpoint.verify", self.verify, ("full", "sizes"))
 

@@ -108,7 +108,7 @@ def rates(seen: Measured) -> list[Finding]:
         f", makes {small:.0f} small files a second" if small else "")
     if wrote < _SLOW or (read or wrote) < _SLOW:
         return [warn("disk", f"{said}: saves and restores take long",
-                     "give a --workdir on a faster disk, or save less often (checkpoint.every=auto takes care of it)")]
+                     "give a --workdir on a faster disk, or save less often (raise checkpoint.every)")]
     if small and small < _SLOW_SMALL:
         return [warn("disk", f"{said}: a checkpoint has hundreds of them",
                      "give a --workdir on a local disk, with checkpoint.mirror on this one")]

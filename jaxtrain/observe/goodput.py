@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-import numpy as np
-
 from jaxtrain.errors import UserError
 from jaxtrain.flags import command, parser_of
 
@@ -23,7 +21,7 @@ CATEGORIES = {  # in the order of the table
     "data_wait": "waiting for batches",
     "checkpoint": "held up by saves",
     "eval": "evaluations",
-    "init": "from a process's start to its first step, less what follows",
+    "init": "from the start to the first step, less what follows",
     "compile": "compiling",
     "restore": "reading checkpoints",
     "lost_work": "steps done again, or never saved",
@@ -39,30 +37,30 @@ class Incarnation:
     """One start of the run and how it went, as recorded by process 0 in `ledger/NNNN.json`."""
 
     began: float  # wall clock
-    tick: float  # monotonic clock
-    boot: str  # id of the machine's boot, from which `tick` counts
     seconds: dict[str, float] = field(default_factory=dict)  # category -> seconds since the start; they cover all of it
-    sign: float = 0.0  # wall clock when this was written: its last sign of life
     ended: str = ""  # "finished", "stopped" (by a signal), "failed"; "": not yet, or killed
     resumed: int | None = None  # the lowest step it resumed from; None: it did not get that far
-    marks: list[list[float]] = field(default_factory=list)  # [step, seconds of "step" when it was complete], ascending
+    reached: tuple[int, float] = (0, 0.0)  # the last complete step, and the seconds of "step" when it was complete
     last_step: int = 0  # last step of the whole run
-    processes: int = 1
-    save_cost: float | None = None  # seconds of training time that a save costs
-    save_duration: float | None = None  # seconds until a save is on disk
+
+    def __post_init__(self):
+        self.seconds = dict.fromkeys(CATEGORIES, 0.0) | self.seconds
 
     @property
-    def lived(self) -> float:
-        """Seconds from its start to its last sign of life."""
-        return sum(self.seconds.values())
+    def sign(self) -> float:
+        """Its last sign of life: the wall clock at its start, plus seconds counted by a clock that nobody sets."""
+        return self.began + sum(self.seconds.values())
 
     def lost(self, resumed: int) -> float:
-        """Return the seconds of its steps that are repeated by a start that resumed from this step."""
-        if not self.marks or resumed > self.marks[-1][0]:
+        """Return the seconds of its steps that are repeated by a start that resumed from this step.
+
+        Its complete steps count as equally long; what it spent after the last of them is lost with it.
+        """
+        step, seconds = self.reached
+        if self.resumed is None or resumed > step:
             return 0.0
-        steps, seconds = zip(*self.marks, strict=True)
-        kept = float(np.interp(resumed, steps, seconds)) if resumed >= steps[0] else 0.0
-        return max(0.0, self.seconds.get("step", 0.0) - kept)
+        kept = seconds * max(0, resumed - self.resumed) / max(1, step - self.resumed)
+        return self.seconds["step"] - kept
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,7 @@ class Account:
 
     seconds: dict[str, float]  # every category; the sum is the time from the first start to the last sign of life
     incarnations: Sequence[Incarnation]
-    failures: int  # starts that ended other than by a signal or at the last step
-    clock_moved: float  # total adjustment of the wall clock, by which its readings differ from the sum
+    failures: int  # starts before the last one that ended other than by a signal or at the last step
 
     @property
     def life(self) -> float:
@@ -93,54 +90,36 @@ class Account:
     @property
     def lived(self) -> float:
         """Seconds in which a process of the run existed."""
-        return sum(one.lived for one in self.incarnations)
+        return self.life - self.seconds["restart_gap"]
 
     @property
     def step(self) -> int:
         """The last step reached."""
-        return next((int(one.marks[-1][0]) for one in reversed(self.incarnations) if one.marks), 0)
+        return next((one.reached[0] for one in reversed(self.incarnations) if one.resumed is not None), 0)
 
     @property
     def left(self) -> float | None:
         """Estimated seconds to the last step at the pace so far, including failures; None if there is no pace yet."""
-        trained = [one for one in self.incarnations if one.resumed is not None]
-        done = self.step - min((one.resumed or 0 for one in trained), default=0)
-        if not trained or done <= 0:
-            return None
-        once = sum(trained[0].seconds.get(category, 0.0) for category in ("init", "compile", "restore"))
-        return max(0, self.incarnations[-1].last_step - self.step) * (self.life - once) / done
+        done = self.step - min((one.resumed for one in self.incarnations if one.resumed is not None), default=0)
+        return max(0, self.incarnations[-1].last_step - self.step) * self.life / done if done > 0 else None
 
 
 def account(incarnations: Sequence[Incarnation]) -> Account:
     """Add up the starts of a run, given in order."""
     total = dict.fromkeys(CATEGORIES, 0.0)
-    moved, resumed = 0.0, None
+    resumed = None
     for one in reversed(incarnations):
         for category, seconds in one.seconds.items():
             total[category] += seconds
-        moved += one.sign - one.began - one.lived
         if resumed is not None:
             lost = one.lost(resumed)
             total["step"] -= lost
             total["lost_work"] += lost
         if one.resumed is not None:
             resumed = one.resumed if resumed is None else min(resumed, one.resumed)
-    for one, after in itertools.pairwise(incarnations):
-        gap = between(one, after)
-        total["idle" if one.ended in _CLEAN else "restart_gap"] += gap
-        moved += after.began - one.sign - gap
-    failures = sum(one.ended not in _CLEAN for one in incarnations[:-1])
-    return Account(total, incarnations, failures, moved)
-
-
-def between(one: Incarnation, after: Incarnation) -> float:
-    """Return the seconds from the last sign of life of one start to the next start.
-
-    If the machine was not rebooted in between, the monotonic clock gives them; otherwise the wall clocks do, with
-    negative values counted as zero.
-    """
-    gap = after.tick - one.tick - one.lived if one.boot == after.boot else after.began - one.sign
-    return max(0.0, gap)
+    for one, after in itertools.pairwise(incarnations):  # between machines the clocks may disagree
+        total["idle" if one.ended in _CLEAN else "restart_gap"] += max(0.0, after.began - one.sign)
+    return Account(total, incarnations, sum(one.ended not in _CLEAN for one in incarnations[:-1]))
 
 
 def incarnations(workdir: str | Path) -> list[Incarnation]:
@@ -168,8 +147,6 @@ def table(life: Account) -> str:
     if life.left and last.ended != "finished":
         ahead += f", about {duration(life.left)} to go"
     lines.append(f"goodput {life.goodput:.1%}, ETTR {life.ettr:.1%}{ahead}")
-    if abs(life.clock_moved) > 1:
-        lines.append(f"the wall clock was set by {life.clock_moved:+,.0f} s, which is not included above")
     return "\n".join(lines)
 
 

@@ -9,10 +9,8 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -23,38 +21,7 @@ from jaxtrain.errors import say
 from jaxtrain.observe.goodput import Account, Incarnation, account, incarnations, table
 
 Item = TypeVar("Item")
-_IMPORTED = time.monotonic()
-_MOST_MARKS = 512
 _END = object()
-
-
-class Clock:
-    """This process's clocks, which tests replace."""
-
-    def wall(self) -> float:
-        """Return seconds since 1970 by the wall clock, which may be set wrong."""
-        return time.time()
-
-    def monotonic(self) -> float:
-        """Return seconds by a monotonic clock."""
-        return time.monotonic()
-
-    def boot(self) -> str:
-        """Return an id of what `monotonic` counts from, equal in all processes that may compare it."""
-        try:
-            return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        except OSError:
-            return uuid.uuid4().hex
-
-    def age(self) -> float:
-        """Return seconds since the run's process began; 0 in a notebook or a test, which do more than this run."""
-        if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") != "jaxtrain.main":
-            return 0.0
-        try:
-            ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-            return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
-        except (OSError, ValueError, IndexError, AttributeError):
-            return self.monotonic() - _IMPORTED
 
 
 class Ledger:
@@ -64,27 +31,23 @@ class Ledger:
     """
 
     def __init__(self, workdir: str | Path, *, stopped: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
-                 every: float = 5.0, clock: Clock | None = None):
+                 every: float = 5.0, now: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time):
         """Start counting.
 
         Args:
             stopped: the exceptions of a run that was asked to stop.
             every: seconds between writes; 0: none.
+            now: the clock that counts.
+            wall: the clock that dates the start of the run, in seconds since 1970.
         """
-        self._workdir, self._stopped, self._every, self._clock = Path(workdir), stopped, every, clock or Clock()
+        self._workdir, self._stopped, self._every, self.now = Path(workdir), stopped, every, now
         self._lock = threading.RLock()
         self._doing = ["init"]
         self._dispatched = self._completed = 0
-        now, age = self._clock.monotonic(), self._clock.age()
-        self._own = Incarnation(began=self._clock.wall() - age, tick=now - age, boot=self._clock.boot())
-        self._own.seconds = {"init": age}
-        self._since = now
-        self._latest: list[float] | None = None  # the newest mark, not kept yet
-        self._step_seconds = 0.0  # seconds of "step" when the previous step was complete
-        self._listener: Callable[[float], None] = lambda seconds: None
+        self._own = Incarnation(began=wall())
+        self._since = now()
         self._file: Path | None = None  # None until opened, and always in other processes
         self._earlier: list[Incarnation] = []
-        self._base = account([])
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -122,89 +85,46 @@ class Ledger:
         """Note that the devices completed a step (called by the metrics thread)."""
         with self._lock:
             self._charge()
-            if step > self._dispatched:
-                return  # the run rolled back meanwhile
-            self._completed, total = step, self._own.seconds.get("step", 0.0)
-            took, self._step_seconds, self._latest = total - self._step_seconds, total, [step, total]
-        self._listener(took)
-
-    def on_step(self, listener: Callable[[float], None]) -> None:
-        """Set the function called with each step's own seconds, on the metrics thread; replaces the previous one."""
-        self._listener = listener
+            if step <= self._dispatched:  # otherwise the run rolled back meanwhile
+                self._completed, self._own.reached = step, (step, self._own.seconds["step"])
 
     def resumed(self, step: int) -> None:
         """Note that the run continues from this step; steps beyond it, including this process's, become lost work."""
         with self._lock:
             self._charge()
-            self._pin()
             own = self._own
-            if lost := own.lost(step):
-                own.seconds["step"] -= lost
-                own.seconds["lost_work"] = own.seconds.get("lost_work", 0.0) + lost
-            own.marks = [mark for mark in own.marks if mark[0] < step] + [[step, own.seconds.get("step", 0.0)]]
+            lost = own.lost(step)
+            own.seconds["step"] -= lost
+            own.seconds["lost_work"] += lost
             own.resumed = step if own.resumed is None else min(step, own.resumed)
+            own.reached = step, own.seconds["step"]
             self._dispatched = self._completed = step
-            self._step_seconds = own.seconds.get("step", 0.0)
-            # All that was before, the gap to this start, and the steps that this start repeats.
-            self._base = account([*self._earlier, dataclasses.replace(own, seconds={}, sign=own.began)])
         self.write()  # records the lost work even if this start is killed at once
 
-    def pin(self) -> None:
-        """Keep the time at which the last complete step was reached, since a later start may resume from it."""
-        with self._lock:
-            self._pin()
-
-    def note_save(self, cost: float, duration: float) -> None:
-        """Record what a save costs, for later starts."""
-        self._own.save_cost, self._own.save_duration = cost, duration
-
     # ---------------------------------------------------------------------------------------------------------- results
-    def now(self) -> float:
-        """Return the current time of its monotonic clock."""
-        return self._clock.monotonic()
-
     @property
-    def earlier(self) -> Account:
-        """The account of the run before this start."""
-        return account(self._earlier)
-
-    def seconds(self, category: str) -> float:
-        """Return this process's seconds in a category so far."""
-        with self._lock:
-            self._charge()
-            return self._own.seconds.get(category, 0.0)
+    def reached(self) -> tuple[int, float]:
+        """The last complete step, and this process's seconds of steps until it was."""
+        return self._own.reached
 
     def goodput(self) -> float:
         """Return the goodput of the whole run so far."""
-        with self._lock:
-            self._charge()
-            life = self._base.life + self._own.lived
-            return (self._base.seconds["step"] + self._own.seconds.get("step", 0.0)) / life if life > 0 else 0.0
+        return self.account().goodput
 
     def account(self) -> Account:
         """Return the account of the whole run so far."""
-        return account([*self._earlier, self._now()])
+        return account([*self._earlier, self._copy()])
 
     # ------------------------------------------------------------------------------------------------------- the files
     def open(self, last_step: int) -> None:
-        """Read the earlier starts, and begin writing to the workdir (in process 0).
+        """Read the earlier starts and begin writing to the workdir, both in process 0.
 
         A second call, as after a rollback, does nothing.
         """
-        if self._own.last_step:
+        if self._own.last_step or jax.process_index() != 0:
             return
+        self._own.last_step, self._earlier = last_step, incarnations(self._workdir)
         folder = self._workdir / "ledger"
-        self._earlier = incarnations(self._workdir)
-        with self._lock:
-            own = self._own
-            own.last_step, own.processes = last_step, jax.process_count()
-            if self._earlier and self._earlier[-1].boot == own.boot:  # one process may train twice
-                overlap = min(self._earlier[-1].tick + self._earlier[-1].lived - own.tick, own.seconds["init"])
-                if overlap > 0:
-                    own.began, own.tick = own.began + overlap, own.tick + overlap
-                    own.seconds["init"] -= overlap
-        if jax.process_index() != 0:
-            return
         folder.mkdir(exist_ok=True)
         numbers = [int(path.stem) for path in folder.glob("[0-9]*.json")]
         self._file = folder / f"{max(numbers, default=0) + 1:04}.json"
@@ -219,7 +139,7 @@ class Ledger:
             return
         temporary = self._file.with_name(self._file.name + ".tmp")
         try:
-            temporary.write_text(json.dumps(vars(self._now())))
+            temporary.write_text(json.dumps(vars(self._copy())))
             os.replace(temporary, self._file)
         except OSError:
             pass
@@ -240,23 +160,13 @@ class Ledger:
         while not self._end.wait(self._every):
             self.write()
 
-    def _now(self) -> Incarnation:
+    def _copy(self) -> Incarnation:
         with self._lock:
             self._charge()
-            self._pin()
-            self._own.sign = self._clock.wall()
-            return dataclasses.replace(self._own, seconds=dict(self._own.seconds), marks=list(self._own.marks))
+            return dataclasses.replace(self._own)
 
     def _charge(self) -> None:
-        now = self._clock.monotonic()
+        now = self.now()
         category = "step" if self._dispatched > self._completed else self._doing[-1]
-        self._own.seconds[category] = self._own.seconds.get(category, 0.0) + now - self._since
+        self._own.seconds[category] += now - self._since
         self._since = now
-
-    def _pin(self) -> None:
-        marks = self._own.marks
-        if self._latest is not None and (not marks or self._latest[0] > marks[-1][0]):
-            marks.append(self._latest)
-        self._latest = None
-        if len(marks) > _MOST_MARKS:  # older marks are thinned out and interpolated
-            del marks[1:_MOST_MARKS // 2:2]

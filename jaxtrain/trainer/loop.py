@@ -101,7 +101,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         checkpoints.prepare(state)
         suspects = SuspectDevices(workdir)
         replicas, replays = Replicas(run.abstract, r.check_every, suspects), Replays(r.replay_every, suspects)
-    policy = SavePolicy(c, ledger, checkpoints.writing, checkpoints.failed, workdir=workdir, start=start)
+    policy = SavePolicy(c, ledger, checkpoints.writing, checkpoints.failed)
 
     with (
         interrupt,

@@ -33,7 +33,7 @@ class Saver:
         self._meta = {**self._about, **self._writer.last, "step": step, "time": time.time(),
                       "goodput": self._ledger.goodput()}
         if self._to_disk:
-            with self._policy.taking(step):
+            with self._policy.taking():
                 self._checkpoints.save(step, state, self._meta)
         elif not self._writer.behind:  # only process 0 can be behind; without its part nobody restores this copy
             self._local.take(step, state, self._meta)

@@ -1,9 +1,8 @@
-"""Real processes, killed and stopped: their ledger adds up to the time that passed, and all of them save together."""
+"""Real processes, killed and stopped: their ledger adds up to the time that passed."""
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,19 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.checkpoint import CheckpointManager
-from jaxtrain.observe.events import events
 from jaxtrain.observe.goodput import account, incarnations
 from tests.tiny import virtual_devices, wait_for_checkpoint
 
 ROOT = Path(__file__).parents[2]
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "data.global_batch_size=8", "train.steps=40", "train.eval_every=0", "train.progress=false"]
-# A run as anybody starts it, but for slow batches, so that kills come in the middle, and saves that pay at once.
+# A run as anybody starts it, but for slow batches, so that kills come in the middle.
 RUN = """
 import sys, time
 from jaxtrain.run import Run
-from jaxtrain.checkpoint import save_policy
 from jaxtrain.observe.ledger import Ledger
 
 def slowly(self, batches, step, placed=Run.placed):
@@ -31,10 +27,7 @@ def slowly(self, batches, step, placed=Run.placed):
     return placed(self, batches, step)
 
 Run.placed = slowly
-save_policy.FIRST = save_policy.LEAST = 1.0
-save_policy.SPARE = save_policy.MOST = 1
 Ledger.__init__.__kwdefaults__["every"] = 0.1
-sys.modules["__main__"].__spec__ = type("Spec", (), dict(name="jaxtrain.main"))
 from jaxtrain.main import main
 sys.exit(main())
 """
@@ -70,7 +63,7 @@ def wait_for_step(workdir, step, process):
 def test_the_ledger_of_a_run_that_is_killed_stopped_and_finished_adds_up(flags, tmp_path):
     """To what this test saw of it from outside, up to the moments between a process and its ledger."""
     every = [*flags, "--config.checkpoint.every=10"]
-    began = time.monotonic()
+    began = time.time()
     with start(every) as killed:
         wait_for_step(tmp_path / "work", 17, killed)
         wait_for_checkpoint(tmp_path / "work", 10, killed)
@@ -80,19 +73,19 @@ def test_the_ledger_of_a_run_that_is_killed_stopped_and_finished_adds_up(flags, 
         stopped.send_signal(signal.SIGTERM)
         stopped.communicate(timeout=120)
     assert stopped.returncode not in (0, 1)
-    ended = time.monotonic()
+    ended = time.time()
     time.sleep(2)  # nobody wants it to run
-    idle = time.monotonic()
+    idle = time.time()
     with start(every) as finished:
         out = finished.communicate(timeout=240)[1]
-        done = time.monotonic()
+        done = time.time()
     assert finished.returncode == 0, out
     life = account(incarnations(tmp_path / "work"))
     assert [one.ended for one in life.incarnations] == ["", "stopped", "finished"] and life.failures == 1
     first, last = life.incarnations[0], life.incarnations[-1]
     print(f"seen {done - began:.2f} s, booked {sum(life.seconds.values()):.2f} s: {life.seconds}")
-    assert sum(life.seconds.values()) == pytest.approx(last.tick + last.lived - first.tick)
-    assert began - 0.1 < first.tick < last.tick + last.lived < done  # a process begins and ends outside of its ledger
+    assert sum(life.seconds.values()) == pytest.approx(last.sign - first.began)
+    assert began < first.began < last.sign < done + 0.1  # a process begins and ends outside of its ledger
     assert sum(life.seconds.values()) > 0.5 * (done - began)
     assert life.seconds["idle"] >= idle - ended - 0.1
     assert life.seconds["restart_gap"] > 0 and life.seconds["init"] > 0 and life.seconds["restore"] > 0
@@ -103,28 +96,3 @@ def test_the_ledger_of_a_run_that_is_killed_stopped_and_finished_adds_up(flags, 
                for i, one in enumerate(life.incarnations[:-1]))
     assert life.seconds["lost_work"] == pytest.approx(told) and told > 0
     assert f"goodput {life.goodput:.1%}" in out and "(3 starts, 1 failed)" in out
-
-
-@pytest.mark.slow
-def test_two_processes_save_when_the_first_says_so(flags, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-    auto = [*flags, "--config.checkpoint.every=auto", "--config.checkpoint.keep=99", f"--coordinator={coordinator}",
-            "--num_processes=2"]
-    # The second one's batches come at once: what it thinks of the pace is wrong.
-    both = [start([*auto, f"--process_id={i}"], devices=2, seconds=(0.2, 0.0)[i]) for i in range(2)]
-    try:
-        said = [process.communicate(timeout=300)[1] for process in both]
-    finally:
-        for process in both:
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in both] == [0, 0], said
-    saved = sorted(int(path.name) for path in (tmp_path / "work" / "checkpoints").iterdir())
-    assert len(saved) > 2 and saved[-1] == 40 and CheckpointManager(tmp_path / "work" / "checkpoints").latest() == 40
-    assert "checkpoint.every=auto: a save every" in said[0] and "checkpoint.every=auto" not in said[1]
-    assert [event["kind"] for event in events(tmp_path / "work")].count("checkpoint_interval") >= 1
-    assert len(incarnations(tmp_path / "work")) == 1
-    lines = [json.loads(line) for line in (tmp_path / "work" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] - 1 for line in lines if "checkpoint_blocked_s" in line] == saved[:-1]
