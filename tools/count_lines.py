@@ -30,7 +30,7 @@ LEARNING = """
 """
 SURVIVAL = """
     checkpoint/manager checkpoint/restore checkpoint/verify checkpoint/shared_verification checkpoint/fingerprint
-    checkpoint/trees checkpoint/retention checkpoint/save_policy checkpoint/orbax/*
+    sharding/bit_sums checkpoint/trees checkpoint/retention checkpoint/save_policy checkpoint/orbax/*
     resilience/* resilience/corruption/* trainer/rollback trainer/shutdown train_step/anomaly
     distributed/processes distributed/coordination distributed/peers distributed/exit_codes distributed/heartbeat
     distributed/run_lock observe/ledger observe/events observe/metrics observe/flops observe/runinfo observe/progress

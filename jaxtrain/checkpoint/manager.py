@@ -220,14 +220,10 @@ class CheckpointManager:
         shapes = {path: describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
 
         def sums():
-            found = fingerprint.total(self._barrier.gather(fingerprint.read(parts)))
+            found = fingerprint.total(self._barrier.gathered())
             return {"step": step, "arrays": {path: [what, found.get(path)] for path, what in shapes.items()}}
 
-        def bring():  # process 0 writes the sums with its commit; the others send theirs
-            if jax.process_index():
-                self._barrier.give(fingerprint.read(parts))
-
-        self._barrier.begin(name)
+        self._barrier.begin(name, lambda: fingerprint.read(parts))
         try:
             self._saver.save(folder, args=ocp.args.Composite(
                 state=ocp.args.StandardSave(flat), meta=ocp.args.JsonSave(meta or {}), fingerprint=LateJsonSave(sums)))
@@ -239,7 +235,7 @@ class CheckpointManager:
             self._make_room(step)
             return time.perf_counter() - began
         job = _Job(step, name)
-        job.thread = threading.Thread(target=self._finish, args=(job, bring), name="checkpoint", daemon=True)
+        job.thread = threading.Thread(target=self._finish, args=(job,), name="checkpoint", daemon=True)
         self._jobs.append(job)
         job.blocked_s = time.perf_counter() - began
         job.thread.start()
@@ -361,19 +357,18 @@ class CheckpointManager:
         # others.
         return f"only {free:,} bytes are free, and {wanted:,} are needed" if free < 0.8 * wanted else None
 
-    def _finish(self, job: "_Job", bring: Callable[[], Any]) -> None:
+    def _finish(self, job: "_Job") -> None:
         """Finish a save on its own thread; no failure here ends the run."""
         began = time.perf_counter()
         try:
             failure = None
             try:
-                bring()
                 with no_echoes():
                     self._saver.wait_until_finished()
             except Exception as error:
                 failure = error
                 with contextlib.suppress(Exception):  # the coordinator is lost, and soon all processes are
-                    self._barrier.fail(error, innermost(error))
+                    self._barrier.fail(innermost(error))
                 self._drain()
             finally:
                 self._commit(job, failure)

@@ -14,6 +14,9 @@ DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "uint8", "
 SHAPES = [(), (1,), (7,), (5, 3), (8, 16), (2, 8, 4), (0, 3), (3, 1, 1)]
 
 
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # NumPy's, of scalars that overflow
+
+
 def made(dtype, shape, seed=0):
     bits = np.random.default_rng(seed).integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8)
     return (bits & 1).astype(bool)[..., 0] if dtype == "bool" else bits.view(dtype)[..., 0]

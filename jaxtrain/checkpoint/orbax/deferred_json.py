@@ -1,26 +1,23 @@
-"""A JSON file in a checkpoint whose content is known only after the save returned; it is committed with the rest."""
+"""A JSON file in a checkpoint whose content is known only when all else is written; it is committed with the rest."""
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 
 
 class LateJson(ocp.JsonCheckpointHandler):
-    """An Orbax handler that writes what a function returns, called in the background."""
+    """An Orbax handler that writes what a function returns, in process 0, just before the commit."""
 
     async def async_save(self, directory: Any, item: Any = None, args: Any = None) -> Any:
-        """Start writing, in process 0 only; the commit waits for it."""
-        if jax.process_index() != 0:
-            return []
+        """Keep the function."""
+        self._content = args.content
 
-        async def write():
-            (directory / "metadata").write_text(json.dumps(args.content()))
-
-        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="late_json")]  # starts running here
+    def finalize(self, directory: Any) -> None:
+        """Write the file; Orbax calls this in process 0 when all processes have written their parts."""
+        (directory / "metadata").write_text(json.dumps(self._content()))
 
 
 @ocp.args.register_with_handler(LateJson, for_save=True, for_restore=True)  # Orbax requires both

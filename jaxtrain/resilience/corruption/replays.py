@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.resilience.corruption.device_hashes import Hashes, compile_hashes, devices_of, paths_of
+from jaxtrain.resilience.corruption.device_hashes import DeviceHashes
 from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.sharding.host_memory import HOST
 
@@ -24,7 +24,7 @@ class Replays:
     def __init__(self, every: int, accusations: SuspectDevices):
         """Repeat every `every`-th step; 0: never."""
         self._every, self._accusations = every, accusations
-        self._hashes: Hashes | None = None
+        self._hashes: DeviceHashes | None = None
 
     def run(self, step: int, compiled: Step, state: Any, batch: Any) -> tuple[Any, Any]:
         """Return `compiled(state, batch)`, which produces the state after `step`; the state is donated.
@@ -38,15 +38,14 @@ class Replays:
             copy = _copy(state)
             result = compiled(state, batch)
             told = {"state": result[0], "metrics": result[1]}
-            self._hashes = self._hashes or compile_hashes(told)
+            self._hashes = self._hashes or DeviceHashes(told)
             # Wait for one before starting the next: independent programs with collectives might start in a different
             # order on another process, which deadlocks.
             first = np.asarray(self._hashes(told))
             state, metrics = jax.block_until_ready(compiled(copy, batch))
             again = np.asarray(self._hashes({"state": state, "metrics": metrics}))
         if (differs := first != again).any():
-            devices = tuple(device for device, row in zip(devices_of(told), differs, strict=True) if row.any())
-            leaves = [path for path, column in zip(paths_of(told), differs.T, strict=True) if column.any()]
+            devices, leaves = self._hashes.named(differs)
             what = f"step {step} run twice gave different bits, first in {leaves[0]} ({len(leaves)} arrays)"
             raise self._accusations.accuse(devices, what, step=step, leaves=leaves[:8], found_by="replay")
         return result

@@ -1,5 +1,6 @@
 """Devices that were found to compute wrongly, in this start of a run or earlier ones."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class SuspectDevices:
         self._before = {(device["host"], device["id"]) for event in events.events(workdir)
                         if event["kind"] == "corruption" for device in event["devices"]}
 
-    def accuse(self, devices: tuple[jax.Device, ...], what: str, **fields: Any) -> Corrupted:
+    def accuse(self, devices: Sequence[jax.Device], what: str, **fields: Any) -> Corrupted:
         """Record the suspect devices (in process 0) and return the exception to raise in every process."""
         hosts = self._hosts.of({device.process_index for device in devices})
         named = [{"id": device.id, "host": hosts[device.process_index], "process": device.process_index}

@@ -61,10 +61,11 @@ def test_meshes_of_three_axes(tmp_path):
         replicas = Replicas(tree, 1, SuspectDevices(tmp_path))
         replicas.check(1, tree, now=True)
         wrong = 2 if named == {0, 2} else 6
-        replicas.check(2, {"x": flipped(tree["x"], wrong)})
-        found = replicas.verdict(2)
-        assert {device.id for device in found.devices} == named, spec
-        assert found.outvoted == (len(named) == 1)
+        with pytest.raises(Corrupted):
+            replicas.check(2, {"x": flipped(tree["x"], wrong)}, now=True)
+        found = events(tmp_path)[-1]
+        assert {device["id"] for device in found["devices"]} == named, spec
+        assert found["outvoted"] == (len(named) == 1)
 
 
 def test_read_late_and_at_the_same_step(mesh, tmp_path):
@@ -78,13 +79,16 @@ def test_read_late_and_at_the_same_step(mesh, tmp_path):
         replicas.check(2 + LAG, tree)
 
 
-def test_verdict_of_a_step_from_another_thread(mesh, tmp_path):
-    tree = {"x": placed(mesh, ())}
-    replicas = Replicas(tree, 2, SuspectDevices(tmp_path))
-    replicas.check(2, tree)
-    assert replicas.verdict(2) is None and replicas.verdict(7) is None
-    replicas.check(4, {"x": flipped(tree["x"], 3)})
-    assert [device.id for device in replicas.verdict(4).devices] == [3]
+def test_several_wrong_copies(mesh, tmp_path):
+    """Of one piece two of four are wrong in different ways, so none has a majority; of the other piece one is wrong."""
+    tree = {"x": placed(mesh, (None, "tensor")), "y": placed(mesh, ())}
+    wrong = tree["x"]
+    for device, bits in ((0, 1), (2, 2), (5, 1)):
+        wrong = flipped(wrong, device, bits)
+    with pytest.raises(Corrupted, match="x differ"):
+        Replicas(tree, 1, SuspectDevices(tmp_path)).check(1, tree | {"x": wrong}, now=True)
+    [event] = events(tmp_path)
+    assert [device["id"] for device in event["devices"]] == [0, 2, 4, 5, 6] and not event["outvoted"]
 
 
 @pytest.mark.parametrize("every, size", [(0, 8), (1, 1)])
