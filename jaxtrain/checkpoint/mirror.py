@@ -21,6 +21,7 @@ from jaxtrain import storage
 from jaxtrain.checkpoint import verify
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
+from jaxtrain.safe_names import inside
 
 THREADS = 8  # files transferred at a time
 AGAIN = 3  # attempts to send or fetch a file that arrives changed
@@ -208,9 +209,15 @@ class Mirror:
         names = [*record["files"], verify.MARK]
         for parent in {(folder / name).parent for name in names}:
             parent.mkdir(parents=True, exist_ok=True)
+        for name in set(verify.list_files(folder)[0]) - record["files"].keys():  # of an earlier attempt
+            (folder / name).unlink()
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda name: _fetch(self._url(step, name), folder / name,
+            list(pool.map(lambda name: _fetch(self._url(step, name), inside(folder, name),
                                               *record["files"].get(name, (0, ""))), names))
+        problems = verify.compare_files(folder, record, *verify.list_files(folder), hashes=False)
+        if problems or verify.parse_mark((folder / verify.MARK).read_bytes(), step) != record:
+            raise Different(self._url(step), (problems or ["its good.json changed while it was fetched"])[0],
+                            "use the copy of an older step")
         config = self._directory.parent / "config.json"
         if not config.exists() and record["meta"].get("config"):  # from which a different run is recognized and refused
             temporary = config.with_name("config.json.tmp")

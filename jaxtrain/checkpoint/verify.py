@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxtrain.checkpoint import fingerprint
+from jaxtrain.safe_names import parts_of
 
 Record = dict[str, Any]
 Problems = list[str]
@@ -75,6 +76,10 @@ def parse_mark(sealed: bytes, step: int) -> Record:
         raise ValueError("is not what was written")
     if record["step"] != step:
         raise ValueError(f"is that of step {record['step']}")
+    if not isinstance(record.get("files"), dict):
+        raise ValueError("has no list of files")
+    for name in record["files"]:
+        parts_of(name)
     return record
 
 

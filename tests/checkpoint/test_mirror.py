@@ -1,6 +1,7 @@
 """The second copy: whole or not there, sent in spite of the network, and gone on from when the first is lost."""
 
 import contextlib
+import hashlib
 import shutil
 import threading
 from pathlib import Path
@@ -96,6 +97,35 @@ def test_a_damaged_one_comes_back_whole(work, made, place):
     next((work / "checkpoints" / "3").rglob("d/*")).write_bytes(b"nonsense")
     restored(work, place, 3)
     assert same(work, made, 3) and (work / "checkpoints" / "3.damaged").is_dir()
+
+
+@pytest.mark.parametrize("name", ["../../../planted", "{}/planted"])
+def test_a_copy_writes_nothing_outside_its_folder(work, tmp_path, name):
+    """Whoever can write to the mirror names other files in good.json, seals it, and puts the content there."""
+    place = str(tmp_path / "second" / "place" / "copy")
+    ours = Mirror(work / "checkpoints", place)
+    ours.send(2), ours.send(3)
+    name = name.format(tmp_path)
+    record = verify.read_mark(work / "checkpoints", 3)
+    record["files"][name] = (3, hashlib.sha256(b"bad").hexdigest())
+    sealed = tmp_path / "sealed"
+    sealed.write_bytes(verify._sealed({key: value for key, value in record.items() if key != "sha256"}))
+    storage.put(sealed, storage.join(ours.place, f"3/{verify.MARK}"))
+    (there := Path(place, "3", name.lstrip("/"))).parent.mkdir(parents=True, exist_ok=True)
+    there.write_bytes(b"bad")
+    shutil.rmtree(work / "checkpoints")
+    assert ours.fetch() == 2
+    assert not [path for path in tmp_path.rglob("planted") if "second" not in path.parts]
+
+
+def test_a_copy_with_further_files_is_not_taken(work, place):
+    ours = Mirror(work / "checkpoints", place)
+    ours.send(3)
+    shutil.rmtree(work / "checkpoints")
+    fetching = work / "checkpoints" / f"3{mirror.FETCHING}"
+    fetching.mkdir(parents=True)
+    (fetching / "left over").touch()
+    assert ours.fetch() == 3 and verify.verify(work / "checkpoints", 3) == []
 
 
 def test_one_that_the_mirror_lacks_is_passed_over(work, place):

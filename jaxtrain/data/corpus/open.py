@@ -6,7 +6,7 @@ object storage is read through a cache (remote.py).
 
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from jaxtrain.data.corpus.corpus import SPLITS, UNFINISHED, Corpus, Shard, Token
 from jaxtrain.data.corpus.corruption import DamagedColumn, Lost
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.safe_names import Outside, inside
 
 FORMAT = "jaxtrain-corpus-2"
 BESIDE = ("sha256", "code", "stamps")  # manifest keys that its hash does not cover
@@ -94,7 +95,25 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
                         "prepare the corpus again with this version")
     if atomic_files.digest(content) != recorded:
         raise UserError("data.source", f"{path} was changed after it was written", "prepare the corpus again")
+    try:
+        for name in _named_files(manifest):
+            inside(folder, name)
+    except Outside as error:
+        raise UserError("data.source", f"{path} names a file outside of the corpus: {error}",
+                        "use a corpus from a source that you trust") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError("data.source", f"{path} cannot be read ({error!r})", "prepare the corpus again") from error
     return manifest
+
+
+def _named_files(manifest: dict[str, Any]) -> Iterator[str]:
+    """Yield every name of a file in a manifest, of text or of sequences."""
+    if file := manifest.get("tokenizer", {}).get("file"):
+        yield file
+    for split in manifest["splits"].values():
+        for shard in split["shards"]:
+            yield from (shard["name"], *shard["sha256"], *shard.get("crc32", ()))
+            yield from (f"{shard['name']}.{column}" for column in manifest.get("columns", ()))
 
 
 def _tokenizer(folder: Path, manifest: dict[str, Any]) -> Tokenizer:

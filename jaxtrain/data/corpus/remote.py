@@ -19,6 +19,7 @@ from jaxtrain.data.corpus.chunk_cache import ChunkCache
 from jaxtrain.data.corpus.corruption import Damage, Lost
 from jaxtrain.data.corpus.shard_writer import CHUNK
 from jaxtrain.errors import UserError
+from jaxtrain.safe_names import inside
 
 THREADS = 16  # concurrent requests, since each waits for the network
 AGAIN = 3  # attempts to fetch a chunk that arrives corrupt
@@ -102,11 +103,11 @@ class Store:
         self._sizes = {found.name: found.size for found in storage.find(url)}
         self._chunks = _chunks(cache / "chunks", cache_bytes)
         self.folder = cache / "remote" / manifest["sha256"][:32]
-        wanted: list[tuple[str, str | None]] = [
+        wanted: list[tuple[str, str]] = [
             (name, sha256) for split in manifest["splits"].values() for shard in split["shards"]
             for name, sha256 in shard["sha256"].items() if name.endswith((".offsets.npy", ".origins.npy"))]
         if file := manifest["tokenizer"]["file"]:
-            wanted.append((file, None))  # verified by the probes in the manifest
+            wanted.append((file, manifest["tokenizer"]["sha256"]))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with ThreadPoolExecutor(THREADS) as pool:
@@ -127,13 +128,13 @@ class Store:
         column.damage.add(n for n in column.damage.chunks(0, len(column)) if column.damage.edges(n)[1] > there)
         return column
 
-    def _fetch(self, name: str, sha256: str | None) -> None:
-        path = self.folder / name
-        if sha256 and path.exists() and atomic_files.file_digest(path) == sha256:
+    def _fetch(self, name: str, sha256: str) -> None:
+        path = inside(self.folder, name)
+        if path.exists() and atomic_files.file_digest(path) == sha256:
             return
         for _ in range(AGAIN):
             content = storage.read(storage.join(self._url, name))
-            if sha256 in (None, hashlib.sha256(content).hexdigest()):
+            if hashlib.sha256(content).hexdigest() == sha256:
                 with atomic_files.written(path) as file:
                     file.write(content)
                 return

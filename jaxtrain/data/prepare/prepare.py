@@ -8,6 +8,7 @@ continue. The result is the same to the byte for any number of workers, and any 
 """
 
 import argparse
+import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -172,7 +173,8 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
         "format": FORMAT, "plan": plan,
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
                       "file": getattr(tokenizer, "file", ""), "eod": getattr(tokenizer, "eod_token", ""),
-                      "bos": getattr(tokenizer, "bos_token", "")},
+                      "bos": getattr(tokenizer, "bos_token", ""),
+                      "sha256": hashlib.sha256(getattr(tokenizer, "content", b"")).hexdigest()},
         "options": options.identity(), "chat": chat and chat.identity(),
         "inputs": [[piece.identity() | ({"sha256": sha256} if sha256 else {})
                     for piece, sha256 in zip(task, ledger["stored"], strict=True)]

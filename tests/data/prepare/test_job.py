@@ -79,7 +79,7 @@ def test_what_was_deleted_meanwhile_is_no_mistake(tmp_path):
         assert left
         (out / "a.partial").write_bytes(b"")
         shutil.rmtree(out / "unfinished")
-        job.complete(out, {"format": "format", "plan": "plan"}, {})
+        job.complete(out, {"format": "format", "plan": "plan", "splits": {}}, {})
     assert [path.name for path in out.iterdir()] == ["manifest.json"]
     with job.begun(out, "plan", "format") as left:
         assert not left
