@@ -33,7 +33,7 @@ def device_peak(device_kind: str) -> float | None:
     return next((peak for pattern, peak in PEAK_BF16.items() if re.search(pattern, device_kind)), None)
 
 
-def flops_per_token(model: ModelConfig, matmul_params: int, seq_len: int, causal: bool) -> float:
+def flops_per_token(model: ModelConfig, matmul_params: float, seq_len: int, causal: bool) -> float:
     """Return the FLOPs of training on one token, forward and backward, without rematerialization.
 
     Args:
