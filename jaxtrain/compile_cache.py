@@ -15,6 +15,8 @@ import jax
 from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
+from jaxtrain import atomic_files
+
 _DIGEST = 32  # bytes of SHA-256, before the program
 _of_jax = compilation_cache.get_file_cache
 
@@ -46,14 +48,11 @@ class CheckedCache(CacheInterface):
         file = self._file(key)
         if file.exists():
             return
-        temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
         try:
             self._path.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(hashlib.sha256(value).digest() + value)
-            os.replace(temporary, file)
+            with atomic_files.written(file, durable=False) as out:
+                out.write(hashlib.sha256(value).digest() + value)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             print(f"warning: {file} cannot be written ({error.strerror}): the next start compiles again",
                   file=sys.stderr)
 

@@ -80,11 +80,10 @@ def test_it_is_loaded_not_compiled(folder, monkeypatch):
 def test_a_full_disk_is_no_reason_to_stop(tmp_path, capfd, monkeypatch):
     full = compile_cache.CheckedCache(tmp_path)
 
-    def write(path, content):
-        path.touch()
+    def written(path, **_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", write)
+    monkeypatch.setattr(compile_cache.atomic_files, "written", written)
     full.put("key", b"program")
     assert "No space left on device" in capfd.readouterr().err
     assert full.get("key") is None and not list(tmp_path.iterdir())

@@ -1,11 +1,11 @@
 """Render recorded measurements as Markdown tables, also in place in a document."""
 
-import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from jaxtrain import atomic_files
 from jaxtrain.bench.records import Record, read
 from jaxtrain.errors import UserError
 
@@ -35,9 +35,7 @@ def fill(document: str | Path, files: Iterable[str | Path]) -> int:
                         "'<!-- end -->' on lines of their own")
     text = filled(before, groups, str(document))
     try:
-        written = Path(f"{document}.tmp")
-        written.write_text(text)
-        os.replace(written, document)  # readers never see half of it
+        atomic_files.write(Path(document), text)
     except OSError as error:
         raise UserError("--into", f"{document} cannot be written ({error.strerror})", "name a document") from None
     return places

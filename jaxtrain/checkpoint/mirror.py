@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import storage
+from jaxtrain import atomic_files, storage
 from jaxtrain.checkpoint import verify
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
@@ -220,9 +220,7 @@ class Mirror:
                             "use the copy of an older step")
         config = self._directory.parent / "config.json"
         if not config.exists() and record["meta"].get("config"):  # from which a different run is recognized and refused
-            temporary = config.with_name("config.json.tmp")
-            temporary.write_text(json.dumps(record["meta"]["config"], indent=2) + "\n")
-            os.replace(temporary, config)
+            atomic_files.write(config, json.dumps(record["meta"]["config"], indent=2) + "\n")
         os.replace(folder, self._directory / str(step))
         return step
 

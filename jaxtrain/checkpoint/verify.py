@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxtrain import atomic_files
 from jaxtrain.checkpoint import fingerprint
 from jaxtrain.safe_names import parts_of
 
@@ -86,20 +87,12 @@ def parse_mark(sealed: bytes, step: int) -> Record:
 def write_mark(directory: str | Path, step: int, record: Record) -> None:
     """Write `good.json` durably, which marks the checkpoint good even after a power failure."""
     folder = Path(directory) / str(step)
-    temporary = folder / (MARK + ".tmp")
 
     def write():
-        with open(temporary, "wb") as file:
+        with atomic_files.written(folder / MARK, shared=False) as file:
             file.write(_sealed({"step": step, **record}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / MARK)
         for path in (folder, folder.parent):
-            entry = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(entry)
-            finally:
-                os.close(entry)
+            atomic_files.sync(path)
 
     _patiently(write)
 

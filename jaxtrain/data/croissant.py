@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.corpus import atomic_files
+from jaxtrain import atomic_files
 from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.data.formats.inputs import extra

@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxtrain import storage
-from jaxtrain.data.corpus import atomic_files
+from jaxtrain import atomic_files, storage
 from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.data.prepare.prepare_progress import Line

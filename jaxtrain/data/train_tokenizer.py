@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxtrain.data.corpus import atomic_files
+from jaxtrain import atomic_files
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.conversations import Example
 from jaxtrain.data.formats.inputs import Text

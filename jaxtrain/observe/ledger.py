@@ -8,7 +8,6 @@ otherwise it is what the loop is doing. So a wait for data that does not idle th
 import contextlib
 import dataclasses
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +16,7 @@ from typing import TypeVar
 
 import jax
 
+from jaxtrain import atomic_files
 from jaxtrain.errors import say
 from jaxtrain.observe.goodput import Account, Incarnation, account, incarnations, table
 
@@ -137,12 +137,8 @@ class Ledger:
         """Write the file atomically; on a full disk nothing is lost, since the next write includes these seconds."""
         if self._file is None:
             return
-        temporary = self._file.with_name(self._file.name + ".tmp")
-        try:
-            temporary.write_text(json.dumps(vars(self._copy())))
-            os.replace(temporary, self._file)
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):
+            atomic_files.write(self._file, json.dumps(vars(self._copy())))
 
     def __enter__(self) -> "Ledger":
         return self

@@ -1,7 +1,6 @@
 """Which run a workdir holds: config.json and run.json, and the refusal to continue it as another one."""
 
 import json
-import os
 import platform
 import tempfile
 from collections.abc import Mapping, Set
@@ -10,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain import atomic_files
 from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config, DataConfig, hash_of
 from jaxtrain.errors import UserError
@@ -184,10 +184,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """All of it or nothing: a reader, or a killed process, never leaves half a file."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, path)
+    atomic_files.write(path, json.dumps(content, indent=2) + "\n")
 
 
 def _unwritable(workdir: Path, error: OSError) -> UserError:

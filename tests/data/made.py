@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.corpus import atomic_files
+from jaxtrain import atomic_files
 from jaxtrain.data.corpus.open import FORMAT
 from jaxtrain.data.corpus.shard_writer import Origin, ShardWriter
 from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer

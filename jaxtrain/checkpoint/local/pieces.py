@@ -7,7 +7,6 @@ each piece the header names its leaf and its bounds in the leaf, so that any mes
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxtrain import atomic_files
 
 _MARK = b"jaxtrain-pieces\n"
 _OPENING = len(_MARK) + 8 + 32  # the magic string, the length of the header, and its sha256
@@ -109,15 +110,10 @@ def write(path: Path, about: dict[str, Any], names: Iterable[tuple[str, tuple[in
         offset += content.nbytes
     header = json.dumps({"about": about, "pieces": [list(asdict(piece).values()) for piece in pieces]}).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(_MARK + len(header).to_bytes(8, "big") + hashlib.sha256(header).digest() + header)
-            for content in contents:
-                file.write(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic_files.written(path, durable=False, shared=False) as file:
+        file.write(_MARK + len(header).to_bytes(8, "big") + hashlib.sha256(header).digest() + header)
+        for content in contents:
+            file.write(content)
     return path.stat().st_size
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain import atomic_files
 from jaxtrain.checkpoint.local import pieces
 from jaxtrain.checkpoint.local.partners import Partners
 from jaxtrain.checkpoint.local.pieces import Damaged
@@ -299,9 +300,7 @@ def _history(workdir: Path) -> str:
     path = workdir / "checkpoints" / _RUN
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(secrets.token_hex(8))
-        os.replace(temporary, path)
+        atomic_files.write(path, secrets.token_hex(8))
     return path.read_text()
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtrain import atomic_files
 from jaxtrain.data.cleaning import filters
 from jaxtrain.data.cleaning.filters import Step
-from jaxtrain.data.corpus import atomic_files
 from jaxtrain.data.formats.inputs import Ids, Text, is_utf8
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.versions import version_of

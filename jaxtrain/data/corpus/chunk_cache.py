@@ -6,10 +6,10 @@ again. So a killed process leaves nothing that others would wait for. The least 
 
 import os
 import threading
-import uuid
 import warnings
-from contextlib import suppress
 from pathlib import Path
+
+from jaxtrain import atomic_files
 
 
 class ChunkCache:
@@ -40,18 +40,14 @@ class ChunkCache:
     def write(self, key: str, content: bytes) -> None:
         """Store a content if the disk allows it; a failed write only costs time later."""
         path = self._path(key)
-        partial = f"{path}.{uuid.uuid4().hex}.partial"
         try:
             self._make_room(len(content))
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(partial, "wb") as file:
+            with atomic_files.written(Path(path), durable=False) as file:  # it is verified when first read
                 file.write(content)
-            os.replace(partial, path)  # not synced: it is verified when first read
         except FileNotFoundError:
             pass  # another process evicted the file
         except OSError as error:
-            with suppress(OSError):
-                os.unlink(partial)
             if not self._silent:
                 self._silent = True
                 warnings.warn(f"data.cache_dir: {self._folder} cannot be written ({error.strerror}), so remote data "

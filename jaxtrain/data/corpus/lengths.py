@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.corpus import atomic_files
+from jaxtrain import atomic_files
 from jaxtrain.data.corpus.corpus import Corpus
 from jaxtrain.errors import UserError
 

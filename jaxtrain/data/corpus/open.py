@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import storage
-from jaxtrain.data.corpus import atomic_files, remote
+from jaxtrain import atomic_files, storage
+from jaxtrain.data.corpus import remote
 from jaxtrain.data.corpus.corpus import SPLITS, UNFINISHED, Corpus, Shard, Tokens, mapped, unreadable
 from jaxtrain.data.corpus.corruption import DamagedColumn, Lost
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load_tokenizer

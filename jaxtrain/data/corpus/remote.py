@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import storage
-from jaxtrain.data.corpus import atomic_files
+from jaxtrain import atomic_files, storage
 from jaxtrain.data.corpus.chunk_cache import ChunkCache
 from jaxtrain.data.corpus.corruption import Damage, Lost
 from jaxtrain.data.corpus.shard_writer import CHUNK

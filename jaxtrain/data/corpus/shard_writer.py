@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.corpus import atomic_files
+from jaxtrain import atomic_files
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 
 CHUNK = 2**20  # bytes of a column per checksum, so that parts can be verified without reading the whole

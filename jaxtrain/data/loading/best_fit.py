@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.corpus import atomic_files
+from jaxtrain import atomic_files
 from jaxtrain.data.corpus.corpus import Tokens
 
 VERSION = 1  # of the plan; raised when the same lengths give different rows

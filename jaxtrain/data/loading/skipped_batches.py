@@ -5,7 +5,6 @@ The batch at step n is the n-th that is not in the record. The record is kept in
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain import atomic_files
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
 
@@ -49,13 +49,8 @@ class SkippedBatches:
 
     def write(self, workdir: str | Path) -> None:
         """Write the record atomically and durably, before anything acts on it."""
-        path = Path(workdir) / FILE
-        temporary = path.with_name(FILE + ".tmp")
-        with open(temporary, "w") as file:
-            file.write(json.dumps(self.to_dict() | {"void_above": self.void_above}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        content = json.dumps(self.to_dict() | {"void_above": self.void_above}) + "\n"
+        atomic_files.write(Path(workdir) / FILE, content, durable=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the part that is saved in a checkpoint."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.corpus import atomic_files
+from jaxtrain import atomic_files
 from jaxtrain.data.corpus.corpus import UNFINISHED
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats.inputs import Piece, Text, stamps

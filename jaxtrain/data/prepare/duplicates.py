@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain import atomic_files
 from jaxtrain.data.cleaning.cleaning_steps import Steps
-from jaxtrain.data.corpus import atomic_files
 from jaxtrain.data.corpus.corpus import UNFINISHED
 from jaxtrain.data.formats.conversations import Example
 from jaxtrain.data.formats.inputs import Ids, Text, stamps

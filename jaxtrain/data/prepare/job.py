@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from jaxtrain import storage
-from jaxtrain.data.corpus import atomic_files
+from jaxtrain import atomic_files, storage
 from jaxtrain.data.corpus.corpus import UNFINISHED
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.data.prepare import engines

@@ -17,11 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxtrain import atomic_files
 from jaxtrain.data.chat.templates import BUILT_IN, TRAIN_ON, refuse_useless_masks
 from jaxtrain.data.cleaning.cleaning_steps import added, summed
 from jaxtrain.data.cleaning.filters import STEPS
 from jaxtrain.data.cleaning.near_duplicates import Near
-from jaxtrain.data.corpus import atomic_files, lengths
+from jaxtrain.data.corpus import lengths
 from jaxtrain.data.corpus.corpus import SPLITS, Corpus
 from jaxtrain.data.corpus.open import FORMAT, open_corpus, read_manifest
 from jaxtrain.data.corpus.shard_writer import dtype_of

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain import atomic_files
 from jaxtrain.data.chat.templates import TRAIN_ON, Chat
 from jaxtrain.data.cleaning.cleaning_steps import Steps, identity, told
 from jaxtrain.data.cleaning.near_duplicates import Near
-from jaxtrain.data.corpus import atomic_files
 from jaxtrain.data.corpus.corpus import SPLITS, UNFINISHED
 from jaxtrain.data.corpus.open import check, trust
 from jaxtrain.data.corpus.shard_writer import Origin, ShardWriter, dtype_of

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.corpus import atomic_files
+from jaxtrain import atomic_files
 from jaxtrain.data.corpus.corpus import UNFINISHED
 from jaxtrain.data.corpus.sequences import Column
 from jaxtrain.data.corpus.shard_writer import Origin

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxtrain import atomic_files
 from jaxtrain.data.cleaning.cleaning_steps import added
-from jaxtrain.data.corpus import atomic_files
 from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.sequences import (
     FORMAT,

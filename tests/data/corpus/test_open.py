@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain import atomic_files
 from jaxtrain.data import open_corpus
-from jaxtrain.data.corpus import atomic_files
 from jaxtrain.data.corpus.open import BESIDE
 from jaxtrain.errors import UserError
 from tests.data import made

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 import soundfile
 
+from jaxtrain.atomic_files import digest, write_json
 from jaxtrain.data import BucketedBatches, SequenceRows, open_corpus, open_sequences
-from jaxtrain.data.corpus.atomic_files import digest, write_json
 from jaxtrain.data.corpus.sequences import FORMAT, Column, Sequences, SequenceWriter, describe
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.prepare_sequences.audio import Audio

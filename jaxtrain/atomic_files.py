@@ -1,4 +1,4 @@
-"""Write files atomically: complete or absent, and durable across a power failure."""
+"""Write files atomically: readers, and whoever comes after a kill, find a file complete or not at all."""
 
 import hashlib
 import json
@@ -11,17 +11,31 @@ from typing import Any, BinaryIO
 
 
 @contextmanager
-def written(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that appears at `path`, durable, when the block ends without error; another name until then."""
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+def written(path: Path, *, durable: bool = True, shared: bool = True) -> Iterator[BinaryIO]:
+    """Yield a file that appears at `path` when the block ends without error; it has another name until then.
+
+    Args:
+        path: where it appears, in place of what was there.
+        durable: sync it to disk first, so that it survives a power failure.
+        shared: several processes may write it at once, so each uses a name of its own. Otherwise the name is always the
+            same, and what a kill left is overwritten by the next attempt.
+    """
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial" if shared else f"{path.name}.tmp")
     try:
         with open(partial, "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write(path: Path, content: str, *, durable: bool = False) -> None:
+    """Write a text file that only one process writes."""
+    with written(path, durable=durable, shared=False) as file:
+        file.write(content.encode())
 
 
 def sync(folder: Path) -> None:
