@@ -28,6 +28,7 @@ def test_data():
         assert done.stdout.count(words) == times, words
 
 
+@pytest.mark.slow
 def test_index():
     command = [sys.executable, ROOT / "tools/bench_index.py", "--documents=3000", "--per_shard=1000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300,

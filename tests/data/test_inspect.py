@@ -53,6 +53,7 @@ def test_it_shows_the_rows_of_a_step(tmp_path, monkeypatch, capsys):
     assert main([*keys, "--split=eval", "--step=100"]) == 2
 
 
+@pytest.mark.slow
 def test_it_says_where_each_document_is_from(tmp_path, monkeypatch):
     """The place leads back to the text, in plain and compressed lines, Parquet, files, and whatever packs them."""
     import gzip

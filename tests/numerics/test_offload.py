@@ -38,8 +38,8 @@ def same(ours, theirs, tolerance):
         np.testing.assert_allclose(other, one, rtol=0, atol=tolerance * np.abs(one).max() + noise, err_msg=name)
 
 
-@pytest.mark.parametrize(("family", "mesh", "keys"), [CASES[0], *(
-    pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "mesh", "keys"), CASES, ids=str)
 def test_the_numbers_are_those_of_a_state_on_the_devices(family, mesh, keys):
     told, states = [], []
     for offload in (False, True):

@@ -40,6 +40,7 @@ def test_state_on_each_device_is_the_closed_form(stage):
     assert abs(got - want) <= 0.01 * want, f"stage {stage}: the step takes {got:,} bytes on each device, not {want:,}"
 
 
+@pytest.mark.slow
 def test_stage_2_splits_the_accumulated_gradients():
     """While micro-batches run, stage 1 holds a whole float32 gradient and stage 2 an eighth of one."""
     params = step(0)[0].abstract.params

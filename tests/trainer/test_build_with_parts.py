@@ -226,6 +226,7 @@ def test_more_steps_of_an_optimizer_without_a_schedule(tmp_path):
                                 parts=run.own_parts({}))
 
 
+@pytest.mark.slow
 def test_what_run_json_said_is_known_to_the_checkpoints(run, tmp_path):
     shutil.copytree(trained_once(run, tmp_path), tmp_path / "work")
     (tmp_path / "work/run.json").unlink()

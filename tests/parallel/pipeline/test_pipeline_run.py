@@ -44,7 +44,8 @@ def test_the_command_line_trains_a_pipeline_and_one_stage_goes_on(flags, tmp_pat
     assert losses(two) == pytest.approx(want, rel=1e-5), "one stage goes on with other numbers"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_v", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_a_checkpoint_fits_any_number_of_stages(tmp_path, schedule):
     """To the bit, from stages to one device and back, layers evenly spread or not, moments too."""
     keys = dict(model__num_layers=4, pipeline__schedule=schedule)
