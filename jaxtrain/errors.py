@@ -28,3 +28,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def install_extra(name: str) -> str:
+    """Return the words for how to install an extra of this package, which is installed from a checkout."""
+    return f"run pip install -e '.[{name}]' in jaxtrain's folder"

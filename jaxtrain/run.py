@@ -84,7 +84,12 @@ class Run:
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step. `state` is donated: use the returned one."""
         self.check_devices()
-        return self.compiled(batch)(state, self.place(batch))
+        return self.sharded.run(self.compiled(batch), state, self.place(batch))
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Move a state that lives on another mesh to this run's."""
+        self.check_devices()
+        return self.sharded.adopt(state)
 
     def batch(self, step: int) -> dict[str, jax.Array]:
         """The training batch of this step, placed on the mesh: a pure function of the data, the config and `step`."""

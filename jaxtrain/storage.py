@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar, cast
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, install_extra
 
 TRIES = 8
 PAUSE = 0.2, 20.0  # seconds: the first, doubled each time, and the longest
@@ -228,7 +228,7 @@ def _of_protocol(protocol: str, url: str) -> Any:
         return _connected(protocol)
     except ImportError as error:
         extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(protocol)
-        fix = f"pip install 'jaxtrain[{extra}]'" if extra else "install it"
+        fix = install_extra(extra) if extra else "install it"
         raise UserError(url, f"{protocol}:// needs a package that is not installed ({error})", fix) from error
     except ValueError as error:
         raise UserError(url, f"{protocol}:// cannot be used ({error})", "use s3:// or gs://") from error

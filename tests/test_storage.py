@@ -175,7 +175,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
 
     monkeypatch.setattr(fsspec, "filesystem", lambda *_, **__: (_ for _ in ()).throw(ImportError("Install gcsfs")))
     storage._connected.cache_clear()
-    with pytest.raises(UserError, match=r"gs://b/x: gs:// needs a package .*; pip install 'jaxtrain\[gcs\]'"):
+    with pytest.raises(UserError, match=r"gs://b/x: gs:// needs a package .*; run pip install -e '\.\[gcs\]'"):
         storage.read("gs://b/x", 0, 1)
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"nonsense:// cannot be used"):

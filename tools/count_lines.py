@@ -2,8 +2,9 @@
 
     python tools/count_lines.py
 
-The learning path is what a plain pretraining run executes: model, sharding, step, config, data and loop. The survival
-path keeps a run alive and watched. `tests/test_architecture.py` holds both to their budgets.
+The learning path is the files with functions that a plain pretraining run (`configs/gpt.py`) executes: model, sharding,
+step, config, data and loop. The survival path keeps a run alive and watched. `tests/test_architecture.py` holds both to
+their budgets.
 """
 
 import ast
@@ -14,15 +15,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "jaxtrain"
 LEARNING = """
-    __init__ main errors api run validation rule_checks
+    __init__ main errors run validation rule_checks
     config/schema config/families config/field_checks config/load
     sharding/rules sharding/mesh
-    models/__init__ models/decoder models/layers models/attention models/gpt2 models/llama models/qwen3
+    models/__init__ models/decoder models/layers models/attention models/gpt2
     kernels/functions kernels/cross_entropy
     objectives/objective objectives/next_token
     train_step/state train_step/step train_step/sharded_step train_step/optimizers train_step/precision
     train_step/partition train_step/report
-    data/__init__ data/tokenizers/tokenizer data/corpus/corpus data/corpus/open data/corpus/text_cache
+    data/__init__ data/tokenizers/tokenizer data/corpus/corpus data/corpus/text_cache
     data/corpus/text_source atomic_files data/loading/batch_source
     data/loading/batch_spec data/loading/batches
     data/loading/loader data/loading/shuffle data/loading/packing data/loading/placement

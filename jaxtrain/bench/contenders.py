@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxtrain.config.schema import ModelConfig
-from jaxtrain.errors import UserError, nearest
+from jaxtrain.errors import UserError, install_extra, nearest
 from jaxtrain.run import Run
 
 
@@ -133,7 +133,7 @@ def _refuse_torch(run: Run) -> None:
     try:
         import torch
     except ModuleNotFoundError:
-        raise UserError("--compare", "PyTorch is not installed", "pip install 'jaxtrain[bench]'") from None
+        raise UserError("--compare", "PyTorch is not installed", install_extra("bench")) from None
     c, t = run.config.model, run.config.train
     device = _torch_device()
     if device == "cuda" and not torch.cuda.is_available():

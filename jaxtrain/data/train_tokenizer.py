@@ -17,7 +17,7 @@ from jaxtrain.data.formats.conversations import Example
 from jaxtrain.data.formats.inputs import Text
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.data.tokenizers.vocabulary import ENDS
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, install_extra
 from jaxtrain.flags import command, parser_of
 
 EOD = ENDS[0]
@@ -34,7 +34,7 @@ def train(texts: Iterator[str], vocab_size: int, specials: Sequence[str] = ()) -
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
         raise UserError("--output", "training a tokenizer needs the package tokenizers",
-                        "pip install 'jaxtrain[data]'") from error
+                        install_extra("data")) from error
     added = list(dict.fromkeys([EOD, *specials]))
     if vocab_size < (least := 256 + len(added)):
         raise UserError("--vocab_size", f"{vocab_size} leaves no room for all bytes and {', '.join(added)}",

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.tokenizers.tokenizer import encode_documents
+from jaxtrain.errors import UserError
 from jaxtrain.models import Decoder
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES
@@ -25,8 +26,11 @@ def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200,
            seed: int = 0) -> str:
     """`prompt` continued by at most `length` tokens, as many as `data.seq_len` has room for.
 
-    Every step computes the whole window again, without a cache: fine for a look at what a run has learned.
+    Every step computes the whole window again, without a cache: fine for a look at what a run has learned. At
+    `temperature=0` each token is the most probable one.
     """
+    if temperature < 0:
+        raise UserError("temperature", f"{temperature} is below 0", "give 0 for the most probable tokens, or more")
     tokenizer = run.corpus.tokenizer
     # A document's first token has no predecessor in training, so an empty prompt starts behind a line's end.
     begin, = encode_documents([(prompt or "\n").encode()], tokenizer)
@@ -52,7 +56,7 @@ def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200,
             logits_BV = jnp.einsum("bd,dv->bv", last_BD, model.head(), preferred_element_type=jnp.float32,
                                    out_sharding=sharding.activation_spec("batch", None))
             noise = jax.random.gumbel(jax.random.fold_in(key, i), logits_BV.shape[-1:])
-            next_B = jnp.argmax(logits_BV / temperature + noise, axis=-1).astype(jnp.int32)
+            next_B = jnp.argmax(logits_BV + temperature * noise, axis=-1).astype(jnp.int32)
             return jnp.where(jnp.arange(tokens.shape[1]) == i, next_B[:, None], tokens)
 
         return jax.lax.fori_loop(len(start), stop, extend, tokens)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, install_extra
 from jaxtrain.observe.metrics import Record
 
 
@@ -13,12 +13,12 @@ def summary_writer() -> Any:
         from tensorboardX import SummaryWriter
     except ImportError:
         raise UserError("train.tensorboard", "the package tensorboardX is not installed",
-                        "pip install 'jaxtrain[tensorboard]' or set it to false") from None
+                        f"{install_extra('tensorboard')}, or set it to false") from None
     return SummaryWriter
 
 
 class TensorBoard:
-    """Writes every number of every line as a scalar under its own name; needs `jaxtrain[tensorboard]`."""
+    """Writes every number of every line as a scalar under its own name; needs the extra `tensorboard`."""
 
     def __init__(self, directory: str | Path, *, start_step: int = 0):
         """Open the event files of a run that has completed `start_step` steps; later points are hidden."""

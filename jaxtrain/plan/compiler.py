@@ -1,7 +1,7 @@
 """Compile a step for devices that are not available: memory and collectives according to the real compiler.
 
-TPUs: libtpu compiles for any topology on a CPU (`pip install 'jaxtrain[aot-tpu]'`), and raises if memory does not
-suffice. GPUs: the CUDA plugin does, given a description of the chip (`jaxtrain[aot-cuda]`); it never raises for memory.
+TPUs: libtpu compiles for any topology on a CPU (extra `aot-tpu`), and raises if memory does not
+suffice. GPUs: the CUDA plugin does, given a description of the chip (extra `aot-cuda`); it never raises for memory.
 """
 
 import math
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxtrain.config.schema import Config
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, install_extra
 from jaxtrain.plan import hlo
 from jaxtrain.plan.targets import Target
 from jaxtrain.run import Run, build
@@ -112,7 +112,7 @@ def devices_of(target: Target, count: int) -> list[Any]:
     except (RuntimeError, ValueError, KeyError) as error:
         extra = "aot-tpu" if target.platform == "tpu" else "aot-cuda"
         raise UserError("--verify", f"the compiler for {target.name} is missing ({f'{error}'.splitlines()[0][:100]})",
-                        f"pip install 'jaxtrain[{extra}]' and set JAX_PLATFORMS=cpu") from None
+                        f"{install_extra(extra)}, and set JAX_PLATFORMS=cpu") from None
     devices = list(np.ravel(found.devices))
     if len(devices) != count:
         raise UserError("--verify", f"{target.name} has no slice of {count} devices; the nearest has {len(devices)}",

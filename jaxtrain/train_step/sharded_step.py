@@ -44,7 +44,31 @@ class ShardedStep:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Make one optimizer step. `state` is donated: use the returned one."""
-        return self.compiled(batch)(state, self.place(batch))
+        return self.run(self.compiled(batch), state, self.place(batch))
+
+    def run(self, compiled: jax.stages.Compiled, state: TrainState, batch: Any) -> Any:
+        """Call a compiled step, and refuse a state that it cannot take in one sentence."""
+        leaves = jax.tree.leaves(state)
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):  # XLA for CPU may crash on such arrays
+            raise UserError("state", "an earlier step used it up, whose result has its memory now",
+                            "use the returned one: state, metrics = step(state, batch)")
+        try:
+            return compiled(state, batch)
+        except (TypeError, ValueError) as error:
+            if jax.tree.structure(state) != jax.tree.structure(self.abstract):
+                raise UserError("state", "its parameters or optimizer state are not those of this run",
+                                "use a state made by this run's init()") from error
+            for (path, x), want in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(self.abstract), strict=True):
+                if (x.shape, x.dtype) != (want.shape, want.dtype) or not x.sharding.is_equivalent_to(
+                        want.sharding, x.ndim):
+                    raise UserError("state", f"{jax.tree_util.keystr(path, simple=True, separator='/')} lies on the "
+                                    f"devices as {x.sharding}, and this run wants {want.sharding}",
+                                    "move it with adopt(state) of this run") from error
+            raise
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Move a state that lives elsewhere, as on another mesh, to where this step wants it."""
+        return jax.device_put(state, self.layout.state)
 
     # --------------------------------------------------------------------------------------------------- compilation
     def compiled(self, batch: Any) -> jax.stages.Compiled:

@@ -189,6 +189,10 @@ class TrainStep:
         """
         return self.sharded(state, batch)
 
+    def adopt(self, state: TrainState) -> TrainState:
+        """Move a state that lives on another mesh to this step's."""
+        return self.sharded.adopt(state)
+
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """The executable for batches of this shape, compiled when first wanted; takes (state, placed batch)."""
         return self.sharded.compiled(batch)

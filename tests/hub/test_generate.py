@@ -1,6 +1,7 @@
 """The same text from the same parameters, whatever the mesh."""
 
 import jax
+import numpy as np
 import pytest
 
 import jaxtrain as jt
@@ -21,6 +22,18 @@ def sampled(text, **sizes):
     devices = jax.devices()[: m.data * m.fsdp * m.stage * m.context * m.expert * m.tensor]
     run = jt.build(config, devices=devices)
     return sample(run, run.init(), prompt="line 7", length=30)
+
+
+def test_without_temperature_the_most_probable_token_is_taken(text):
+    run = jt.build(jt.load_config("configs/gpt.py:tiny", text | {"mesh.data": 1}), devices=jax.devices()[:1])
+    state = run.init()
+    found = {sample(run, state, prompt="line 7", length=3, temperature=0, seed=seed) for seed in (0, 1)}
+    tokens = [*b"line 7"]
+    while len(tokens) < 9:
+        tokens.append(int(run.module(state)(np.asarray([tokens]))[0, -1].argmax()))
+    assert found == {run.corpus.tokenizer.decode(np.asarray(tokens))}
+    with pytest.raises(jt.UserError, match=r"temperature: -1 is below 0"):
+        sample(run, state, temperature=-1)
 
 
 @pytest.fixture(scope="module")

@@ -221,5 +221,5 @@ def test_tensorboard_missing(tmp_path, monkeypatch):
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"^train.tensorboard: .*jaxtrain\[tensorboard\]"):
+    with pytest.raises(UserError, match=r"^train.tensorboard: .*\.\[tensorboard\]"):
         TensorBoard(tmp_path)

@@ -18,7 +18,7 @@ from jaxtrain.data.chat.loss_masks import CLOSE, OPEN, Learnt, encode, probed, s
 from jaxtrain.data.formats.conversations import Example, Messages, Unusable
 from jaxtrain.data.tokenizers.special_tokens import BREAK, CODE, Specials
 from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, install_extra
 
 TRAIN_ON = ("assistant", "last", "all")
 _KEPT = re.compile(f"[{OPEN}{CLOSE}{BREAK}{CODE}]")
@@ -243,7 +243,7 @@ def _compile(name: str, source: str) -> Any:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
         raise UserError("--format", "chat templates need the package jinja2",
-                        "pip install 'jaxtrain[chat]'") from error
+                        install_extra("chat")) from error
 
     class Generation(Extension):
         """The jinja2 extension for {% generation %} blocks, which surrounds their content with marks."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxtrain import atomic_files
 from jaxtrain.data.corpus.corpus import Corpus
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, install_extra
 
 
 def counts(corpus: Corpus) -> list[int]:
@@ -35,7 +35,7 @@ def check_picture(path: Path) -> None:
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError as error:
-        raise UserError("--histogram", "matplotlib is not installed", "pip install 'jaxtrain[plots]'") from error
+        raise UserError("--histogram", "matplotlib is not installed", install_extra("plots")) from error
     if path.is_dir() or not path.parent.is_dir():
         raise UserError("--histogram", f"{path} is a folder, or its folder does not exist", "name a file in a folder")
 

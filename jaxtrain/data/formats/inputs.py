@@ -21,7 +21,7 @@ import numpy as np
 from jaxtrain import storage
 from jaxtrain.data.formats import array_record, token_files, zstd
 from jaxtrain.data.formats.conversations import FIELDS, Unusable, example_of, format_of
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, install_extra
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 PACKED = (".gz", ".zst")
@@ -325,7 +325,7 @@ def extra(module: str, what: str, key: str = "--input", group: str = "data") -> 
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(key, f"{what} needs {module.partition('.')[0]}", f"pip install 'jaxtrain[{group}]'") from error
+        raise UserError(key, f"{what} needs {module.partition('.')[0]}", install_extra(group)) from error
 
 
 @contextmanager

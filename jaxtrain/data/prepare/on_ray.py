@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.data.prepare.engines import Calls
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, install_extra
 
 RETRIES = 3  # for a task whose worker died
 
@@ -54,7 +54,7 @@ class Ray:
         try:
             ray = importlib.import_module("ray")
         except ImportError as error:
-            raise UserError("--engine", "ray is not installed", "pip install 'jaxtrain[ray]'") from error
+            raise UserError("--engine", "ray is not installed", install_extra("ray")) from error
         if not ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             own = {"num_cpus": self.at_once or None, "include_dashboard": False} if self.address == "local" else {}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, install_extra
 
 # Tokens that end a document in well-known vocabularies, the most likely first.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -74,7 +74,7 @@ def library(module: str, path: str | Path) -> Any:
         return import_module(module)
     except ImportError as error:
         raise UserError("data.tokenizer", f"{path} needs the package {module}",
-                        "pip install 'jaxtrain[data]'") from error
+                        install_extra("data")) from error
 
 
 def uint32(ids: list[int]) -> np.ndarray:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, install_extra
 from jaxtrain.parallel.schedules.schedule import Op, Schedule
 
 # A 256-color background for the terminal, a fill for pictures; later chunks are darker.
@@ -61,7 +61,7 @@ def write_png(schedule: Schedule, path: str | Path) -> None:
         figures, patches = map(importlib.import_module, ("matplotlib.figure", "matplotlib.patches"))
     except ImportError as error:
         raise UserError("--png", "matplotlib is not installed",
-                        'pip install "jaxtrain[plots]", or use --svg') from error
+                        f"{install_extra('plots')}, or use --svg") from error
     figure = figures.Figure(figsize=(max(2, 0.35 * schedule.length), max(1, 0.35 * schedule.stages)))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, schedule.length), ylim=(schedule.stages, 0))

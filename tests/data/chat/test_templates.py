@@ -245,7 +245,7 @@ def test_the_clock_stands(characters):
 
 def test_without_jinja2_the_extra_is_named(characters, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(UserError, match=r"need the package jinja2; pip install 'jaxtrain\[chat\]'"):
+    with pytest.raises(UserError, match=r"need the package jinja2; run pip install -e '\.\[chat\]'"):
         Chat(load_tokenizer("bytes"))
 
 

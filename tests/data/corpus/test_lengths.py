@@ -45,4 +45,4 @@ def test_a_picture_that_cannot_be_drawn_is_told_before_the_work(tmp_path, source
         assert capsys.readouterr().err.startswith(f"--histogram: {path} is a folder, or its folder does not exist")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([*command, "--histogram=a.png"]) == 2
-    assert "jaxtrain[plots]" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "'.[plots]'" in capsys.readouterr().err and not (tmp_path / "out").exists()

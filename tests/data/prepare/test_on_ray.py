@@ -86,4 +86,4 @@ def test_the_command_line_and_mistakes_in_it(tmp_path, monkeypatch, capsys):
     assert "--ray_address: no cluster was found" in error and error.count("\n") == 1
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(flags) == 2
-    assert "jaxtrain[ray]" in capsys.readouterr().err
+    assert "'.[ray]'" in capsys.readouterr().err

@@ -162,7 +162,7 @@ def test_mistakes_are_told(tmp_path, files, options, reason):
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     write(tmp_path / "a.wav", clip(0.1))
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
-    with pytest.raises(UserError, match=r"needs soundfile; pip install 'jaxtrain\[audio\]'"):
+    with pytest.raises(UserError, match=r"needs soundfile; run pip install -e '\.\[audio\]'"):
         prepare_sequences([str(tmp_path)], tmp_path / "out", Audio())
 
 

@@ -127,7 +127,7 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package
     (tmp_path / name).write_bytes(b"YQ== 0\n" if package == "tiktoken" else b"x")
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr("jaxtrain.data.tokenizers.tiktoken_ranks._ranks", lambda *_: {b"a": 0})
-    with pytest.raises(UserError, match=rf"needs the package {package}; pip install 'jaxtrain\[data\]'"):
+    with pytest.raises(UserError, match=rf"needs the package {package}; run pip install -e '\.\[data\]'"):
         load_tokenizer(name if ":" in name else str(tmp_path / name))
 
 

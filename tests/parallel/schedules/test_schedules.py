@@ -479,7 +479,7 @@ def test_the_report_compares(capsys):
 def test_png_needs_matplotlib(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([f"--png={tmp_path / 'a.png'}"]) == 2
-    assert "jaxtrain[plots]" in capsys.readouterr().err
+    assert "'.[plots]'" in capsys.readouterr().err
 
 
 def test_png(tmp_path):
