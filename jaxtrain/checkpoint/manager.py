@@ -70,6 +70,9 @@ class CheckpointManager:
         """
         self._extras = extras
         self._directory = Path(directory).absolute()
+        if found := set(str(self._directory)) & set("[]\\"):
+            raise UserError("--workdir", f"Orbax does not find again what it saves below {self._directory}, because of "
+                            f"the {' and '.join(sorted(found))} in it", "give a folder without these characters")
         self._keep, self._keep_every, self._best = keep, keep_every, best
         self._checks = Checks(self._directory, hashes=verify == "full")
         self.on_good: list[Callable[[int, Path], None]] = []  # called in the background with each new good checkpoint

@@ -229,7 +229,7 @@ def compare_words(saved: dict[str, tuple[str, str]], shares: list[dict[str, tupl
 def _open(state: Path, path: str):
     import tensorstore
 
-    store = {"driver": "ocdbt", "base": f"file://{state}", "path": f"{path}/"}
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{state}/"}, "path": f"{path}/"}
     return tensorstore.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
 
 

@@ -7,6 +7,7 @@ to convert its argument). It stays as the last resort.
 """
 
 import contextlib
+import ipaddress
 import json
 import os
 import secrets
@@ -45,7 +46,7 @@ class Peers:
         self.workdir: Path | None = None  # where events are recorded, once there is one
         self.on_hang: Callable[[str], bool] | None = None
         if process == 0:
-            listener = _listen()
+            listener = _listen(interface(f"{host}:0"))
             token = secrets.token_hex(16)
             store.key_value_set("jaxtrain/peers", f"{listener.getsockname()[1]} {token}")
             self._accept(listener, token, timeout)
@@ -203,8 +204,27 @@ class _Line:
                 return bool(data)
 
 
-def _listen() -> socket.socket:
-    """Open a listening socket on all interfaces, at a port that the kernel picks."""
+def interface(address: str) -> str:
+    """Return the host of `HOST:PORT` if this process can listen there and nowhere else; "": on all interfaces.
+
+    A name (other than localhost) may stand for a loopback address on the host itself, where others would not reach it.
+    """
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return host
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))  # fails where the network translates the address on the way to this host
+        return host
+    except (ValueError, OSError):
+        return ""
+
+
+def _listen(host: str) -> socket.socket:
+    """Open a listening socket, at a port that the kernel picks."""
+    if host:
+        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", 0), backlog=1024)

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 from jaxtrain.config.schema import Config
 from jaxtrain.distributed import exit_codes
-from jaxtrain.distributed.peers import Peers
+from jaxtrain.distributed.peers import Peers, interface
 from jaxtrain.errors import UserError
 from jaxtrain.versions import version_of
 
@@ -211,7 +211,8 @@ def _join(where: tuple[str, int, int] | None) -> None:
         # JAX aborts at its own timeout, so it gets a later one. It retries by itself until the coordinator listens.
         coordinator, count, me = where or (None, None, None)
         jax.distributed.initialize(coordinator, count, me, initialization_timeout=start_timeout + 60,
-                                   heartbeat_timeout_seconds=2 * peer_timeout)
+                                   heartbeat_timeout_seconds=2 * peer_timeout,
+                                   coordinator_bind_address=coordinator if interface(coordinator or "") else None)
         state = jax._src.distributed.global_state
         if processes() == 1:
             return

@@ -1,5 +1,6 @@
 """A checkpoint is whole or it does not exist, fits any mesh, and says what does not fit it."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint import CheckpointManager
+from jaxtrain.checkpoint import CheckpointManager, verify
 from jaxtrain.errors import UserError
 
 
@@ -193,12 +194,26 @@ def test_unwritable(tmp_path):
         store.save(1, make_state())
 
 
+@pytest.mark.parametrize("name", ["a%20b", "a#b?c|d", "a b*{c}::ü"])
+def test_any_folder_keeps_good_checkpoints(tmp_path, name):
+    with contextlib.closing(CheckpointManager(tmp_path / name / "checkpoints")) as store:
+        store.save(1, {"a": jnp.ones(3)})
+        store.wait()
+    assert verify.verify(tmp_path / name / "checkpoints", 1) == []
+
+
+@pytest.mark.parametrize("name", ["run[1]", "a\\b"])
+def test_a_folder_that_orbax_cannot_use_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match=r"--workdir: Orbax does not find again what it saves below .*; give a folder"):
+        CheckpointManager(tmp_path / name / "checkpoints")
+
+
 def test_quiet(tmp_path):
     code = """
 import logging, sys, absl.logging, jax.numpy as jnp
 logging.basicConfig(level=logging.INFO)
 absl.logging.set_verbosity(absl.logging.INFO)
-from jaxtrain.checkpoint import CheckpointManager
+from jaxtrain.checkpoint import CheckpointManager, verify
 store = CheckpointManager(sys.argv[1])
 store.save(1, {"a": jnp.ones(3)})
 store.close()
@@ -213,7 +228,7 @@ def test_killed_in_the_midst_of_a_save(tmp_path):
     code = """
 import os, signal, sys, time, jax, jax.numpy as jnp
 from types import SimpleNamespace
-from jaxtrain.checkpoint import CheckpointManager
+from jaxtrain.checkpoint import CheckpointManager, verify
 from jaxtrain.checkpoint.orbax import deferred_json
 store = CheckpointManager(sys.argv[1])
 state = {"w": jnp.arange(1 << 24, dtype=jnp.float32), "step": jnp.int32(1)}

@@ -1,9 +1,14 @@
 """When one process ends, the others hear of it by name: connections on loopback, within this process."""
 
+import ast
 import contextlib
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import pytest
@@ -14,6 +19,7 @@ from jaxtrain.distributed import processes as distributed
 from jaxtrain.distributed.peers import Peers
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
+from tests.tiny import free_address
 
 
 class Store(dict):
@@ -146,6 +152,40 @@ def test_all_write_down_a_hang(capfd):
     run.peers[2].hang("no progress for 99 seconds")
     assert run.ended({0, 1}) == {0: exit_codes.RESTART, 1: exit_codes.RESTART}
     assert heard == [f"process 2 ({socket.gethostname()}) saw no progress for 99 seconds"] * 2
+
+
+@pytest.mark.parametrize(("address", "where"), [
+    ("127.0.0.1:8476", "127.0.0.1"), ("[::1]:8476", "::1"), ("localhost:8476", "localhost"),
+    (f"{socket.gethostname()}:8476", ""), ("198.51.100.7:8476", ""), ("", "")])
+def test_others_reach_a_port_only_where_processes_look_for_it(address, where):
+    if where == "::1" and not socket.has_ipv6:
+        pytest.skip("there is no IPv6 here")
+    assert peers.interface(address) == where
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's list of sockets")
+def test_the_coordination_service_of_one_host_cannot_be_reached_from_others():
+    code = """
+import sys
+from jaxtrain.distributed import processes
+processes.initialize(sys.argv[1], 2, int(sys.argv[2]))
+print([line.split()[1] for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}") if line.split()[3] == "0A"])
+"""
+    address = free_address()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "XLA_FLAGS": ""}
+    started = [subprocess.Popen([sys.executable, "-c", code, address, f"{i}"], env=environment, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE) for i in range(2)]
+    try:
+        out, err = started[0].communicate(timeout=120)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert out, err
+    port = f"{int(address.rpartition(':')[2]):04X}"
+    (found,) = [found for found in ast.literal_eval(out) if found.endswith(f":{port}")]
+    assert found in (f"0100007F:{port}", f"0000000000000000FFFF00000100007F:{port}")  # 127.0.0.1, as IPv6 too
 
 
 def test_strangers_at_the_port_are_nobody():
