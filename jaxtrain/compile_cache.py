@@ -1,14 +1,12 @@
 """A compilation cache on disk in which each program has a checksum.
 
-JAX loads whatever its cache folder holds: a single flipped byte made every start end with a segmentation fault (jaxlib
-0.10, CPU), and an entry truncated by a full disk was never replaced.
+JAX loads whatever its cache folder holds. There a flipped bit can crash every start, or silently change the loss, and a
+truncated program is never replaced; docs/decisions.md has the measurement.
 """
 
-import contextlib
 import hashlib
 import os
 import platform
-import sys
 from pathlib import Path
 
 import jax
@@ -22,50 +20,35 @@ _of_jax = compilation_cache.get_file_cache
 
 
 class CheckedCache(CacheInterface):
-    """A folder of programs; a damaged one is removed and compiled again, one that cannot be written is skipped."""
+    """A folder of programs; JAX warns of errors that it raises, and compiles the program."""
 
     def __init__(self, folder: str | Path):
         """The folder is created with the first program."""
         self._path = Path(folder)
 
     def get(self, key: str) -> bytes | None:  # pyrefly: ignore[bad-override]
-        """Return the program, or None if it is missing or damaged."""
-        file = self._file(key)
+        """Return the program, or None if it is missing; raises ValueError if it is damaged."""
         try:
-            content = file.read_bytes()
-        except OSError:
+            content = self._file(key).read_bytes()
+        except FileNotFoundError:
             return None
         digest, program = content[:_DIGEST], content[_DIGEST:]
-        if program and hashlib.sha256(program).digest() == digest:
-            return program
-        print(f"warning: {file} is damaged; it is removed and compiled again", file=sys.stderr)
-        with contextlib.suppress(OSError):
-            file.unlink()
-        return None
+        if hashlib.sha256(program).digest() != digest:
+            raise ValueError(f"{self._file(key)} is damaged; it is compiled again and replaced")
+        return program
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a program atomically, also when several processes write the same one."""
-        file = self._file(key)
-        if file.exists():
-            return
-        try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            with atomic_files.written(file, durable=False) as out:
-                out.write(hashlib.sha256(value).digest() + value)
-        except OSError as error:
-            print(f"warning: {file} cannot be written ({error.strerror}): the next start compiles again",
-                  file=sys.stderr)
+        """Write a program atomically, also when several processes write the same one; replaces a damaged one."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        with atomic_files.written(self._file(key), durable=False) as file:
+            file.write(hashlib.sha256(value).digest() + value)
 
     def _file(self, key: str) -> Path:
         return self._path / f"{key}.program"
 
 
-def install() -> None:
-    """Make JAX use this cache, except for folders with a size limit and folders that are not local."""
-    compilation_cache.get_file_cache = _file_cache
-
-
 def _file_cache(path: str) -> tuple[CacheInterface, str] | None:
+    """Return this cache, except for folders with a size limit and folders that are not local."""
     if getattr(jax.config, "jax_compilation_cache_max_size", -1) >= 0 or "://" in str(path):
         return _of_jax(path)
     return CheckedCache(path), path
@@ -82,7 +65,7 @@ def enable_compilation_cache() -> None:
     XLA's own key leaves out the CPU's features, and a program compiled for another machine may crash: so there is one
     folder per CPU. (For accelerators the key includes the topology.)
     """
-    install()
+    compilation_cache.get_file_cache = _file_cache
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla" / _processor()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
