@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.metadata
 import inspect
 import io
 import json
@@ -139,6 +140,18 @@ def test_the_command_itself(tmp_path):
     (tmp_path / "own.py").write_text("def step(document):\n    return document\n")
     prepared = ran("sys.exit(main())", "prepare", "--input=text", "--output=corpus", "--steps", "own:step")
     assert prepared.returncode == 0 and (tmp_path / "corpus" / "manifest.json").exists(), prepared.stderr
+
+
+def test_it_is_found_beside_a_folder_of_its_name(tmp_path):
+    """As in the folder that a clone lies in: an installed path wins over a folder without __init__.py."""
+    try:
+        importlib.metadata.distribution("jaxtrain")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("jaxtrain is not installed here")
+    (tmp_path / "jaxtrain").mkdir()
+    done = subprocess.run([sys.executable, "-c", "import jaxtrain; jaxtrain.build"], cwd=tmp_path, text=True,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr
 
 
 def test_gpus_may_pin_what_the_host_has(capsys, monkeypatch):
