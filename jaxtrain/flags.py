@@ -55,12 +55,17 @@ def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], 
                 say(stopped)
                 return 130
             except BrokenPipeError:  # the reader closed the pipe, as `head` does
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python would try to write again at exit
+                discard_output()
                 return 0
 
         return main
 
     return wrap
+
+
+def discard_output() -> None:
+    """Write standard output nowhere from now on, since its reader is gone and Python would try again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class _Help(argparse.HelpFormatter):

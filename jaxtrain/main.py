@@ -6,13 +6,14 @@
 
 import argparse
 import json
+import os
 import signal
 import sys
 import warnings
 
 from jaxtrain.distributed import exit_codes, heartbeat
 from jaxtrain.errors import UserError, say
-from jaxtrain.flags import training_flags, workdir_of
+from jaxtrain.flags import discard_output, training_flags, workdir_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,6 +60,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     claim_memory()
     compile_cache.enable_compilation_cache()
     processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
+    _need_devices()
     resolved = load.load_config(flags.config, overrides)
     processes.agree(resolved)
     if flags.print_config:
@@ -66,7 +68,10 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         if flags.print_config == "diff":
             changes = load.diff(resolved, load.load_config(flags.config))
             shown = {key: value for key, (value, _) in changes.items()}
-        print(json.dumps(shown, indent=2))
+        try:
+            print(json.dumps(shown, indent=2), flush=True)
+        except BrokenPipeError:  # as with `| head`
+            discard_output()
         return exit_codes.DONE
     from jaxtrain.trainer.loop import train
 
@@ -82,6 +87,19 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         resolved = elastic.here(resolved, workdir_of(flags))
     train(resolved, workdir_of(flags))
     return exit_codes.DONE
+
+
+def _need_devices() -> None:
+    """Refuse a JAX_PLATFORMS whose devices are not here, before a config asks for devices."""
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # a missing plugin is an assertion
+        wanted = os.environ.get("JAX_PLATFORMS", "")
+        why = f" ({f'{error}'.splitlines()[0][:200]})" if f"{error}" else ""
+        raise UserError("JAX_PLATFORMS", f"{wanted!r} names devices that JAX cannot use here{why}",
+                        "unset it, or install what it names: pip install 'jax[cuda13]' or 'jax[tpu]'") from error
 
 
 if __name__ == "__main__":

@@ -142,6 +142,15 @@ def test_the_command_itself(tmp_path):
     assert prepared.returncode == 0 and (tmp_path / "corpus" / "manifest.json").exists(), prepared.stderr
 
 
+def test_platforms_that_are_not_here_are_one_line(tmp_path):
+    for name, why in (("cuda", ""), ("nonsense", r" \(Unable to initialize backend 'nonsense'.*\)")):
+        done = subprocess.run([sys.executable, "-m", "jaxtrain.main", f"--config={TINY}", f"--workdir={tmp_path}"],
+                              text=True, capture_output=True, env={**os.environ, "JAX_PLATFORMS": name}, cwd=ROOT)
+        assert done.returncode == 2 and re.fullmatch(
+            rf"JAX_PLATFORMS: '{name}' names devices that JAX cannot use here{why}; unset it, or install .*\n",
+            done.stderr), done.stderr
+
+
 def test_it_is_found_beside_a_folder_of_its_name(tmp_path):
     """As in the folder that a clone lies in: an installed path wins over a folder without __init__.py."""
     try:
@@ -171,6 +180,12 @@ def test_print_config(capsys):
     assert json.loads(capsys.readouterr().out) == wanted
     assert main([f"--config={TINY}", *changed, "--config.data.seed=0", "--print_config=diff"]) == 0
     assert json.loads(capsys.readouterr().out) == {"train.steps": 7, "mesh.overrides": {"mlp": "none"}}
+
+
+def test_print_config_may_be_read_in_part():
+    command = f"{sys.executable} -m jaxtrain.main --config={TINY} --print_config | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], text=True, capture_output=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def test_metrics(flags, ran):
