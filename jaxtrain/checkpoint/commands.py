@@ -33,6 +33,9 @@ _HEAD = ("step", "state", "where", "size", "age", "loss", "mesh")
 def show(workdir: str | Path) -> str:
     """Return a table of all checkpoints as text."""
     directory, config = _directory(workdir), _config(workdir)
+    if not directory.is_dir() and any(Path(workdir).iterdir()) and not Path(workdir, "config.json").exists():
+        raise UserError("WORKDIR", f"{workdir} is not a run's workdir: it has neither checkpoints/ nor config.json",
+                        "give the --workdir of a run")
     local, notes = verify.steps(directory), []
     copies: dict[int, Any] = {}
     if place := config.get("mirror"):

@@ -31,7 +31,7 @@ from jaxtrain.checkpoint.shared_verification import Checks
 from jaxtrain.checkpoint.trees import describe, flatten
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed.coordination import exchange, together
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
 from jaxtrain.observe.events import tell
 
 AGAIN_S = (1, 2, 4, 8, 16, 32, *[60] * 8)  # seconds between retries of the last save of a run
@@ -74,6 +74,7 @@ class CheckpointManager:
             raise UserError("--workdir", f"Orbax does not find again what it saves below {self._directory}, because of "
                             f"the {' and '.join(sorted(found))} in it", "give a folder without these characters")
         self._keep, self._keep_every, self._best = keep, keep_every, best
+        self._best_missing = False  # whether that was said
         self._checks = Checks(self._directory, hashes=verify == "full")
         self.on_good: list[Callable[[int, Path], None]] = []  # called in the background with each new good checkpoint
         self._mirror = Mirror(directory, mirror, self.keeping) if mirror else None
@@ -451,10 +452,15 @@ class CheckpointManager:
         return [step for step in good if step not in gone]
 
     def _best_of(self, good: list[int]) -> int | None:
+        found = None
         if self._best:
             with contextlib.suppress(OSError, ValueError):
-                return best_of(good, self._directory.parent / "metrics.jsonl", self._best)
-        return None
+                found = best_of(good, self._directory.parent / "metrics.jsonl", self._best)
+            if good and found is None and not self._best_missing:
+                say(f"checkpoint.best: metrics.jsonl has no {self._best!r} at the steps of checkpoints, so none is "
+                    "kept for it; is that the name of a metric?")
+            self._best_missing = bool(good) and found is None
+        return found
 
     def _retain(self) -> None:
         """Apply the retention policy; folders are renamed before deletion, so that none is half deleted under its name.

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ GREY = 240  # tokens without loss
 def main(argv: list[str] | None) -> None:
     """Run the command; exit status 2 means a user error, reported in one line."""
     flags, overrides = parse(argv)
+    if flags.workdir and not Path(flags.workdir).is_dir():
+        raise UserError("--workdir", f"{flags.workdir} is not a folder", "give the workdir of a run, or leave it out")
     config = load_config(flags.config, overrides).data
     corpus = load_corpus(config)
     batches: Any = (eval_batches if flags.split == "eval" else train_batches)(config, corpus)

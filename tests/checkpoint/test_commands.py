@@ -103,6 +103,9 @@ def test_list_sees_files_that_are_gone(work, capsys):
 
 def test_list_with_nothing_there(tmp_path, capsys):
     assert ran(capsys, "list", tmp_path) == (0, f"{tmp_path} has no checkpoints yet\n", "")
+    (tmp_path / "chapter.txt").touch()
+    status, _, err = ran(capsys, "list", tmp_path)
+    assert status == 2 and err.startswith(f"WORKDIR: {tmp_path} is not a run's workdir")
 
 
 def test_verify(work, capsys):

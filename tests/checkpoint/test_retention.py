@@ -41,6 +41,16 @@ def test_best(tmp_path):
     assert best_of([20], path, "eval_loss") is None
 
 
+def test_a_metric_that_is_not_there_is_said_once(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "loss": 1.0}}\n' for n in range(9)))
+    store = CheckpointManager(tmp_path / "c", best="accuracy")
+    for step in (1, 2):
+        store.save(step, {"w": jnp.ones(3)}, {})
+        store.wait()
+    store.close()
+    assert capsys.readouterr().err.count("checkpoint.best: metrics.jsonl has no 'accuracy' at the steps of") == 1
+
+
 def test_in_the_store(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "eval_loss": {abs(n - 3)}}}\n' for n in range(9)))
     store = CheckpointManager(tmp_path / "c", keep=1, keep_every=4, best="eval_loss")

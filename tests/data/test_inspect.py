@@ -47,6 +47,7 @@ def test_it_shows_the_rows_of_a_step(tmp_path, monkeypatch, capsys):
     assert coloured.count("row ") == 1
     assert coloured.count("\033[38;5;240m") == batch["segments"][2].max() > 1  # the first token of each document
     for mistake, words in (("--row=3", "--row: 3 is out of range"), ("--step=-1", "--step: -1 is out of range"),
+                           ("--workdir=/nope", "--workdir: /nope is not a folder"),
                            ("--stop=1", "did you mean '--step'"), ("--config.data.sauce=x", "did you mean 'source'")):
         assert main([*keys, mistake]) == 2
         assert words in capsys.readouterr().err

@@ -17,6 +17,7 @@ from jaxtrain.errors import UserError
 
 Split = Literal["train", "eval"]
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+_RECORDS = (".jsonl", ".ndjson", ".csv", ".tsv")  # text whose lines are not
 _FIX = "name a folder or file of UTF-8 text, or use 'stdlib'"
 
 
@@ -57,6 +58,9 @@ def find_documents(source: str, eval_fraction: float) -> list[Document]:
              and (digest := _text_digest(path, 0, stop))]
     if not texts:
         raise UserError("data.source", f"{source!r} holds no text (binary, hidden and empty files do not count)", _FIX)
+    if all(name.endswith(_RECORDS) for name, *_ in texts):
+        raise UserError("data.source", f"{source!r} holds records ({texts[0][0]}), whose syntax would be trained on",
+                        "make a corpus of their text with `jaxtrain prepare --input=... --output=...`, and name that")
     if len(texts) == 1:
         return _cut(*texts[0][:3], eval_fraction)
     split = _split([name for name, *_ in texts], eval_fraction)

@@ -259,7 +259,7 @@ def main(argv: list[str] | None) -> None:
 
 def _engine(flags: argparse.Namespace) -> int | Engine:
     if flags.engine == "ray":
-        return Ray(flags.ray_address, flags.workers)
+        return Ray(flags.ray_address, flags.workers or 0)
     return flags.workers or job.cores()
 
 
@@ -306,11 +306,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")
     parser.add_argument("--dry_run", action="store_true", help="only report what would be left out or changed")
     parser.add_argument("--sample", type=int, default=0, help="number of documents in a dry run; default: all")
-    parser.add_argument("--workers", type=int, default=0, help="tasks at a time; default: all cores")
+    parser.add_argument("--workers", type=int, help="tasks at a time; default: all cores")
     parser.add_argument("--engine", choices=["local", "ray", "slurm"], default="local",
                         help="where tasks run: processes here, a Ray cluster, or Slurm jobs, by a script")
     parser.add_argument("--ray_address", default="", help="host:port of a cluster, 'auto', or 'local' for a new one")
-    parser.add_argument("--parts", type=int, default=0, help="Slurm jobs at a time, of --workers each; default: 16")
+    parser.add_argument("--parts", type=int, help="Slurm jobs at a time, of --workers each; default: 16")
     parser.add_argument("--script", default="", help="write the script here instead of to standard output")
     parser.add_argument("--part", default="", help="K/N: only every N-th task from K on; run without it to finish")
     parser.add_argument("--stage", choices=["duplicates", "tokens"], default="tokens",
@@ -318,8 +318,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--histogram", help="draw a histogram of document lengths in this PNG")
     flags = parser.parse_args(argv)
     for name in ("workers", "parts"):
-        if getattr(flags, name) < 0:
-            raise UserError(f"--{name}", f"{getattr(flags, name)} is not a positive number", "use 1 or more")
+        if (number := getattr(flags, name)) is not None and number < 1:
+            raise UserError(f"--{name}", f"{number} is not a positive number", "use 1 or more, or leave it out")
     for name, engine in (("ray_address", "ray"), ("parts", "slurm"), ("script", "slurm")):
         if getattr(flags, name) and flags.engine != engine:
             raise UserError(f"--{name}", f"--engine={flags.engine} has no such flag", f"add --engine={engine}")

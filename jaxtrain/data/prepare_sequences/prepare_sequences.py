@@ -177,10 +177,10 @@ Prepare tables of events as one sequence per user.
         kind.add_argument("--eval_fraction", type=float, default=default.eval_fraction,
                           help=f"share of sequences kept for evaluation; default: {default.eval_fraction:g}")
         kind.add_argument("--task_bytes", type=int, default=default.task_bytes, help="input that makes one shard")
-        kind.add_argument("--workers", type=int, default=0, help="processes; default: all cores")
+        kind.add_argument("--workers", type=int, help="processes; default: all cores")
     flags = parser.parse_args(argv)
-    if flags.workers < 0:
-        raise UserError("--workers", f"{flags.workers} is negative", "use 1 or more")
+    if flags.workers is not None and flags.workers < 1:
+        raise UserError("--workers", f"{flags.workers} is not a positive number", "use 1 or more, or leave it out")
     return flags
 
 

@@ -113,7 +113,7 @@ def test_a_checked_file_is_not_read_again_until_it_changes(tmp_path, monkeypatch
     corpus = prepare_sequences([str(audio(tmp_path / "in"))], tmp_path / "out", Audio(eval_fraction=0))
     open_sequences(corpus.path, tmp_path / "cache")
     with monkeypatch.context() as blind:
-        blind.setattr("jaxtrain.data.corpus.atomic_files.file_digest",
+        blind.setattr("jaxtrain.atomic_files.file_digest",
                       lambda path: pytest.fail(f"{path} is read again"))
         open_sequences(corpus.path, tmp_path / "cache")
     path = corpus.path / "train-00000.features.bin"
@@ -143,7 +143,8 @@ def test_the_command_line(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "item i4 per step" in said and "60 sequences" in said and "% padding" in said
     for words, reason in ((["events", "--input=x", "--output=y"], "--user"), (["video"], "invalid choice"),
-                          (["audio", "--input=x", "--output=y", "--workers=-1"], "--workers")):
+                          (["audio", "--input=x", "--output=y", "--workers=-1"], "--workers"),
+                          (["audio", "--input=x", "--output=y", "--workers=0"], "--workers")):
         assert main(words) == 2
         error = capsys.readouterr().err
         assert reason in error and error.count("\n") == 1

@@ -83,6 +83,8 @@ def test_mistakes_are_told(tmp_path):
     for source, said in [(str(tmp_path / "absent"), "does not exist"),
                          (write(tmp_path / "empty", {"a": b"", ".b": b"b"}), "holds no text"),
                          (write(tmp_path / "binary", {"a": b"\0\1"}), "holds no text"),
+                         (write(tmp_path / "chats", {"a.jsonl": b"{}\n", "b.jsonl": b"{}\n"}), "jaxtrain prepare"),
+                         (str(tmp_path / "chats" / "a.jsonl"), "holds records"),
                          (write(tmp_path / "one", {"a": b"a"}), "too short")]:
         with pytest.raises(UserError, match=said) as caught:
             find_documents(source, 0.1)
