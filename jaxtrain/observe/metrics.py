@@ -56,8 +56,8 @@ class MetricsWriter:
 
     * A number that is not finite is written as null, since JSON cannot represent it: `"loss": null` is a NaN loss.
     * Step time runs from one step's completion to the next one's. The first step of a process has no predecessor (and
-    includes compilation), so it is in no average; a line with only that step has null. Evaluations are excluded too:
-    the clock restarts when one ends.
+      includes compilation), so it is in no average; a line with only that step has null. Evaluations are excluded too:
+      the clock restarts when one ends.
 
     Use it as a context manager: when it ends, all lines are written and the sinks closed.
     """
