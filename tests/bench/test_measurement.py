@@ -65,7 +65,6 @@ def test_the_kinds_add_up_to_the_step_and_name_the_axes(record):
     assert any(kind.startswith("all-gather over") and "fsdp" in kind for kind in kinds)
     assert any(kind.endswith("over tensor") for kind in kinds)
     assert all(0 < kernel["share"] <= 1 and kernel["ms"] > 0 for kernel in profile["kernels"])
-    assert any(kernel.get("flops_per_s", 0) > 0 for kernel in profile["kernels"])
     assert len(profile["kernels"]) == 20
     for kernel in profile["kernels"]:
         if kernel["kind"] in ("matmul", "attention"):  # each on 8 devices
