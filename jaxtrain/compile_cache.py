@@ -76,5 +76,5 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         features = [line for line in lines if line.startswith(("model name", "flags", "Features"))][:2]
     except OSError:
-        features = []
-    return hashlib.sha256("\n".join([platform.machine(), platform.processor(), *features]).encode()).hexdigest()[:12]
+        features = [platform.processor()]
+    return hashlib.sha256("\n".join([platform.machine(), *features]).encode()).hexdigest()[:12]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.sharding.bit_sums import bit_sums, device_sums
@@ -17,24 +17,34 @@ Words = tuple[int, int]
 Parts = list[jax.Array]  # the sums over each part of an array of which this process has the first copy
 
 _PIECE = 1 << 15  # elements that the host widens at a time; for larger ones malloc asks the system each time
-_device_sums = jax.jit(device_sums, static_argnums=1)  # one program a kind: moments are shaped like parameters
+_sums_of_one = jax.jit(device_sums, static_argnums=1)  # compiled once for all arrays of a kind
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sums(arrays: list[jax.Array], shardings: tuple[NamedSharding, ...]) -> list[jax.Array]:
+    """Sum all arrays in one program, which takes long enough to compile for JAX to keep it for the next start."""
+    return [_sums_of_one(x, where) for x, where in zip(arrays, shardings, strict=True)]
 
 
 def on_device(flat: Mapping[str, jax.Array]) -> dict[str, Parts]:
     """Start summing every array on all devices, without waiting.
 
-    The programs contain no collectives. Programs with collectives that run concurrently with the run's own may be
+    The program contains no collectives. Programs with collectives that run concurrently with the run's own may be
     ordered differently on different processes, which deadlocks.
     """
-    return {path: _parts(x) for path, x in flat.items()}
+    where = {path: _on_mesh(x.sharding) for path, x in flat.items()}
+    sums: dict[str, jax.Array] = {}
+    for mesh in {sharding.mesh: None for sharding in where.values()}:  # most states have one
+        paths = [path for path in flat if where[path].mesh == mesh]
+        sums.update(zip(paths, _sums([flat[path] for path in paths], tuple(map(where.get, paths))), strict=True))
+    return {path: [row.data for row, part in zip(sums[path].addressable_shards, x.addressable_shards, strict=True)
+                   if part.replica_id == 0] for path, x in flat.items()}
 
 
-def _parts(x: jax.Array) -> Parts:
-    where = x.sharding
-    if not isinstance(where, NamedSharding):  # one device
-        where = NamedSharding(Mesh(np.array(list(where.device_set)), "all"), P())
-    sums = _device_sums(x, where).addressable_shards
-    return [row.data for row, part in zip(sums, x.addressable_shards, strict=True) if part.replica_id == 0]
+def _on_mesh(sharding: Sharding) -> NamedSharding:
+    if isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(Mesh(np.array(list(sharding.device_set)), "all"), P())  # one device
 
 
 def read(parts: Mapping[str, Parts]) -> dict[str, Words]:

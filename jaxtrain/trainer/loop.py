@@ -17,7 +17,6 @@ from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.skipped_batches import remaining
 from jaxtrain.distributed import processes
 from jaxtrain.distributed.run_lock import run_lock
-from jaxtrain.errors import UserError
 from jaxtrain.objectives import MakeObjective, NextToken
 from jaxtrain.plan import preflight
 from jaxtrain.resilience.corruption.replays import Replays
@@ -56,7 +55,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         config.check_devices()
         for name, part in (("objective", objective), ("optimizer", optimizer), ("data", data)):
             if part is not None:
-                raise UserError(name, "the run has one already", f"give {name}= to jt.build, or give a config")
+                raise errors.UserError(name, "the run has one already", f"give {name}= to jt.build, or give a config")
     limits = (config.config if isinstance(config, Run) else config).resilience
     with watched(workdir, limits) as (watchdog, ledger):
         run = config if isinstance(config, Run) else build(
@@ -98,7 +97,6 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
     ledger.resumed(start)
     with session.phase("compile"):
         run.compile_ahead(data, start, t.steps)  # now, while nothing else wants the processor
-        checkpoints.prepare(state)
         suspects = SuspectDevices(workdir)
         replicas, replays = Replicas(run.abstract, r.check_every, suspects), Replays(r.replay_every, suspects)
     policy = SavePolicy(c, ledger, checkpoints.writing, checkpoints.failed)
@@ -119,8 +117,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         watchdog.training(),
     ):
         guard = AnomalyGuard(workdir, r, checkpoints, found.skipped, say, session.phase)
-        saver = Saver(checkpoints, local, policy, writer, ledger, about | {"config": run.settings},
-                      found.skipped)
+        saver = Saver(checkpoints, local, policy, writer, ledger, about | {"config": run.settings}, found.skipped)
         evaluator, done = Evaluator(run, session, writer), start
         if evaluator.missing(start):
             evaluator.evaluate(start, state)
@@ -140,6 +137,9 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
                 observer.on_dispatch(done, metrics)
             # 4. The writer gets them too, and reads them one step late, on a thread of its own.
             writer.push(done, metrics, {"data_wait_s": waited, **saver.pop_fields(), **stragglers.fields})
+            if n == start:  # compile what saves need while the device computes the first step
+                with session.phase("compile"):
+                    checkpoints.prepare(state)
             # 5. All processes agree on whether to stop after this step.
             stop = interrupt.requested(done)
             saving = saver.due(done, last=stop or done == t.steps)

@@ -10,6 +10,7 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def _settle(workdir: str | Path, checkpoints: CheckpointManager) -> SkippedBatch
     if passed.void_above is not None:
         checkpoints.discard(passed.void_above)
         turn_back(workdir)
-        passed = passed.settled()
+        passed = replace(passed, void_above=None)
         passed.write(workdir)
     return passed
 

@@ -6,7 +6,7 @@ The batch at step n is the n-th that is not in the record. The record is kept in
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,8 @@ class SkippedBatches:
 
     def batch(self, step: int) -> int:
         """Return the number of the batch that is trained on at `step`."""
-        for passed in self.batches:
-            if passed > step:
-                break
-            step += 1
+        for skipped in self.batches:
+            step += skipped <= step
         return step
 
     def reach(self, steps: int) -> int:
@@ -79,10 +77,6 @@ class SkippedBatches:
         """Return the record with these steps' batches skipped too; only checkpoints up to `first` may be restored."""
         more = {self.batch(step) for step in range(first, last + 1)}
         return SkippedBatches(tuple(sorted({*self.batches, *more})), self.rollbacks + 1, first)
-
-    def settled(self) -> "SkippedBatches":
-        """Return the record after the void checkpoints were removed."""
-        return replace(self, void_above=None)
 
 
 class Remaining:
