@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxtrain.bounded_files import opened
+
 
 @contextmanager
 def written(path: Path, *, durable: bool = True, shared: bool = True) -> Iterator[BinaryIO]:
@@ -60,5 +62,5 @@ def digest(content: Any) -> str:
 
 def file_digest(path: Path) -> str:
     """Return the sha256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

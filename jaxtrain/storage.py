@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar, cast
 
+from jaxtrain import bounded_files
 from jaxtrain.errors import UserError, install_extra
 
 TRIES = 8
@@ -110,6 +111,15 @@ def read(path: str | Path, start: int = 0, stop: int | None = None) -> bytes:
         return content
 
     return _tried(path, get)
+
+
+def read_small(path: str | Path, limit: int = bounded_files.SMALL) -> bytes:
+    """Read a file of at most `limit` bytes; raises OSError for a larger one."""
+    if not is_url(path):
+        return bounded_files.read(path, limit)
+    if (there := size(path)) > limit:
+        raise bounded_files.Refused(errno.EFBIG, f"Larger than {limit:,} bytes", str(path))
+    return read(path, 0, there)
 
 
 def open(path: str | Path) -> BinaryIO:

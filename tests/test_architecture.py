@@ -14,7 +14,7 @@ LAYERS = (
     "__init__ main cli api supervise bench", "trainer", "tuning hub launch", "plan", "own_run", "run",
     "validation rule_checks", "objectives", "checkpoint", "resilience", "doctor", "models", "parallel", "kernels",
     "train_step", "data", "distributed", "observe", "config", "sharding",
-    "storage safe_names atomic_files errors versions compile_cache flags")
+    "storage safe_names atomic_files bounded_files errors versions compile_cache flags")
 BUDGETS = {"LEARNING": 4000, "SURVIVAL": 2950}  # DESIGN.md promises 3500 and 2500: not reached yet
 
 

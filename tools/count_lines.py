@@ -35,7 +35,7 @@ SURVIVAL = """
     resilience/* resilience/corruption/* trainer/rollback trainer/shutdown train_step/anomaly
     distributed/processes distributed/coordination distributed/peers distributed/exit_codes distributed/heartbeat
     distributed/run_lock observe/ledger observe/events observe/metrics observe/flops observe/runinfo observe/progress
-    data/loading/skipped_batches
+    data/loading/skipped_batches bounded_files
 """
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain import bounded_files
 from jaxtrain.errors import UserError, say
 from jaxtrain.plan.targets import MEMORY_FRACTION
 from jaxtrain.versions import git_commit, version_of
@@ -118,14 +119,14 @@ def append(file: str | Path, record: Mapping[str, Any]) -> None:
 def read(file: str | Path) -> list[Record]:
     """Return the measurements in a file, oldest first; a truncated line is left out with a warning."""
     try:
-        lines = Path(file).read_text().splitlines()
+        lines = bounded_files.read(file, bounded_files.LARGE).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UserError(f"{file}", f"it cannot be read ({why})", "give files that --json wrote") from None
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
+            record = bounded_files.parsed(line, object)
         except ValueError:
             say(f"warning: line {number} of {file} is not JSON and is left out")
             continue

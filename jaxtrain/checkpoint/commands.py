@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.bounded_files import misfit, read_json
 from jaxtrain.checkpoint import verify
 from jaxtrain.checkpoint.local import pieces, snapshots
 from jaxtrain.checkpoint.local.snapshots import Taken
@@ -74,6 +75,7 @@ def show(workdir: str | Path) -> str:
 
 def _row(step: int, state: str, where: list[str], record: dict[str, Any], folder: Path) -> tuple[str, ...]:
     meta = record.get("meta", {})
+    meta = {} if misfit(meta, {"time?": int | float, "mesh?": {str: int}}) else meta
     size = sum(size for size, _ in record["files"].values()) if "files" in record else sum(
         path.stat().st_size for path in folder.rglob("*") if path.is_file())
     then = meta.get("time") or (folder.stat().st_mtime if folder.exists() else None)
@@ -203,7 +205,7 @@ def _is_dead(beat: dict[str, Any]) -> bool:
         os.kill(beat["pid"], 0)
     except ProcessLookupError:
         return True
-    except (OSError, KeyError):
+    except (OSError, KeyError, OverflowError):
         return False
     return False
 
@@ -218,7 +220,7 @@ def _turn_back(workdir: Path, directory: Path, folder: Path, step: int) -> str:
         said.append(f"checkpoint {newer} is now {aside.name}")
         undo.append(f"mv {aside} {directory / str(newer)}")
     metrics = workdir / "metrics.jsonl"
-    if metrics.exists():
+    if metrics.is_file():
         kept = _free(metrics.with_name(f"{metrics.name}{_ASIDE}"))
         shutil.copy2(metrics, kept)
         said.append(f"metrics.jsonl is cut to step {step} at the next start; all of it is kept as {kept.name}")
@@ -261,8 +263,9 @@ def _known(directory: Path, step: int, there: list[int] | None = None) -> Path:
 
 
 def _config(workdir: str | Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return json.loads((Path(workdir) / "config.json").read_text())["checkpoint"]
+    with contextlib.suppress(OSError, ValueError):
+        form = {"checkpoint": {"mirror?": str, "local_dir?": str}}
+        return read_json(Path(workdir) / "config.json", form)["checkpoint"]
     return {}
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import atomic_files, storage
+from jaxtrain import atomic_files, bounded_files, storage
 from jaxtrain.checkpoint import verify
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
@@ -131,7 +131,7 @@ class Mirror:
     def good(self, step: int) -> verify.Record | None:
         """Return the content of the copy's `good.json`, or None if it is missing or invalid."""
         with contextlib.suppress(storage.Gone, ValueError):
-            return verify.parse_mark(storage.read(self._url(step, verify.MARK)), step)
+            return verify.parse_mark(storage.read_small(self._url(step, verify.MARK), bounded_files.LARGE), step)
         return None
 
     def send(self, step: int) -> int:
@@ -219,17 +219,21 @@ class Mirror:
             raise Different(self._url(step), (problems or ["its good.json changed while it was fetched"])[0],
                             "use the copy of an older step")
         config = self._directory.parent / "config.json"
-        if not config.exists() and record["meta"].get("config"):  # from which a different run is recognized and refused
-            atomic_files.write(config, json.dumps(record["meta"]["config"], indent=2) + "\n")
+        if not config.exists() and (theirs := record.get("meta", {}).get("config")):
+            # From it a different run is recognized and refused.
+            atomic_files.write(config, json.dumps(theirs, indent=2) + "\n")
         os.replace(folder, self._directory / str(step))
         return step
 
     def _own(self) -> None:
         """Claim the mirror for this run; raises `UserError` if it holds copies of another run."""
         mine, theirs = self._directory / f"mirror-{OWNER}", storage.join(self.place, OWNER)
-        here = mine.read_text() if mine.exists() else ""
+        try:
+            here = bounded_files.read(mine).decode(errors="replace") if mine.exists() else ""
+        except OSError as error:
+            raise UserError("checkpoint.mirror", f"{mine} cannot be read ({error.strerror})", "move it away") from error
         if storage.exists(theirs):
-            there = storage.read(theirs).decode()
+            there = storage.read_small(theirs).decode(errors="replace")
             if here != there and (here or verify.steps(self._directory)):  # it did not just lose its directory
                 raise UserError("checkpoint.mirror", f"{self.place} holds copies of another run",
                                 "give this run a place of its own")

@@ -1,8 +1,9 @@
 """Retention policy: which checkpoints may be deleted because enough good ones exist."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
+
+from jaxtrain.bounded_files import parsed, whole_lines
 
 
 def dispensable(good: Iterable[int], others: Iterable[int], *, keep: int, keep_every: int = 0,
@@ -24,11 +25,8 @@ def best_of(good: Iterable[int], metrics: Path, key: str) -> int | None:
     """Return the step whose line in metrics.jsonl has the lowest `key`, the newest if tied; None if no line has it."""
     found = {}
     starts = {f'{{"step": {step}, '.encode(): step for step in good}
-    with open(metrics, "rb") as lines:
-        for line in lines:
-            step = starts.get(line[:line.find(b",") + 2])  # most lines are of steps without a checkpoint
-            if step is None or not line.endswith(b"\n"):
-                continue
-            if isinstance(value := json.loads(line).get(key), int | float):
-                found[step] = value
+    for line in whole_lines(metrics):
+        step = starts.get(line[:line.find(b",") + 2])  # most lines are of steps without a checkpoint
+        if step is not None and isinstance(value := parsed(line).get(key), int | float):
+            found[step] = value
     return min(found, key=lambda step: (found[step], -step), default=None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.bounded_files import reason
 from jaxtrain.checkpoint import verify
 from jaxtrain.checkpoint.orbax.orbax_logging import innermost
 from jaxtrain.distributed.coordination import exchange, together
@@ -30,7 +31,7 @@ class Checks:
             except FileNotFoundError:
                 return "unverified"
             except (OSError, ValueError) as error:
-                return f"{verify.MARK} {verify.reason(error)}"
+                return f"{verify.MARK} {reason(error)}"
             return "good"
 
         found, folder = exchange(None, kind), self._directory / str(step)
@@ -48,7 +49,7 @@ class Checks:
             mine = verify.compare_files(folder, verify.read_mark(self._directory, step), *listed, share=_share(),
                                         hashes=self._hashes)
         except (OSError, ValueError) as error:
-            mine = [f"{verify.MARK} {verify.reason(error)}"]
+            mine = [f"{verify.MARK} {reason(error)}"]
         return exchange(mine, lambda theirs: sorted({problem for problems in theirs for problem in problems}))
 
     def read_back(self, step: int, name: str, must_tell: bool = True) -> list[str]:
@@ -62,9 +63,9 @@ class Checks:
         files, wrong = self._listed(folder, name)
         try:
             i, n = _share()
-            hashed = {file: verify.hash_file(folder / file) for file in files[i::n]}
-            words, problems = verify.read_back(folder, step, (i, n), lambda: not self.stopping)
-            mine = {"files": hashed, "words": words, "problems": [*wrong, *problems]}
+            words, problems = ({}, wrong) if wrong else verify.read_back(folder, step, (i, n), lambda: not self.stopping)
+            hashed = {} if problems else {file: verify.hash_file(folder / file) for file in files[i::n]}
+            mine = {"files": hashed, "words": words, "problems": problems}
         except Exception as error:
             mine = {"unfinished": innermost(error)}
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxtrain import atomic_files
+from jaxtrain.bounded_files import LARGE, opened, parsed, read, read_json, reason
 from jaxtrain.checkpoint import fingerprint
 from jaxtrain.safe_names import parts_of
 
@@ -27,6 +28,9 @@ Share = tuple[int, int]  # (i, n): every n-th item, starting with the i-th
 
 MARK = "good.json"
 ALL: Share = (0, 1)
+# What is read of `good.json` and of the fingerprint's file.
+_RECORD = {"step": int, "sha256": str, "files": {str: (int, str)}, "fingerprint?": {str: (str, str)}, "meta?": dict}
+_FINGERPRINT = {"step": int, "arrays": {str: (str, str)}}
 _AGAIN_S = (0.2, 1.0, 4.0)  # seconds before each retry when storage fails temporarily
 _SEEN_S = 60.0  # seconds after which all processes see what one has written, wherever they run
 _READERS = 8  # files hashed at a time
@@ -61,24 +65,23 @@ def verify(directory: str | Path, step: int) -> Problems:
         record = None
     except (OSError, ValueError) as error:
         return [f"{MARK} {reason(error)}"]
-    problems = [] if record is None else compare_files(folder, record, *list_files(folder))
+    listed = list_files(folder)
+    problems = listed[1] if record is None else compare_files(folder, record, *listed)
     return problems or read_back(folder, step)[1]
 
 
 def read_mark(directory: str | Path, step: int) -> Record:
     """Return the content of `good.json`; raises OSError or ValueError if it is not a valid one of this step."""
-    return parse_mark(_patiently((Path(directory) / str(step) / MARK).read_bytes), step)
+    return parse_mark(_patiently(lambda: read(Path(directory) / str(step) / MARK, LARGE)), step)
 
 
 def parse_mark(sealed: bytes, step: int) -> Record:
     """Parse the bytes of a `good.json`; raises ValueError if they are not a valid one of this step."""
-    record = json.loads(sealed)
-    if not isinstance(record, dict) or sealed != _sealed({k: v for k, v in record.items() if k != "sha256"}):
+    record = parsed(sealed, _RECORD)
+    if sealed != _sealed({k: v for k, v in record.items() if k != "sha256"}):
         raise ValueError("is not what was written")
     if record["step"] != step:
         raise ValueError(f"is that of step {record['step']}")
-    if not isinstance(record.get("files"), dict):
-        raise ValueError("has no list of files")
     for name in record["files"]:
         parts_of(name)
     return record
@@ -157,7 +160,7 @@ def compare_files(folder: Path, record: Record, files: list[str], problems: Prob
 def hash_file(path: Path) -> tuple[int, str]:
     """Return a file's size and sha256."""
     def read():
-        with open(path, "rb") as file:
+        with opened(path) as file:
             return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore
 
     return _patiently(read)
@@ -165,17 +168,17 @@ def hash_file(path: Path) -> tuple[int, str]:
 
 def saved_fingerprint(folder: Path) -> dict[str, tuple[str, str]]:
     """Return, for every array, its dtype and shape, such as float32[4, 16], and its fingerprint on the devices."""
-    return read_json(folder / "fingerprint" / "metadata")["arrays"]
+    return _read(folder / "fingerprint" / "metadata", _FINGERPRINT)["arrays"]
 
 
 def saved_meta(folder: Path) -> dict[str, Any]:
     """Return the metadata saved with the state."""
-    return read_json(folder / "meta" / "metadata")
+    return _read(folder / "meta" / "metadata")
 
 
-def read_json(path: Path) -> Any:
+def _read(path: Path, form: Any = dict) -> Any:
     """Read one of the JSON files of a checkpoint."""
-    return json.loads(_patiently(path.read_bytes))
+    return _patiently(lambda: read_json(path, form, LARGE))
 
 
 def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], bool] = lambda: True,
@@ -186,11 +189,11 @@ def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], b
     """
     try:
         for name in ("_CHECKPOINT_METADATA", "meta/metadata", "state/_METADATA", "state/_sharding"):
-            read_json(folder / name)
-        if (found := read_json(folder / "fingerprint" / "metadata")["step"]) != step:
+            _read(folder / name)
+        if (found := _read(folder / "fingerprint" / "metadata", _FINGERPRINT)["step"]) != step:
             return {}, [f"it is the checkpoint of step {found}"]
         saved = saved_fingerprint(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         return {}, [f"{_inside(folder, error)} {reason(error)}"]
     words: dict[str, tuple[int, int]] = {}
     problems = []
@@ -264,16 +267,6 @@ def _sealed(record: Record) -> bytes:
     body = json.dumps(record, sort_keys=True)
     seal = hashlib.sha256(body.encode()).hexdigest()
     return (json.dumps({**json.loads(body), "sha256": seal}) + "\n").encode()
-
-
-def reason(error: BaseException) -> str:
-    """Return why a file is not valid, as a phrase to follow its name."""
-    if isinstance(error, OSError):
-        return f"cannot be read ({error.strerror or error})"
-    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return "is not valid JSON"
-    text = f"{error}".splitlines()[0][:200] if str(error) else type(error).__name__
-    return text if type(error) is ValueError and text.startswith("is ") else f"cannot be read ({text})"
 
 
 def _inside(folder: Path, error: BaseException) -> str:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.bounded_files import json_lines
 from jaxtrain.errors import say
 
 Event = dict[str, Any]
@@ -21,7 +22,7 @@ def record(workdir: str | Path, kind: str, **fields: Any) -> None:
     """
     event = {"time": time.time(), "kind": kind, "process": _process(), "host": socket.gethostname(), **fields}
     with contextlib.suppress(OSError):
-        file = os.open(Path(workdir) / "events.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        file = os.open(Path(workdir) / "events.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
             size = os.fstat(file).st_size
             torn = size and os.pread(file, 1, size - 1) != b"\n"  # the disk filled up in the middle of a line
@@ -38,15 +39,8 @@ def tell(workdir: str | Path, kind: str, sentence: str, **fields: Any) -> None:
 
 
 def events(workdir: str | Path) -> list[Event]:
-    """Return all events whose lines are complete."""
-    path = Path(workdir) / "events.jsonl"
-    found = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue  # torn by a kill or a full disk
-    return found
+    """Return all events whose lines are whole: a kill or a full disk may have torn some, and the log may be gone."""
+    return list(json_lines(Path(workdir) / "events.jsonl", {"kind": str}))
 
 
 def _process() -> int:

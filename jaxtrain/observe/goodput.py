@@ -5,14 +5,16 @@
 `ledger.py` writes the files that are added up here, one for each start of the run.
 """
 
+import contextlib
 import itertools
-import json
+import math
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from jaxtrain.bounded_files import read_json
 from jaxtrain.errors import UserError
 from jaxtrain.flags import command, parser_of
 
@@ -29,6 +31,9 @@ CATEGORIES = {  # in the order of the table
     "other": "after the last step",
     "idle": "between a clean end and the next start",
 }
+_NUMBER = int | float
+_FORM = {"began": _NUMBER, "seconds?": dict.fromkeys((f"{name}?" for name in CATEGORIES), _NUMBER), "ended?": str,
+         "resumed?": int | None, "reached?": (int, _NUMBER), "last_step?": int}
 _CLEAN = ("finished", "stopped")
 
 
@@ -126,10 +131,9 @@ def incarnations(workdir: str | Path) -> list[Incarnation]:
     """Read all recorded starts of a run; a damaged file is skipped, and its time counts as a gap."""
     known, found = {field_.name for field_ in fields(Incarnation)}, []
     for path in sorted(Path(workdir, "ledger").glob("[0-9]*.json")):
-        try:
-            found.append(Incarnation(**{k: v for k, v in json.loads(path.read_text()).items() if k in known}))
-        except (OSError, ValueError, TypeError, AttributeError):
-            continue
+        with contextlib.suppress(OSError, ValueError, OverflowError):
+            one = Incarnation(**{key: value for key, value in read_json(path, _FORM).items() if key in known})
+            found += [one] if math.isfinite(one.sign + one.reached[1]) else []
     return found
 
 

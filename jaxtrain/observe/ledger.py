@@ -125,8 +125,9 @@ class Ledger:
             return
         self._own.last_step, self._earlier = last_step, incarnations(self._workdir)
         folder = self._workdir / "ledger"
-        folder.mkdir(exist_ok=True)
-        numbers = [int(path.stem) for path in folder.glob("[0-9]*.json")]
+        with contextlib.suppress(OSError):  # without the folder the run goes on, and its time is not recorded
+            folder.mkdir(exist_ok=True)
+        numbers = [int(path.stem) for path in folder.glob("[0-9]*.json") if path.stem.isdecimal()]
         self._file = folder / f"{max(numbers, default=0) + 1:04}.json"
         self.write()
         if self._every:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
+from jaxtrain.bounded_files import appended, parsed, whole_lines
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
 from jaxtrain.observe.flops import mfu
@@ -223,15 +224,17 @@ class _JsonLines:
 
     def __init__(self, path: Path, start_step: int):
         self._path, self._kept = path, b""
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-        # Steps never decrease in the file, so the lines to drop are a tail, and cutting a tail off is atomic.
-        end = _end_of_step(path, start_step)
-        with open(path, "rb") as lines:
-            lines.seek(end)
-            if whole := [line for line in lines if line.endswith(b"\n")]:
-                with open(path.with_name("metrics.rolled_back.jsonl"), "ab") as kept:
-                    kept.writelines(whole)
-        self._file.truncate(end)
+        try:
+            self._file = appended(path)
+            # Steps never decrease in the file, so the lines to drop are a tail, and cutting a tail off is atomic.
+            end = _end_of_step(path, start_step)
+            if whole := list(whole_lines(path, end)):
+                with appended(path.with_name("metrics.rolled_back.jsonl")) as kept:
+                    kept.write(b"".join(whole))
+            self._file.truncate(end)
+        except OSError as error:
+            raise UserError("--workdir", f"{error.filename or path} cannot be written ({error.strerror})",
+                            "move it away, or repair the storage") from None
 
     def write(self, record: Record) -> None:
         had_to_wait = self.waiting
@@ -277,14 +280,13 @@ class _JsonLines:
 def _end_of_step(path: Path, step: int) -> int:
     """Return the byte offset at which the complete lines of steps up to `step` end."""
     end = 0
-    with open(path, "rb") as lines:
-        for line in lines:
-            try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                    break
-            except (ValueError, TypeError, KeyError):
+    for line in whole_lines(path):
+        try:
+            if parsed(line, {"step": int})["step"] > step:
                 break
-            end += len(line)
+        except ValueError:
+            break
+        end += len(line)
     return end
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain import atomic_files
+from jaxtrain import atomic_files, bounded_files
 from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config, DataConfig, hash_of
 from jaxtrain.errors import UserError
@@ -27,6 +27,8 @@ _FREE: dict[str, Set[str] | None] = {
 }
 # What a resumed run may change where it makes no difference to the steps that are done: data.stages tells which.
 _STAGED = {"mixture", "stages", "seq_len", "global_batch_size"}
+_RUN = {"own_parts?": {"optimizer?": {"state": str, "update": {str: str}}}, "data_changes?": [dict],
+        "data_manifests?": {str: str}, "data_manifest_hash?": str | None}  # what is read of run.json
 _PACKAGES = {"jax": "jax", "jaxlib": "jaxlib", "flax": "flax", "optax": "optax", "orbax": "orbax-checkpoint",
              "grain": "grain", "numpy": "numpy"}
 
@@ -46,10 +48,7 @@ def recorded_parts(workdir: str | Path, saved: Mapping[str, Any] | None = None) 
 
     `saved`: what a checkpoint of the run says, which counts where run.json was lost.
     """
-    try:
-        return (_read(Path(workdir) / "run.json") or saved or {}).get("own_parts")
-    except OSError as error:
-        raise _unwritable(Path(workdir), error) from None
+    return (_read(Path(workdir) / "run.json", _RUN) or saved or {}).get("own_parts")
 
 
 def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, str] | None = None,
@@ -70,11 +69,7 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
     """
     workdir = Path(workdir)
     make_workdir(workdir)
-    try:
-        started = _read(workdir / "config.json")
-        recorded = _read(workdir / "run.json")
-    except OSError as error:
-        raise _unwritable(workdir, error) from None
+    started, recorded = _read(workdir / "config.json", {str: dict}), _read(workdir / "run.json", _RUN)
     changed = []
     own_optimizer = "optimizer" in (parts or {})
     for section, values in (config.to_dict() if keys is None else keys).items():
@@ -98,8 +93,12 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
         return []
     then = recorded.get("data_manifests") or {"": recorded.get("data_manifest_hash")}
     now = manifests or then
-    past, wanted = (_history(data, which, done) for data, which in (
-        (DataConfig(**started["data"]), then), (config.data, now)))
+    try:
+        past = _history(DataConfig(**started["data"]), then, done)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError("--workdir", f"{workdir}/config.json has no section 'data' of a run ({error})",
+                        "give another --workdir") from None
+    wanted = _history(config.data, now, done)
     if changed and past | {"sources": None} != wanted | {"sources": None}:
         unit = [stage[:3] + stage[4:] for stage in past["stages"]] == [
             stage[:3] + stage[4:] for stage in wanted["stages"]]
@@ -147,7 +146,7 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
     if jax.process_index() != 0:
         return run
     try:
-        earlier = _read(workdir / "run.json").get("data_changes", [])
+        earlier = _read(workdir / "run.json", _RUN).get("data_changes", [])
         if earlier := earlier + [change for change in changes if change not in earlier]:
             run["data_changes"] = earlier
         _write(workdir / "run.json", run)  # first: a kill here must not lose what changed
@@ -174,13 +173,8 @@ def _free(section: str, key: str, config: Config, own_optimizer: bool) -> bool:
     return free is None or key in free
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError:
-        raise UserError("--workdir", f"{path} is not valid JSON", "give another --workdir") from None
+def _read(path: Path, form: Any) -> dict[str, Any]:
+    return bounded_files.user_json(path, form, "--workdir", "give another --workdir") or {}
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

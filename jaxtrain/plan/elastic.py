@@ -8,7 +8,6 @@ After `--` come the flags of `jaxtrain train`.
 """
 
 import dataclasses
-import json
 import math
 import os
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.bounded_files import user_json
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import command, parser_of, training_flags
@@ -188,11 +188,10 @@ def main(argv: list[str] | None = None) -> None:
     split = given.index("--") if "--" in given else len(given)
     flags, rest = parser.parse_args(given[:split]), given[split + 1:]
     trained, overrides = training_flags(rest)
-    try:
-        run = json.loads((flags.workdir / "run.json").read_text())
-    except (OSError, ValueError):
-        raise UserError("--workdir", f"{flags.workdir} does not record how many devices a process has",
-                        "start the run with all its processes first") from None
+    fix = "start the run with all its processes first"
+    run = user_json(flags.workdir / "run.json", {"mesh": {str: int}, "process_count": int}, "--workdir", fix)
+    if run is None or run["process_count"] < 1:
+        raise UserError("--workdir", f"{flags.workdir} does not record how many devices a process has", fix)
     each = math.prod(run["mesh"].values()) // run["process_count"]
     config = load_config(trained.config, overrides)
     for count in range(flags.least, flags.full):

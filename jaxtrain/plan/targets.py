@@ -5,7 +5,6 @@ direction.
 """
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.bounded_files import misfit, user_json
 from jaxtrain.errors import UserError, nearest
 
 GB, GiB, T = 1e9, 2.0**30, 1e12
@@ -196,13 +196,12 @@ def here(devices: list[Any] | None = None, more: str | Path | None = None) -> Ta
 
 def read(path: str | Path) -> dict[str, Target]:
     """Read targets from a JSON file: {"NAME": {"like": "h100", "price": 2.1, ...}}; its values override the base's."""
-    try:
-        given = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError("--targets", f"{path} cannot be read ({error})", "give a JSON file of targets") from None
-    if not isinstance(given, dict) or not all(isinstance(keys, dict) for keys in given.values()):
-        raise UserError("--targets", f"{path} does not hold targets by name",
-                        'write {"NAME": {"like": "h100", "price": 2.1}}')
+    fix = 'write {"NAME": {"like": "h100", "price": 2.1}}'
+    given = user_json(path, dict, "--targets", fix)
+    if given is None:
+        raise UserError("--targets", f"{path} cannot be read (there is no such file)", fix)
+    if misfit(given, {str: dict}):
+        raise UserError("--targets", f"{path} does not hold targets by name", fix)
     return {name: _made(name, keys) for name, keys in given.items()}
 
 

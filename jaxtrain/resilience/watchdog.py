@@ -24,11 +24,13 @@ from typing import Any
 
 import jax
 
+from jaxtrain.bounded_files import read_json
 from jaxtrain.config.schema import ResilienceConfig
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed import processes as distributed
 from jaxtrain.observe import events
 
+_BEAT = {"step?": int, "begun?": int, "phase?": str, "time?": int | float, "pid?": int, "host?": str}
 TICK = 1.0  # seconds between two checks
 PATIENCE = 20.0  # seconds for a process to write its hang report
 GRACE = 60.0  # the extra seconds of the timer in C, which is for a thread that cannot run
@@ -210,7 +212,8 @@ class Watchdog:
                 "time": round(time.time(), 1), "pid": os.getpid(), "host": socket.gethostname()}
         with contextlib.suppress(OSError):  # a full disk is reported where data would be lost
             (self._workdir / "heartbeats").mkdir(exist_ok=True)
-            file = os.open(self._workdir / "heartbeats" / f"process-{self._process}", os.O_WRONLY | os.O_CREAT, 0o644)
+            file = os.open(self._workdir / "heartbeats" / f"process-{self._process}",
+                           os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
             try:
                 os.pwrite(file, json.dumps(beat).ljust(255).encode()[:255] + b"\n", 0)
             finally:
@@ -222,13 +225,13 @@ def heartbeats(workdir: str | Path) -> dict[int, dict[str, Any]]:
     found = {}
     for path in (Path(workdir) / "heartbeats").glob("process-*"):
         with contextlib.suppress(OSError, ValueError):
-            found[int(path.name.removeprefix("process-"))] = json.loads(path.read_text())
+            found[int(path.name.removeprefix("process-"))] = read_json(path, _BEAT)
     return dict(sorted(found.items()))
 
 
 def laggards(beats: dict[int, dict[str, Any]], processes: int) -> str:
     """Return a sentence that names the processes which did not arrive where the others wait."""
-    beats = {i: beat for i, beat in beats.items() if i < processes}
+    beats = {i: beat for i, beat in beats.items() if i < processes and {"time", "begun", "phase"} <= beat.keys()}
     if processes == 1 or len(beats) < 2:
         return "there is no other process to compare with"
     newest = max(beat["time"] for beat in beats.values())

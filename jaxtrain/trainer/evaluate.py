@@ -1,9 +1,11 @@
 """Evaluations: after which steps, and the one that a stop left out."""
 
+import contextlib
 from pathlib import Path
 
 import jax
 
+from jaxtrain.bounded_files import whole_lines
 from jaxtrain.distributed import processes
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.observe import MetricsWriter
@@ -42,6 +44,7 @@ class Evaluator:
 
 
 def _evaluated(workdir: Path, step: int) -> bool:
-    path = workdir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return any(line.startswith(f'{{"step": {step}, ') and '"eval_loss"' in line for line in lines)
+    with contextlib.suppress(OSError):
+        return any(line.startswith(f'{{"step": {step}, '.encode()) and b'"eval_loss"' in line
+                   for line in whole_lines(workdir / "metrics.jsonl"))
+    return False

@@ -15,6 +15,7 @@ from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints, verify
 from jaxtrain.checkpoint.__main__ import main
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.distributed.run_lock import locked
+from tests.odd_files import ODD, WRONG, in_time
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 ABSTRACT = {"w": jax.ShapeDtypeStruct((64, 8), np.float32, sharding=HERE),
@@ -206,3 +207,30 @@ def test_list_says_where_the_run_goes_on(work, tmp_path, capsys):
     assert "the run goes on from step 30 if it reads back whole, else from step 20;" in ran(capsys, "list", work)[1]
     with contextlib.closing(CheckpointManager(work / "checkpoints", mirror=place)) as checkpoints:
         assert checkpoints.newest() == 30 and checkpoints.newest(below=30) == 20
+
+
+@pytest.mark.parametrize("make", [*ODD, *WRONG], ids=lambda make: make.__name__)
+def test_list_whatever_lies_in_place_of_the_config(work, capsys, make):
+    (work / "config.json").unlink(missing_ok=True)
+    make(work / "config.json")
+    assert in_time(lambda: ran(capsys, "list", work))[0] == 0
+
+
+@pytest.mark.parametrize("config", [{"checkpoint": None}, {"checkpoint": {"mirror": 3}}, {"checkpoint": [1]}])
+def test_list_with_a_config_of_another_form(work, capsys, config):
+    (work / "config.json").write_text(json.dumps(config))
+    assert ran(capsys, "list", work)[0] == 0
+
+
+@pytest.mark.parametrize("meta", [{"time": "x"}, {"mesh": 3}, {"mesh": {"data": "x"}}])
+def test_list_with_metadata_of_another_form(work, capsys, meta):
+    record = verify.read_mark(work / "checkpoints", 20)
+    del record["sha256"]
+    (work / "checkpoints" / "20" / "good.json").write_bytes(verify._sealed(record | {"meta": meta}))
+    assert ran(capsys, "list", work)[0] == 0
+
+
+def test_a_pipe_in_place_of_the_metrics_is_not_copied(work, capsys):
+    (work / "metrics.jsonl").unlink(missing_ok=True)
+    os.mkfifo(work / "metrics.jsonl")
+    assert in_time(lambda: ran(capsys, "restore-to", work, 10))[0] == 0

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint import CheckpointManager, verify
 from jaxtrain.errors import UserError
 from jaxtrain.observe.events import events
+from tests.odd_files import ODD, WRONG, in_time
 
 
 def state_of(step):
@@ -110,6 +111,14 @@ def delete(name):
     return change
 
 
+def put(name, make):
+    """Something else in the place of a small file."""
+    def change(folder):
+        (folder / "30" / name).unlink()
+        make(folder / "30" / name)
+    return change
+
+
 def mark(change):
     """Of good.json, written as if it were right."""
     def do(folder):
@@ -147,6 +156,12 @@ DAMAGE = {
     "good.json empty": lambda f: os.truncate(f / "30" / "good.json", 0),
     "good.json of another step": lambda f: shutil.copy(f / "20" / "good.json", f / "30" / "good.json"),
     "good.json that forgets a file": mark(lambda record: record["files"].popitem()),
+    "good.json with a file that is no pair": mark(lambda record: record["files"].update({"a": 3})),
+    "good.json without files": mark(lambda record: record.pop("files")),
+    "good.json without a step": mark(lambda record: record.pop("step")),
+    "good.json with metadata that is a list": mark(lambda record: record.update(meta=[])),
+    **{f"{name} {make.__name__}": put(name, make) for name in ("good.json", "meta/metadata", "fingerprint/metadata")
+       for make in (*ODD, *WRONG)},
     "folder missing": delete("state"),
     "folder empty": lambda f: (shutil.rmtree(f / "30"), (f / "30").mkdir()),
     "a file that does not belong": lambda f: (f / "30" / "state" / "d" / "0").touch(),
@@ -158,6 +173,11 @@ DAMAGE = {
     "unverified: states of two steps swapped": unverified(swap),
     "unverified: bit flipped in _METADATA": unverified(flips("state/_METADATA", 0.001)),
     "unverified: another dtype in the metadata": unverified(dtype_in_metadata),
+    **{f"unverified: {name} {make.__name__}": unverified(put(name, make))
+       for name in ("meta/metadata", "fingerprint/metadata", "_CHECKPOINT_METADATA", "state/_METADATA")
+       for make in (*ODD, *WRONG[:7])},
+    "unverified: data file a pipe": unverified(replace_by(os.mkfifo)),
+    "unverified: data file a device": unverified(replace_by(lambda path: path.symlink_to("/dev/zero"))),
     "unverified: fingerprint missing": unverified(delete("fingerprint")),
     "unverified: bit flipped in the fingerprint": unverified(flips("fingerprint/metadata", 0.6)),
     "unverified: commit without arrays": unverified(delete("state")),
@@ -170,7 +190,7 @@ def test_damage(copy, capfd, damage):
     DAMAGE[damage](copy)
     if "swapped" in damage:
         assert verify.verify(copy, 20)  # the other one is as damaged
-    problems = verify.verify(copy, 30)
+    problems = in_time(lambda: verify.verify(copy, 30))
     assert problems and verify.verify(copy, 10) == []
     store = CheckpointManager(copy, keep=3)
     step, state, meta = store.restore_newest(ABSTRACT)
@@ -196,19 +216,19 @@ def test_extra_empty_file_is_named(copy):
 
 def test_not_readable(copy, monkeypatch):
     """(Root may read anything, so the operating system's refusal is played.)"""
-    refused, right = data(copy), open
+    refused, right = data(copy), verify.opened
 
     def opening(path, *args, **keys):
         if Path(path) == refused:
             raise PermissionError(13, "Permission denied", str(path))
         return right(path, *args, **keys)
 
-    monkeypatch.setattr(verify, "open", opening, raising=False)
+    monkeypatch.setattr(verify, "opened", opening)
     assert CheckpointManager(copy).newest() == 20
 
 
 def test_storage_that_fails_for_a_moment_is_asked_again(copy, monkeypatch):
-    waits, right = [], open
+    waits, right = [], verify.opened
     monkeypatch.setattr(verify.time, "sleep", waits.append)
 
     def opening(path, *args, **keys):
@@ -216,7 +236,7 @@ def test_storage_that_fails_for_a_moment_is_asked_again(copy, monkeypatch):
             raise OSError(5, "Input/output error", str(path))
         return right(path, *args, **keys)
 
-    monkeypatch.setattr(verify, "open", opening, raising=False)
+    monkeypatch.setattr(verify, "opened", opening)
     assert CheckpointManager(copy).newest() == 30
     assert waits == list(verify._AGAIN_S[:2])
 
@@ -300,7 +320,7 @@ def test_going_back_gives_up_what_was_ahead(copy):
 
 def test_one_that_nobody_read_back_and_that_cannot_be_read_is_passed_over(copy, monkeypatch):
     (copy / "30" / "good.json").unlink()
-    refused, right = data(copy), open
+    refused, right = data(copy), verify.opened
 
     def opening(path, *args, **keys):
         if Path(path) == refused:
@@ -308,7 +328,7 @@ def test_one_that_nobody_read_back_and_that_cannot_be_read_is_passed_over(copy, 
         return right(path, *args, **keys)
 
     monkeypatch.setattr(verify.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(verify, "open", opening, raising=False)
+    monkeypatch.setattr(verify, "opened", opening)
     assert CheckpointManager(copy).newest() == 20
 
 

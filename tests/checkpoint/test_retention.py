@@ -10,6 +10,7 @@ from jaxtrain.checkpoint.manager import NotSaved
 from jaxtrain.checkpoint.orbax.orbax_logging import innermost
 from jaxtrain.checkpoint.retention import best_of, dispensable
 from jaxtrain.observe.events import events
+from tests.odd_files import ODD, in_time
 
 
 def test_the_last_ones_stay():
@@ -111,3 +112,16 @@ def test_one_that_was_taken_for_failed_and_is_whole_counts(tmp_path):
                                          (ValueError("one\ntwo"), "ValueError: one")])
 def test_every_error_has_words(error, said):
     assert innermost(error) == said
+
+
+@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+def test_without_metrics_nothing_is_the_best(tmp_path, make):
+    make(tmp_path / "metrics.jsonl")
+    store = CheckpointManager(tmp_path / "checkpoints", best="loss")
+    assert in_time(lambda: store.keeping([10, 20])) == [10, 20]
+
+
+@pytest.mark.parametrize("line", ['{"step": 20, "loss": 1', '{"step": 20, ' + '"loss":[' * 100_000])
+def test_a_damaged_line_names_no_best(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0}\n' + line + "\n")
+    assert CheckpointManager(tmp_path / "checkpoints", best="loss").keeping([10, 20]) == [10, 20]

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from jaxtrain.observe.events import events, record
+from tests.odd_files import ODD, in_time
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,3 +42,19 @@ def test_a_full_disk_costs_the_event_and_not_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", full)
     record(tmp_path, "second")
     assert events(tmp_path) == []
+
+
+@pytest.mark.parametrize("line", ["null", "[1]", "3", '{"kind": 3}', "{}", "[" * 100_000, "\udc80"])
+def test_a_line_that_is_no_event_is_left_out(tmp_path, line):
+    record(tmp_path, "first")
+    with open(tmp_path / "events.jsonl", "a", errors="surrogateescape") as file:
+        file.write(line + "\n")
+    record(tmp_path, "second")
+    assert [event["kind"] for event in events(tmp_path)] == ["first", "second"]
+
+
+@pytest.mark.parametrize("make", ODD[:3])
+def test_whatever_lies_in_its_place_costs_the_events_and_not_the_run(tmp_path, make):
+    make(tmp_path / "events.jsonl")
+    in_time(lambda: [record(tmp_path, "test", text="x" * 10_000) for _ in range(20)])  # more than a pipe holds
+    assert in_time(lambda: events(tmp_path)) == []

@@ -12,6 +12,7 @@ import pytest
 from jaxtrain.observe import Constants, MetricsWriter, goodput
 from jaxtrain.observe.goodput import CATEGORIES, Incarnation, account, incarnations
 from jaxtrain.observe.ledger import Ledger
+from tests.odd_files import ODD, WRONG, in_time
 
 
 class World:
@@ -315,3 +316,29 @@ where 2:03:30 h went (1 start, 0 failed):
   compile       2:00 min   1.6%  compiling
 goodput 97.2%, ETTR 97.2%; step 600 of 1200, about 2:03:30 h to go
 """
+
+
+@pytest.mark.parametrize("make", [*ODD, *WRONG], ids=lambda make: make.__name__)
+def test_whatever_lies_in_place_of_a_start(tmp_path, make):
+    trained(World(), tmp_path)
+    make(tmp_path / "ledger" / "0002.json")
+    make(tmp_path / "ledger" / "3 copy.json")
+    assert len(in_time(lambda: incarnations(tmp_path))) == 1
+    trained(World(), tmp_path)  # the next start has a number of its own
+    assert len(incarnations(tmp_path)) == 2 and (tmp_path / "ledger" / "0003.json").is_file()
+
+
+@pytest.mark.parametrize("content", [
+    '{"began": "x"}', '{"began": NaN}', '{"began": 1, "seconds": {"step": null}}', '{"began": 1, "reached": [1]}',
+    '{"began": 1, "seconds": {"step": 1e999}}', '{"began": 1, "resumed": "3"}', '{"began": 1, "reached": [1, NaN]}',
+    f'{{"began": 1{"0" * 400}}}', '{"began": 1, "ended": [1]}', '{"began": 1, "last_step": null}'])
+def test_a_start_of_another_form_is_passed_over(tmp_path, capsys, content):
+    trained(World(), tmp_path)
+    (tmp_path / "ledger" / "0002.json").write_text(content)
+    assert len(incarnations(tmp_path)) == 1 and goodput.main([str(tmp_path)]) == 0
+
+
+def test_a_file_in_place_of_the_ledger_ends_no_run(tmp_path):
+    (tmp_path / "ledger").write_text("")
+    trained(World(), tmp_path)
+    assert incarnations(tmp_path) == []

@@ -3,6 +3,7 @@
 import builtins
 import json
 import math
+import os
 import threading
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 import jaxtrain.observe.metrics as metrics_module
 from jaxtrain.errors import UserError
 from jaxtrain.observe import Constants, MetricsWriter, TensorBoard
+from tests.odd_files import device, fifo, folder, in_time
 
 CONSTANTS = Constants(tokens_per_step=10, flops_per_token=3.0, flops_per_token_full=4.0, peak=60.0)
 
@@ -223,3 +225,27 @@ def test_tensorboard_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UserError, match=r"^train.tensorboard: .*\.\[tensorboard\]"):
         TensorBoard(tmp_path)
+
+
+@pytest.mark.parametrize("make", [fifo, device, folder])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.rolled_back.jsonl"])
+def test_what_is_no_file_is_refused_in_one_line(tmp_path, name, make):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    with pytest.raises(UserError, match=f"--workdir: .*{name} cannot be written .*; move it away"):
+        in_time(lambda: open_writer(tmp_path))
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "null", '{"step": "1"}', "\0" * 1000])
+def test_lines_from_the_first_damaged_one_on_go(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    open_writer(tmp_path, start_step=5).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_sparse_file_is_cut(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    os.truncate(tmp_path / "metrics.jsonl", 2**40)
+    in_time(lambda: open_writer(tmp_path, start_step=5).close())
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'

@@ -7,6 +7,7 @@ import pytest
 from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
 from jaxtrain.observe import check_workdir, write_run_files
+from tests.odd_files import ODD, WRONG, in_time
 
 
 def write(workdir, overrides=None, manifest="abc"):
@@ -90,3 +91,28 @@ def test_broken_config_file(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json is not valid JSON"):
         write(tmp_path)
+
+
+@pytest.mark.parametrize("make", [*ODD, *WRONG], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("name", ["config.json", "run.json"])
+def test_a_file_that_is_not_one_of_a_run(tmp_path, name, make):
+    config = write(tmp_path)
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
+    with pytest.raises(UserError, match=rf"--workdir: .*{name} .*; give another --workdir") as error:
+        in_time(lambda: check_workdir(tmp_path, config))
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("name, content", [
+    ("config.json", {"model": [1]}), ("config.json", {"data": {"no_such_key": 1}}), ("config.json", {"train": {}}),
+    ("config.json", {"data": {"stages": None}}), ("config.json", {"data": {"mixture": [3]}}),
+    ("run.json", {"own_parts": [1]}), ("run.json", {"own_parts": {"optimizer": {}}}), ("run.json", {"data_changes": 3}),
+    ("run.json", {"data_manifests": None}), ("run.json", {"data_manifests": {"": [1]}}),
+])
+def test_a_file_of_another_form(tmp_path, name, content):
+    config = write(tmp_path)
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(UserError) as error:
+        check_workdir(tmp_path, config, {"": "abc"}, done=3, parts={"optimizer": {"state": "a", "update": {}}})
+    assert error.value.key == "--workdir"

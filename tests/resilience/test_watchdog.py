@@ -16,6 +16,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.observe import events
 from jaxtrain.resilience import watchdog
 from jaxtrain.resilience.watchdog import Watchdog
+from tests.odd_files import ODD, WRONG, in_time
 
 ROOT = Path(__file__).parents[2]
 QUICK = """
@@ -169,3 +170,29 @@ def test_nonsense_is_refused():
         with pytest.raises(UserError, match=f"resilience.{key}"):
             ResilienceConfig(**{key: value})
     json.dumps(ResilienceConfig().__dict__)
+
+
+@pytest.mark.parametrize("make", [*ODD, *WRONG], ids=lambda make: make.__name__)
+def test_whatever_lies_in_place_of_a_heartbeat(tmp_path, make):
+    (tmp_path / "heartbeats").mkdir()
+    make(tmp_path / "heartbeats" / "process-0")
+    make(tmp_path / "heartbeats" / "process-x")
+    assert in_time(lambda: watchdog.heartbeats(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("content", ['{"pid": "x"}', '{"time": null}', '{"host": 3}', '{"begun": 1.5}'])
+def test_a_heartbeat_of_another_form_is_left_out(tmp_path, content):
+    (tmp_path / "heartbeats").mkdir()
+    (tmp_path / "heartbeats" / "process-0").write_text(content)
+    assert watchdog.heartbeats(tmp_path) == {}
+
+
+def test_a_heartbeat_that_lacks_something_is_not_compared():
+    assert "no other process" in watchdog.laggards({0: {"host": "a"}, 1: {"host": "b"}}, 2)
+
+
+def test_a_pipe_in_place_of_a_heartbeat_does_not_block_the_watchdog(tmp_path):
+    (tmp_path / "heartbeats").mkdir()
+    os.mkfifo(tmp_path / "heartbeats" / "process-0")
+    dog = Watchdog(tmp_path, ResilienceConfig())
+    in_time(dog._beat_once)

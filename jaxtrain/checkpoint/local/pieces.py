@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain import atomic_files
+from jaxtrain.bounded_files import opened, parsed, reason
 
 _MARK = b"jaxtrain-pieces\n"
 _OPENING = len(_MARK) + 8 + 32  # the magic string, the length of the header, and its sha256
 _BLOCK = 2**24
+_HEADER = {"about": {"meta?": dict}, "pieces": [(str, str, [int], [(int, int)], int, int, str)]}
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dimension
 Read = Callable[[int, int], bytes]  # (offset, size) -> bytes of a file
 
@@ -121,7 +123,7 @@ def reader(path: Path) -> Read:
     """Return a function that reads parts of this file."""
     def read(offset: int, size: int) -> bytes:
         try:
-            with open(path, "rb") as file:
+            with opened(path) as file:
                 file.seek(offset)
                 return file.read(size)
         except OSError as error:
@@ -138,7 +140,10 @@ def read_header(read: Read) -> Header:
     content = read(_OPENING, length) if length < 2**32 else b""
     if hashlib.sha256(content).digest() != opening[len(_MARK) + 8:]:
         raise Damaged("its header is not what was written")
-    header = json.loads(content)
+    try:
+        header = parsed(content, _HEADER)
+    except ValueError as error:
+        raise Damaged(f"its header {reason(error)}") from None
     pieces = [Piece(path, dtype, tuple(shape), tuple(map(tuple, bounds)), *rest)
               for path, dtype, shape, bounds, *rest in header["pieces"]]
     return Header(header["about"], pieces, _OPENING + length)
@@ -158,7 +163,7 @@ def check(path: Path) -> Header:
     header = read_header(read)
     if path.stat().st_size != header.data + sum(piece.size for piece in header.pieces):
         raise Damaged("its length is not what was written")
-    with open(path, "rb") as file:
+    with opened(path) as file:
         file.seek(header.data)
         for piece in header.pieces:
             digest, left = hashlib.sha256(), piece.size

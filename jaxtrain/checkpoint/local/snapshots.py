@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from jaxtrain import atomic_files
+from jaxtrain.bounded_files import read
 from jaxtrain.checkpoint.local import pieces
 from jaxtrain.checkpoint.local.partners import Partners
 from jaxtrain.checkpoint.local.pieces import Damaged
@@ -301,7 +302,7 @@ def _history(workdir: Path) -> str:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.write(path, secrets.token_hex(8))
-    return path.read_text()
+    return read(path).decode(errors="replace")
 
 
 def _names(place: Path) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from jaxtrain.bounded_files import read
 from jaxtrain.data.formats.inputs import Text, extra
 from jaxtrain.errors import UserError, nearest
 
@@ -143,7 +144,7 @@ def blocklist(path: str) -> Step:
     The file has one word or phrase per line, and hosts as `host:NAME`.
     """
     try:
-        lines = [line.strip() for line in Path(path).expanduser().read_text().splitlines()]
+        lines = [line.strip() for line in read(Path(path).expanduser()).decode().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError("--steps", f"the blocklist {path} cannot be read ({error})",
                         "name a file of text with one phrase per line") from error

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import atomic_files
+from jaxtrain.bounded_files import misfit, read_json, reason
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
 
 FILE = "skipped_batches.json"
+_FORM = {"batches?": [int], "rollbacks?": int, "void_above?": int | None}
 
 
 @dataclass(frozen=True)
@@ -32,20 +34,20 @@ class SkippedBatches:
         """Return the record in a workdir, or None if it has none."""
         path = Path(workdir) / FILE
         try:
-            return cls.of(json.loads(path.read_text()))
+            return cls.of(read_json(path))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, AttributeError):
-            raise UserError("--workdir", f"{path} is not a valid record of skipped batches", "correct it, or "
-                            "delete it") from None
+        except (OSError, ValueError) as error:
+            raise UserError("--workdir", f"{path} is not a valid record of skipped batches: it {reason(error)}",
+                            "correct it, or delete it") from None
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "SkippedBatches":
         """Return the record that plain JSON describes."""
-        batches = record.get("batches", [])
-        if not all(isinstance(batch, int) and batch >= 0 for batch in batches):
-            raise ValueError("batches are whole numbers")
-        return cls(tuple(sorted(set(batches))), int(record.get("rollbacks", 0)), record.get("void_above"))
+        batches = record.get("batches", ())
+        if wrong := misfit(record, _FORM) or "batches are negative" * (min(batches, default=0) < 0):
+            raise ValueError(f"is not of the form expected: {wrong}")
+        return cls(tuple(sorted(set(batches))), record.get("rollbacks", 0), record.get("void_above"))
 
     def write(self, workdir: str | Path) -> None:
         """Write the record atomically and durably, before anything acts on it."""

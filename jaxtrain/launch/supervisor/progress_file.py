@@ -1,7 +1,9 @@
 """Track a run's progress from outside, by its metrics.jsonl."""
 
-import json
+import contextlib
 from pathlib import Path
+
+from jaxtrain.bounded_files import opened, parsed
 
 
 class Steps:
@@ -33,12 +35,11 @@ class Steps:
         self.best = max(self.best, self.newest)
 
     def _last_step(self) -> int:
-        with open(self._path, "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - 2**16))
-            lines = file.read().split(b"\n")[:-1]
-        for line in reversed(lines):
-            try:
-                return int(json.loads(line)["step"])
-            except (ValueError, KeyError, TypeError):
-                continue
+        with contextlib.suppress(OSError):
+            with opened(self._path) as file:
+                file.seek(max(0, file.seek(0, 2) - 2**16))
+                lines = file.read(2**16).split(b"\n")[:-1]
+            for line in reversed(lines):
+                with contextlib.suppress(ValueError):
+                    return parsed(line, {"step": int})["step"]
         return 0

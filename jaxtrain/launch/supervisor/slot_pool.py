@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jaxtrain.bounded_files import read
+
 
 @dataclass
 class SlotPool:
@@ -86,6 +88,7 @@ class Order:
 
     def _text(self) -> tuple[str, int] | None:
         try:
-            return (text, self._path.stat().st_mtime_ns) if (text := self._path.read_text().strip()) else None
+            text = read(self._path, 2**10).decode(errors="replace").strip()
+            return (text, self._path.stat().st_mtime_ns) if text else None
         except OSError:
             return None

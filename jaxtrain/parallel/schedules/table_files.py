@@ -6,6 +6,7 @@ import operator
 import re
 from pathlib import Path
 
+from jaxtrain.bounded_files import parsed, read
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.schedules.schedule import Cell, Op, Position, Schedule, straight
 from jaxtrain.parallel.schedules.schedule_checks import check_sizes, validate
@@ -21,7 +22,7 @@ def from_file(path: str | Path, stages: int = 0, microbatches: int = 0, chunks: 
     """
     key, path = "pipeline.table", Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin with a byte order mark
+        text = read(path).decode("utf-8-sig")  # spreadsheets begin with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(key, f"{path} cannot be read ({type(error).__name__})", "give a CSV or JSON file") from error
     name, position = path.stem, None
@@ -52,7 +53,7 @@ def from_file(path: str | Path, stages: int = 0, microbatches: int = 0, chunks: 
 
 def _from_json(text: str, key: str, path: Path, name: str) -> tuple[str, Position | None, list[list[str]]]:
     try:
-        content = json.loads(text)
+        content = parsed(text, object)
         rows = [[str(cell) for cell in row] for row in content["stages"]]
         position = tuple(tuple(map(operator.index, row)) for row in content.get("position", ())) or None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -6,9 +6,12 @@ from typing import Any
 
 import jax
 
+from jaxtrain.bounded_files import misfit
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed.coordination import Hosts
 from jaxtrain.observe import events
+
+_DEVICES = {"devices": [{"host": str, "id": int}]}
 
 
 class Corrupted(exit_codes.RunExit):
@@ -23,7 +26,7 @@ class SuspectDevices:
         self._workdir, self._hosts = workdir, Hosts()
         # Read now, not later: all processes must come to one exit status, and one of them writes to the file.
         self._before = {(device["host"], device["id"]) for event in events.events(workdir)
-                        if event["kind"] == "corruption" for device in event["devices"]}
+                        if event["kind"] == "corruption" and not misfit(event, _DEVICES) for device in event["devices"]}
 
     def accuse(self, devices: Sequence[jax.Device], what: str, **fields: Any) -> Corrupted:
         """Record the suspect devices (in process 0) and return the exception to raise in every process."""

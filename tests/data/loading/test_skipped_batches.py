@@ -8,6 +8,7 @@ import pytest
 from jaxtrain.data.loading.loader import Batches
 from jaxtrain.data.loading.skipped_batches import FILE, SkippedBatches, remaining
 from jaxtrain.errors import UserError
+from tests.odd_files import ODD, WRONG, in_time
 
 
 class Numbers:
@@ -70,3 +71,18 @@ def test_the_record_on_disk(tmp_path):
         (tmp_path / FILE).write_text(text)
         with pytest.raises(UserError, match="is not a valid record of skipped batches"):
             SkippedBatches.read(tmp_path)
+
+
+@pytest.mark.parametrize("make", [*ODD, *WRONG], ids=lambda make: make.__name__)
+def test_whatever_lies_in_place_of_the_record(tmp_path, make):
+    make(tmp_path / FILE)
+    with pytest.raises(UserError, match="is not a valid record of skipped batches: it "):
+        in_time(lambda: SkippedBatches.read(tmp_path))
+
+
+@pytest.mark.parametrize("record", ['{"batches": null}', '{"batches": [true]}', '{"rollbacks": "1"}',
+                                    '{"rollbacks": null}', '{"void_above": "3"}', '{"void_above": [1]}'])
+def test_a_record_of_another_form(tmp_path, record):
+    (tmp_path / FILE).write_text(record)
+    with pytest.raises(UserError, match="is not a valid record of skipped batches: it is not of the form expected"):
+        SkippedBatches.read(tmp_path)

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxtrain.launch.supervisor.slot_pool import Order, SlotPool
+from tests.odd_files import ODD, in_time
 
 
 @pytest.fixture
@@ -87,3 +88,9 @@ def test_an_order_is_read_once(tmp_path):
         path.write_text(text)
         assert order.new() == expected and order.new() is None
     assert len(complaints) == 2 and "'5' is not a number from 2 to 4" in complaints[0]
+
+
+@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+def test_what_is_no_file_is_no_order(tmp_path, make):
+    make(tmp_path / "processes")
+    assert in_time(lambda: Order(tmp_path / "processes", 2, 4, print).new()) is None

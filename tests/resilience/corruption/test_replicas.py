@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.main import main
-from jaxtrain.observe.events import events
+from jaxtrain.observe.events import events, record
 from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.replicas import LAG, Replicas
 from jaxtrain.resilience.corruption.suspects import Corrupted, SuspectDevices
@@ -188,3 +188,9 @@ def test_two_processes_stop_together(flags, tmp_path, mesh, named):
     [event] = [event for event in events(tmp_path / "work") if event["kind"] == "corruption"]
     assert [device["id"] for device in event["devices"]] == ids and event["process"] == 0
     assert [device["process"] for device in event["devices"]] == [device // 2 for device in named]
+
+
+@pytest.mark.parametrize("devices", [None, [1], [{}], [{"host": [], "id": 1}]])
+def test_an_event_of_another_form_accuses_nobody(tmp_path, devices):
+    record(tmp_path, "corruption", devices=devices)
+    assert SuspectDevices(tmp_path)._before == set()
