@@ -63,7 +63,9 @@ class Checks:
         files, wrong = self._listed(folder, name)
         try:
             i, n = _share()
-            words, problems = ({}, wrong) if wrong else verify.read_back(folder, step, (i, n), lambda: not self.stopping)
+            words, problems = {}, wrong
+            if not wrong:
+                words, problems = verify.read_back(folder, step, (i, n), lambda: not self.stopping)
             hashed = {} if problems else {file: verify.hash_file(folder / file) for file in files[i::n]}
             mine = {"files": hashed, "words": words, "problems": problems}
         except Exception as error:

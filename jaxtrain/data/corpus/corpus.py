@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
-from jaxtrain.errors import UserError
 
 FORMAT = "jaxtrain-corpus-2"
 SPLITS = ("train", "eval")
@@ -137,20 +136,3 @@ def is_corpus(folder: str | Path) -> bool:
     if (folder / "manifest.json").is_file():
         return True
     return (folder / UNFINISHED).is_dir() or any(folder.glob("*.offsets.npy"))
-
-
-def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    """Return a file of numbers as a memory-mapped array."""
-    try:
-        if not path.stat().st_size:  # an empty file cannot be mapped
-            return np.zeros(0, dtype)
-        # A plain array over the map: slices of np.memmap itself cost microseconds more each.
-        return np.asarray(np.memmap(path, dtype, mode="r"))
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: OSError) -> UserError:
-    """Return the error for a corpus file that cannot be read."""
-    return UserError("data.source", f"{path} cannot be read ({error.strerror})", "make it readable, or prepare the "
-                     "corpus again")

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxtrain.data.corpus.shard_writer import CHUNK
 from jaxtrain.data.loading.loader import take
+from jaxtrain.errors import UserError
 
 
 class Lost(Exception):
@@ -27,7 +28,13 @@ class Damage:
 
     def __init__(self, name: str, dtype: np.dtype, length: int, crc32: str):
         self.name, self.dtype, self.length = name, dtype, length
-        self.sums = np.frombuffer(base64.b64decode(crc32), "<u4")
+        try:
+            self.sums = np.frombuffer(base64.b64decode(crc32), "<u4")
+        except ValueError:  # not base64, or not whole numbers
+            self.sums = np.zeros(0, "<u4")
+        if len(self.sums) != len(self.chunks(0, length)):
+            raise UserError("data.source", f"{name} has {len(self.sums)} checksums for {length:,} tokens",
+                            "prepare the corpus again")
         self.bad: set[int] = set()
         self._lock = threading.Lock()
 

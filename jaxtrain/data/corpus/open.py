@@ -4,7 +4,6 @@ A corpus is a folder with a manifest.json, which lists the shards and their hash
 object storage is read through a cache (remote.py).
 """
 
-import json
 import platform
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,14 +13,23 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import atomic_files, storage
+from jaxtrain.bounded_files import LARGE, misfit, parsed, reason
 from jaxtrain.data.corpus import remote
-from jaxtrain.data.corpus.corpus import SPLITS, UNFINISHED, Corpus, Shard, Tokens, mapped, unreadable
+from jaxtrain.data.corpus.corpus import SPLITS, UNFINISHED, Corpus, Shard, Tokens
 from jaxtrain.data.corpus.corruption import DamagedColumn, Lost
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.safe_names import Outside, inside
 
 FORMAT = "jaxtrain-corpus-2"
+_FILES = {"name": str, "sha256": {str: str}, "crc32?": {str: str}}
+_SPLIT = {"bytes": int, "shards": [_FILES | {"tokens": int, "documents": int, "crc32": {str: str}}]}
+_PROBE = {"ids": [int], "text?": str, "marked?": str}
+# What is read of manifests.
+_TEXT = {"dtype": str, "probes": [_PROBE], "splits": {name: _SPLIT for name in SPLITS},
+         "tokenizer": {"file": str, "fingerprint": str, "eod": str, "bos": str, "sha256?": str}}
+_SEQUENCES = {"columns": {str: {"dtype": str, "shape": [int], "per": str}},
+              "splits": {name: {"shards": [_FILES | {"sequences": int}]} for name in SPLITS}}
 BESIDE = ("sha256", "code", "stamps")  # manifest keys that its hash does not cover
 
 
@@ -40,7 +48,7 @@ def open_corpus(folder: str | Path, cache: Path | None = None, corrupt: str = "f
     manifest = read_manifest(folder)
     for shard in (shard for split in SPLITS for shard in manifest["splits"][split]["shards"]):
         for name in shard["sha256"].keys() - shard["crc32"].keys():
-            check(folder / name, shard["sha256"][name], cache)
+            check(folder / name, shard["sha256"][name], cache, most=64 * shard["documents"] + 4096)
     return _corpus(folder, manifest, partial(_column, folder, cache, spare))
 
 
@@ -75,35 +83,61 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
         raise UserError("data.source", f"{folder} has no manifest.json, so it is not a corpus",
                         "copy the corpus whole, or prepare it")
     try:
-        content = storage.read(path)
+        content = storage.read_small(path, LARGE)
     except storage.Gone as error:
         raise UserError("data.source", f"{folder} has no manifest.json, so it is not a corpus",
                         "check the name, or put one there with python -m jaxtrain.data.publish") from error
     except OSError as error:
-        raise UserError("data.source", f"{path} cannot be read ({error})", "prepare the corpus again") from error
+        raise UserError("data.source", f"{path} {reason(error)}", "prepare the corpus again") from error
     try:
-        manifest = json.loads(content)
-        recorded = manifest["sha256"]
-        content = {key: value for key, value in manifest.items() if key not in BESIDE}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError("data.source", f"{path} cannot be read ({error})", "prepare the corpus again") from error
+        manifest = parsed(content, {"sha256": str})
+    except ValueError as error:
+        raise UserError("data.source", f"{path} cannot be read (it {reason(error)})", "prepare the corpus again"
+                        ) from error
+    content = {key: value for key, value in manifest.items() if key not in BESIDE}
     if str(manifest.get("format")).startswith("jaxtrain-sequences") and format == FORMAT:
         raise UserError("data.source", f"{folder} is a corpus of sequences, not of text",
                         "read it with open_sequences, as docs/data-sequences.md shows")
     if manifest.get("format") != format:
         raise UserError("data.source", f"{path} is of format {manifest.get('format')!r}, not {format!r}",
                         "prepare the corpus again with this version")
-    if atomic_files.digest(content) != recorded:
+    if atomic_files.digest(content) != manifest["sha256"]:
         raise UserError("data.source", f"{path} was changed after it was written", "prepare the corpus again")
+    if wrong := misfit(manifest, _TEXT if format == FORMAT else _SEQUENCES):
+        raise UserError("data.source", f"{path} cannot be read ({wrong})", "prepare the corpus again")
     try:
         for name in _named_files(manifest):
             inside(folder, name)
-    except Outside as error:
+    except (Outside, ValueError) as error:
         raise UserError("data.source", f"{path} names a file outside of the corpus: {error}",
                         "use a corpus from a source that you trust") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError("data.source", f"{path} cannot be read ({error!r})", "prepare the corpus again") from error
+    if wrong := _contradiction(manifest):
+        raise UserError("data.source", f"{path} cannot be read ({wrong})", "prepare the corpus again")
     return manifest
+
+
+def _contradiction(manifest: dict[str, Any]) -> str:
+    """Return what of a manifest of the right form cannot be, or ""."""
+    columns = manifest.get("columns", {})
+    dtypes = [(said["dtype"], "iuf") for said in columns.values()] if columns else [(manifest.get("dtype"), "u")]
+    for said, kinds in dtypes:
+        try:
+            if np.dtype(said).kind not in kinds:
+                raise TypeError
+        except (TypeError, ValueError, SyntaxError):
+            return f"dtype {said!r} is not one of numbers"
+    for name, said in columns.items():
+        if said["per"] not in ("step", "sequence", "own") or min(said["shape"], default=1) < 1:
+            return f"column {name!r} is per {said['per']!r} and of shape {said['shape']}"
+    for shard in (shard for split in SPLITS for shard in manifest["splits"][split]["shards"]):
+        name, counts = shard["name"], [shard.get(key, 0) for key in ("tokens", "documents", "sequences")]
+        files = [] if columns else [f"{name}.bin", *([f"{name}.trained.bin"] if "learnt" in shard else [])]
+        if min(counts) < 0 or max(counts) >= 2**53:
+            return f"shard {name!r} has {max(counts) if min(counts) >= 0 else min(counts)} tokens or documents"
+        for file in files + ([] if columns else [f"{name}.offsets.npy"]):
+            if file not in shard["sha256"] or (file in files) != (file in shard["crc32"]):
+                return f"shard {name!r} has no checksums of {file}"
+    return ""
 
 
 def _named_files(manifest: dict[str, Any]) -> Iterator[str]:
@@ -144,8 +178,8 @@ def _same(tokenizer: Tokenizer, probe: dict[str, Any]) -> bool:
 _SEEN: set[str] = set()  # file versions that this process has written or verified
 
 
-def check(path: Path, sha256: str, cache: Path | None = None) -> None:
-    """Raise a UserError if a file does not match its hash in the manifest.
+def check(path: Path, sha256: str, cache: Path | None = None, most: int | None = None) -> None:
+    """Raise a UserError if a file does not match its hash in the manifest; one of over `most` bytes is not read.
 
     A version that this process has verified, or with a `cache` any process, is not read again.
     """
@@ -154,7 +188,7 @@ def check(path: Path, sha256: str, cache: Path | None = None) -> None:
         seen = cache and cache / "checked" / version
         if version in _SEEN or (seen and seen.exists()):
             return
-        intact = atomic_files.file_digest(path) == sha256
+        intact = (most is None or path.stat().st_size <= most) and atomic_files.file_digest(path) == sha256
     except OSError as error:
         raise unreadable(path, error) from error
     if not intact:
@@ -184,13 +218,12 @@ def _shard(folder: Path, shard: dict[str, Any], column: Callable[..., Any], dtyp
     name = shard["name"]
     tokens = column(shard, f"{name}.bin", dtype)
     trained = column(shard, f"{name}.trained.bin", np.dtype(np.uint8)) if "learnt" in shard else None
-    # Plain arrays over the maps: each slice of np.memmap itself costs microseconds more.
-    return Shard(tokens, np.asarray(np.load(folder / f"{name}.offsets.npy", mmap_mode="r")), trained)
+    return Shard(tokens, offsets(folder / f"{name}.offsets.npy", shard["documents"], shard["tokens"]), trained)
 
 
 def _column(folder: Path, cache: Path | None, spare: bool, shard: dict[str, Any], name: str, dtype: np.dtype) -> Any:
     try:
-        check(folder / name, shard["sha256"][name], cache)
+        check(folder / name, shard["sha256"][name], cache, most=shard["tokens"] * dtype.itemsize)
     except UserError as refused:
         if not spare:
             raise
@@ -199,3 +232,38 @@ def _column(folder: Path, cache: Path | None, spare: bool, shard: dict[str, Any]
         except OSError:
             raise refused from None  # the file exists, but this user may not read it
     return mapped(folder / name, dtype)
+
+
+def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    """Return a file of numbers as a memory-mapped array."""
+    try:
+        if not path.stat().st_size:  # an empty file cannot be mapped
+            return np.zeros(0, dtype)
+        # A plain array over the map: slices of np.memmap itself cost microseconds more each.
+        return np.asarray(np.memmap(path, dtype, mode="r"))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise UserError("data.source", f"{path} does not hold whole numbers of type {dtype} ({error})",
+                        "prepare the corpus again") from error
+
+
+def offsets(path: Path, count: int, end: int | None = None) -> np.ndarray:
+    """Return where each of `count` documents begins and the last one ends, memory-mapped."""
+    try:
+        # A plain array over the map: slices of np.memmap itself cost microseconds more each.
+        found = np.asarray(np.load(path, mmap_mode="r"))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, EOFError):
+        found = np.zeros(0)
+    if found.dtype != np.int64 or found.shape != (count + 1,) or found[0] or (end is not None and found[-1] != end):
+        raise UserError("data.source", f"{path} does not hold the offsets of {count:,} documents",
+                        "prepare the corpus again")
+    return found
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """Return the error for a corpus file that cannot be read."""
+    return UserError("data.source", f"{path} cannot be read ({error.strerror})", "make it readable, or prepare the "
+                     "corpus again")

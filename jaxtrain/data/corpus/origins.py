@@ -1,10 +1,10 @@
 """Find where the documents of a row come from: the input file, and the place within it."""
 
-import json
 from typing import Any
 
 import numpy as np
 
+from jaxtrain.bounded_files import LARGE, read_json
 from jaxtrain.data.corpus.corpus import Corpus, Tokens
 from jaxtrain.data.corpus.open import read_manifest
 
@@ -29,7 +29,7 @@ def _from(corpus: Corpus, split: str, source: str, place: int) -> str:
 
 
 def _origin(corpus: Corpus, split: str, shard: int, document: int) -> str:
-    manifest = json.loads((corpus.path / "manifest.json").read_bytes())
+    manifest = read_json(corpus.path / "manifest.json", limit=LARGE)
     if "splits" not in manifest:  # text tokenised on first use: a document is a file, or a part of one
         file = manifest[split]["files"][document]
         return file["name"] + (f" from byte {file['start']}" if file["start"] else "")

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxtrain.data.corpus import shard_writer
-from jaxtrain.data.corpus.corpus import SPLITS, mapped
-from jaxtrain.data.corpus.open import check, read_manifest
+from jaxtrain.data.corpus.corpus import SPLITS
+from jaxtrain.data.corpus.open import check, mapped, offsets, read_manifest
 from jaxtrain.data.corpus.shard_writer import ORIGIN, Origin
 from jaxtrain.data.formats import inputs
 
@@ -58,8 +58,8 @@ class SequenceWriter:
         for name, column in self.columns.items():
             assert counts.setdefault(column.offsets(name), len(values[name])) == len(values[name])
             self._files[name].write(values[name].tobytes())
-        for offsets, ends in self.ends.items():
-            ends.append(ends[-1] + counts[offsets])
+        for own, ends in self.ends.items():
+            ends.append(ends[-1] + counts[own])
         self.keys.append(key)
         self.origins.append((origin.piece, origin.place))
 
@@ -151,7 +151,8 @@ def open_sequences(folder: str | Path, cache: Path | None = None) -> SequenceCor
         for entry in entries:
             for name, sha256 in entry["sha256"].items():
                 check(folder / name, sha256, cache)
-        splits[split] = Sequences(columns, tuple(_map(folder / entry["name"], columns) for entry in entries))
+        splits[split] = Sequences(columns, tuple(_map(folder / entry["name"], columns, entry["sequences"])
+                                                 for entry in entries))
     return SequenceCorpus(**splits, manifest=manifest, path=folder)
 
 
@@ -160,10 +161,10 @@ def describe(columns: Mapping[str, Column]) -> dict[str, Any]:
     return {name: asdict(column) | {"shape": list(column.shape)} for name, column in columns.items()}
 
 
-def _map(path: Path, columns: Mapping[str, Column]) -> SequenceShard:
+def _map(path: Path, columns: Mapping[str, Column], sequences: int) -> SequenceShard:
     arrays = {name: said.array(mapped(_path(path, name), np.dtype(said.dtype))) for name, said in columns.items()}
-    names = {offsets for name, said in columns.items() if (offsets := said.offsets(name))}
-    return SequenceShard(arrays, {name: np.asarray(np.load(f"{path}.{name}.offsets.npy", mmap_mode="r"))
+    names = {own for name, said in columns.items() if (own := said.offsets(name))}
+    return SequenceShard(arrays, {name: offsets(path.with_name(f"{path.name}.{name}.offsets.npy"), sequences)
                                   for name in names})
 
 

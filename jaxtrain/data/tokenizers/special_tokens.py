@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer
+from jaxtrain.data.tokenizers.vocabulary import told
 
 # Unicode reserves these noncharacters for a program's own use: they occur in no text.
 BREAK, CODE = "\ufdd2", "\ufdd3"
@@ -53,7 +54,8 @@ class Specials:
             return [self._bytes(text) for text in texts]
         raw = self.tokenizer.raw
         raw.encode_special_tokens = False
-        plain = iter(raw.encode_batch([text for text in texts if BREAK not in text], add_special_tokens=False))
+        with told(self.tokenizer.path, "fails to encode text"):
+            plain = iter(raw.encode_batch([text for text in texts if BREAK not in text], add_special_tokens=False))
         return [self._coded(text) if BREAK in text else _columns(next(plain)) for text in texts]
 
     def _coded(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

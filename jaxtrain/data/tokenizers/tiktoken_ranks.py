@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.tokenizers.vocabulary import Vocabulary, library, read_file, threads, uint32
+from jaxtrain.data.tokenizers.vocabulary import Vocabulary, check_ids, library, read_file, threads, told, uint32
 from jaxtrain.errors import UserError, nearest
 
 
@@ -64,8 +64,10 @@ class TiktokenTokenizer(Vocabulary):
         behind = 1 + max(ranks.values())
         pattern, special = SCHEMES[scheme].pattern, SCHEMES[scheme].special
         self._special = {token: behind + place for token, place in special.items()}
-        self._encoding = library("tiktoken", path).Encoding(
-            scheme, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self._special)
+        library_ = library("tiktoken", path)
+        with told(path, "cannot be used as ranks"):
+            self._encoding = library_.Encoding(scheme, pat_str=pattern, mergeable_ranks=ranks,
+                                               special_tokens=self._special)
         self.name, self.file, self.vocab_size = path.name, f"{scheme}.tiktoken", self._encoding.max_token_value + 1
         self._lengths = np.zeros(self.vocab_size, np.int64)
         self._lengths[list(ranks.values())] = [len(token) for token in ranks]
@@ -123,6 +125,8 @@ def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
             continue
         try:
             token, rank = line.split()
+            if not rank.isdigit():  # int() takes signs and underscores too
+                raise ValueError
             ranks[binascii.a2b_base64(token, strict_mode=True)] = int(rank)
         except ValueError as error:
             raise UserError("data.tokenizer", f"{path}, line {number} is not a base64 token with its rank",
@@ -131,4 +135,5 @@ def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
     if bytes_ < 256 or len(set(ranks.values())) < len(ranks):
         raise UserError("data.tokenizer", f"{path} has {bytes_} of 256 bytes and {len(set(ranks.values()))} ranks for "
                         f"{len(ranks)} tokens", "every byte and token needs its own rank; replace the file")
+    check_ids(path, ranks.values())
     return dict(sorted(ranks.items(), key=lambda item: item[1]))

@@ -13,10 +13,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxtrain.bounded_files import parsed
 from jaxtrain.data.tokenizers import tiktoken_ranks
 from jaxtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from jaxtrain.data.tokenizers.tiktoken_ranks import TiktokenTokenizer
-from jaxtrain.data.tokenizers.vocabulary import Vocabulary, library, read_file, uint32, without_metaspace
+from jaxtrain.data.tokenizers.vocabulary import (
+    Vocabulary,
+    check_ids,
+    library,
+    read_file,
+    told,
+    uint32,
+    without_metaspace,
+)
 from jaxtrain.errors import UserError, nearest
 
 
@@ -89,19 +98,18 @@ class JsonTokenizer(Vocabulary):
         self.path = Path(path)
         content = read_file(self.path)
         tokenizers = library("tokenizers", path)
-        try:
+        with told(self.path, "is not a tokenizer.json"):
+            described = parsed(content)
             self.raw = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library's parser raises plain exceptions
-            raise UserError("data.tokenizer", f"{self.path} is not a tokenizer.json ({error})",
-                            "name another file or 'bytes'") from error
+            added, ids = described.get("added_tokens", ()), self.raw.get_vocab(with_added_tokens=True).values()
+            self.specials = {token["content"]: token["id"] for token in added if token["special"]}
+        check_ids(self.path, ids)
         # Not the file's bytes: the same tokenizer, formatted differently, gives the same ids.
-        canonical = json.dumps(json.loads(content), sort_keys=True).encode()
+        canonical = json.dumps(described, sort_keys=True).encode()
         self.name, self.content = self.path.name, content
-        added = json.loads(content).get("added_tokens", ())
-        self.specials = {token["content"]: token["id"] for token in added if token["special"]}
-        self.vocab_size: int = 1 + max(self.raw.get_vocab(with_added_tokens=True).values())
+        self.vocab_size: int = 1 + max(ids)
         self.settle(path, hashlib.sha256(canonical).hexdigest(), eod, bos)
-        self._lengths = self._measure(json.loads(content).get("decoder") or {"type": "none"})
+        self._lengths = self._measure(described.get("decoder") or {"type": "none"})
         self.raw.no_truncation()
         self.raw.no_padding()
 
@@ -116,7 +124,8 @@ class JsonTokenizer(Vocabulary):
 
     def _encode(self, texts: list[str]) -> Any:
         self.raw.encode_special_tokens = True
-        return self.raw.encode_batch_fast(texts, add_special_tokens=False)
+        with told(self.path, "fails to encode text"):
+            return self.raw.encode_batch_fast(texts, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], specials: bool = False) -> str:
         """Return readable text; special tokens are left out, or spelt out with `specials`."""

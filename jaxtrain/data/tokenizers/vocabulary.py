@@ -3,7 +3,8 @@
 import os
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -11,10 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain import bounded_files
 from jaxtrain.errors import UserError, install_extra
 
 # Tokens that end a document in well-known vocabularies, the most likely first.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+LARGEST = 2**28  # bytes of a tokenizer's file
+MOST = 2**24  # ids: more than any vocabulary has, and few enough for a table of them
 
 
 class Vocabulary:
@@ -62,10 +66,31 @@ class Vocabulary:
 def read_file(path: Path) -> bytes:
     """Return the content of a tokenizer's file."""
     try:
-        return path.read_bytes()
+        return bounded_files.read(path, LARGEST)
     except OSError as error:
         raise UserError("data.tokenizer", f"{path} cannot be read ({error.strerror})",
                         "name a tokenizer.json, .tiktoken or .model, or 'bytes'") from error
+
+
+@contextmanager
+def told(path: str | Path, what: str) -> Iterator[None]:
+    """Turn whatever a tokenizer's library raises into a `UserError`; its Rust code panics with a BaseException."""
+    try:
+        yield
+    except BaseException as error:
+        foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if isinstance(error, UserError) or not foreign:
+            raise
+        raise UserError("data.tokenizer", f"{path} {what} ({type(error).__name__}: {str(error)[:200]})",
+                        "name another file or 'bytes'") from error
+
+
+def check_ids(path: str | Path, ids: Collection[int]) -> None:
+    """Refuse a vocabulary that is empty, or whose ids are negative or so high that tables would fill the memory."""
+    lowest, highest = (least_or_most(ids, default=-1) for least_or_most in (min, max))
+    if lowest < 0 or highest >= MOST:
+        raise UserError("data.tokenizer", f"{path} has " + (f"ids from {lowest} to {highest}" if ids else "no tokens"),
+                        f"name a tokenizer with ids from 0 to at most {MOST - 1:,}")
 
 
 def library(module: str, path: str | Path) -> Any:

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxtrain import atomic_files
@@ -11,6 +12,7 @@ from jaxtrain.data import open_corpus
 from jaxtrain.data.corpus.open import BESIDE
 from jaxtrain.errors import UserError
 from tests.data import made
+from tests.odd_files import ODD, WRONG, device, fifo, folder, in_time, sparse
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +77,82 @@ def test_a_link_out_of_a_corpus_is_refused(corpus, tmp_path):
 def test_a_manifest_without_its_parts_is_one_line(corpus, tmp_path, change):
     with pytest.raises(UserError, match=r"data\.source: .*manifest.json cannot be read"):
         open_corpus(rewritten(corpus, tmp_path / "corpus", change))
+
+
+@pytest.mark.parametrize("make", [*ODD, *WRONG], ids=lambda make: make.__name__)
+def test_whatever_lies_in_place_of_the_manifest_is_one_line(corpus, tmp_path, make):
+    folder = shutil.copytree(corpus, tmp_path / "corpus")
+    (folder / "manifest.json").unlink()
+    make(folder / "manifest.json")
+    with pytest.raises(UserError, match=r"data\.source: .*manifest.json cannot be read") as error:
+        in_time(lambda: open_corpus(folder))
+    assert len(str(error.value)) < 400
+
+
+def put(*keys, value):
+    def change(manifest):
+        for key in keys[:-1]:
+            manifest = manifest[key]
+        manifest[keys[-1]] = value
+    return change
+
+
+SHARD = "splits", "train", "shards", 0
+
+
+@pytest.mark.parametrize("change", [
+    *(put("dtype", value=value) for value in ("x", "O", "<f4", "V9", "<i4", None, 3, "<u2,<u2", "(")),
+    put("splits", value=None), put("splits", "eval", value=None), put("splits", "train", "shards", value=None),
+    put("splits", "train", "bytes", value="1"), put("probes", value=None), put("probes", value=[None]),
+    put("probes", value=[{"text": "a"}]), put("tokenizer", value=None), put("tokenizer", "file", value=["x"]),
+    put("tokenizer", "eod", value=1), put(*SHARD, "tokens", value=-1), put(*SHARD, "tokens", value=1e9),
+    put(*SHARD, "tokens", value=10**400), put(*SHARD, "documents", value=None), put(*SHARD, "sha256", value={}),
+    put(*SHARD, "crc32", value={}), put(*SHARD, "crc32", value=[1]), put(*SHARD, "name", value=3),
+    put(*SHARD, "name", value="\udc80"), put(*SHARD, "name", value="a\0b"),
+])
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_manifest_of_another_form_is_one_line(corpus, tmp_path, change, scheme):
+    folder = rewritten(corpus, tmp_path / "corpus", change)
+    with pytest.raises(UserError) as error:
+        open_corpus(f"{scheme}{folder}", tmp_path / "cache")
+    assert error.value.key == "data.source" and len(str(error.value)) < 1000
+
+
+def test_text_or_marks_in_probes(corpus, tmp_path):
+    with pytest.raises(UserError, match="gives other ids than when it was prepared"):
+        open_corpus(rewritten(corpus, tmp_path / "corpus", put("probes", value=[{"ids": [1], "text": "a"}])))
+
+
+@pytest.mark.parametrize("spare", ["fail", "skip_and_count"])
+@pytest.mark.parametrize("sums", ["", "AAAA", "!", "AAAAAA=="])
+def test_checksums_of_another_length_are_one_line(corpus, tmp_path, sums, spare):
+    folder = rewritten(corpus, tmp_path / "corpus", put(*SHARD, "crc32", "train-00000.bin", value=sums))
+    for place in (folder, f"file://{folder}"):
+        if spare == "skip_and_count" and place == folder:
+            (folder / "train-00000.bin").write_bytes(b"damaged")
+        elif place == folder:
+            continue
+        with pytest.raises(UserError, match="checksums for 1,300,000 tokens"):
+            open_corpus(place, tmp_path / "cache", spare)
+
+
+@pytest.mark.parametrize("make", [fifo, device, folder, sparse])
+@pytest.mark.parametrize("name", ["train-00000.bin", "train-00000.offsets.npy"])
+def test_whatever_lies_in_place_of_the_data_is_one_line(corpus, tmp_path, name, make):
+    place = shutil.copytree(corpus, tmp_path / "corpus")
+    (place / name).unlink()
+    make(place / name)
+    with pytest.raises(UserError, match=name):
+        in_time(lambda: open_corpus(place))
+
+
+@pytest.mark.parametrize("array", [np.zeros(0, "<i8"), np.array([0, 5], "<i8"), np.array(3), np.zeros((2, 2)),
+                                   np.array([{}]), b"nonsense", b""])
+def test_offsets_of_other_documents_are_one_line(corpus, tmp_path, array):
+    place = shutil.copytree(corpus, tmp_path / "before")
+    path = place / "train-00000.offsets.npy"
+    path.write_bytes(array) if isinstance(array, bytes) else np.save(path, array, allow_pickle=True)
+    sha256 = atomic_files.file_digest(path)
+    place = rewritten(place, tmp_path / "corpus", put(*SHARD, "sha256", path.name, value=sha256))
+    with pytest.raises(UserError, match="does not hold the offsets of"):
+        open_corpus(place)

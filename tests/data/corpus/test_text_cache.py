@@ -14,6 +14,7 @@ from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import load_corpus
 from jaxtrain.data.corpus import text_cache
 from jaxtrain.errors import UserError
+from tests.odd_files import ODD, WRONG, in_time
 
 FILES = {"a.txt": "first é\n", "b/c.txt": "second\n", "d.txt": "third\n", "e.txt": "fourth\n"}
 
@@ -185,3 +186,13 @@ def test_the_default_source_makes_a_corpus(tmp_path):
     assert "def " in corpus.tokenizer.decode(corpus.eval.read(0, 20_000))
     start, stop = corpus.train.shards[0].offsets[0:2]
     assert corpus.train.read(stop - 1, stop) == 256 and 256 not in corpus.train.read(start, stop - 1)
+
+
+@pytest.mark.parametrize("make", [*ODD, *WRONG], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("name", ["manifest.json", "train.bin"])
+def test_whatever_lies_in_place_of_a_file_is_one_line(config, name, make):
+    folder = load_corpus(config).path
+    (folder / name).unlink()
+    make(folder / name)
+    with pytest.raises(UserError, match=rf"data\.cache_dir: .*{name} is corrupt or missing; delete"):
+        in_time(lambda: load_corpus(config))

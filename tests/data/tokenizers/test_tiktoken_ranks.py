@@ -128,6 +128,9 @@ def test_without_a_network_a_name_is_refused_in_a_sentence(tmp_path, monkeypatch
         load_tokenizer("tiktoken:o200k")
 
 
+BYTES = b"".join(b"%s %d\n" % (base64.b64encode(bytes([i])), i) for i in range(256))
+
+
 @pytest.mark.parametrize(("content", "scheme", "words"), [
     (b"YQ== 0\n", "", "has no known scheme: 'some'; write .*some.tiktoken:SCHEME, known: "),
     (b"YQ== 0\n", ":cl100k", "no known scheme: 'cl100k'; .*did you mean 'cl100k_base'"),
@@ -135,6 +138,10 @@ def test_without_a_network_a_name_is_refused_in_a_sentence(tmp_path, monkeypatch
     (b"YQ== 0\nnot a line\n", ":gpt2", "some.tiktoken, line 2 is not a base64 token with its rank"),
     (b"YQ== 0\nYQ= 1\n", ":gpt2", "some.tiktoken, line 2 is not a base64 token with its rank"),
     (b"YQ== 0\nYg== 0\n", ":gpt2", "1 ranks for 2 tokens"),
+    *((b"YQ== 0\nYg== " + rank + b"\n", ":gpt2", "some.tiktoken, line 2 is not a base64 token with its rank")
+      for rank in (b"-1", b"+1", b"1.5", b"1e3", b"1_0", b"nan", b"9" * 5000, b"\xb2")),
+    *((BYTES + b"aGk= " + rank + b"\n", ":gpt2", f"has ids from 0 to {rank.decode()}; name a tokenizer with ids")
+      for rank in (b"4000000000", b"18446744073709551617")),
 ])
 def test_a_bad_file_is_refused(tmp_path, content, scheme, words):
     (tmp_path / "some.tiktoken").write_bytes(content)
