@@ -79,10 +79,10 @@ def read_json(path: str | Path, form: Any = dict, limit: int = SMALL) -> Any:
     return parsed(read(path, limit), form)
 
 
-def user_json(path: str | Path, form: Any, key: str, fix: str) -> Any:
+def user_json(path: str | Path, form: Any, key: str, fix: str, limit: int = SMALL) -> Any:
     """Return what a JSON file holds, or None if there is no such file; all else that is wrong is a `UserError`."""
     try:
-        return read_json(path, form)
+        return read_json(path, form, limit)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import errno
 import functools
+import inspect
 import io
 import random
 import shutil
@@ -61,7 +62,10 @@ def join(folder: str | Path, name: str) -> str:
 
 def size(path: str | Path) -> int:
     """Return the size of a file in bytes."""
-    return _info(path)["size"] if is_url(path) else Path(path).stat().st_size
+    found = _info(path).get("size") if is_url(path) else Path(path).stat().st_size
+    if found is None:
+        raise UserError(str(path), "its server does not tell its size", "copy it to a folder, or to s3:// or gs://")
+    return found
 
 
 def exists(path: str | Path) -> bool:
@@ -90,8 +94,9 @@ def find(url: str) -> list[Found]:
     found = []
     for path, info in listed.items():
         name = path[len(root) + 1:] if path != root else path.rpartition("/")[2]
-        if info["type"] == "file" and not any(part.startswith(".") or not part for part in name.split("/")):
-            found.append(Found(name, fs.unstrip_protocol(path), info["size"]))
+        if info.get("type", "file") == "file" and not any(part.startswith(".") or not part for part in name.split("/")):
+            whole = fs.unstrip_protocol(path)
+            found.append(Found(name, whole, info["size"] if info.get("size") is not None else size(whole)))
     return sorted(found, key=lambda file: file.name)
 
 
@@ -227,6 +232,9 @@ def _connected(protocol: str) -> Any:
     if protocol in ("s3", "s3a"):  # the default is ten connections, which threads would wait for
         said = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
         options["config_kwargs"] = {"max_pool_connections": 64, **said}
+    asked = inspect.signature(fsspec.get_filesystem_class(protocol).__init__).parameters.values()
+    if lacking := [one.name for one in list(asked)[1:] if one.default is one.empty and one.kind < one.VAR_POSITIONAL]:
+        raise ValueError(f"it needs {' and '.join(lacking)}, which a URL does not give")
     fs = fsspec.filesystem(protocol, **options)
     if hasattr(fs, "retries"):
         fs.retries = 1  # s3fs would otherwise retry within each of our tries
@@ -240,7 +248,7 @@ def _of_protocol(protocol: str, url: str) -> Any:
         extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(protocol)
         fix = install_extra(extra) if extra else "install it"
         raise UserError(url, f"{protocol}:// needs a package that is not installed ({error})", fix) from error
-    except ValueError as error:
+    except (ValueError, TypeError, OSError) as error:
         raise UserError(url, f"{protocol}:// cannot be used ({error})", "use s3:// or gs://") from error
 
 

@@ -1,6 +1,9 @@
 """Files behind URLs, against a server that speaks S3: what passes is got over, what lasts is said at once."""
 
+import functools
+import gc
 import gzip
+import http.server
 import json
 import struct
 import subprocess
@@ -13,6 +16,9 @@ import numpy as np
 import pytest
 
 from jaxtrain import storage
+from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.data import open_corpus
+from jaxtrain.data.formats.inputs import find_tasks
 from jaxtrain.data.prepare.prepare import Options, main, prepare
 from jaxtrain.errors import UserError
 
@@ -302,3 +308,48 @@ def test_a_mistake_is_one_line(bucket, tmp_path, capsys, source, words):
     assert main([f"--input={source.format(bucket=bucket)}", f"--output={tmp_path}/out"]) == 2
     error = capsys.readouterr().err
     assert words.format(bucket=bucket) in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["ftp://example.org/x", "webhdfs://x/y", "github://a/b", "zip://x", "reference://x"])
+def test_a_protocol_that_needs_more_than_a_url_is_one_line(url, capfd):
+    for ask in (storage.find, storage.size, storage.read, storage.names, storage.exists):
+        with pytest.raises(UserError, match=rf"{url}.*:// cannot be used .*; use s3:// or gs://"):
+            ask(url)
+    gc.collect()
+    assert capfd.readouterr().err == ""  # such as an exception ignored in the file system's __del__
+
+
+@pytest.fixture
+def plain_http(tmp_path, monkeypatch):
+    """A server of files as simple as they come: it tells no sizes."""
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def send_header(self, keyword, value):
+            if keyword.lower() != "content-length":
+                super().send_header(keyword, value)
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setattr(storage, "PAUSE", (0.0, 0.0))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_plain_http_source_is_one_line(plain_http, tmp_path):
+    pytest.importorskip("aiohttp")
+    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "a.jsonl").write_text("{}")
+    for ask in (lambda: open_corpus(plain_http, tmp_path), lambda: find_tasks(f"{plain_http}/a.jsonl"),
+                lambda: storage.size(f"{plain_http}/a.jsonl"), lambda: Mirror(tmp_path, plain_http).fetch()):
+        with pytest.raises(UserError):
+            ask()
+
+
+def test_small_files_are_bounded(tmp_path):
+    (tmp_path / "file").write_bytes(b"12345")
+    for place in (tmp_path / "file", f"file://{tmp_path}/file"):
+        assert storage.read_small(place, 5) == b"12345"
+        with pytest.raises(OSError, match="Larger than 4 bytes"):
+            storage.read_small(place, 4)

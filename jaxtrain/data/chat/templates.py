@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.bounded_files import read, user_json
 from jaxtrain.data.chat.loss_masks import CLOSE, OPEN, Learnt, encode, probed, spans_of
 from jaxtrain.data.formats.conversations import Example, Messages, Unusable
 from jaxtrain.data.tokenizers.special_tokens import BREAK, CODE, Specials
@@ -199,12 +200,9 @@ def refuse_useless_masks(splits: dict[str, Any], left_out: dict[str, int]) -> No
 def _config(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the tokenizer_config.json next to tokenizer.json, or an empty dict."""
     path = tokenizer.path.with_name("tokenizer_config.json") if isinstance(tokenizer, JsonTokenizer) else None
-    if not path or not path.exists():
+    if not path:
         return {}
-    try:
-        return dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError("--tokenizer", f"{path} cannot be read ({error})", "repair or remove it") from error
+    return user_json(path, dict, "--tokenizer", "repair or remove it") or {}
 
 
 def _find(tokenizer: Tokenizer, asked: str, config: dict[str, Any]) -> tuple[str, str]:
@@ -230,7 +228,7 @@ def _joined(source: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError("--chat_template", f"{path} cannot be read ({error})", FIX) from error
 

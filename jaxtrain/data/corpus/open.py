@@ -28,8 +28,7 @@ _PROBE = {"ids": [int], "text?": str, "marked?": str}
 # What is read of manifests.
 _TEXT = {"dtype": str, "probes": [_PROBE], "splits": {name: _SPLIT for name in SPLITS},
          "tokenizer": {"file": str, "fingerprint": str, "eod": str, "bos": str, "sha256?": str}}
-_SEQUENCES = {"columns": {str: {"dtype": str, "shape": [int], "per": str}},
-              "splits": {name: {"shards": [_FILES | {"sequences": int}]} for name in SPLITS}}
+_OTHER = {"columns?": {str: dict}, "splits": {str: {"shards": [_FILES]}}}
 BESIDE = ("sha256", "code", "stamps")  # manifest keys that its hash does not cover
 
 
@@ -103,7 +102,7 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
                         "prepare the corpus again with this version")
     if atomic_files.digest(content) != manifest["sha256"]:
         raise UserError("data.source", f"{path} was changed after it was written", "prepare the corpus again")
-    if wrong := misfit(manifest, _TEXT if format == FORMAT else _SEQUENCES):
+    if wrong := misfit(manifest, _TEXT if format == FORMAT else _OTHER):
         raise UserError("data.source", f"{path} cannot be read ({wrong})", "prepare the corpus again")
     try:
         for name in _named_files(manifest):
@@ -111,33 +110,33 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
     except (Outside, ValueError) as error:
         raise UserError("data.source", f"{path} names a file outside of the corpus: {error}",
                         "use a corpus from a source that you trust") from error
-    if wrong := _contradiction(manifest):
+    if format == FORMAT and (wrong := _contradiction(manifest)):
         raise UserError("data.source", f"{path} cannot be read ({wrong})", "prepare the corpus again")
     return manifest
 
 
 def _contradiction(manifest: dict[str, Any]) -> str:
-    """Return what of a manifest of the right form cannot be, or ""."""
-    columns = manifest.get("columns", {})
-    dtypes = [(said["dtype"], "iuf") for said in columns.values()] if columns else [(manifest.get("dtype"), "u")]
-    for said, kinds in dtypes:
-        try:
-            if np.dtype(said).kind not in kinds:
-                raise TypeError
-        except (TypeError, ValueError, SyntaxError):
-            return f"dtype {said!r} is not one of numbers"
-    for name, said in columns.items():
-        if said["per"] not in ("step", "sequence", "own") or min(said["shape"], default=1) < 1:
-            return f"column {name!r} is per {said['per']!r} and of shape {said['shape']}"
+    """Return what cannot be in a manifest of the right form, or ""."""
+    if not is_dtype(manifest["dtype"], "u"):
+        return f"dtype {manifest['dtype']!r} is not one of ids"
     for shard in (shard for split in SPLITS for shard in manifest["splits"][split]["shards"]):
-        name, counts = shard["name"], [shard.get(key, 0) for key in ("tokens", "documents", "sequences")]
-        files = [] if columns else [f"{name}.bin", *([f"{name}.trained.bin"] if "learnt" in shard else [])]
-        if min(counts) < 0 or max(counts) >= 2**53:
-            return f"shard {name!r} has {max(counts) if min(counts) >= 0 else min(counts)} tokens or documents"
-        for file in files + ([] if columns else [f"{name}.offsets.npy"]):
-            if file not in shard["sha256"] or (file in files) != (file in shard["crc32"]):
+        name, files = shard["name"], [f"{shard['name']}.bin", f"{shard['name']}.trained.bin"]
+        if not (0 <= shard["tokens"] < 2**53 and 0 <= shard["documents"] < 2**53):
+            return f"shard {name!r} cannot have {shard['tokens']} tokens in {shard['documents']} documents"
+        for file in files[:2 if "learnt" in shard else 1]:
+            if file not in shard["sha256"] or file not in shard["crc32"]:
                 return f"shard {name!r} has no checksums of {file}"
+        if f"{name}.offsets.npy" not in shard["sha256"]:
+            return f"shard {name!r} has no checksum of its offsets"
     return ""
+
+
+def is_dtype(said: str, kinds: str) -> bool:
+    """Return whether a text names a dtype of one of these kinds."""
+    try:
+        return np.dtype(said).kind in kinds
+    except (TypeError, ValueError, SyntaxError):
+        return False
 
 
 def _named_files(manifest: dict[str, Any]) -> Iterator[str]:

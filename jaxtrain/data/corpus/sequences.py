@@ -14,13 +14,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxtrain.bounded_files import misfit
 from jaxtrain.data.corpus import shard_writer
 from jaxtrain.data.corpus.corpus import SPLITS
-from jaxtrain.data.corpus.open import check, mapped, offsets, read_manifest
+from jaxtrain.data.corpus.open import check, is_dtype, mapped, offsets, read_manifest
 from jaxtrain.data.corpus.shard_writer import ORIGIN, Origin
 from jaxtrain.data.formats import inputs
+from jaxtrain.errors import UserError
 
 FORMAT = "jaxtrain-sequences-1"
+_FORM = {"columns": {str: {"dtype": str, "shape": [int], "per": str}},
+         "splits": {name: {"shards": [{"sequences": int}]} for name in SPLITS}}
 STEPS = "steps"  # the name of the offsets shared by all columns with a value per step
 
 
@@ -143,6 +147,12 @@ def open_sequences(folder: str | Path, cache: Path | None = None) -> SequenceCor
     """Open a corpus that `prepare_sequences` wrote; with a `cache`, each version of a file is verified only once."""
     folder = Path(folder).expanduser()
     manifest = read_manifest(folder, FORMAT)
+    wrong = misfit(manifest, _FORM) or next((
+        f"column {name!r} is not one of numbers per step, per sequence or of its own" for name, said
+        in manifest["columns"].items() if not is_dtype(said["dtype"], "iuf") or min(said["shape"], default=1) < 1
+        or said["per"] not in ("step", "sequence", "own")), "")
+    if wrong:
+        raise UserError("data.source", f"{folder}/manifest.json cannot be read ({wrong})", "prepare the corpus again")
     columns = {name: Column(said["dtype"], tuple(said["shape"]), said["per"])
                for name, said in manifest["columns"].items()}
     splits = {}

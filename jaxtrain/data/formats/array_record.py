@@ -3,13 +3,13 @@
 The first record of a file decides which of these the file holds.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.bounded_files import parsed
 from jaxtrain.errors import UserError
 
 NAME = re.compile(r"\.array_?record(-\d+-of-\d+)?$")
@@ -50,8 +50,8 @@ def _opened(path: Path, module: Any) -> Iterator[Any]:
 
 def _form(record: bytes) -> str:
     try:
-        if isinstance(json.loads(record), dict):
-            return "json"
+        parsed(record)
+        return "json"
     except ValueError:
         pass
     try:

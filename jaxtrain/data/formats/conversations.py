@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any, TypeAlias
 
+from jaxtrain.bounded_files import parsed
 from jaxtrain.errors import UserError
 
 Messages: TypeAlias = list[dict[str, Any]]
@@ -174,6 +175,6 @@ def _call(call: Any) -> Any:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parsed(text, object)
     except ValueError:
         return text

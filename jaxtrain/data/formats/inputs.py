@@ -7,7 +7,6 @@ import dataclasses
 import gzip
 import hashlib
 import io
-import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxtrain import storage
+from jaxtrain.bounded_files import parsed
 from jaxtrain.data.formats import array_record, token_files, zstd
 from jaxtrain.data.formats.conversations import FIELDS, Unusable, example_of, format_of
 from jaxtrain.errors import UserError, install_extra
@@ -146,8 +146,10 @@ def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str]
         if not piece.start:  # once per file
             yield f"{piece.name}: no records"
     elif piece.kind == "text":
-        content = storage.read(piece.path)
-        if b"\0" in content[:8192] or not is_utf8(content):
+        # A sparse file could be larger than the memory.
+        is_binary = b"\0" in storage.read(piece.path, 0, min(piece.stop, 8192))
+        content = b"" if is_binary else storage.read(piece.path)
+        if is_binary or not is_utf8(content):
             yield f"{piece.name}: not UTF-8 text"
         else:
             yield Text(piece.name, content)
@@ -203,7 +205,7 @@ def _opened(piece: Piece) -> BinaryIO:
 
 def _record(line: bytes, where: str) -> Any:
     try:
-        return json.loads(line)
+        return parsed(line, object)
     except ValueError as error:
         raise UserError("--input", f"{where} is not a JSON object ({error})", "repair it") from error
 
@@ -218,7 +220,7 @@ def _example(record: Any, form: str, where: str, place: int, beside: Sequence[st
 
 def _fields(line: bytes, field: str, where: str, beside: Sequence[str]) -> tuple[bytes, dict[str, Any]]:
     try:
-        record = json.loads(line)
+        record = parsed(line, object)
         text = record[field]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         reason = f"has no field {field!r}" if isinstance(error, KeyError) else f"is not a JSON object ({error})"

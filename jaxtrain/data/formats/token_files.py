@@ -148,7 +148,7 @@ def _numpy_head(path: str, head: bytes, size: int) -> tuple[np.dtype, int, int]:
         if len(shape) != 1 or dtype.kind not in "iu":
             raise UserError("--input", f"{path} has {len(shape)} dimensions of {dtype}",
                             "tokens are one dimension of integers; remove it")
-        if size < file.tell() + shape[0] * dtype.itemsize:
+        if not 0 <= shape[0] <= (size - file.tell()) // dtype.itemsize:
             raise ValueError(f"{size:,} bytes are too few for {shape[0]:,} tokens")
     except ValueError as error:
         raise UserError("--input", f"{path} is not a complete array ({error})", "replace it") from error
@@ -165,7 +165,7 @@ class Datatrove:
                             "remove it to train on all tokens")
         total, size = int(self.ends[-1]) if len(self.ends) else 0, storage.size(path)
         width = size // total if total else 2
-        if width not in (2, 4) or size != total * width:  # datatrove writes no other dtypes
+        if width not in (2, 4) or size != total * width or not _rises(self.ends):  # datatrove writes no other dtypes
             raise UserError("--input", f"{path} has {size:,} bytes and its index {total:,} tokens: they do not belong "
                             "together", "replace them")
         self.dtype = np.dtype(f"<u{width}")
@@ -205,8 +205,13 @@ class Megatron:
         self.first = raw[places:ends].view("<i8")  # sequence of each document; the last entry is the end
         self.dtype = np.dtype(_MEGATRON_TYPES[code]).newbyteorder("<")
         there = _size(self.bin)
-        if sequences and there < self.places[-1] + self.sizes[-1] * self.dtype.itemsize:
+        lengths = self.sizes.astype(np.int64) * self.dtype.itemsize
+        if len(lengths) and (lengths.min() < 0 or self.places.min() < 0):
+            raise UserError("--input", f"{path} has sequences with a negative size or place", "replace it")
+        if (self.places > there - lengths).any():
             raise UserError("--input", f"{self.bin} is shorter than its index says", "replace it")
+        if (len(self.first) and not 0 <= self.first[0] <= self.first[-1] <= sequences) or not _rises(self.first):
+            raise UserError("--input", f"{path} has documents of sequences that are not there", "replace it")
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
@@ -238,6 +243,10 @@ def _numbered(before: np.ndarray, size: int) -> Iterator[tuple[int, int, int]]:
         stop = min(max(stop, start + 1), total)
         yield start, stop, int(before[stop] - before[start])
         start = stop
+
+
+def _rises(numbers: np.ndarray) -> bool:
+    return bool((numbers[1:] >= numbers[:-1]).all())
 
 
 def _without_end(ids: np.ndarray, eod: int) -> np.ndarray:

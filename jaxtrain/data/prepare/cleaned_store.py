@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain import atomic_files
+from jaxtrain.bounded_files import opened, read_json
 from jaxtrain.data.corpus.corpus import UNFINISHED
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats.inputs import Piece, Text, stamps
@@ -28,7 +29,7 @@ def written(output: Path, number: int) -> Iterator[Callable[[Text, Origin], None
 
 def read(output: Path, number: int) -> Iterator[tuple[Text, Origin]]:
     """Yield the stored documents of a task."""
-    with open(_path(output, number), "rb") as file:
+    with opened(_path(output, number)) as file:
         for line in file:
             piece, place, name, content, record = json.loads(line)
             yield Text(name, content.encode(), place, record), Origin(piece, place)
@@ -42,9 +43,9 @@ def write_note(output: Path, number: int, note: dict[str, Any]) -> None:
 def read_note(output: Path, number: int, task: tuple[Piece, ...], plan: str) -> dict[str, Any] | None:
     """Return the note of a task, or None if there is none or the input has changed since."""
     try:
-        note = json.loads(_note_path(output, number).read_bytes())
+        note = read_json(_note_path(output, number), {"plan": str, "stamps": list})
         return note if [note["plan"], note["stamps"]] == [plan, stamps(task)] else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return None
 
 

@@ -65,7 +65,7 @@ def begun(output: Path, plan: str, format: str, alone: bool = True) -> Iterator[
 def _complete(output: Path, plan: str, format: str) -> bool:
     if not (output / "manifest.json").exists():
         return False
-    if read_manifest(output, format)["plan"] != plan:
+    if read_manifest(output, format).get("plan") != plan:
         raise UserError("--output", f"{output} holds another corpus", "name another folder, or delete it")
     return True
 

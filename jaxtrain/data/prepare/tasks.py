@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import atomic_files
+from jaxtrain.bounded_files import read, read_json
 from jaxtrain.data.chat.templates import TRAIN_ON, Chat
 from jaxtrain.data.cleaning.cleaning_steps import Steps, identity, told
 from jaxtrain.data.cleaning.near_duplicates import Near
@@ -112,7 +113,7 @@ class Options:
 def tokenize_shard(number: int, task: Task, output: str | Path, options: Options, plan: str) -> int:
     """Write the shards of both splits, then their ledger; `plan` identifies all that the tokens depend on."""
     output = Path(output)
-    if (output / UNFINISHED / "plan").read_text().split("\n")[0] != plan:  # the folder was begun again, or never
+    if read(output / UNFINISHED / "plan").decode().split("\n")[0] != plan:  # the folder was begun again, or never
         raise UserError("--output", f"another command began in {output}", "name another folder")
     tokenizer, chat = loaded(options.tokenizer, options.eod, options.bos), chat_of(options)
     writers = {split: ShardWriter(output / f"{split}-{number:05}", dtype_of(tokenizer), tokenizer.eod, options.masked)
@@ -301,13 +302,14 @@ def write_ledger(output: Path, number: int, plan: str, before: list[Any], shards
 def read_ledger(output: Path, number: int, task: Task, plan: str) -> dict[str, Any] | None:
     """Return the ledger of a task if it is done and its files and input have not changed since; else None."""
     try:
-        ledger = json.loads(_ledger_path(output, number).read_bytes())
+        form = {"plan": str, "task": list, "verdicts": str | None, "shards": {str: {"sha256": {str: str}}}}
+        ledger = read_json(_ledger_path(output, number), form)
         now = plan, stamps(task), _verdicts_digest(output, number)
         if (ledger["plan"], ledger["task"], ledger["verdicts"]) != now:
             return None
         for shard in ledger["shards"].values():
             for name, sha256 in shard["sha256"].items():
                 check(output / name, sha256)
-    except (OSError, ValueError, KeyError, TypeError, UserError):
+    except (OSError, ValueError):  # such as a UserError
         return None
     return ledger

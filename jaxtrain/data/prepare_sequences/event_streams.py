@@ -4,7 +4,6 @@ A user's events may be anywhere in the input. So each task first spreads its row
 in a file of its own, and counts the values of categories. Then each partition is small enough to be sorted.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import atomic_files
+from jaxtrain.bounded_files import LARGE, read_json, user_json
 from jaxtrain.data.corpus.corpus import UNFINISHED
 from jaxtrain.data.corpus.sequences import Column
 from jaxtrain.data.corpus.shard_writer import Origin
@@ -106,7 +106,7 @@ class Events:
         # The partitions' ledgers track this file instead of the input: it changes when the input does.
         path, content = output / UNFINISHED / PARTITIONS, [[path.name, len(task)]
                                                            for path, task in zip(spread, tasks, strict=True)]
-        if not path.exists() or json.loads(path.read_bytes()) != content:
+        if not path.exists() or read_json(path, object) != content:
             atomic_files.write_json(path, content)
         sums: list[Counter[str]] = [Counter() for _ in self.categories]
         for one in spread:
@@ -128,7 +128,7 @@ class Events:
         pa, _ = _arrow()
 
         parts, before = [], 0
-        for name, pieces in json.loads(Path(task[0].path).read_bytes()):
+        for name, pieces in read_json(task[0].path, [(str, int)]):
             path = output / UNFINISHED / name
             with pa.memory_map(str(path)) as file:
                 part = pa.Table.from_batches([pa.ipc.open_file(file).get_batch(number)])
@@ -246,7 +246,11 @@ def _cast(group: Any, name: str, type: Any, flag: str, piece: Piece) -> Any:
 
 
 def _notes(spread: Path) -> dict[str, Any]:
-    return json.loads(spread.with_suffix(".json").read_bytes())
+    path, fix = spread.with_suffix(".json"), f"delete {spread.parent}, and run again"
+    found = user_json(path, {"counts": [{str: int}], "left_out": {str: int}}, "--output", fix, LARGE)
+    if found is None:
+        raise UserError("--output", f"{path} is missing", fix)
+    return found
 
 
 def _arrow() -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from jaxtrain.data.formats.conversations import Example
 from jaxtrain.data.prepare.prepare import main
 from jaxtrain.data.train_tokenizer import train
 from jaxtrain.errors import UserError
+from tests.odd_files import ODD, WRONG, in_time
 
 # In the style of well-known families of models; line feeds of the source are taken out below.
 TEMPLATES = {name: source.replace("\n", "") for name, source in {
@@ -368,3 +369,19 @@ def test_ids_are_those_of_transformers(merging, style):
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(merging), bos_token="<s>", eos_token="</s>")
     want = theirs.apply_chat_template(TALK, chat_template=TEMPLATES[style], return_dict=False)
     assert one(chat(merging, TEMPLATES[style], eod="<|endoftext|>"), TALK).ids.tolist() == want
+
+
+@pytest.mark.parametrize("make", [*ODD, *WRONG], ids=lambda make: make.__name__)
+def test_whatever_lies_in_place_of_the_tokenizers_config_is_one_line(characters, tmp_path, make):
+    write(tmp_path, characters.read_text())
+    (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
+    make(tmp_path / "tokenizer_config.json")
+    with pytest.raises(UserError, match=r"--tokenizer: .*tokenizer_config.json .*; repair or remove it"):
+        in_time(lambda: Chat(load_tokenizer(str(tmp_path), "</s>")))
+
+
+@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+def test_whatever_lies_in_place_of_a_template_is_one_line(characters, tmp_path, make):
+    make(tmp_path / "x.jinja")
+    with pytest.raises(UserError, match=r"--chat_template: .*x.jinja cannot be read"):
+        in_time(lambda: Chat(load_tokenizer(str(characters)), str(tmp_path / "x.jinja")))

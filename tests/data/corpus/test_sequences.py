@@ -1,6 +1,7 @@
 """Corpora of sequences: the same to the byte for any number of workers and kills, checked when opened, and as rows."""
 
 import hashlib
+import json
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ import soundfile
 
 from jaxtrain.atomic_files import digest, write_json
 from jaxtrain.data import BucketedBatches, SequenceRows, open_corpus, open_sequences
+from jaxtrain.data.corpus.open import BESIDE
 from jaxtrain.data.corpus.sequences import FORMAT, Column, Sequences, SequenceWriter, describe
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.prepare_sequences.audio import Audio
@@ -234,3 +236,20 @@ def test_bucketed_sequences_for_any_number_of_processes(tmp_path, processes):
             n = int(whole["weights"][row].sum())
             seen += [whole["x"][row][:n].tobytes()] * (n > 0)
     assert sorted(seen) == sorted(one["x"].tobytes() for one in some)  # each once, padding not at all
+
+
+@pytest.mark.parametrize("change", [
+    lambda m: m.update(columns=None), lambda m: m.update(splits=None), lambda m: m["splits"].update(train=None),
+    *(lambda m, said=said: m["columns"]["features"].update(said) for said in (
+        {"dtype": "x"}, {"dtype": "O"}, {"dtype": None}, {"shape": None}, {"shape": [-1]}, {"per": "row"})),
+    lambda m: m["splits"]["train"]["shards"][0].update(sequences=None),
+    lambda m: m["splits"]["train"]["shards"][0].update(sequences=10**9),
+])
+def test_a_manifest_of_another_form_is_one_line(tmp_path, change):
+    corpus = prepare_sequences([str(audio(tmp_path / "in", 2))], tmp_path / "out", Audio(eval_fraction=0))
+    manifest = json.loads((corpus.path / "manifest.json").read_text())
+    change(manifest)
+    manifest["sha256"] = digest({key: value for key, value in manifest.items() if key not in BESIDE})
+    (corpus.path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"data\.source: "):
+        open_sequences(corpus.path)

@@ -7,9 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jaxtrain.data.formats import conversations
+from jaxtrain.data.formats.inputs import find_tasks, read
 from jaxtrain.data.prepare import prepare as prepare_module
 from jaxtrain.data.prepare.prepare import Options, main, prepare
 from jaxtrain.data.prepare_sequences import prepare_sequences
+from jaxtrain.errors import UserError
+from tests.odd_files import device, fifo, folder, in_time, sparse
 
 
 def texts(corpus) -> list[str]:
@@ -95,3 +99,36 @@ def test_a_file_that_goes_away_meanwhile_is_named(tmp_path, source, capsys, monk
     else:
         monkeypatch.setattr(inputs, "read", gone)
     assert "a.txt cannot be read (" in refusal(capsys, tmp_path)
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("name, content, flags, words", [
+    ("a.jsonl", DEEP, [], "a.jsonl, its first record, is not a JSON object (is nested too deeply)"),
+    ("a.jsonl", DEEP, ["--format=text"], "a.jsonl, line 1 is not a JSON object (is nested too deeply)"),
+    ("a.jsonl", '{"messages":' + DEEP, ["--format=messages"], "a.jsonl, line 1 is not a JSON object"),
+    ("a.jsonl", '{"text": "x", "x":' * 101 + "1" + "}" * 101, ["--format=text"], "nested too deeply"),
+    ("a.jsonl", "null", ["--format=text"], "a.jsonl, line 1 is not a JSON object"),
+])
+def test_deep_json_is_one_line(tmp_path, source, capsys, name, content, flags, words):
+    (source / name).write_text(content + "\n")
+    assert words in refusal(capsys, tmp_path, *flags)
+
+
+def test_json_within_text_that_is_deep_stays_text():
+    assert conversations._parsed(DEEP) == DEEP
+
+
+def test_a_sparse_file_is_no_text(tmp_path):
+    """A TB of zeros, which nobody reads into memory."""
+    sparse(tmp_path / "in.txt")
+    (piece,), = find_tasks(str(tmp_path / "in.txt"))
+    assert in_time(lambda: list(read(piece, "text"))) == ["in.txt: not UTF-8 text"]
+
+
+@pytest.mark.parametrize("make", [fifo, device, folder])
+def test_what_is_no_file_is_no_input(tmp_path, capsys, make):
+    make(tmp_path / "in.txt")
+    with pytest.raises(UserError, match="has no files"):
+        in_time(lambda: find_tasks(str(tmp_path / "in.txt")))

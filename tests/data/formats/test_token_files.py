@@ -162,6 +162,11 @@ def test_the_wrong_id_for_the_end_is_told_before_a_whole_file_becomes_a_document
         prepare([str(tmp_path / "a.bin")], tmp_path / "out", Options(token_dtype="uint16", eval_fraction=0))
 
 
+def npy_header(shape, dtype="<u2"):
+    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode() + b"\0\0"
+
+
 ARRAY = io.BytesIO()
 np.save(ARRAY, np.zeros((3, 4), np.float32))
 
@@ -183,8 +188,21 @@ np.save(ARRAY, np.zeros((3, 4), np.float32))
     ({"a.idx": b"MMIDIDX"}, [], "is not a Megatron index"),
     ({"a.idx": b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 1, 2)}, [], "a.idx is shorter than its header says"),
     ({"a.idx": b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, 5, 0, 0, 1)}, [], "a.bin cannot be read"),
-    ({"a.idx": b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, 5, 0, 0, 1), "a.bin": b"\0\0"}, [],
-     "a.bin is shorter than its index says"),
+    *(({"a.idx": b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, *entry), "a.bin": b"\0\0"}, [], words)
+      for entry, words in [((5, 0, 0, 1), "a.bin is shorter than its index says"),
+                           ((1, 2, 0, 1), "a.bin is shorter than its index says"),
+                           ((1, 2**63 - 1, 0, 1), "a.bin is shorter than its index says"),
+                           ((-1, 0, 0, 1), "a.idx has sequences with a negative size or place"),
+                           ((1, -2, 0, 1), "a.idx has sequences with a negative size or place"),
+                           ((1, 0, 0, 2), "a.idx has documents of sequences that are not there"),
+                           ((1, 0, -1, 1), "a.idx has documents of sequences that are not there"),
+                           ((1, 0, 1, 0), "a.idx has documents of sequences that are not there"),
+                           ((1, 0, 2**62, 2**62), "a.idx has documents of sequences that are not there")]),
+    ({"a.idx": b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2**63, 2**63)}, [], "a.idx is shorter than its header"),
+    ({"a.ds": b"\0" * 8, "a.ds.index": packed([9, 1, 4], "Q")}, [], "they do not belong together"),
+    ({"a.npy": npy_header("(-1,)")}, [], "a.npy is not a complete array"),
+    ({"a.npy": npy_header(f"({10**30},)")}, [], "a.npy is not a complete array"),
+    ({"a.npy": npy_header("(1,)", "|O")}, [], "a.npy has 1 dimensions of object"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, names, flags, words):
     monkeypatch.chdir(tmp_path)
