@@ -26,6 +26,9 @@ from jaxtrain.errors import UserError, install_extra
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 PACKED = (".gz", ".zst")
 RECORDS = ("jsonl", "parquet", "records json")  # kinds of pieces that may hold more than text
+RECORD_BYTES = 2**28  # of the longest line or row that is read
+RATIO = 1000  # text is not compressed as much
+ROWS = 1024  # of a table that are read at a time
 FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .array_record or tokens"
 
 
@@ -135,12 +138,12 @@ def _pieces(name: str, path: str, size: int, task_bytes: int, token_dtype: str) 
 
 
 def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str] = (),
-         form: str = "text") -> Iterator[Text | Ids | str]:
+         form: str = "text", most: int = RECORD_BYTES) -> Iterator[Text | Ids | str]:
     """Yield a piece's documents in order; a string instead of one says why it was left out.
 
     A record without text is an error. `eod` is the id that ends documents in token files; without it these are skipped.
     `beside` names further fields of a record to return with its text if it has them. `form` is one of
-    conversations.FORMATS.
+    conversations.FORMATS. A line of more than `most` bytes is left out, whatever a compressed file makes of a few.
     """
     if form != "text" and piece.kind not in RECORDS:
         if not piece.start:  # once per file
@@ -154,7 +157,7 @@ def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str]
         else:
             yield Text(piece.name, content)
     elif piece.kind == "jsonl":
-        yield from _json_lines(piece, field, beside, form)
+        yield from _json_lines(piece, field, beside, form, most)
     elif piece.kind.startswith("records"):
         yield from _records(piece, field, beside, form)
     elif piece.kind.startswith("tokens"):
@@ -163,7 +166,7 @@ def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str]
             for place, ids in tokens.documents(piece.start, piece.stop, eod):
                 yield Ids(piece.name, ids, place)
     else:
-        yield from _rows(piece, field, beside, form)
+        yield from _rows(piece, field, beside, form, most)
 
 
 def is_utf8(content: bytes) -> bool:
@@ -175,15 +178,19 @@ def is_utf8(content: bytes) -> bool:
     return True
 
 
-def _json_lines(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
+def _json_lines(piece: Piece, field: str, beside: Sequence[str], form: str, most: int) -> Iterator[Text | str]:
     packed = piece.name.endswith(PACKED)
     with _opened(piece) as file:
         at, number = piece.start, 0
         if at:  # a line that begins earlier belongs to the piece before
             file.seek(at - 1)
-            at += len(file.readline()) - 1
-        while (packed or at < piece.stop) and (line := file.readline()):
+            at += _skip_line(file, piece.stop - at) - 1
+        while (packed or at < piece.stop) and (line := file.readline(most + 1)):
             number += 1
+            if len(line) > most:
+                yield f"{piece.name}: a line of more than {most:,} bytes"
+                at += len(line) + (0 if line.endswith(b"\n") else _skip_line(file, None if packed else piece.stop - at))
+                continue
             where = f"{piece.name}, byte {at}" if piece.start else f"{piece.name}, line {number}"
             if line.strip():
                 place = number if packed else at
@@ -193,6 +200,16 @@ def _json_lines(piece: Piece, field: str, beside: Sequence[str], form: str) -> I
                 else:
                     yield _example(_record(line, where), form, where, place, beside)
             at += len(line)
+
+
+def _skip_line(file: BinaryIO, enough: int | None) -> int:
+    """Read to the end of a line, or until so many bytes have passed; return how many these were."""
+    passed = 0
+    while part := file.readline(2**20):
+        passed += len(part)
+        if part.endswith(b"\n") or (enough is not None and passed > enough):
+            break
+    return passed
 
 
 def _opened(piece: Piece) -> BinaryIO:
@@ -231,39 +248,48 @@ def _fields(line: bytes, field: str, where: str, beside: Sequence[str]) -> tuple
     return content, {name: record[name] for name in beside if name in record}
 
 
-def find_format(tasks: Iterable[tuple[Piece, ...]], field: str) -> str:
+def find_format(tasks: Iterable[tuple[Piece, ...]], field: str, most: int = RECORD_BYTES) -> str:
     """Return the format of the first record of the input."""
     for piece in (piece for task in tasks for piece in task):
         if piece.kind == "parquet":
             return format_of(set(parquet_file(piece.path).schema_arrow.names), field, piece.name)
         if piece.kind in RECORDS:
             with readable(piece.path):
-                line = _first(piece)
+                line = _first(piece, most)
             record = _record(line, f"{piece.name}, its first record,")
             return format_of(set(record) if isinstance(record, dict) else set(), field, piece.name)
     return "text"
 
 
-def _first(piece: Piece) -> bytes:
+def _first(piece: Piece, most: int) -> bytes:
     if piece.kind != "jsonl":
         return next(array_record.records(storage.here(piece.path), 0, 1, _array_record()))[1]
     with _opened(piece) as file:
-        return next((line for line in file if line.strip()), b"{}")
+        lines = iter(lambda: file.readline(most + 1), b"")
+        line = next((line for line in lines if line.strip()), b"{}")
+        return line if len(line) <= most else b"{}"  # it will be left out
 
 
-def _rows(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iterator[Text | str]:
+def _rows(piece: Piece, field: str, beside: Sequence[str], form: str, most: int) -> Iterator[Text | str]:
     file = parquet_file(piece.path)
     names = file.schema_arrow.names
+    if _inflates(piece, file, most):
+        yield f"{piece.name}: a row group that is compressed more than {RATIO:,} to 1, to over {most:,} bytes"
+        return
     if form != "text":
         columns = [name for name in dict.fromkeys([*FIELDS[form], *beside]) if name in names]
-        for row, record in enumerate(row_group(piece, columns, file).to_pylist()):
+        records = (record for batch in _batches(piece, columns, file) for record in batch.to_pylist())
+        for row, record in enumerate(records):
             yield _example(_without_null(record), form, f"{piece.name}, row {row} of group {piece.start}", row, beside)
         return
     if field not in names:
         raise UserError("--field", f"{piece.name} has no column {field!r}", f"it has {', '.join(names)}")
     beside = [name for name in beside if name in names and name != field]
-    columns = row_group(piece, [field, *beside], file)
-    for row, (text, *others) in enumerate(zip(*(columns[name] for name in [field, *beside]), strict=True)):
+    if str(file.schema_arrow.field(field).type) in ("string", "large_string", "binary", "large_binary"):
+        file = parquet_file(piece.path, [field])
+    rows = (row for batch in _batches(piece, [field, *beside], file)
+            for row in zip(*(batch[name] for name in [field, *beside]), strict=True))
+    for row, (text, *others) in enumerate(rows):
         where, content = f"{piece.name}, row {row} of group {piece.start}", text.as_py()
         content = content.encode() if isinstance(content, str) else content
         if content is None:
@@ -302,12 +328,27 @@ def content_hash(content: bytes | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def parquet_file(path: str) -> Any:
-    """Open a Parquet file with pyarrow."""
+def _inflates(piece: Piece, file: Any, most: int) -> bool:
+    """Return whether a row group is larger than a record may be, and compressed more than any text is."""
+    group = file.metadata.row_group(piece.start)
+    columns = [group.column(i) for i in range(group.num_columns)]
+    return any(column.total_uncompressed_size > max(most, RATIO * max(column.total_compressed_size, 1))
+               for column in columns)
+
+
+def _batches(piece: Piece, columns: list[str], file: Any) -> Iterator[Any]:
+    """Yield a row group's columns some rows at a time."""
+    with readable(piece.path, extra("pyarrow", "Parquet").ArrowException):
+        yield from file.iter_batches(ROWS, row_groups=[piece.start], columns=columns)
+
+
+def parquet_file(path: str, as_dictionary: Sequence[str] = ()) -> Any:
+    """Open a Parquet file with pyarrow; values of these columns that repeat are stored once in memory, too."""
     # A plain path is faster than a file object.
     parquet = extra("pyarrow.parquet", "Parquet")
     with readable(path, extra("pyarrow", "Parquet").ArrowException):
-        return parquet.ParquetFile(storage.open(path) if storage.is_url(path) else path)
+        return parquet.ParquetFile(storage.open(path) if storage.is_url(path) else path,
+                                   read_dictionary=list(as_dictionary))
 
 
 def row_group(piece: Piece, columns: list[str], file: Any = None) -> Any:

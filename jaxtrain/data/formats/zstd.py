@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 READ = 2**16  # compressed bytes that are read at a time
+FEED = 2**10  # compressed bytes that are decompressed at a time: to 32 MiB at most, since 4 bytes can stand for 128 KiB
 
 
 def opened(file: BinaryIO, module: Any) -> BinaryIO:
@@ -19,17 +20,22 @@ class _Frames(io.RawIOBase):
         self._file, self._module = file, module
         self._frame: Any = None  # the frame that is not finished
         self._left = memoryview(b"")
+        self._parts: Iterator[bytes] = iter(())  # what was read and not decompressed yet
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._left:
-            if not (raw := self._file.read(READ)):
-                if self._frame:
-                    raise EOFError("it ends within a frame")
+            part = next(self._parts, None)
+            if part is not None:
+                self._left = memoryview(part)
+            elif raw := self._file.read(READ):
+                self._parts = self._decompressed(raw)
+            elif self._frame:
+                raise EOFError("it ends within a frame")
+            else:
                 return 0
-            self._left = memoryview(b"".join(self._decompressed(raw)))
         size = min(len(buffer), len(self._left))
         buffer[:size], self._left = self._left[:size], self._left[size:]
         return size
@@ -39,10 +45,12 @@ class _Frames(io.RawIOBase):
         super().close()
 
     def _decompressed(self, raw: bytes) -> Iterator[bytes]:
-        while raw:
-            self._frame = self._frame or self._module.ZstdDecompressor().decompressobj()
-            try:
-                yield self._frame.decompress(raw)
-            except self._module.ZstdError as error:
-                raise OSError(f"it is not zstd: {error}") from error
-            raw, self._frame = (self._frame.unused_data, None) if self._frame.eof else (b"", self._frame)
+        for at in range(0, len(raw), FEED):
+            fed = raw[at: at + FEED]
+            while fed:
+                self._frame = self._frame or self._module.ZstdDecompressor().decompressobj()
+                try:
+                    yield self._frame.decompress(fed)
+                except self._module.ZstdError as error:
+                    raise OSError(f"it is not zstd: {error}") from error
+                fed, self._frame = (self._frame.unused_data, None) if self._frame.eof else (b"", self._frame)

@@ -113,7 +113,7 @@ def resolved(options: Options, tasks: Sequence[Task]) -> Options:
     """Return the options with "auto" replaced by the format of the first record."""
     if options.format != "auto":
         return options
-    return replace(options, format=inputs.find_format(tasks, options.field))
+    return replace(options, format=inputs.find_format(tasks, options.field, options.record_bytes))
 
 
 def begin(output: str | Path, options: Options, plan: str) -> bool:
@@ -233,7 +233,7 @@ def main(argv: list[str] | None) -> None:
     flags = parse(argv)
     options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
                       flags.task_bytes, token_dtype=flags.token_dtype, bos="" if flags.bos == "none" else flags.bos,
-                      format=flags.format,
+                      format=flags.format, record_bytes=flags.record_bytes,
                       chat_template=flags.chat_template, train_on=flags.train_on,
                       steps=tuple(flags.steps), licence_of=flags.licence_of, describe=tuple(flags.describe),
                       near=Near(flags.near_threshold, flags.near_permutations, flags.near_shingle))
@@ -304,6 +304,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--licence_of", default="", help="the input's licence (SPDX), or record:FIELD to count a field")
     parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more for the datasheet")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")
+    parser.add_argument("--record_bytes", type=int, default=Options.record_bytes,
+                        help=f"leave out longer lines of JSON and tables that inflate to more; default: "
+                        f"{Options.record_bytes}")
     parser.add_argument("--dry_run", action="store_true", help="only report what would be left out or changed")
     parser.add_argument("--sample", type=int, default=0, help="number of documents in a dry run; default: all")
     parser.add_argument("--workers", type=int, help="tasks at a time; default: all cores")

@@ -53,6 +53,7 @@ class Options:
     format: str = "auto"  # of records: conversations.FORMATS; auto: that of the first one
     chat_template: str = ""  # a file, or a name in templates.BUILT_IN; "": the tokenizer's own
     train_on: str = "assistant"  # turns of conversations: assistant, last (the last of these), or all (everything)
+    record_bytes: int = inputs.RECORD_BYTES  # a longer line of JSON is left out
 
     def __post_init__(self):
         for name in ("steps", "describe"):
@@ -62,6 +63,8 @@ class Options:
             raise UserError("--eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.005")
         if self.task_bytes < 1:
             raise UserError("--task_bytes", f"{self.task_bytes} is too small", "use 67108864 or so")
+        if self.record_bytes < 1:
+            raise UserError("--record_bytes", f"{self.record_bytes} is too small", f"use {inputs.RECORD_BYTES} or so")
         if self.token_dtype and self.token_dtype not in token_files.TYPES:
             raise UserError("--token_dtype", f"{self.token_dtype!r} is not a token type",
                             nearest(self.token_dtype, token_files.TYPES))
@@ -95,7 +98,8 @@ class Options:
         """Return what the tasks, the tokenizer's fingerprint and the template's identity do not cover."""
         plain = {key: value for key, value in asdict(self).items() if key not in
                 ("tokenizer", "eod", "bos", "task_bytes", "token_dtype", "chat_template")
-                 and (key != "train_on" or self.format != "text")}
+                 and (key != "train_on" or self.format != "text")
+                 and (key != "record_bytes" or value != Options.record_bytes)}
         near = self.near.identity() if self.deduplicate == "near" else None
         return plain | {"steps": [identity(name) for name in self.steps], "near": near, "describe": list(self.describe)}
 
@@ -207,7 +211,8 @@ def offered(task: Task, options: Options, left_out: dict[str, int], steps: Steps
     beside = sorted({*steps.fields, *filter(None, [options.licence_field])})
     for number, piece in enumerate(task):
         with inputs.readable(piece.path):
-            for found in inputs.read(piece, options.field, tokenizer.eod, beside, options.format):
+            for found in inputs.read(piece, options.field, tokenizer.eod, beside, options.format,
+                                     options.record_bytes):
                 found = _checked(found, tokenizer, dtype) if isinstance(found, Ids) else found
                 reason = found.partition(": ")[2] if isinstance(found, str) else ""
                 if not isinstance(found, str) and not len(found.content if isinstance(found, Text) else found.ids):

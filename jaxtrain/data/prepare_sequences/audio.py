@@ -24,6 +24,9 @@ from jaxtrain.errors import UserError, nearest
 RATE, WINDOW, HOP, MELS = 16_000, 400, 160, 80
 CLIPS = (".wav", ".flac", ".ogg", ".mp3")
 TARGETS = ("none", "text", "folder")
+RATES = 1_000, 768_000  # Hz: others are those of damaged files
+CLIP_BYTES = 2**32  # the largest file of a clip
+DECODED = 2**14  # frames decoded at a time, of each of up to 1024 channels
 BLOCK = 6_000  # frames transformed at a time, so that hours of audio need no more memory than their samples
 
 
@@ -70,6 +73,7 @@ class Audio:
     tokenizer: str = "bytes"
     eval_fraction: float = 0.005
     task_bytes: int = 2**26
+    clip_hours: float = 4  # a longer clip is left out, since a small file can hold much silence
     labels: tuple[str, ...] = ()  # set by `ready`
 
     kind = "audio"
@@ -78,6 +82,8 @@ class Audio:
     def __post_init__(self):
         if self.target not in TARGETS:
             raise UserError("--target", f"{self.target!r} is not known", nearest(self.target, TARGETS))
+        if not 0 < self.clip_hours < 1e6:
+            raise UserError("--clip_hours", f"{self.clip_hours} is not a length", "use 4 or so")
 
     @property
     def columns(self) -> dict[str, Column]:
@@ -89,7 +95,8 @@ class Audio:
     def identity(self) -> dict[str, Any]:
         """Return what determines the sequences, besides the input."""
         tokenizer = _tokenizer(self.tokenizer).fingerprint if self.target == "text" else None
-        return {"target": self.target, "tokenizer": tokenizer, "eval_fraction": self.eval_fraction}
+        longest = {} if self.clip_hours == Audio.clip_hours else {"clip_hours": self.clip_hours}
+        return {"target": self.target, "tokenizer": tokenizer, "eval_fraction": self.eval_fraction, **longest}
 
     def find_tasks(self, sources: Sequence[str]) -> list[Task]:
         """Return tasks of clips in order of name, each followed by its transcript."""
@@ -111,7 +118,7 @@ class Audio:
         for i, piece in enumerate(task):
             if not piece.name.lower().endswith(CLIPS):
                 continue
-            samples = _samples(piece)
+            samples = _samples(piece, self.clip_hours)
             if isinstance(samples, str) or len(samples) < HOP:
                 reason = samples if isinstance(samples, str) else "shorter than a frame"
                 left_out[reason] = left_out.get(reason, 0) + 1
@@ -150,12 +157,26 @@ def _content(piece: Piece) -> bytes:
         return storage.read(piece.path)
 
 
-def _samples(piece: Piece) -> np.ndarray | str:
-    """Return the samples of a clip at 16 kHz, averaged over channels, or the reason why it cannot be decoded."""
+def _samples(piece: Piece, hours: float) -> np.ndarray | str:
+    """Return the samples of a clip at 16 kHz, averaged over channels, or the reason why it is left out.
+
+    It is decoded and resampled a block at a time, so that memory follows the length of the result, which is bounded.
+    """
     soundfile = inputs.extra("soundfile", "audio", group="audio")
+    if piece.size > CLIP_BYTES:
+        return f"larger than {CLIP_BYTES:,} bytes"
+    parts, left, ended = [], int(hours * 3600 * RATE), False
     try:
-        samples, rate = soundfile.read(io.BytesIO(_content(piece)), dtype="float32", always_2d=True)
+        with soundfile.SoundFile(io.BytesIO(_content(piece))) as clip:
+            if not RATES[0] <= clip.samplerate <= RATES[1]:
+                return f"a sampling rate of {clip.samplerate:,} Hz"
+            soxr = None if clip.samplerate == RATE else inputs.extra("soxr", "audio", group="audio")
+            resampled = soxr and soxr.ResampleStream(clip.samplerate, RATE, 1, dtype="float32")
+            while not ended and left >= 0:
+                mono = clip.read(DECODED, dtype="float32", always_2d=True).mean(1)
+                ended = not len(mono)
+                parts.append(resampled.resample_chunk(mono, last=ended) if resampled else mono)
+                left -= len(parts[-1])
     except soundfile.LibsndfileError:
         return "not readable as audio"
-    mono = samples.mean(1)
-    return mono if rate == RATE else inputs.extra("soxr", "audio", group="audio").resample(mono, rate, RATE)
+    return np.concatenate(parts) if left >= 0 else f"longer than {hours:g} hours (--clip_hours)"

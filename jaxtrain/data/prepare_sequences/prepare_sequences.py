@@ -146,7 +146,7 @@ def source_of(flags: argparse.Namespace) -> Source:
     """Return the source that the flags describe."""
     common = {"eval_fraction": flags.eval_fraction, "task_bytes": flags.task_bytes}
     if flags.kind == "audio":
-        return Audio(flags.target, flags.tokenizer, **common)
+        return Audio(flags.target, flags.tokenizer, clip_hours=flags.clip_hours, **common)
     return Events(flags.user, flags.time, tuple(flags.category), tuple(flags.number), flags.vocab_size, **common)
 
 
@@ -161,6 +161,8 @@ Prepare audio clips as log-mel frames.
 """)
     audio.add_argument("--target", default=Audio.target, help=f"{', '.join(TARGETS)}: the target of a clip")
     audio.add_argument("--tokenizer", default=Audio.tokenizer, help="of texts: 'bytes' or a tokenizer.json")
+    audio.add_argument("--clip_hours", type=float, default=Audio.clip_hours,
+                       help=f"leave out longer clips; default: {Audio.clip_hours:g}")
     events = kinds.add_parser("events", help="tables of events to one sequence per user", text="""\
 Prepare tables of events as one sequence per user.
 

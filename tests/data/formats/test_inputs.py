@@ -1,14 +1,18 @@
 """What input may hold beside good text: each is read as it is, counted, or refused in one sentence."""
 
+import gzip
+import itertools
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from jaxtrain.data.formats import conversations
-from jaxtrain.data.formats.inputs import find_tasks, read
+from jaxtrain.data.formats.inputs import Piece, Text, find_tasks, read
 from jaxtrain.data.prepare import prepare as prepare_module
 from jaxtrain.data.prepare.prepare import Options, main, prepare
 from jaxtrain.data.prepare_sequences import prepare_sequences
@@ -132,3 +136,59 @@ def test_what_is_no_file_is_no_input(tmp_path, capsys, make):
     make(tmp_path / "in.txt")
     with pytest.raises(UserError, match="has no files"):
         in_time(lambda: find_tasks(str(tmp_path / "in.txt")))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("task_bytes", [700, 2000, 2**26])
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_line_that_is_too_long_is_left_out_and_the_others_stay(source, tmp_path, name, task_bytes, end):
+    long = b'{"text": "' + b"x" * 5000 + b'"}'
+    content = b'{"text": "a"}\n' + long + b'\n{"text": "b"}\n\n' + long + end
+    packed = {"gz": gzip.compress, "zst": zstandard.ZstdCompressor().compress}.get(name.rpartition(".")[2], bytes)
+    (source / name).write_bytes(packed(content))
+    options = Options(eval_fraction=0, task_bytes=task_bytes, record_bytes=1000, format="text")
+    corpus = prepare([str(source)], tmp_path / "out", options)
+    assert texts(corpus) == ["a", "b"] and left_out(corpus) == {"a line of more than 1,000 bytes": 2}
+    corpus = prepare([str(source)], tmp_path / "more", Options(eval_fraction=0, task_bytes=task_bytes))
+    assert corpus.train.num_documents == 4 and left_out(corpus) == {}
+
+
+def test_a_first_line_that_is_too_long_does_not_decide_the_format(source, tmp_path):
+    (source / "a.jsonl").write_text(json.dumps({"text": "x" * 5000}) + '\n{"text": "b"}\n')
+    assert texts(prepare([str(source)], tmp_path / "out", Options(eval_fraction=0, record_bytes=1000))) == ["b"]
+
+
+def test_the_limit_identifies_a_corpus_only_where_it_was_changed():
+    assert Options().identity() == Options(record_bytes=Options.record_bytes).identity()
+    assert Options().identity() != Options(record_bytes=5).identity()
+    with pytest.raises(UserError, match="--record_bytes"):
+        Options(record_bytes=0)
+
+
+def test_a_sparse_file_of_lines_is_not_read_into_memory(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    os.truncate(tmp_path / "a.jsonl", 2**40)
+    size = 2**20
+    pieces = [Piece("a.jsonl", str(tmp_path / "a.jsonl"), "jsonl", start, start + size, size) for start in (0, size)]
+    found = in_time(lambda: [list(read(piece, "text", most=1000)) for piece in pieces])
+    assert found == [[Text("a.jsonl, line 1", b"a"), "a.jsonl: a line of more than 1,000 bytes"], []]
+
+
+def test_a_table_that_inflates_is_left_out_and_the_others_stay(source, tmp_path):
+    huge = pa.table({"text": ["x" * 2**20] * 40})
+    pq.write_table(huge, source / "a.parquet", compression="zstd", use_dictionary=False)
+    pq.write_table(pa.table({"text": ["b"]}), source / "b.parquet")
+    assert (source / "a.parquet").stat().st_size < 2**16
+    corpus = prepare([str(source)], tmp_path / "out", Options(eval_fraction=0, record_bytes=2**20))
+    assert texts(corpus) == ["b"] and list(left_out(corpus).values()) == [1]
+    (piece,), = find_tasks(str(source / "a.parquet"))
+    assert len(list(read(piece, "text"))) == 40  # with room for it
+
+
+def test_a_value_that_repeats_is_in_memory_once(source):
+    value = pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), pa.array(["x" * 2**20]))
+    pq.write_table(pa.table({"text": value}), source / "a.parquet", store_schema=False)
+    (piece,), = find_tasks(str(source / "a.parquet"))
+    before = pa.total_allocated_bytes()
+    for found in itertools.islice(read(piece, "text"), 2000):
+        assert len(found.content) == 2**20 and pa.total_allocated_bytes() - before < 2**28

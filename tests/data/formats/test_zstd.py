@@ -5,7 +5,7 @@ import io
 import pytest
 import zstandard
 
-from jaxtrain.data.formats.zstd import opened
+from jaxtrain.data.formats.zstd import _Frames, opened
 from jaxtrain.data.prepare.prepare import Options, main, prepare
 
 LINES = b"".join(b'{"text": "line %d"}\n' % i for i in range(20_000))
@@ -34,3 +34,16 @@ def test_no_document_is_lost_in_silence(tmp_path, capsys):
             assert main([f"--input={path}", f"--output={tmp_path / 'no'}", "--workers=1", f"--format={form}"]) == 2
             error = capsys.readouterr().err
             assert f"{path} cannot be read ({words}" in error and error.count("\n") == 1
+
+
+def test_memory_does_not_follow_what_a_few_bytes_stand_for(monkeypatch):
+    """64 KiB of a frame stand for 2 GiB of zeros."""
+    sizes, frame = [], zstandard.ZstdCompressor().compressobj()
+    content = b"".join([*(frame.compress(bytes(2**23)) for _ in range(2**8)), frame.flush()])
+    stream = _Frames(io.BytesIO(content), zstandard)
+    assert len(content) < 2**17
+    for _ in range(10):
+        assert stream.readinto(bytearray(1)) == 1
+        sizes.append(len(stream._left))
+        stream._left = memoryview(b"")
+    assert max(sizes) <= 2**26

@@ -6,8 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+import soxr
 
 from jaxtrain import storage
+from jaxtrain.data.formats import inputs
+from jaxtrain.data.prepare_sequences import audio
 from jaxtrain.data.prepare_sequences.audio import BLOCK, Audio, log_mel
 from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
 from jaxtrain.errors import UserError
@@ -184,3 +187,47 @@ def test_clips_may_lie_behind_a_url_among_other_files(tmp_path):
         here, there = (prepare_sequences([source], tmp_path / f"{target}{i}", Audio(target, eval_fraction=0))
                        for i, source in enumerate([str(tmp_path / "in"), "memory://clips"]))
         assert here.manifest_hash == there.manifest_hash and len(there.train) == 2
+
+
+@pytest.mark.parametrize("rate", [1, 999, 2**31 - 1])
+def test_a_clip_with_a_rate_that_cannot_be_costs_only_itself(tmp_path, rate):
+    write(tmp_path / "in/a.wav", clip(0.5))
+    write(tmp_path / "in/b.wav", clip(50), rate)
+    corpus = prepare_sequences([str(tmp_path / "in")], tmp_path / "out", Audio(eval_fraction=0))
+    assert len(corpus.train) == 1 and corpus.manifest["left_out"] == {f"a sampling rate of {rate:,} Hz": 1}
+
+
+@pytest.mark.parametrize("rate", [16_000, 1_000, 48_000])
+def test_a_clip_that_is_too_long_costs_only_itself(tmp_path, rate):
+    write(tmp_path / "in/a.wav", clip(1.0, rate=rate), rate)
+    write(tmp_path / "in/b.flac", np.zeros(rate * 5), rate)
+    options = {"eval_fraction": 0, "clip_hours": 2 / 3600}
+    corpus = prepare_sequences([str(tmp_path / "in")], tmp_path / "out", Audio(**options))
+    assert len(corpus.train) == 1 and list(corpus.manifest["left_out"].values()) == [1]
+    assert "(--clip_hours)" in next(iter(corpus.manifest["left_out"]))
+    assert len(prepare_sequences([str(tmp_path / "in")], tmp_path / "all", Audio(eval_fraction=0)).train) == 2
+
+
+@pytest.mark.parametrize("rate", [16_000, 44_100, 8_000])
+def test_blocks_are_resampled_to_the_same_samples(tmp_path, monkeypatch, rate):
+    write(tmp_path / "a.wav", samples := clip(1.0, rate=rate), rate)
+    piece, = inputs.find_pieces(str(tmp_path / "a.wav"), 2**26)
+    stored = np.float32(np.round(samples * 32767).astype(np.int16)) / 2**15
+    whole = stored if rate == 16_000 else soxr.resample(stored, rate, 16_000)
+    for size in (1000, 2**14, 2**20):
+        monkeypatch.setattr(audio, "DECODED", size)
+        np.testing.assert_array_equal(audio._samples(piece, 1), whole)
+
+
+def test_a_limit_identifies_a_corpus_only_where_it_was_changed():
+    assert Audio().identity() == Audio(clip_hours=4).identity() != Audio(clip_hours=5).identity()
+    for wrong in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="--clip_hours"):
+            Audio(clip_hours=wrong)
+
+
+def test_a_sparse_clip_is_left_out(tmp_path):
+    with open(tmp_path / "a.wav", "wb") as file:
+        file.truncate(2**40)
+    piece, = inputs.find_pieces(str(tmp_path / "a.wav"), 2**26)
+    assert audio._samples(piece, 1) == "larger than 4,294,967,296 bytes"
