@@ -14,6 +14,8 @@ from jaxtrain.config.load import load_config
 from jaxtrain.data import load_corpus
 from jaxtrain.main import main
 from jaxtrain.run import Run
+from tests.odd_files import device, fifo
+from tests.odd_files import text as text_of
 
 ROOT = Path(__file__).parents[1]
 TINY = f"{ROOT}/configs/gpt.py:tiny"
@@ -196,3 +198,17 @@ def test_as_a_command(tmp_path, flags, line):
                           capture_output=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line + "\n")
     assert not list(tmp_path.glob("runs/*/metrics.jsonl")) and not list(tmp_path.glob("runs/*/checkpoints"))
+
+
+@pytest.mark.parametrize("name, make, fix", [
+    ("config.json", fifo, "give another --workdir"), ("run.json", text_of("[" * 100_000), "give another --workdir"),
+    ("skipped_batches.json", device, "correct it, or delete it")])
+def test_a_file_of_the_workdir_that_is_something_else(tmp_path, text, name, make, fix):
+    (tmp_path / "work").mkdir()
+    make(tmp_path / "work" / name)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAXTRAIN_CACHE": str(tmp_path / "cache")}
+    flags = [f"--config={TINY}", f"--workdir={tmp_path}/work", f"--config.data.source={text}"]
+    done = subprocess.run([sys.executable, "-m", "jaxtrain.main", *flags], env=environment, text=True,
+                          capture_output=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith(f"--workdir: {tmp_path}/work/{name} ") and done.stderr.endswith(f"; {fix}\n")

@@ -10,16 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.tokenizers.vocabulary import (
-    ENDS,
-    MOST,
-    Vocabulary,
-    library,
-    read_file,
-    threads,
-    uint32,
-    without_metaspace,
-)
+from jaxtrain.data.tokenizers.vocabulary import ENDS, Vocabulary, library, read_file, threads, uint32, without_metaspace
 from jaxtrain.errors import UserError
 
 
@@ -36,8 +27,6 @@ class SentencePieceTokenizer(Vocabulary):
                 raise ValueError  # the library would accept an empty model
             self._model = model = processor(model_proto=self.content)
             self.vocab_size = model.vocab_size()
-            if not 0 < self.vocab_size <= MOST:
-                raise ValueError
         except (RuntimeError, ValueError) as error:
             raise UserError("data.tokenizer", f"{path} is not a SentencePiece model", "name another file") from error
         own = [model.id_to_piece(model.eos_id())] if model.eos_id() >= 0 else ENDS

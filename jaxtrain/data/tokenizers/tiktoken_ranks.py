@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.tokenizers.vocabulary import Vocabulary, check_ids, library, read_file, threads, told, uint32
+from jaxtrain.data.tokenizers.vocabulary import MOST, Vocabulary, library, read_file, threads, told, uint32
 from jaxtrain.errors import UserError, nearest
 
 
@@ -62,6 +62,8 @@ class TiktokenTokenizer(Vocabulary):
                             f"write {path}:SCHEME, {nearest(scheme, SCHEMES)}")
         ranks = _ranks(path, self.content)
         behind = 1 + max(ranks.values())
+        if behind > MOST:
+            raise UserError("data.tokenizer", f"{path} has ranks up to {behind - 1}", f"name a file below {MOST:,}")
         pattern, special = SCHEMES[scheme].pattern, SCHEMES[scheme].special
         self._special = {token: behind + place for token, place in special.items()}
         library_ = library("tiktoken", path)
@@ -135,5 +137,4 @@ def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
     if bytes_ < 256 or len(set(ranks.values())) < len(ranks):
         raise UserError("data.tokenizer", f"{path} has {bytes_} of 256 bytes and {len(set(ranks.values()))} ranks for "
                         f"{len(ranks)} tokens", "every byte and token needs its own rank; replace the file")
-    check_ids(path, ranks.values())
     return dict(sorted(ranks.items(), key=lambda item: item[1]))

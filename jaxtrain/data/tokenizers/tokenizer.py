@@ -17,15 +17,7 @@ from jaxtrain.bounded_files import parsed
 from jaxtrain.data.tokenizers import tiktoken_ranks
 from jaxtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from jaxtrain.data.tokenizers.tiktoken_ranks import TiktokenTokenizer
-from jaxtrain.data.tokenizers.vocabulary import (
-    Vocabulary,
-    check_ids,
-    library,
-    read_file,
-    told,
-    uint32,
-    without_metaspace,
-)
+from jaxtrain.data.tokenizers.vocabulary import Vocabulary, library, read_file, told, uint32, without_metaspace
 from jaxtrain.errors import UserError, nearest
 
 
@@ -101,13 +93,12 @@ class JsonTokenizer(Vocabulary):
         with told(self.path, "is not a tokenizer.json"):
             described = parsed(content)
             self.raw = tokenizers.Tokenizer.from_str(content.decode())
-            added, ids = described.get("added_tokens", ()), self.raw.get_vocab(with_added_tokens=True).values()
+            added = described.get("added_tokens", ())
             self.specials = {token["content"]: token["id"] for token in added if token["special"]}
-        check_ids(self.path, ids)
         # Not the file's bytes: the same tokenizer, formatted differently, gives the same ids.
         canonical = json.dumps(described, sort_keys=True).encode()
         self.name, self.content = self.path.name, content
-        self.vocab_size: int = 1 + max(ids)
+        self.vocab_size: int = 1 + max(self.raw.get_vocab(with_added_tokens=True).values(), default=-1)
         self.settle(path, hashlib.sha256(canonical).hexdigest(), eod, bos)
         self._lengths = self._measure(described.get("decoder") or {"type": "none"})
         self.raw.no_truncation()

@@ -3,7 +3,7 @@
 import os
 from abc import abstractmethod
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -36,7 +36,12 @@ class Vocabulary:
     specials: Mapping[str, int] = MappingProxyType({})  # tokens that stand for no text, where they are known
 
     def settle(self, path: str | Path, sha256: str, eod: str, bos: str, ends: Iterable[str] = ENDS) -> None:
-        """Find the tokens that end and begin documents; `sha256` identifies all else that the ids depend on."""
+        """Find the tokens that end and begin documents; `sha256` identifies all else that the ids depend on.
+
+        A vocabulary that is empty, or so large that tables of its ids would fill the memory, is refused first.
+        """
+        if not 0 < self.vocab_size <= MOST:
+            raise UserError("data.tokenizer", f"{path} has {self.vocab_size:,} ids", f"name one with 1 to {MOST:,}")
         self.eod_token, self.eod = self._first(path, "--eod", [eod] if eod else list(ends), "end")
         self.bos_token, self.bos = self._first(path, "--bos", [bos], "begin") if bos else ("", None)
         begins = f"{bos} begins and " if bos else ""
@@ -83,14 +88,6 @@ def told(path: str | Path, what: str) -> Iterator[None]:
             raise
         raise UserError("data.tokenizer", f"{path} {what} ({type(error).__name__}: {str(error)[:200]})",
                         "name another file or 'bytes'") from error
-
-
-def check_ids(path: str | Path, ids: Collection[int]) -> None:
-    """Refuse a vocabulary that is empty, or whose ids are negative or so high that tables would fill the memory."""
-    lowest, highest = (least_or_most(ids, default=-1) for least_or_most in (min, max))
-    if lowest < 0 or highest >= MOST:
-        raise UserError("data.tokenizer", f"{path} has " + (f"ids from {lowest} to {highest}" if ids else "no tokens"),
-                        f"name a tokenizer with ids from 0 to at most {MOST - 1:,}")
 
 
 def library(module: str, path: str | Path) -> Any:

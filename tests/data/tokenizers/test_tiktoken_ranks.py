@@ -140,7 +140,7 @@ BYTES = b"".join(b"%s %d\n" % (base64.b64encode(bytes([i])), i) for i in range(2
     (b"YQ== 0\nYg== 0\n", ":gpt2", "1 ranks for 2 tokens"),
     *((b"YQ== 0\nYg== " + rank + b"\n", ":gpt2", "some.tiktoken, line 2 is not a base64 token with its rank")
       for rank in (b"-1", b"+1", b"1.5", b"1e3", b"1_0", b"nan", b"9" * 5000, b"\xb2")),
-    *((BYTES + b"aGk= " + rank + b"\n", ":gpt2", f"has ids from 0 to {rank.decode()}; name a tokenizer with ids")
+    *((BYTES + b"aGk= " + rank + b"\n", ":gpt2", f"has ranks up to {rank.decode()}; name a file")
       for rank in (b"4000000000", b"18446744073709551617")),
 ])
 def test_a_bad_file_is_refused(tmp_path, content, scheme, words):
