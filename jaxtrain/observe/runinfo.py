@@ -34,13 +34,17 @@ _PACKAGES = {"jax": "jax", "jaxlib": "jaxlib", "flax": "flax", "optax": "optax",
 
 
 def make_workdir(workdir: str | Path) -> None:
-    """Make `workdir` if need be and raise a `UserError` if it cannot be written."""
+    """Make `workdir` if need be and raise a `UserError` if it cannot be written, now or when something is saved."""
     workdir = Path(workdir)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=workdir).close()
     except OSError as error:
         raise _unwritable(workdir, error) from None
+    for path, is_right in ((workdir / "metrics.jsonl", Path.is_file), (workdir / "checkpoints", Path.is_dir)):
+        if path.exists() and not is_right(path):
+            raise UserError("--workdir", f"{path} is not a {'file' if is_right is Path.is_file else 'folder'}",
+                            "move it away")
 
 
 def recorded_parts(workdir: str | Path, saved: Mapping[str, Any] | None = None) -> dict[str, Any] | None:

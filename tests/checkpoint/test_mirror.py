@@ -15,6 +15,7 @@ from jaxtrain.checkpoint import CheckpointManager, mirror, verify
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.errors import UserError
 from jaxtrain.observe.events import events
+from tests.odd_files import ODD, WRONG, in_time
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 ABSTRACT = {"w": jax.ShapeDtypeStruct((64, 8), np.float32, sharding=HERE)}
@@ -289,3 +290,25 @@ def test_what_the_run_went_back_from_does_not_come_back(work, place):
     ours = Mirror(work / "checkpoints", place)
     ours.send(2)
     assert storage.names(ours.place) == ["2", "owner.json"]  # and takes up no room
+
+
+@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+def test_whatever_lies_in_place_of_the_owner_is_one_line(tmp_path, make):
+    ours = Mirror(tmp_path / "run" / "checkpoints", str(tmp_path / "copies"))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    make(tmp_path / "run" / "checkpoints" / "mirror-owner.json")
+    with pytest.raises(UserError, match=r"checkpoint\.mirror: .*mirror-owner.json cannot be read .*; move it away"):
+        in_time(ours.fetch)
+
+
+@pytest.mark.parametrize("make", [*ODD, *WRONG], ids=lambda make: make.__name__)
+def test_a_copy_whose_mark_is_something_else_is_no_copy(tmp_path, make):
+    (tmp_path / "copies" / "3").mkdir(parents=True)
+    make(tmp_path / "copies" / "3" / "good.json")
+    ours = Mirror(tmp_path / "run" / "checkpoints", str(tmp_path / "copies"))
+    assert in_time(ours.steps) == [] and in_time(ours.fetch) is None
+
+
+def test_a_protocol_that_needs_more_than_a_url_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"ftp://host/x.*: ftp:// cannot be used .*; use s3:// or gs://"):
+        Mirror(tmp_path / "checkpoints", "ftp://host/x").fetch()

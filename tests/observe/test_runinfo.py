@@ -7,7 +7,7 @@ import pytest
 from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
 from jaxtrain.observe import check_workdir, write_run_files
-from tests.odd_files import ODD, WRONG, in_time
+from tests.odd_files import ODD, WRONG, device, fifo, folder, in_time, text
 
 
 def write(workdir, overrides=None, manifest="abc"):
@@ -116,3 +116,19 @@ def test_a_file_of_another_form(tmp_path, name, content):
     with pytest.raises(UserError) as error:
         check_workdir(tmp_path, config, {"": "abc"}, done=3, parts={"optimizer": {"state": "a", "update": {}}})
     assert error.value.key == "--workdir"
+
+
+@pytest.mark.parametrize("name, make, words", [
+    ("metrics.jsonl", fifo, "is not a file"), ("metrics.jsonl", folder, "is not a file"),
+    ("metrics.jsonl", device, "is not a file"), ("checkpoints", text("x"), "is not a folder"),
+    ("checkpoints", fifo, "is not a folder")])
+def test_what_could_not_be_written_later_is_refused_at_the_start(tmp_path, name, make, words):
+    make(tmp_path / name)
+    with pytest.raises(UserError, match=f"--workdir: .*{name} {words}; move it away"):
+        write(tmp_path)
+
+
+def test_files_of_an_earlier_start_are_no_obstacle(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    write(tmp_path)
