@@ -151,7 +151,16 @@ def overrides_of(words: Iterable[str], flags: Iterable[str]) -> dict[str, str]:
         if not word.startswith("--config."):
             if "." in word.partition("=")[0]:
                 raise UserError(word, "there is no such flag", f"write --config.{word.lstrip('-')}")
-            known = [f"--{name}" for name in flags] + ["--config.SECTION.KEY=VALUE"]
-            raise UserError(word, "there is no such flag", nearest(word.partition("=")[0], known))
+            raise UserError(word, "there is no such flag", _nearest_flag(word.partition("=")[0].lstrip("-"), flags))
         overrides[key] = value
     return overrides
+
+
+def _nearest_flag(name: str, flags: Iterable[str]) -> str:
+    from jaxtrain.config.suggestions import nearest_key
+
+    flags = sorted(flags)
+    if (flag := nearest(name, flags)).startswith("did"):
+        return flag.replace(" '", " '--")
+    known = f"known: {', '.join(f'--{other}' for other in flags)} and --config.SECTION.KEY=VALUE"
+    return nearest_key(name).replace(" '", " '--config.") or known

@@ -179,7 +179,8 @@ def test_print_config(capsys):
     wanted = load_config(TINY, {"train.steps": 7, "mesh.overrides.mlp": "none"}).to_dict()
     assert json.loads(capsys.readouterr().out) == wanted
     assert main([f"--config={TINY}", *changed, "--config.data.seed=0", "--print_config=diff"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"train.steps": 7, "mesh.overrides": {"mlp": "none"}}
+    assert json.loads(capsys.readouterr().out) == {
+        "train.steps": 7, "train.eval_every": 2, "checkpoint.every": 2, "mesh.overrides": {"mlp": "none"}}
 
 
 def test_print_config_may_be_read_in_part():

@@ -24,7 +24,7 @@ LEARNING = """
     train_step/state train_step/step train_step/sharded_step train_step/optimizers train_step/precision
     train_step/partition train_step/report
     data/__init__ data/tokenizers/tokenizer data/corpus/corpus data/corpus/text_cache
-    data/corpus/text_source atomic_files data/loading/batch_source
+    data/corpus/text_source files/atomic_files data/loading/batch_source
     data/loading/batch_spec data/loading/batches
     data/loading/loader data/loading/shuffle data/loading/packing data/loading/placement
     trainer/loop trainer/session trainer/resume trainer/saver trainer/evaluate trainer/reporting trainer/observers

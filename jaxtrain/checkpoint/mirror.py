@@ -17,11 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import atomic_files, storage
+from jaxtrain import storage
 from jaxtrain.checkpoint import verify
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
+from jaxtrain.files.safe_names import inside
 from jaxtrain.observe import events
-from jaxtrain.safe_names import inside
 
 THREADS = 8  # files transferred at a time
 AGAIN = 3  # attempts to send or fetch a file that arrives changed

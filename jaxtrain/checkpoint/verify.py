@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxtrain import atomic_files
 from jaxtrain.checkpoint import fingerprint
-from jaxtrain.safe_names import parts_of
+from jaxtrain.files import atomic_files
+from jaxtrain.files.safe_names import parts_of
 
 Record = dict[str, Any]
 Problems = list[str]

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from jaxtrain import atomic_files
 from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config, DataConfig, hash_of
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
 from jaxtrain.observe.own_parts import difference
 from jaxtrain.versions import git_commit, version_of
 

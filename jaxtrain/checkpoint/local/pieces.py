@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain import atomic_files
+from jaxtrain.files import atomic_files
 
 _MARK = b"jaxtrain-pieces\n"
 _OPENING = len(_MARK) + 8 + 32  # the magic string, the length of the header, and its sha256

@@ -25,13 +25,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain import atomic_files
 from jaxtrain.checkpoint.local import pieces
 from jaxtrain.checkpoint.local.partners import Partners
 from jaxtrain.checkpoint.local.pieces import Damaged
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.distributed.coordination import count, exchange
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
 from jaxtrain.observe import events
 
 _RUN = "snapshots"  # in the checkpoint directory: the id of the history that snapshots belong to

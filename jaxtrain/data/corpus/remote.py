@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import atomic_files, storage
+from jaxtrain import storage
 from jaxtrain.data.corpus.chunk_cache import ChunkCache
 from jaxtrain.data.corpus.corruption import Damage, Lost
 from jaxtrain.data.corpus.shard_writer import CHUNK
 from jaxtrain.errors import UserError
-from jaxtrain.safe_names import inside
+from jaxtrain.files import atomic_files
+from jaxtrain.files.safe_names import inside
 
 THREADS = 16  # concurrent requests, since each waits for the network
 AGAIN = 3  # attempts to fetch a chunk that arrives corrupt

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import atomic_files
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
 
 FILE = "skipped_batches.json"
 

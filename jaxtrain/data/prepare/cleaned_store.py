@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import atomic_files
 from jaxtrain.data.corpus.corpus import UNFINISHED
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats.inputs import Piece, Text, stamps
+from jaxtrain.files import atomic_files
 
 
 @contextmanager

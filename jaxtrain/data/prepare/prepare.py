@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import atomic_files
 from jaxtrain.data.chat.templates import BUILT_IN, TRAIN_ON, refuse_useless_masks
 from jaxtrain.data.cleaning.cleaning_steps import added, summed
 from jaxtrain.data.cleaning.filters import STEPS
@@ -38,6 +37,7 @@ from jaxtrain.data.prepare.tasks import ALIKE, Options, Task, chat_of, loaded, m
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.data.tokenizers.vocabulary import Vocabulary
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
 from jaxtrain.flags import command, parser_of
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import atomic_files
 from jaxtrain.data.chat.templates import TRAIN_ON, Chat
 from jaxtrain.data.cleaning.cleaning_steps import Steps, identity, told
 from jaxtrain.data.cleaning.near_duplicates import Near
@@ -27,6 +26,7 @@ from jaxtrain.data.formats.inputs import Ids, Piece, Text, stamps
 from jaxtrain.data.prepare import cleaned_store, provenance
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, begun, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.files import atomic_files
 
 Task = tuple[Piece, ...]
 ALIKE = ("", "equal to another", "nearly equal to another")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain import atomic_files
 from jaxtrain.data import open_corpus
 from jaxtrain.data.corpus.open import BESIDE
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
 from tests.data import made
 
 
