@@ -204,7 +204,8 @@ class Run:
     @property
     def batch_spec(self) -> BatchSpec:
         """The arrays that every batch has."""
-        return BatchSpec(self.objective.batch_spec, type(self.objective).__name__)
+        below = dict.fromkeys(("tokens", "targets"), self.config.model.vocab_size)
+        return BatchSpec(self.objective.batch_spec, type(self.objective).__name__, below=below)
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -269,7 +270,7 @@ class Run:
         return eval_batches(self.config.data, self.corpus)
 
     def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
-        """Loss per token in nats, and per byte of text in bits, on the first `batches` of the evaluation split."""
+        """Loss per token in nats, its exponential, and bits per byte of text, on the first `batches` for evaluation."""
         if self.data is not None:
             raise UserError("data", "batches given by data= have no evaluation split",
                             "use run.sharded.evaluate(state, batch), which gives the summed loss and its weight")
@@ -281,10 +282,11 @@ class Run:
         total, weight = np.sum(jax.device_get(sums), axis=0)
         nats = float(total / weight)
         text = self.corpus.eval
+        found = {"eval_loss": nats, "eval_perplexity": float(np.exp(min(nats, 700.0)))}
         if text.masked:  # how many bytes the learnt tokens stand for is not known
-            return {"eval_loss": nats}
+            return found
         predicted = text.num_tokens - text.num_documents  # the first token of a document follows nothing
-        return {"eval_loss": nats, "eval_bits_per_byte": nats * predicted / text.num_bytes / float(np.log(2))}
+        return found | {"eval_bits_per_byte": nats * predicted / text.num_bytes / float(np.log(2))}
 
     def place(self, batch: Any) -> Any:
         """Spread a whole batch over the mesh, as every process gives it; what is there already stays."""

@@ -67,7 +67,8 @@ MISTAKES = {
     "a negative seed": ("data.seed=-1", "data.seed: -1 is negative; use 0 or more"),
     "heads over tensor": ("model.num_heads=2 mesh.tensor=4", "model.num_kv_heads: 2 does not divide over mesh axes "
                           "tensor=4 (axis 'kv_heads' of blocks/layer/attention/k/bias); make it a multiple of 4 or "
-                          "change the mesh"),
+                          "change the mesh, or leave it whole by mesh.overrides.kv_heads=none and "
+                          "mesh.overrides.act_kv_heads=none"),
     "devices over the mesh": ("mesh.tensor=3", "mesh: tensor=3 does not divide the 8 devices; choose sizes "
                               "whose product divides 8"),
     "a mesh too large": ("mesh.data=4 mesh.tensor=4", "mesh: data=4 x tensor=4 needs 16 devices and there are 8; set "

@@ -196,7 +196,7 @@ def test_metrics(flags, ran):
     saved = [line.pop("checkpoint_blocked_s", None) for line in steps]  # on the line after a save
     assert saved[2] > 0 and saved[0] == saved[1] == saved[3] is None
     assert all(sorted(line) == sorted(STEP) for line in steps)  # no mfu: a CPU has no known peak
-    assert all(sorted(line) == ["eval_bits_per_byte", "eval_loss", "step"] for line in evals)
+    assert all(sorted(line) == ["eval_bits_per_byte", "eval_loss", "eval_perplexity", "step"] for line in evals)
     assert [line["tokens"] for line in steps] == [256, 512, 768, 1024]
     assert steps[0]["step_time_s"] is None  # it holds the compilation
     for line in steps[1:]:
@@ -206,6 +206,7 @@ def test_metrics(flags, ran):
     # All of float32's digits: each number is one, and rounded to six digits it would be another.
     assert all(float(np.float32(loss)) == loss for loss in losses)
     assert any(float(np.float32(f"{loss:.6g}")) != loss for loss in losses)
+    assert all(line["eval_perplexity"] == pytest.approx(math.exp(line["eval_loss"])) for line in evals)
     assert all(line["eval_bits_per_byte"] == pytest.approx(line["eval_loss"] / math.log(2), rel=0.02) for line in evals)
 
 

@@ -116,6 +116,7 @@ class OptimizerConfig:
     clip_norm: float = 1.0  # 0: no clipping
     b1: float = 0.9
     b2: float = 0.95
+    momentum: float = 0.95  # of the matrices that muon updates; b1 and b2 are for what it leaves to AdamW
     eps: float = 1e-8
     zero_stage: int = 0
     offload: bool = False  # between steps its state lies in the hosts' memory: slower, and less of the devices'
@@ -125,7 +126,7 @@ class OptimizerConfig:
         one_of("optimizer.schedule", self.schedule, ("cosine", "linear", "wsd", "constant"))
         positive(self, "optimizer", "learning_rate eps")
         not_negative(self, "optimizer", "warmup_steps weight_decay clip_norm final_fraction")
-        for name in ("b1", "b2"):
+        for name in ("b1", "b2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"optimizer.{name}", f"{getattr(self, name)} is not in [0, 1)", "try 0.9")
         if not 0 < self.decay_fraction <= 1:

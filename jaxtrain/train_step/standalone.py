@@ -369,8 +369,14 @@ def _spread_names(axes: Any, params: Any) -> Any:
     """The names of every parameter, from a tree that matches the parameters' or its upper levels."""
     def is_names(x):
         return x is None or (isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x))
+
+    def spread(names, part):
+        if isinstance(part, tuple) and not any(names or ()):  # parameters in a tuple, none of which has names
+            names = None
+        return jax.tree.map(lambda _: names, part)
+
     try:
-        return jax.tree.map(lambda names, part: jax.tree.map(lambda _: names, part), axes, params, is_leaf=is_names)
+        return jax.tree.map(spread, axes, params, is_leaf=is_names)
     except (ValueError, TypeError):
         raise UserError("axes", "its structure is not that of the parameters",
                         "give a tree of tuples of names that matches them, or their upper levels") from None

@@ -129,10 +129,11 @@ def make_step(loss: WeightedLoss, optimizer: optax.GradientTransformation, layou
                                        for g, own in zip(leaves, own_rule, strict=True)])
         mean = total / jnp.maximum(weight, 1e-8)
         finite = jnp.isfinite(norm) & jnp.isfinite(mean)
-        taken, extras, judged = finite, state.extras, {}
+        empty = weight <= 0  # no token counts: the parameters must not decay, nor the schedule advance
+        taken, extras, judged = finite & ~empty, state.extras, {}
         if "history" in extras:
             overflow = False if scale is None else jnp.isfinite(mean) & ~jnp.isfinite(norm) & (scale > 1)
-            taken, history, judged = extras["history"].judge(mean, norm, finite, overflow, spike_z, skip_spikes)
+            taken, history, judged = extras["history"].judge(mean, norm, taken, overflow | empty, spike_z, skip_spikes)
             extras = extras | {"history": history}
         params, opt_state = update(state.params, state.opt_state, grads, taken)
         skipped = state.skipped + ~taken
