@@ -30,7 +30,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     known, meant = sorted(known), SYNONYMS.get(word.lower().replace("-", "_"), "")
     if " " in meant:
         return meant
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.7 if len(word) > 2 else 1)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.65 if len(word) > 2 else 1)
     longer = [name for name in known if len(word) > 3 and word in name]
     best = [name for name in (meant, *close, *longer) if name in known][:1]
     return f"did you mean {best[0]!r}?" if best else f"known: {', '.join(known)}"
