@@ -78,8 +78,18 @@ class Found:
         (self.fitting if choice.estimate.fits else self.too_large).append(choice)
 
     def sort(self) -> None:
-        """Sort the layouts: fitting ones by time, too large ones by memory."""
-        self.fitting.sort(key=lambda choice: choice.estimate.seconds)
+        """Sort the layouts: fitting ones by time, too large ones by memory; drop those that only waste memory.
+
+        These differ from another in activation checkpointing alone, and are neither faster nor smaller.
+        """
+        self.fitting.sort(key=lambda choice: (choice.estimate.seconds, choice.estimate.bytes))
+        kept: dict[Any, list[Choice]] = {}
+        for choice in self.fitting:
+            twins = kept.setdefault(frozenset((choice.overrides | {"train.remat": ""}).items()), [])
+            if not any(twin.estimate.bytes <= choice.estimate.bytes for twin in twins):
+                twins.append(choice)
+        self.fitting = [choice for choice in self.fitting if any(choice is twin for twins in kept.values()
+                                                                 for twin in twins)]
         self.too_large.sort(key=lambda choice: choice.estimate.bytes)
 
 
