@@ -128,6 +128,9 @@ def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]
     parser.add_argument("--workdir", help="metrics, checkpoints and the resolved config go here; default: runs/CONFIG")
     parser.add_argument("--print_config", nargs="?", const="all", choices=("all", "diff"),
                         help="print the resolved config (or what the overrides changed in it) and stop")
+    parser.add_argument("--may_change", type=lambda text: text.split(","), default=[], metavar="KEY,...",
+                        help="keys such as train.steps or optimizer.learning_rate that may differ from those that the "
+                             "run in the workdir was begun with; run.json records the change")
     add_process_flags(parser)
     flags, rest = parser.parse_known_args(argv)
     overrides = overrides_of(rest, vars(flags))

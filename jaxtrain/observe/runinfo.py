@@ -3,7 +3,7 @@
 import json
 import platform
 import tempfile
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 
 from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config, DataConfig, hash_of
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest
 from jaxtrain.files import atomic_files
 from jaxtrain.observe.own_parts import difference
 from jaxtrain.versions import git_commit, version_of
@@ -25,6 +25,11 @@ _FREE: dict[str, Set[str] | None] = {
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
               "eval_batches", "sample_tokens", "progress", "tensorboard", "check_memory", "expert_exchange"},
 }
+# What a resumed run may change where `--may_change` names it: it shapes the steps to come, not the state.
+MAY_CHANGE = frozenset(
+    [f"optimizer.{key}" for key in ("learning_rate", "schedule", "warmup_steps", "decay_fraction", "final_fraction",
+                                    "weight_decay", "clip_norm", "b1", "b2", "momentum", "eps")]
+    + ["train.steps", "train.z_loss"])
 # What a resumed run may change where it makes no difference to the steps that are done: data.stages tells which.
 _STAGED = {"mixture", "stages", "seq_len", "global_batch_size"}
 _PACKAGES = {"jax": "jax", "jaxlib": "jaxlib", "flax": "flax", "optax": "optax", "orbax": "orbax-checkpoint",
@@ -54,8 +59,8 @@ def recorded_parts(workdir: str | Path, saved: Mapping[str, Any] | None = None) 
 
 def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, str] | None = None,
                   done: int = 0, *, parts: Mapping[str, Any] | None = None,
-                  keys: Mapping[str, Any] | None = None,
-                  saved: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+                  keys: Mapping[str, Any] | None = None, saved: Mapping[str, Any] | None = None,
+                  may_change: Collection[str] = ()) -> list[dict[str, Any]]:
     """Make `workdir` if need be and raise a `UserError` if it cannot be written or holds a run of other mathematics.
 
     Args:
@@ -64,10 +69,13 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
         parts: the description of those parts of the run that are its user's own (`own_parts.py`); None: not known yet.
         keys: the part of the config that counts for this run, as `config.json` has it; None: all of it.
         saved: what the newest checkpoint says of the run, which counts where run.json was lost.
+        may_change: keys such as "train.steps", whose values may differ from now on.
 
     Returns:
-        what changed of the data, on purpose, between the `done` steps and those to come.
+        what changed, on purpose, between the `done` steps and those to come.
     """
+    if unknown := sorted(set(may_change) - MAY_CHANGE):
+        raise UserError("--may_change", f"{unknown[0]} cannot change in a run", nearest(unknown[0], MAY_CHANGE))
     workdir = Path(workdir)
     make_workdir(workdir)
     try:
@@ -75,7 +83,7 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
         recorded = _read(workdir / "run.json")
     except OSError as error:
         raise _unwritable(workdir, error) from None
-    changed = []
+    changed, allowed = [], []
     own_optimizer = "optimizer" in (parts or {})
     for section, values in (config.to_dict() if keys is None else keys).items():
         for key, value in values.items():
@@ -85,11 +93,16 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
             if before == value or ("float16" not in (before, value) and _free(
                     section, key, config, own_optimizer)):
                 continue
+            name = f"{section}.{key}"
+            change = {"step": done, "key": name, "before": before, "after": value}
             if section == "data" and key in _STAGED and done:
-                changed.append({"step": done, "key": f"data.{key}", "before": before, "after": value})
-                continue
-            raise UserError("--workdir", f"{workdir} holds a run with {section}.{key}={before}, this config has "
-                            f"{value}", f"give another --workdir or --config.{section}.{key}={before}")
+                changed.append(change)
+            elif name in may_change:
+                allowed.append(change)
+            else:
+                raise UserError("--workdir", f"{workdir} holds a run with {name}={before}, this config has {value}",
+                                f"give another --workdir or --config.{name}={before}"
+                                f"{f', or allow it by --may_change={name}' * (name in MAY_CHANGE)}")
     before = recorded_parts(workdir, saved)  # None: a workdir of an earlier commit does not tell
     if parts is not None and before is not None and (other := difference(before, parts)):
         raise UserError("--workdir", f"{workdir} holds a run {other}",
@@ -115,13 +128,13 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
                  and (not done or name in past["sources"])]:
         raise UserError("--workdir", f"{workdir} holds a run on other data: manifest {then[other[0]]}, now "
                         f"{now[other[0]]}", "give another --workdir or bring the data back")
-    return changed
+    return changed + allowed
 
 
 def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[str, int], device_kind: str,
                     data_manifest_hash: str | None, manifests: Mapping[str, str] | None = None, done: int = 0,
                     parts: Mapping[str, Any] | None = None, keys: Mapping[str, Any] | None = None,
-                    saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+                    saved: Mapping[str, Any] | None = None, may_change: Collection[str] = ()) -> dict[str, Any]:
     """Check `workdir` as `check_workdir` does, then (in process 0) write `config.json` and `run.json` into it.
 
     Returns:
@@ -129,7 +142,8 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
     """
     workdir = Path(workdir)
     manifests = manifests or ({"": data_manifest_hash} if data_manifest_hash else {})
-    changes = check_workdir(workdir, config, manifests, done, parts=parts or {}, keys=keys, saved=saved)
+    changes = check_workdir(workdir, config, manifests, done, parts=parts or {}, keys=keys, saved=saved,
+                            may_change=may_change)
     written = config.to_dict() if keys is None else dict(keys)
     run = {
         "config_hash": hash_of(written),
@@ -147,9 +161,12 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
     if jax.process_index() != 0:
         return run
     try:
-        earlier = _read(workdir / "run.json").get("data_changes", [])
-        if earlier := earlier + [change for change in changes if change not in earlier]:
-            run["data_changes"] = earlier
+        recorded = _read(workdir / "run.json")
+        for kind, of_data in (("data_changes", True), ("config_changes", False)):
+            earlier = recorded.get(kind, [])
+            now = [change for change in changes if change["key"].startswith("data.") == of_data]
+            if every := earlier + [change for change in now if change not in earlier]:
+                run[kind] = every
         _write(workdir / "run.json", run)  # first: a kill here must not lose what changed
         _write(workdir / "config.json", written)
     except OSError as error:

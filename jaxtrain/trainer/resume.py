@@ -8,11 +8,12 @@ import jax
 from jaxtrain import observe
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
+from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
-from jaxtrain.trainer.reporting import say
+from jaxtrain.trainer.reporting import describe_changes, say
 from jaxtrain.trainer.rollback import RolledBack, agree, apply_pending_rollback
 from jaxtrain.trainer.session import Session
 
@@ -52,7 +53,8 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     reach = start.skipped.reach(start.step)  # in batches, of which rollbacks may have skipped some
     saved = start.recovered[2] if start.recovered else checkpoints.meta(start.step) if start.step else {}
     parts = run.own_parts(observe.recorded_parts(session.workdir, saved) or {})
-    observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved)
+    changes = observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved,
+                                    may_change=session.may_change)
     if t.tensorboard:
         observe.summary_writer()
     run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
@@ -66,7 +68,10 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     about = observe.write_run_files(
         session.workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
         data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash, manifests=run.manifests,
-        done=reach, parts=parts, keys=run.settings, saved=saved)
+        done=reach, parts=parts, keys=run.settings, saved=saved, may_change=session.may_change)
+    if run.data is None and jax.process_index() == 0:
+        tokenizer_folder.save(run.corpus.tokenizer, session.workdir / "tokenizer")
+    say(describe_changes(run, changes, start.step))
     if start.step > t.steps:
         raise UserError("train.steps", f"{t.steps} is less than the {start.step} steps that {session.workdir} has",
                         "give more steps or another --workdir")

@@ -33,6 +33,7 @@ class Session:
     ledger: Ledger
     interrupt: Interrupt
     observers: Sequence[Observer]
+    may_change: Sequence[str] = ()  # keys of the config
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -7,6 +7,7 @@ import pytest
 from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
 from jaxtrain.observe import check_workdir, write_run_files
+from jaxtrain.observe.runinfo import MAY_CHANGE
 
 
 def write(workdir, overrides=None, manifest="abc"):
@@ -38,9 +39,30 @@ def test_other_mathematics_is_refused(tmp_path, key):
     before = config.to_dict()[section][name]
     with pytest.raises(UserError) as error:
         write(tmp_path, {key: value})
+    allow = f", or allow it by --may_change={key}" * (key in MAY_CHANGE)
     assert str(error.value) == (f"--workdir: {tmp_path} holds a run with {key}={before}, this config has {value}; "
-                                f"give another --workdir or --config.{key}={before}")
+                                f"give another --workdir or --config.{key}={before}{allow}")
     assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict()
+
+
+@pytest.mark.parametrize("key", sorted(MAY_CHANGE))
+def test_what_is_named_may_change_and_is_recorded(tmp_path, key):
+    write(tmp_path)
+    value = {"train.steps": 200, "optimizer.schedule": "linear", "optimizer.warmup_steps": 7}.get(key, 0.5)
+    config = make_config({}, {key: value})
+    for may_change, done in (((key, "optimizer.eps"), 60), ((), 80)):  # it is the workdir's own from then on
+        write_run_files(tmp_path, config, mesh_sizes={}, device_kind="cpu", data_manifest_hash="abc", done=done,
+                        may_change=may_change)
+    section, name = key.split(".")
+    change = {"step": 60, "key": key, "before": make_config({}).to_dict()[section][name], "after": value}
+    assert json.loads((tmp_path / "run.json").read_text())["config_changes"] == [change]
+    assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict()
+
+
+@pytest.mark.parametrize("key", ["model.num_layers", "data.seed", "train.stpes"])
+def test_what_shapes_the_state_or_the_data_cannot_be_named(tmp_path, key):
+    with pytest.raises(UserError, match=rf"^--may_change: {key} cannot change in a run; "):
+        check_workdir(tmp_path, make_config({}), may_change=[key])
 
 
 def test_the_rest_may_change(tmp_path):

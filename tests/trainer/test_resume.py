@@ -25,6 +25,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
 from jaxtrain.run import Run, build
+from jaxtrain.train_step.optimizers import make_schedule
 from jaxtrain.trainer.shutdown import Interrupt, before_the_loop
 from tests.tiny import SLOW, tiny_flags, wait_for_checkpoint, wait_for_lines
 
@@ -55,6 +56,26 @@ def halfway(straight, tmp_path):
     shutil.copytree(straight, tmp_path / "halfway")
     shutil.rmtree(tmp_path / "halfway" / "checkpoints" / str(STEPS))
     return tmp_path / "halfway"
+
+
+def test_longer_on_purpose(flags, straight, tmp_path, capsys):
+    """A finished run goes on with the schedule of its new length, and says so; its first steps stay as they were."""
+    shutil.copytree(straight, tmp_path / "longer")
+    again = [*flags, f"--workdir={tmp_path / 'longer'}", "--config.train.steps=16"]
+    assert main(again) == 2 and "or allow it by --may_change=train.steps" in capsys.readouterr().err
+    allowed = "--may_change=train.steps,optimizer.warmup_steps,optimizer.learning_rate"
+    assert main([*again, "--config.optimizer.learning_rate=2e-3", allowed]) == 0
+    said = capsys.readouterr().err
+    assert f"from step {STEPS} on train.steps=16 (was {STEPS})" in said and "learning rate: " in said
+    config = load_config(tmp_path / "longer/config.json")
+    schedule = make_schedule(config.optimizer, 16)
+    lines = [json.loads(line) for line in (tmp_path / "longer/metrics.jsonl").read_text().splitlines()]
+    rates = {line["step"]: line["learning_rate"] for line in lines if "learning_rate" in line}
+    assert {step: rate for step, rate in rates.items() if step > STEPS} == {
+        step: pytest.approx(float(schedule(step - 1))) for step in range(STEPS + 1, 17)}
+    before = (straight / "metrics.jsonl").read_text().splitlines()
+    assert (tmp_path / "longer/metrics.jsonl").read_text().splitlines()[:len(before)] == before
+    assert main(again[:-1]) == 2  # back again would be a change, too
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from jaxtrain.data.prepare.on_ray import Ray
 from jaxtrain.data.prepare.prepare_progress import Line
 from jaxtrain.data.prepare.tasks import ALIKE, Options, Task, chat_of, loaded, made_by, tokenize_shard, verdicts_path
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
+from jaxtrain.data.tokenizers.tokenizer_folder import record_of
 from jaxtrain.data.tokenizers.vocabulary import Vocabulary
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
@@ -172,10 +173,7 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
         refuse_useless_masks(splits, added(ledger["left_out"] for ledger in done))
     manifest = {
         "format": FORMAT, "plan": plan,
-        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
-                      "file": getattr(tokenizer, "file", ""), "eod": getattr(tokenizer, "eod_token", ""),
-                      "bos": getattr(tokenizer, "bos_token", ""),
-                      "sha256": hashlib.sha256(getattr(tokenizer, "content", b"")).hexdigest()},
+        "tokenizer": record_of(tokenizer) | {"sha256": hashlib.sha256(getattr(tokenizer, "content", b"")).hexdigest()},
         "options": options.identity(), "chat": chat and chat.identity(),
         "inputs": [[piece.identity() | ({"sha256": sha256} if sha256 else {})
                     for piece, sha256 in zip(task, ledger["stored"], strict=True)]

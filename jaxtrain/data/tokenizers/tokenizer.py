@@ -161,7 +161,7 @@ def encode_documents(texts: Sequence[bytes], tokenizer: Tokenizer) -> list[np.nd
 
 
 def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
-    """Load a tokenizer: "bytes", a file or its folder, or tiktoken:NAME.
+    """Load a tokenizer: "bytes", a file or its folder (such as WORKDIR/tokenizer of a run), or tiktoken:NAME.
 
     `eod` and `bos` name the tokens that end and begin a document.
     """
@@ -174,6 +174,10 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
     if where == "tiktoken":
         return tiktoken_ranks.named(scheme, eod, bos)
     path = Path(where or name).expanduser()
+    if (kept := path / "tokenizer_record.json").is_file():  # a folder that tokenizer_folder.save wrote
+        record = json.loads(read_file(kept))
+        named = (record["eod"], record["bos"]) if record["file"] else ()
+        return load_tokenizer(str(path / record["file"]) if record["file"] else "bytes", *named)
     if not path.exists() and "/" not in name and path.suffix not in (".json", ".tiktoken", ".model"):
         raise UserError("data.tokenizer", f"there is no tokenizer {name!r}", nearest(name, ["bytes"])
                         + ", or name the path of a tokenizer.json, .tiktoken or .model")
