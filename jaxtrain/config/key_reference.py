@@ -91,7 +91,7 @@ def _choices(cls: type) -> dict[str, str]:
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "one_of":
             key, values = node.args[0], node.args[2]
             if isinstance(key, ast.Constant) and isinstance(values, ast.Tuple):
-                found[key.value] = ", ".join(f"`{ast.unparse(value)}`" for value in values.elts)
+                found[str(key.value)] = ", ".join(f"`{ast.unparse(value)}`" for value in values.elts)
     return found
 
 

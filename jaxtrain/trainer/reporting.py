@@ -60,8 +60,8 @@ def describe_changes(run: Run, changes: Sequence[Mapping[str, Any]], step: int) 
     allowed = [change for change in changes if not change["key"].startswith("data.")]
     lines = [f"from step {step} on {change['key']}={change['after']} (was {change['before']})" for change in allowed]
     if allowed and run.schedule is not None:
-        steps = run.config.train.steps
-        rates = [f"{float(run.schedule(at)):.3g} at step {at}" for at in sorted({step, (step + steps) // 2, steps})]
+        at = sorted({step, (step + run.config.train.steps) // 2, run.config.train.steps})
+        rates = [f"{np.asarray(run.schedule(n)):.3g} at step {n}" for n in at]
         lines.append(f"learning rate: {', '.join(rates)}")
     return "\n".join(lines)
 

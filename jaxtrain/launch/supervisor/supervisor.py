@@ -24,6 +24,7 @@ from pathlib import Path
 
 from jaxtrain import errors
 from jaxtrain.distributed import child_processes, exit_codes
+from jaxtrain.distributed.authentication import make_secret
 from jaxtrain.distributed.child_processes import Child
 from jaxtrain.errors import UserError
 from jaxtrain.flags import command, parser_of, training_flags, workdir_of
@@ -106,6 +107,15 @@ class End:
             # JAX's own service, which uses that clock, ended all processes.
             self.why = f"the wall clock was set by {jumped:+.0f} s, and JAX took that for processes that fell silent"
         self.verdict = failure_report.verdict(self.culprit, self.why if silent else "") if self.culprit else self.why
+
+
+def _secret(path: Path) -> dict[str, str]:
+    """Return the variable that names the file with the run's secret, if the file system can keep one."""
+    with contextlib.suppress(OSError):
+        make_secret(path)
+        if not path.stat().st_mode & 0o077:
+            return {"JAXTRAIN_SECRET_FILE": str(path)}
+    return {}
 
 
 class Supervisor:
@@ -241,6 +251,8 @@ class Supervisor:
         elastic = ["--config.resilience.elastic=true"] if self.staff.elastic else []
         program = self.flags.program or [sys.executable, "-m", "jaxtrain.main"]
         environment = {**os.environ, **self.shares[slot], "JAXTRAIN_FULL_PROCESSES": str(self.flags.processes)}
+        if total > 1 and not os.environ.keys() & {"JAXTRAIN_SECRET", "JAXTRAIN_SECRET_FILE"}:
+            environment |= _secret(self.workdir / "secret")
         command = [*program, *elastic, *self.rest, *(where if total > 1 else [])]
         return child_processes.start(command, rank, slot, logs / f"process-{rank}.log", environment)
 
