@@ -72,6 +72,13 @@ def find_tasks(inputs: str | Sequence[str], task_bytes: int = 2**26, token_dtype
     return cut([(piece,) for piece in pieces], task_bytes)
 
 
+def task_bytes_of(inputs: str | Sequence[str]) -> int:
+    """Return how much input makes a task: so little that many workers are busy, and a function of the input alone."""
+    inputs = [inputs] if isinstance(inputs, str | Path) else inputs
+    total = sum(size for source in inputs for _, _, size in _files(str(source)))
+    return min(2**26, max(2**20, total // 32))
+
+
 def find_pieces(inputs: str | Sequence[str], task_bytes: int, token_dtype: str = "",
                 ends: str | tuple[str, ...] = "") -> list[Piece]:
     """Return the pieces in order of input and name, only of files whose names end with `ends`, in any case."""

@@ -42,7 +42,7 @@ class Options:
     field: str = "text"  # of JSON records and Parquet
     eval_fraction: float = 0.005  # share of documents, chosen by their content
     deduplicate: bool | str = False  # keep only the first of equal documents: "exact" (or True), or also "near"
-    task_bytes: int = 2**26  # of input per shard
+    task_bytes: int = 0  # of input per shard; 0: inputs.task_bytes_of
     token_dtype: str = ""  # for token files without a header
     bos: str = ""  # the token that begins a document; "": none
     steps: tuple[str, ...] = ()  # cleaning steps, in order; see cleaning_steps.py
@@ -59,7 +59,7 @@ class Options:
                 object.__setattr__(self, name, (getattr(self, name),))
         if not 0 <= self.eval_fraction < 1:
             raise UserError("--eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.005")
-        if self.task_bytes < 1:
+        if self.task_bytes < 0:
             raise UserError("--task_bytes", f"{self.task_bytes} is too small", "use 67108864 or so")
         if self.token_dtype and self.token_dtype not in token_files.TYPES:
             raise UserError("--token_dtype", f"{self.token_dtype!r} is not a token type",

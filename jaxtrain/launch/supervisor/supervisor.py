@@ -65,6 +65,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--program", nargs="+", help=argparse.SUPPRESS)  # for tests: instead of jaxtrain.main
     words = list(argv)
     split = words.index("--") if "--" in words else len(words)
+    if stray := [word for word in words[:split] if word.startswith(("--config", "--workdir"))]:
+        raise UserError(stray[0], "flags of the run come after --",
+                        f"write jaxtrain supervise --processes=N -- {' '.join(stray)}")
     flags, rest = parser.parse_args(words[:split]), words[split + 1:]
     flags.min_processes = flags.processes if flags.min_processes is None else flags.min_processes
     if flags.processes < 1:
