@@ -52,13 +52,14 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Do what the flags ask for; returns the exit status."""
     from jaxtrain import compile_cache
     from jaxtrain.config import load
-    from jaxtrain.distributed import processes
+    from jaxtrain.distributed import authentication, processes
     from jaxtrain.plan.targets import claim_memory
 
     # The line of code that issues a warning is of no use to the user.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     claim_memory()
     compile_cache.enable_compilation_cache()
+    authentication.find_secret(workdir_of(flags))
     processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
     _need_devices()
     resolved = load.load_config(flags.config, overrides)

@@ -216,7 +216,11 @@ class Mirror:
             list(pool.map(lambda name: _fetch(self._url(step, name), inside(folder, name),
                                               *record["files"].get(name, (0, ""))), names))
         problems = verify.compare_files(folder, record, *verify.list_files(folder), hashes=False)
-        if problems or verify.parse_mark((folder / verify.MARK).read_bytes(), step) != record:
+        try:
+            same = verify.parse_mark((folder / verify.MARK).read_bytes(), step) == record
+        except ValueError:
+            same = False
+        if problems or not same:
             raise Different(self._url(step), (problems or ["its good.json changed while it was fetched"])[0],
                             "use the copy of an older step")
         config = self._directory.parent / "config.json"

@@ -66,6 +66,14 @@ def make_secret(path: Path) -> None:
         os.unlink(name)
 
 
+def find_secret(workdir: Path) -> None:
+    """Use the secret that a supervisor made in the workdir, where the environment names none: to read its snapshots."""
+    path = workdir.absolute() / "secret"
+    with contextlib.suppress(OSError):
+        if not os.environ.keys() & {"JAXTRAIN_SECRET", "JAXTRAIN_SECRET_FILE"} and not path.stat().st_mode & 0o077:
+            os.environ["JAXTRAIN_SECRET_FILE"] = str(path)
+
+
 def derive(*parts: Any) -> bytes:
     """Return a key for one purpose, made from the secret."""
     return bytes.fromhex(code(secret(), *parts))

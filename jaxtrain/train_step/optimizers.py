@@ -84,7 +84,7 @@ def _muon(c: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
     matrices = _map(lambda names: _muon_dimensions(names) is not None, axes)
 
     def orthogonal(momentum, dimensions):
-        if dimensions is None:
+        if dimensions is None or isinstance(momentum, optax.MaskedNode):
             return momentum
         # 0.2: updates as large as AdamW's, so that both have one learning rate (arXiv 2502.16982).
         muon = optax.contrib.muon(-1.0, beta=0.0, nesterov=False, eps=c.eps, consistent_rms=0.2,
@@ -94,7 +94,8 @@ def _muon(c: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
     return optax.chain(
         optax.masked(optax.trace(c.momentum, nesterov=True), matrices),
         optax.masked(optax.scale_by_adam(c.b1, c.b2, c.eps), jax.tree.map(lambda matrix: not matrix, matrices)),
-        optax.stateless(lambda momenta, params: jax.tree.map(orthogonal, momenta, dimensions)))
+        optax.stateless(lambda momenta, params: jax.tree.map(
+            orthogonal, momenta, dimensions, is_leaf=lambda x: isinstance(x, optax.MaskedNode))))  # with_update_rules
 
 
 def is_matrix(names: tuple) -> bool:

@@ -62,10 +62,14 @@ class ShardedStep:
                 raise UserError("state", "its parameters or optimizer state are not those of this run",
                                 "use a state made by this run's init()") from error
             for (path, x), want in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(self.abstract), strict=True):
-                if (x.shape, x.dtype) != (want.shape, want.dtype) or not x.sharding.is_equivalent_to(
-                        want.sharding, x.ndim):
-                    raise UserError("state", f"{jax.tree_util.keystr(path, simple=True, separator='/')} lies on the "
-                                    f"devices as {x.sharding}, and this run wants {want.sharding}",
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                if (np.shape(x), jnp.result_type(x)) != (want.shape, want.dtype):
+                    raise UserError("state", f"{name} is {jnp.result_type(x)}{list(np.shape(x))}, and this run has "
+                                    f"{want.dtype}{list(want.shape)}",
+                                    "use a state made by this run's init()") from error
+                if not isinstance(x, jax.Array) or not x.sharding.is_equivalent_to(want.sharding, x.ndim):
+                    raise UserError("state", f"{name} lies on the devices as {getattr(x, 'sharding', 'a host array')}, "
+                                    f"and this run wants {want.sharding}",
                                     "move it with adopt(state) of this run") from error
             raise
 

@@ -269,8 +269,8 @@ class LocalCheckpoints:
         for path in self._folder.glob("process-*/*/*.snapshot"):
             try:
                 right = pieces.read_header(pieces.reader(path)).about["run"] == self._run
-            except Damaged:
-                right = False
+            except Damaged:  # or made with a secret that this process was not given: not used, and not deleted
+                continue
             if right:
                 here[path.name] = path
             elif path.parent in mine:

@@ -107,6 +107,9 @@ class Store:
             (name, sha256) for split in manifest["splits"].values() for shard in split["shards"]
             for name, sha256 in shard["sha256"].items() if name.endswith((".offsets.npy", ".origins.npy"))]
         if file := manifest["tokenizer"]["file"]:
+            if "sha256" not in manifest["tokenizer"]:
+                raise UserError("data.source", f"the manifest of {url} is of an earlier version and has no hash of its "
+                                "tokenizer", "prepare the corpus again, and publish it")
             wanted.append((file, manifest["tokenizer"]["sha256"]))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

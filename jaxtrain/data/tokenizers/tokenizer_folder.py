@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
+from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 
 RECORD = "tokenizer_record.json"  # beside the tokenizer's own file, which says neither
@@ -22,6 +23,14 @@ def save(tokenizer: Tokenizer, folder: str | Path) -> None:
     folder, record = Path(folder), json.dumps(record_of(tokenizer), indent=2) + "\n"
     if (folder / RECORD).exists() and (folder / RECORD).read_text() == record:
         return
+    try:
+        _write(tokenizer, folder, record)
+    except OSError as error:
+        raise UserError("--workdir", f"{folder} cannot be written ({error.strerror})",
+                        "give a folder that can be") from None
+
+
+def _write(tokenizer: Tokenizer, folder: Path, record: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if content := getattr(tokenizer, "content", b""):
         with atomic_files.written(folder / record_of(tokenizer)["file"]) as file:

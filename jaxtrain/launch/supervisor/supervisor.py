@@ -254,7 +254,8 @@ class Supervisor:
         elastic = ["--config.resilience.elastic=true"] if self.staff.elastic else []
         program = self.flags.program or [sys.executable, "-m", "jaxtrain.main"]
         environment = {**os.environ, **self.shares[slot], "JAXTRAIN_FULL_PROCESSES": str(self.flags.processes)}
-        if total > 1 and not os.environ.keys() & {"JAXTRAIN_SECRET", "JAXTRAIN_SECRET_FILE"}:
+        given = os.environ.keys() & {"JAXTRAIN_SECRET", "JAXTRAIN_SECRET_FILE"}
+        if self.flags.processes * self.flags.nodes > 1 and not given:
             environment |= _secret(self.workdir / "secret")
         command = [*program, *elastic, *self.rest, *(where if total > 1 else [])]
         return child_processes.start(command, rank, slot, logs / f"process-{rank}.log", environment)

@@ -20,6 +20,17 @@ def test_a_token_beyond_the_vocabulary_is_refused(key, token):
     assert spec.check(jax.device_put(batch)) == (2, 2)  # reading it back would hold the devices up
 
 
+def test_targets_without_weight_may_be_any_number():
+    spec = BatchSpec({"targets": np.int32, "weights": np.float32}, "NextToken", below={"targets": 257})
+    batch = {"targets": np.array([[-100, 3]], np.int32), "weights": np.array([[0, 1]], np.float32)}
+    assert spec.check(batch) == (1, 2)
+    batch["weights"][:] = 1
+    with pytest.raises(UserError, match="the token -100"):
+        spec.check(batch)
+    floats = BatchSpec({"targets": np.float32}, "Own", below={"targets": 257})
+    assert floats.check({"targets": np.array([[-0.25]], np.float32)}) == (1, 1)
+
+
 def test_a_run_refuses_such_a_batch():
     run = reference.build("gpt2")
     batch = reference.batch(0)
