@@ -117,22 +117,23 @@ class Peers:
                     raise TimeoutError(0, f"not all processes connected within {timeout:.0f} seconds")
                 for ready, _ in selector.select(0.2):
                     line = greeting.get(ready.fd)
-                    with contextlib.suppress(BlockingIOError):
-                        try:
-                            if line is None:
-                                connection, _ = listener.accept()
-                                connection.setblocking(False)
-                                line = greeting[connection.fileno()] = _Line(connection, key, accepts=True)
-                                selector.register(connection, selectors.EVENT_READ)
-                            elif not line.receive():
-                                raise ConnectionError
-                            elif line.messages:
-                                self._welcome(line, line.accept(), timeout)
-                                forget(line)
-                        except OSError:
-                            if line is not None:
-                                forget(line)
-                                line.connection.close()
+                    try:
+                        if line is None:
+                            connection, _ = listener.accept()
+                            connection.setblocking(False)
+                            line = greeting[connection.fileno()] = _Line(connection, key, accepts=True)
+                            selector.register(connection, selectors.EVENT_READ)
+                        elif not line.receive():
+                            raise ConnectionError
+                        elif line.messages:
+                            self._welcome(line, line.accept(), timeout)
+                            forget(line)
+                    except BlockingIOError:  # it is not ready after all
+                        continue
+                    except OSError:
+                        if line is not None:
+                            forget(line)
+                            line.connection.close()
                 late = [line for line in greeting.values() if time.monotonic() - line.opened > GREETING_S]
                 for line in late + list(greeting.values())[:max(0, len(greeting) - len(late) - _MOST)]:
                     if line.connection.fileno() in greeting:

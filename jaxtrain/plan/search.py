@@ -121,8 +121,6 @@ class _Looker:
                     keys["optimizer.offload"] = True
                     choice = self.at({**keys, "train.remat": remat})
                 if choice is None or not choice.estimate.fits:
-                    if remat == "attention":  # "dots" may be smaller
-                        continue
                     break
                 best = min(best, choice, key=lambda c: c.estimate.seconds)
         if start.mesh["mesh.data"] > 1 and not self.found.config.optimizer.zero_stage:

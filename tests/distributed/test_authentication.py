@@ -69,3 +69,21 @@ def test_a_secret_that_is_none_is_refused(tmp_path, monkeypatch, content, mode, 
     with pytest.raises(UserError, match=rf"^JAXTRAIN_SECRET.*{message}"):
         authentication.secret()
     secret.cache_clear()
+
+
+def test_a_run_uses_the_secret_in_its_workdir(tmp_path, monkeypatch):
+    """So that a run started by hand reads the snapshots that a supervised one left."""
+    monkeypatch.delenv("JAXTRAIN_SECRET", raising=False)
+    monkeypatch.setenv("JAXTRAIN_SECRET_FILE", "")  # undone afterwards
+    monkeypatch.delenv("JAXTRAIN_SECRET_FILE")
+    authentication.find_secret(tmp_path)
+    assert "JAXTRAIN_SECRET_FILE" not in os.environ  # there is none
+    make_secret(tmp_path / "secret")
+    (tmp_path / "secret").chmod(0o644)
+    authentication.find_secret(tmp_path)
+    assert "JAXTRAIN_SECRET_FILE" not in os.environ  # others can read it
+    (tmp_path / "secret").chmod(0o600)
+    authentication.find_secret(tmp_path)
+    assert os.environ["JAXTRAIN_SECRET_FILE"] == str(tmp_path / "secret")
+    authentication.find_secret(tmp_path / "other")
+    assert os.environ["JAXTRAIN_SECRET_FILE"] == str(tmp_path / "secret")  # given already

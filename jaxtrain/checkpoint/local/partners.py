@@ -136,10 +136,14 @@ class _Server(socketserver.ThreadingTCPServer):
             self._unknown.pop(id(request), None)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Answer; a connection that is dropped or not authorized is ignored, and the other side reports it."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        """Answer a request."""
+        try:
             self.partners.answer(request)
-        self.known(request)
+        finally:
+            self.known(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore a dropped or unauthorized connection; the other side reports it."""
 
 
 class _Server6(_Server):

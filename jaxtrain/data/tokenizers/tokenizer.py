@@ -18,6 +18,7 @@ from jaxtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from jaxtrain.data.tokenizers.tiktoken_ranks import TiktokenTokenizer
 from jaxtrain.data.tokenizers.vocabulary import Vocabulary, library, read_file, uint32, without_metaspace
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.files.safe_names import inside
 
 
 class Tokenizer(Protocol):
@@ -77,6 +78,7 @@ class ByteTokenizer:
         return int(np.count_nonzero(ids < 256))
 
 
+RECORD = "tokenizer_record.json"  # beside a tokenizer's own file in a folder: the tokens around documents
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -174,10 +176,13 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
     if where == "tiktoken":
         return tiktoken_ranks.named(scheme, eod, bos)
     path = Path(where or name).expanduser()
-    if (kept := path / "tokenizer_record.json").is_file():  # a folder that tokenizer_folder.save wrote
-        record = json.loads(read_file(kept))
-        named = (record["eod"], record["bos"]) if record["file"] else ()
-        return load_tokenizer(str(path / record["file"]) if record["file"] else "bytes", *named)
+    if (kept := path / RECORD).is_file():  # a folder that tokenizer_folder.save wrote
+        try:
+            record = json.loads(read_file(kept))
+            file, named = record["file"] and str(inside(path, record["file"])), (record["eod"], record["bos"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UserError("data.tokenizer", f"{kept} is damaged ({error})", "copy it again from the run") from error
+        return load_tokenizer(file, *named) if file else ByteTokenizer()
     if not path.exists() and "/" not in name and path.suffix not in (".json", ".tiktoken", ".model"):
         raise UserError("data.tokenizer", f"there is no tokenizer {name!r}", nearest(name, ["bytes"])
                         + ", or name the path of a tokenizer.json, .tiktoken or .model")

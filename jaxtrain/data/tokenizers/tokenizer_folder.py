@@ -4,11 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.tokenizers.tokenizer import Tokenizer
+from jaxtrain.data.tokenizers.tokenizer import RECORD, Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
-
-RECORD = "tokenizer_record.json"  # beside the tokenizer's own file, which says neither
 
 
 def record_of(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -83,13 +83,13 @@ class Found:
         These differ from another in activation checkpointing alone, and are neither faster nor smaller.
         """
         self.fitting.sort(key=lambda choice: (choice.estimate.seconds, choice.estimate.bytes))
-        kept: dict[Any, list[Choice]] = {}
+        kept, smallest = [], dict[Any, float]()
         for choice in self.fitting:
-            twins = kept.setdefault(frozenset((choice.overrides | {"train.remat": ""}).items()), [])
-            if not any(twin.estimate.bytes <= choice.estimate.bytes for twin in twins):
-                twins.append(choice)
-        self.fitting = [choice for choice in self.fitting if any(choice is twin for twins in kept.values()
-                                                                 for twin in twins)]
+            rest = frozenset((choice.overrides | {"train.remat": ""}).items())
+            if choice.estimate.bytes < smallest.get(rest, float("inf")):
+                smallest[rest] = choice.estimate.bytes
+                kept.append(choice)
+        self.fitting = kept
         self.too_large.sort(key=lambda choice: choice.estimate.bytes)
 
 

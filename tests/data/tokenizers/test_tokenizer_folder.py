@@ -35,6 +35,14 @@ def test_it_gives_the_same_ids(tmp_path, kind):
     assert again.encode(b"the same text").tolist() == tokenizer.encode(b"the same text").tolist()
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}", "null", "[" * 99_999, '{"file": "../x", "eod": "", "bos": ""}',
+                                     '{"file": 3, "eod": "", "bos": ""}'])
+def test_a_damaged_record_is_told(tmp_path, content):
+    (tmp_path / tokenizer_folder.RECORD).write_text(content)
+    with pytest.raises(jt.UserError, match=r"^data.tokenizer: .*tokenizer_record.json is damaged"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_run_keeps_its_tokenizer(tmp_path, tmp_path_factory):
     words = dict(flag.removeprefix("--config.").split("=", 1) for flag in tiny_flags(
         tmp_path_factory, ["train.steps=0", "train.sample_tokens=0"])[1:])
