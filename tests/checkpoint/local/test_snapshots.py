@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.checkpoint.local import snapshots
 from jaxtrain.config.load import load_config
+from jaxtrain.distributed.authentication import secret
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
@@ -116,6 +117,20 @@ def test_a_damaged_one_is_told_and_passed_over(workdir, damage, capsys):
     if damage in ("flipped", "cut"):
         assert f"{newest.name} is damaged" in capsys.readouterr().err
         assert "snapshot_damaged" in [event["kind"] for event in events(workdir)]
+
+
+def test_one_whose_secret_is_not_given_is_kept_for_who_has_it(workdir, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_SECRET", "the secret of a supervised run")
+    secret.cache_clear()
+    take(workdir, 3)
+    monkeypatch.delenv("JAXTRAIN_SECRET")
+    secret.cache_clear()
+    assert restored(workdir) is None and len(files(workdir)) == 1
+    monkeypatch.setenv("JAXTRAIN_SECRET", "the secret of a supervised run")
+    secret.cache_clear()
+    assert restored(workdir) == 3
+    monkeypatch.undo()
+    secret.cache_clear()
 
 
 def test_a_new_beginning_does_not_know_them(workdir):
