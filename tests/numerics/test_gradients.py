@@ -19,8 +19,8 @@ def plain():
 
 @pytest.mark.parametrize(("mesh", "keys"), [
     pytest.param((2, 2, 2), dict(train__accumulation=2, optimizer__zero_stage=2), id="eight, accumulated"),
-    pytest.param((2, 1, 1), dict(mesh__stage=2), id="pipeline"),
-    pytest.param((1, 1, 1), dict(train__freeze="['blocks/*']"), id="frozen layers"),
+    pytest.param((2, 1, 1), dict(mesh__stage=2), id="pipeline", marks=pytest.mark.slow),
+    pytest.param((1, 1, 1), dict(train__freeze="['blocks/*']"), id="frozen layers", marks=pytest.mark.slow),
 ])
 def test_loss_and_gradient_are_those_of_one_device(mesh, keys):
     run = reference.build("gpt2", mesh, **keys)
