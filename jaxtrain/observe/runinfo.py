@@ -94,6 +94,9 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
                     section, key, config, own_optimizer)):
                 continue
             name = f"{section}.{key}"
+            if name == "optimizer.warmup_steps" and config.optimizer.schedule == "constant" and max(
+                    before, value) <= done:
+                continue  # it is over by both
             change = {"step": done, "key": name, "before": before, "after": value}
             if section == "data" and key in _STAGED and done:
                 changed.append(change)

@@ -80,6 +80,16 @@ def test_constant_schedule_may_be_extended(tmp_path):
     write(tmp_path, {"optimizer.schedule": "constant", "train.steps": 200})
 
 
+def test_a_warm_up_that_is_over_may_have_another_length(tmp_path):
+    """Where a config gives it as a part of train.steps, a constant schedule can still be extended."""
+    keys = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 5}
+    write(tmp_path, keys)
+    longer = make_config({}, keys | {"train.steps": 200, "optimizer.warmup_steps": 10})
+    with pytest.raises(UserError, match=r"optimizer.warmup_steps=5, this config has 10"):
+        check_workdir(tmp_path, longer, done=9)
+    assert check_workdir(tmp_path, longer, done=10) == []
+
+
 def test_other_data_is_refused(tmp_path):
     write(tmp_path)
     with pytest.raises(UserError, match=r"^--workdir: .* manifest abc, now xyz; "):
