@@ -85,7 +85,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         from jaxtrain.plan import elastic
 
         resolved = elastic.here(resolved, workdir_of(flags))
-    train(resolved, workdir_of(flags))
+    train(resolved, workdir_of(flags), adopt=flags.adopt)
     return exit_codes.DONE
 
 

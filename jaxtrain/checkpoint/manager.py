@@ -122,24 +122,18 @@ class CheckpointManager:
         candidates = exchange(verify.steps(self._directory), lambda found: found[0])
         for step in reversed(candidates):
             if step not in self._passed_over and (below is None or step < below):
-                problems = self._checks.of(step, next(_names))
-                if not problems:
-                    return self._found(step)
-                self._pass_over(step, problems)
-                if self._fetched(step):
-                    return self._found(step)
+                if problems := self._checks.of(step, next(_names)):
+                    self._pass_over(step, problems)
+                if not problems or self._fetched(step):
+                    self._checked = step
+                    return step
         if below is None and (fetched := self._fetched(None)):
-            return self._found(fetched)
+            self._checked = fetched
+            return fetched
         if below is None and (damaged := exchange(self._set_aside(), lambda found: found[0])):
             raise UserError("checkpoint", f"none of the checkpoints in {self._directory} is good ({', '.join(damaged)};"
                             " events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
         return None
-
-    def _found(self, step: int) -> int:
-        self._checked = step
-        if self._mirror and jax.process_index() == 0:
-            self._mirror.copy(step)  # unless it is copied already; a run may have ended while copying it
-        return step
 
     def _fetched(self, step: int | None) -> int | None:
         """Fetch this step, or the newest, from the mirror; returns None if it has none."""
@@ -185,6 +179,8 @@ class CheckpointManager:
             if below is not None:
                 exchange(None, lambda _: [_rename(self._directory / str(other), _ABANDONED)
                                              for other in verify.steps(self._directory) if other >= below])
+            if self._mirror and jax.process_index() == 0:
+                self._mirror.copy(step)  # unless it is copied already; a run may have ended while copying it
             return step, state, meta
 
     def prepare(self, state: Any) -> None:

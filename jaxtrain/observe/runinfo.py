@@ -2,6 +2,7 @@
 
 import json
 import platform
+import secrets
 import tempfile
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -52,6 +53,34 @@ def recorded_parts(workdir: str | Path, saved: Mapping[str, Any] | None = None) 
         raise _unwritable(Path(workdir), error) from None
 
 
+def identity(workdir: str | Path, saved: Mapping[str, Any],
+             adopt: bool = False) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Return the identity of the workdir's run: its random id, and the checkpoints of other runs that it adopted.
+
+    Args:
+        saved: what the checkpoint to go on from says of its run; {}: there is none, and a new run begins.
+        adopt: go on from the checkpoint of another run.
+
+    Returns:
+        the identity, for run.json and every checkpoint; and `saved`, or {} if it describes another run.
+
+    Raises:
+        UserError: the checkpoint belongs to another run.
+    """
+    own = saved and (_read(Path(workdir) / "run.json") or ({} if adopt else saved))
+    known = {"run": own.get("run") or secrets.token_hex(8), "adopted": own.get("adopted", [])}
+    theirs = [saved.get("run"), saved.get("step")]
+    if not saved or theirs[0] == known["run"]:
+        return known, saved
+    if theirs not in known["adopted"]:
+        if not adopt:
+            raise UserError("checkpoint", f"step {theirs[1]} in {workdir} belongs to another run than run.json there "
+                            f"(id {theirs[0]} instead of {known['run']})",
+                            "move it away, or give --adopt to go on from it all the same")
+        known["adopted"] = [*known["adopted"], theirs]
+    return known, {}
+
+
 def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, str] | None = None,
                   done: int = 0, *, parts: Mapping[str, Any] | None = None,
                   keys: Mapping[str, Any] | None = None,
@@ -63,7 +92,7 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
         done: steps that the workdir's newest checkpoint has.
         parts: the description of those parts of the run that are its user's own (`own_parts.py`); None: not known yet.
         keys: the part of the config that counts for this run, as `config.json` has it; None: all of it.
-        saved: what the newest checkpoint says of the run, which counts where run.json was lost.
+        saved: what the newest checkpoint says of the run, which counts where run.json or config.json was lost.
 
     Returns:
         what changed of the data, on purpose, between the `done` steps and those to come.
@@ -71,10 +100,11 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
     workdir = Path(workdir)
     make_workdir(workdir)
     try:
-        started = _read(workdir / "config.json")
-        recorded = _read(workdir / "run.json")
+        started, recorded = _read(workdir / "config.json"), _read(workdir / "run.json")
     except OSError as error:
         raise _unwritable(workdir, error) from None
+    if saved and not (started and recorded):
+        started, recorded = saved.get("config", started), recorded or saved
     changed = []
     own_optimizer = "optimizer" in (parts or {})
     for section, values in (config.to_dict() if keys is None else keys).items():
@@ -121,8 +151,11 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
 def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[str, int], device_kind: str,
                     data_manifest_hash: str | None, manifests: Mapping[str, str] | None = None, done: int = 0,
                     parts: Mapping[str, Any] | None = None, keys: Mapping[str, Any] | None = None,
-                    saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+                    saved: Mapping[str, Any] | None = None,
+                    known: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Check `workdir` as `check_workdir` does, then (in process 0) write `config.json` and `run.json` into it.
+
+    `known`: the identity of the run.
 
     Returns:
         what `run.json` says of this run.
@@ -132,6 +165,7 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
     changes = check_workdir(workdir, config, manifests, done, parts=parts or {}, keys=keys, saved=saved)
     written = config.to_dict() if keys is None else dict(keys)
     run = {
+        **(known or {}),
         "config_hash": hash_of(written),
         "git_commit": git_commit(),
         "packages": {name: version_of(package) for name, package in _PACKAGES.items()},

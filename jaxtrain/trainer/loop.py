@@ -37,7 +37,7 @@ from jaxtrain.trainer.shutdown import Interrupt, complete
 
 def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective | None = None,
           optimizer: optax.GradientTransformation | None = None, data: BatchSource | None = None,
-          observers: Sequence[Observer] = ()) -> TrainState:
+          observers: Sequence[Observer] = (), adopt: bool = False) -> TrainState:
     """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; return the final state.
 
     Args:
@@ -45,6 +45,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         workdir: the folder of metrics and checkpoints.
         objective: what is minimised, as `build` takes it; likewise `optimizer` and `data`.
         observers: objects whose methods are called at each step.
+        adopt: go on from the newest checkpoint in `workdir` even if it belongs to another run.
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; everything done so far is saved.
@@ -65,7 +66,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
             errors.say(predicted)
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
-        session = Session(Path(workdir), watchdog, ledger, Interrupt(), observers)
+        session = Session(Path(workdir), watchdog, ledger, Interrupt(), observers, adopt)
         with run_lock(workdir):
             while True:
                 try:

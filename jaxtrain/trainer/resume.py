@@ -51,6 +51,7 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     config, t = run.config, run.config.train
     reach = start.skipped.reach(start.step)  # in batches, of which rollbacks may have skipped some
     saved = start.recovered[2] if start.recovered else checkpoints.meta(start.step) if start.step else {}
+    known, saved = exchange(None, lambda _: observe.identity(session.workdir, saved, session.adopt))
     parts = run.own_parts(observe.recorded_parts(session.workdir, saved) or {})
     observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved)
     if t.tensorboard:
@@ -66,7 +67,7 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     about = observe.write_run_files(
         session.workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
         data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash, manifests=run.manifests,
-        done=reach, parts=parts, keys=run.settings, saved=saved)
+        done=reach, parts=parts, keys=run.settings, saved=saved, known=known)
     if start.step > t.steps:
         raise UserError("train.steps", f"{t.steps} is less than the {start.step} steps that {session.workdir} has",
                         "give more steps or another --workdir")
@@ -90,6 +91,9 @@ def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManag
                             f"move {session.workdir}/checkpoints/{start.step} away")
         raise RolledBack  # its files are whole, but it does not load as it was saved
     _, state, meta = restored
+    if (found := int(jax.device_get(state.step))) != start.step:
+        raise UserError("checkpoint", f"step {start.step} in {session.workdir} holds the state of step {found}",
+                        "move it away, and the run goes on from the checkpoint before it")
     agree(session.workdir, start.skipped, meta, start.step)
     say(f"resumed from {'the snapshot of ' if start.recovered else ''}step {start.step}")
     return state

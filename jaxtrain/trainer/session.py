@@ -33,6 +33,7 @@ class Session:
     ledger: Ledger
     interrupt: Interrupt
     observers: Sequence[Observer]
+    adopt: bool = False  # whether to go on from a checkpoint of another run
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

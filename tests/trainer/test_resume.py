@@ -239,8 +239,90 @@ def test_other_shapes_are_refused(flags, straight, tmp_path, capsys):
         "or --config.model.embed_dim=32\n")
     (tmp_path / "work" / "config.json").unlink()  # so that only the checkpoint knows
     assert main(other) == 2
+    assert "holds a run with model.embed_dim=32, this config has 64" in capsys.readouterr().err.splitlines()[-1]
+    (tmp_path / "work" / "run.json").unlink()
+    assert main([*other, "--adopt"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert "in the checkpoint" in line and "in this run; build the model and optimizer of that checkpoint" in line
+
+
+@pytest.fixture(scope="module")
+def foreign(flags, tmp_path_factory):
+    """Another run, with the same shapes and other initial values."""
+    workdir = tmp_path_factory.mktemp("foreign") / "work"
+    assert main([*flags, "--config.train.seed=1", f"--workdir={workdir}"]) == 0
+    return workdir
+
+
+def identity(workdir):
+    return json.loads((workdir / "run.json").read_text())["run"]
+
+
+def test_a_checkpoint_of_another_run_is_refused(flags, halfway, foreign, capsys):
+    shutil.copytree(foreign / "checkpoints" / str(STEPS), halfway / "checkpoints" / str(STEPS))
+    before = (halfway / "run.json").read_bytes(), (halfway / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        assert main([*flags, f"--workdir={halfway}"]) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            f"checkpoint: step {STEPS} in {halfway} belongs to another run than run.json there (id {identity(foreign)} "
+            f"instead of {identity(halfway)}); move it away, or give --adopt to go on from it all the same")
+    assert before == ((halfway / "run.json").read_bytes(), (halfway / "metrics.jsonl").read_bytes())
+
+
+def test_a_checkpoint_of_another_run_is_adopted(flags, straight, halfway, foreign):
+    """Once adopted, it may be gone on from again."""
+    shutil.rmtree(halfway / "checkpoints" / "9")
+    shutil.copytree(foreign / "checkpoints" / "9", halfway / "checkpoints" / "9")
+    before = identity(halfway)
+    for adopt in (["--adopt"], []):
+        assert main([*flags, *adopt, f"--workdir={halfway}"]) == 0
+        assert identity(halfway) == before != identity(foreign)
+        assert json.loads((halfway / "run.json").read_text())["adopted"] == [[identity(foreign), 9]]
+        assert verify.saved_meta(halfway / "checkpoints" / str(STEPS))["run"] == before
+        shutil.rmtree(halfway / "checkpoints" / str(STEPS))
+    assert told(halfway)[:-4] == told(straight)[:-4]
+    ours, theirs = ([line["loss"] for line in told(workdir)[-4:] if "loss" in line] for workdir in (halfway, foreign))
+    assert ours == theirs  # the data are the same
+
+
+def test_a_checkpoint_alone_is_adopted_by_another_config(flags, foreign, tmp_path, capsys):
+    shutil.copytree(foreign / "checkpoints", tmp_path / "checkpoints")
+    assert main([*flags, f"--workdir={tmp_path}"]) == 2
+    assert "holds a run with train.seed=1, this config has 0; give" in capsys.readouterr().err
+    assert main([*flags, "--adopt", f"--workdir={tmp_path}"]) == 0
+    assert identity(tmp_path) != identity(foreign)
+
+
+@pytest.mark.parametrize("lost", [["run.json"], ["config.json"], ["run.json", "config.json"]])
+def test_without_run_files_the_checkpoint_tells(flags, straight, halfway, capsys, lost):
+    for name in lost:
+        (halfway / name).unlink()
+    assert main([*flags, "--config.optimizer.learning_rate=0.5", f"--workdir={halfway}"]) == 2
+    assert "holds a run with optimizer.learning_rate=" in capsys.readouterr().err
+    assert main([*flags, f"--workdir={halfway}"]) == 0
+    assert_same_run(flags, halfway, straight)
+    assert identity(halfway) == identity(straight)
+
+
+def test_a_new_run_has_an_identity_of_its_own(flags, straight, tmp_path):
+    """A workdir copied without its checkpoints begins another run."""
+    tmp_path.joinpath("run.json").write_bytes((straight / "run.json").read_bytes())
+    assert main([*flags, f"--workdir={tmp_path}"]) == 0
+    assert identity(tmp_path) != identity(straight) and len(identity(tmp_path)) == 16
+
+
+@pytest.mark.parametrize("edited", [["fingerprint"], ["fingerprint", "meta"]])
+def test_a_checkpoint_under_another_step(flags, halfway, capsys, edited):
+    """Its folder was renamed, and its files were edited to fit."""
+    folder = (halfway / "checkpoints" / "9").rename(halfway / "checkpoints" / "11")
+    (folder / "good.json").unlink()
+    for part in edited:
+        file = folder / part / "metadata"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"step": 11}))
+    assert main([*flags, f"--workdir={halfway}"]) == 2
+    err = capsys.readouterr().err
+    assert ("checkpoint 11 is damaged (it is the checkpoint of step 9)" in err if len(edited) == 1 else
+            f"checkpoint: step 11 in {halfway} holds the state of step 9; move it away" in err)
 
 
 def test_a_checkpoint_that_cannot_be_read(flags, halfway, capsys):
