@@ -128,8 +128,8 @@ def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]
     parser.add_argument("--workdir", help="metrics, checkpoints and the resolved config go here; default: runs/CONFIG")
     parser.add_argument("--print_config", nargs="?", const="all", choices=("all", "diff"),
                         help="print the resolved config (or what the overrides changed in it) and stop")
-    parser.add_argument("--adopt", action="store_true", help="go on from the newest checkpoint in the workdir even if it "
-                                                             "belongs to another run")
+    parser.add_argument("--adopt", action="store_true",
+                        help="go on from the newest checkpoint in the workdir even if it belongs to another run")
     add_process_flags(parser)
     flags, rest = parser.parse_known_args(argv)
     overrides = overrides_of(rest, vars(flags))

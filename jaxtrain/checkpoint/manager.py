@@ -11,6 +11,7 @@ import contextlib
 import errno
 import functools
 import itertools
+import os
 import shutil
 import threading
 import time
@@ -39,7 +40,8 @@ AGAIN_S = (1, 2, 4, 8, 16, 32, *[60] * 8)  # seconds between retries of the last
 _MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _PATIENCE_S = 20.0  # how long `close` waits for a checkpoint being verified; otherwise the next start verifies it
 _names = map("checkpoint/{}".format, itertools.count())  # names of exchanges; all processes make the same calls
-_DAMAGED, _ABANDONED, _DELETED, _TEMPORARY = ".damaged", ".abandoned", ".deleted", ".orbax-checkpoint-tmp"
+_DAMAGED, _ABANDONED, _DELETED, _MISPLACED = ".damaged", ".abandoned", ".deleted", ".misplaced"
+_TEMPORARY = ".orbax-checkpoint-tmp"  # as Orbax calls it
 
 
 class NotSaved(exit_codes.RunExit):
@@ -342,11 +344,19 @@ class CheckpointManager:
         """Clean the directory and return None, or why nothing can be saved ("" if the step exists already)."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            if folder.exists():
+            if int(folder.name) in self.steps():
                 return ""
+            if os.path.lexists(folder):
+                self._tell("checkpoint_misplaced", f"{folder} is not the folder of a checkpoint; kept as "
+                           f"{_rename(folder, _MISPLACED)}", step=int(folder.name))
             for entry in self._directory.iterdir():
-                if _TEMPORARY in entry.name or entry.name.endswith((_DELETED, FETCHING)):
+                if _TEMPORARY in entry.name or _DELETED in entry.name or entry.name.endswith(FETCHING):
                     shutil.rmtree(entry, ignore_errors=True)
+            if os.path.lexists(left := folder.with_name(folder.name + _TEMPORARY)):  # Orbax would wait for minutes
+                try:
+                    _rename(left, _DELETED)
+                except OSError as error:
+                    return f"{left.name}, left from an earlier save, cannot be deleted: {error.strerror}"
             free, wanted = shutil.disk_usage(self._directory).free, sum(leaf.nbytes for leaf in flat.values())
         except OSError as error:
             if self._jobs or self._failure or error.errno not in _MISTAKES:

@@ -199,7 +199,7 @@ def untouched(victim):
 
 
 def refused(workdir):
-    with pytest.raises(UserError, match=r"^checkpoint\.local_dir: .* only you can enter, .*; remove it, or give another"):
+    with pytest.raises(UserError, match=r"^checkpoint\.local_dir: .* only you can enter, .*; remove it, or give"):
         opened(workdir)
     return True
 
