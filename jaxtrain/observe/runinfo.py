@@ -1,6 +1,7 @@
 """Which run a workdir holds: config.json and run.json, and the refusal to continue it as another one."""
 
 import json
+import os
 import platform
 import secrets
 import tempfile
@@ -33,13 +34,15 @@ _PACKAGES = {"jax": "jax", "jaxlib": "jaxlib", "flax": "flax", "optax": "optax",
 
 
 def make_workdir(workdir: str | Path) -> None:
-    """Make `workdir` if need be and raise a `UserError` if it cannot be written."""
-    workdir = Path(workdir)
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=workdir).close()
-    except OSError as error:
-        raise _unwritable(workdir, error) from None
+    """Make `workdir` if need be and raise a `UserError` if it, or the `checkpoints` in it, cannot be written."""
+    for folder in (Path(workdir), Path(workdir) / "checkpoints"):
+        try:
+            if folder == Path(workdir):
+                folder.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(folder):
+                tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise _unwritable(folder, error) from None
 
 
 def recorded_parts(workdir: str | Path, saved: Mapping[str, Any] | None = None) -> dict[str, Any] | None:

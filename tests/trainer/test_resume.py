@@ -373,6 +373,15 @@ def test_one_that_loads_as_another_is_passed_over(flags, straight, tmp_path, cap
     assert_same_run(flags, tmp_path / "work", straight)
 
 
+def test_metrics_that_are_damaged_in_the_middle(flags, straight, halfway, capsys):
+    lines = (halfway / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (halfway / "metrics.jsonl").write_bytes(b"".join([*lines[:3], b"\0" * 50 + b"\xff\n", *lines[4:]]))
+    assert main([*flags, f"--workdir={halfway}"]) == 0
+    assert "cannot be read (1 of them), as after a power failure" in capsys.readouterr().err
+    kept = (halfway / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert kept[:3] == lines[:3] and kept[4:12] == lines[4:12]
+
+
 def test_what_a_checkpoint_says_of_its_run(flags, straight):
     meta = CheckpointManager(straight / "checkpoints").meta(STEPS)
     line = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()][-2]
