@@ -132,7 +132,8 @@ class CheckpointManager:
         if below is None and (fetched := self._fetched(None)):
             self._checked = fetched
             return fetched
-        if below is None and (damaged := exchange(self._set_aside(), lambda found: found[0])):
+        if below is None and (damaged := exchange(
+                sorted(path.name for path in self._directory.glob(f"*{_DAMAGED}*")), lambda found: found[0])):
             raise UserError("checkpoint", f"none of the checkpoints in {self._directory} is good ({', '.join(damaged)};"
                             " events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
         return None
@@ -380,8 +381,11 @@ class CheckpointManager:
                 with contextlib.suppress(Exception):  # the coordinator is lost, and soon all processes are
                     self._barrier.fail(innermost(error))
                 self._drain()
+                self._failed(job.step, error)
+            else:
+                self._failure = None
             finally:
-                self._commit(job, failure)
+                job.committed.set()
             failures = together(f"{job.name}/saved", failure and innermost(failure), list)
             if any(failures):
                 if not failure:
@@ -428,15 +432,6 @@ class CheckpointManager:
             with contextlib.suppress(Exception):
                 self._saver.wait_until_finished()
                 return
-
-    def _commit(self, job: "_Job", failure: Exception | None) -> None:
-        try:
-            if failure:
-                self._failed(job.step, failure)
-            else:
-                self._failure = None
-        finally:
-            job.committed.set()
 
     def _failed(self, step: int, error: Exception) -> None:
         reason = innermost(error)
@@ -502,9 +497,6 @@ class CheckpointManager:
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         self._tell("checkpoint_damaged", f"checkpoint {step} is damaged ({problems[0]}{more}); kept as {aside}",
                    step=step, problems=problems, kept_as=aside)
-
-    def _set_aside(self) -> list[str]:
-        return sorted(path.name for path in self._directory.glob(f"*{_DAMAGED}*"))
 
     def _wait_for_commits(self) -> None:
         for job in self._jobs:

@@ -35,14 +35,14 @@ _PACKAGES = {"jax": "jax", "jaxlib": "jaxlib", "flax": "flax", "optax": "optax",
 
 def make_workdir(workdir: str | Path) -> None:
     """Make `workdir` if need be and raise a `UserError` if it, or the `checkpoints` in it, cannot be written."""
-    for folder in (Path(workdir), Path(workdir) / "checkpoints"):
-        try:
-            if folder == Path(workdir):
-                folder.mkdir(parents=True, exist_ok=True)
+    folder = workdir = Path(workdir)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        for folder in (workdir, workdir / "checkpoints"):
             if os.path.lexists(folder):
                 tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise _unwritable(folder, error) from None
+    except OSError as error:
+        raise _unwritable(folder, error) from None
 
 
 def recorded_parts(workdir: str | Path, saved: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
@@ -50,10 +50,7 @@ def recorded_parts(workdir: str | Path, saved: Mapping[str, Any] | None = None) 
 
     `saved`: what a checkpoint of the run says, which counts where run.json was lost.
     """
-    try:
-        return (_read(Path(workdir) / "run.json") or saved or {}).get("own_parts")
-    except OSError as error:
-        raise _unwritable(Path(workdir), error) from None
+    return (_read(Path(workdir) / "run.json") or saved or {}).get("own_parts")
 
 
 def identity(workdir: str | Path, saved: Mapping[str, Any],
@@ -102,10 +99,7 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
     """
     workdir = Path(workdir)
     make_workdir(workdir)
-    try:
-        started, recorded = _read(workdir / "config.json"), _read(workdir / "run.json")
-    except OSError as error:
-        raise _unwritable(workdir, error) from None
+    started, recorded = _read(workdir / "config.json"), _read(workdir / "run.json")
     if saved and not (started and recorded):
         started, recorded = saved.get("config", started), recorded or saved
     changed = []
@@ -216,6 +210,8 @@ def _read(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise _unwritable(path.parent, error) from None
     except ValueError:
         raise UserError("--workdir", f"{path} is not valid JSON", "give another --workdir") from None
 

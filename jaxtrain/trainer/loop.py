@@ -62,8 +62,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         run = config if isinstance(config, Run) else build(
             preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer)),
             objective=objective or NextToken.of, optimizer=optimizer, data=data)
-        if (predicted := preflight.check(run)) and jax.process_index() == 0:
-            errors.say(predicted)
+        say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
         session = Session(Path(workdir), watchdog, ledger, Interrupt(), observers, adopt)

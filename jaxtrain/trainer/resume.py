@@ -30,11 +30,10 @@ def find_start(run: Run, session: Session, checkpoints: CheckpointManager, local
     """Find the newest checkpoint, on disk or in memory; one from memory is loaded at once."""
     skipped = apply_pending_rollback(session.workdir, checkpoints)
     with session.phase("restore"):
-        step, none_good = 0, None
         try:
-            step = checkpoints.newest() or 0
+            step, none_good = checkpoints.newest() or 0, None
         except UserError as error:
-            none_good = error
+            step, none_good = 0, error
         recovered = local.restore_newest(run.abstract, above=step)
         if none_good and not recovered:
             raise none_good
@@ -60,9 +59,8 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     run.check_shapes(reach, start.skipped.reach(t.steps))
     batches = remaining(run.train_batches, start.skipped).num_batches
     if batches is not None and batches < t.steps:
-        which, fix = "data.mixture ends", "raise the epochs of its sources or train fewer steps"
-        if run.data is not None:
-            which, fix = "the batches given by data= end", f"train {batches} steps or fewer, or give more"
+        which, fix = ("data.mixture ends", "raise the epochs of its sources or train fewer steps") if run.data is None \
+            else ("the batches given by data= end", f"train {batches} steps or fewer, or give more")
         raise UserError("train.steps", f"{which} at step {batches}", fix)
     about = observe.write_run_files(
         session.workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,

@@ -164,7 +164,7 @@ def test_what_an_earlier_save_left_and_cannot_be_deleted(tmp_path, monkeypatch, 
         checkpoints.close()
         assert verify.steps(tmp_path / "c") == [2] and (tmp_path / "c" / "2.deleted" / "state").is_dir()
     else:
-        fails(checkpoints, 2, "2.orbax-checkpoint-tmp, left from an earlier save, cannot be deleted: Operation not perm")
+        fails(checkpoints, 2, "2.orbax-checkpoint-tmp, left from an earlier save, cannot be deleted: Operation not")
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
