@@ -58,7 +58,7 @@ def identity(workdir: str | Path, saved: Mapping[str, Any],
     """Return the identity of the workdir's run: its random id, and the checkpoints of other runs that it adopted.
 
     Args:
-        saved: what the checkpoint to go on from says of its run; {}: there is none, and a new run begins.
+        saved: what the checkpoint to go on from says of its run; {}: there is none.
         adopt: go on from the checkpoint of another run.
 
     Returns:
@@ -67,7 +67,9 @@ def identity(workdir: str | Path, saved: Mapping[str, Any],
     Raises:
         UserError: the checkpoint belongs to another run.
     """
-    own = saved and (_read(Path(workdir) / "run.json") or ({} if adopt else saved))
+    workdir = Path(workdir)
+    recorded = _read(workdir / "run.json") if saved or (workdir / "config.json").exists() else {}
+    own = recorded or ({} if adopt else saved)
     known = {"run": own.get("run") or secrets.token_hex(8), "adopted": own.get("adopted", [])}
     theirs = [saved.get("run"), saved.get("step")]
     if not saved or theirs[0] == known["run"]:

@@ -304,11 +304,25 @@ def test_without_run_files_the_checkpoint_tells(flags, straight, halfway, capsys
     assert identity(halfway) == identity(straight)
 
 
-def test_a_new_run_has_an_identity_of_its_own(flags, straight, tmp_path):
-    """A workdir copied without its checkpoints begins another run."""
-    tmp_path.joinpath("run.json").write_bytes((straight / "run.json").read_bytes())
+@pytest.mark.parametrize("names, same", [(["run.json"], False), (["run.json", "config.json"], True)])
+def test_the_identity_of_a_run_that_begins(flags, straight, tmp_path, names, same):
+    """It stays if the workdir's run begins again; with another config, which config.json would refuse, it may not."""
+    for name in names:
+        shutil.copy(straight / name, tmp_path)
     assert main([*flags, f"--workdir={tmp_path}"]) == 0
-    assert identity(tmp_path) != identity(straight) and len(identity(tmp_path)) == 16
+    assert (identity(tmp_path) == identity(straight)) == same and len(identity(tmp_path)) == 16
+
+
+def test_a_copy_from_the_mirror_knows_its_run(flags, straight, halfway, tmp_path):
+    mirrored = [*flags, f"--config.checkpoint.mirror={tmp_path / 'mirror'}"]
+    assert main([*mirrored, f"--workdir={halfway}"]) == 0
+    assert main([*mirrored, f"--workdir={tmp_path / 'lost'}"]) == 0
+    assert identity(tmp_path / "lost") == identity(straight) and json.loads(
+        (tmp_path / "lost" / "run.json").read_text())["adopted"] == []
+    other = [*mirrored, "--config.train.seed=1", f"--workdir={tmp_path / 'other'}"]
+    assert main([*other, "--config.checkpoint.mirror="]) == 0
+    shutil.rmtree(tmp_path / "other" / "checkpoints")
+    assert main(other) == 2  # its own are lost, and the mirror has copies of another run
 
 
 @pytest.mark.parametrize("edited", [["fingerprint"], ["fingerprint", "meta"]])
