@@ -325,18 +325,23 @@ def test_a_copy_from_the_mirror_knows_its_run(flags, straight, halfway, tmp_path
     assert main(other) == 2  # its own are lost, and the mirror has copies of another run
 
 
-@pytest.mark.parametrize("edited", [["fingerprint"], ["fingerprint", "meta"]])
-def test_a_checkpoint_under_another_step(flags, halfway, capsys, edited):
+@pytest.mark.parametrize("edited, told", [
+    (["seal"], "checkpoint 11 is damaged (good.json is that of step 9)"),
+    (["fingerprint"], "checkpoint 11 is damaged (it is the checkpoint of step 9)"),
+    (["fingerprint", "meta"], "halfway holds the state of step 9; move it away")], ids=["seal", "one", "both"])
+def test_a_checkpoint_under_another_step(flags, halfway, capsys, edited, told):
     """Its folder was renamed, and its files were edited to fit."""
     folder = (halfway / "checkpoints" / "9").rename(halfway / "checkpoints" / "11")
+    record = json.loads((folder / "good.json").read_text())
     (folder / "good.json").unlink()
+    if edited == ["seal"]:
+        verify.write_mark(folder.parent, 11, {key: record[key] for key in ("files", "fingerprint", "meta")})
+        edited = []
     for part in edited:
         file = folder / part / "metadata"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"step": 11}))
     assert main([*flags, f"--workdir={halfway}"]) == 2
-    err = capsys.readouterr().err
-    assert ("checkpoint 11 is damaged (it is the checkpoint of step 9)" in err if len(edited) == 1 else
-            f"checkpoint: step 11 in {halfway} holds the state of step 9; move it away" in err)
+    assert told in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_cannot_be_read(flags, halfway, capsys):
