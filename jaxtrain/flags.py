@@ -131,6 +131,8 @@ def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]
     parser.add_argument("--may_change", type=lambda text: text.split(","), default=[], metavar="KEY,...",
                         help="keys such as train.steps or optimizer.learning_rate that may differ from those that the "
                              "run in the workdir was begun with; run.json records the change")
+    parser.add_argument("--adopt", action="store_true",
+                        help="go on from the newest checkpoint in the workdir even if it belongs to another run")
     add_process_flags(parser)
     flags, rest = parser.parse_known_args(argv)
     overrides = overrides_of(rest, vars(flags))

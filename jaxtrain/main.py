@@ -65,10 +65,8 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     resolved = load.load_config(flags.config, overrides)
     processes.agree(resolved)
     if flags.print_config:
-        shown = resolved.to_dict()
-        if flags.print_config == "diff":
-            changes = load.diff(resolved, load.load_config(flags.config))
-            shown = {key: value for key, (value, _) in changes.items()}
+        shown = resolved.to_dict() if flags.print_config == "all" else {
+            key: value for key, (value, _) in load.diff(resolved, load.load_config(flags.config)).items()}
         try:
             print(json.dumps(shown, indent=2), flush=True)
         except BrokenPipeError:  # as with `| head`
@@ -86,7 +84,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         from jaxtrain.plan import elastic
 
         resolved = elastic.here(resolved, workdir_of(flags))
-    train(resolved, workdir_of(flags), may_change=flags.may_change)
+    train(resolved, workdir_of(flags), may_change=flags.may_change, adopt=flags.adopt)
     return exit_codes.DONE
 
 

@@ -99,7 +99,7 @@ def _snapshots(workdir: str | Path, local_dir: str) -> list[tuple[str, ...]]:
     """Return rows for the snapshots on this machine, complete or partial."""
     place = snapshots.folder(workdir, local_dir)
     held: dict[Taken, dict[str, Path]] = {}
-    for path in place.glob("process-*/*/*.snapshot"):
+    for path in place.glob("process-*/*/*.snapshot") if snapshots.private(place) else ():
         if taken := Taken.of(path.name):
             held.setdefault(taken, {})[path.name] = path
     rows: list[tuple[str, ...]] = []

@@ -1,7 +1,8 @@
 """Verify a checkpoint: its files are those recorded when it was read back, and its arrays those that were saved.
 
 A checkpoint that was read back after writing has a `good.json`: the size and sha256 of every file, the fingerprint of
-every array, and the metadata saved with them. Without a valid `good.json` a checkpoint is not good.
+every array, and the metadata saved with them. Without a valid `good.json` a checkpoint is not good. It protects against
+accidents, not against people: whoever may write the files can write a `good.json` that fits them.
 """
 
 import contextlib
@@ -75,8 +76,9 @@ def parse_mark(sealed: bytes, step: int) -> Record:
     record = json.loads(sealed)
     if not isinstance(record, dict) or sealed != _sealed({k: v for k, v in record.items() if k != "sha256"}):
         raise ValueError("is not what was written")
-    if record["step"] != step:
-        raise ValueError(f"is that of step {record['step']}")
+    for found in (record["step"], record.get("meta", {}).get("step", step)):
+        if found != step:
+            raise ValueError(f"is that of step {found}")
     if not isinstance(record.get("files"), dict):
         raise ValueError("has no list of files")
     for name in record["files"]:
@@ -187,8 +189,9 @@ def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], b
     try:
         for name in ("_CHECKPOINT_METADATA", "meta/metadata", "state/_METADATA", "state/_sharding"):
             read_json(folder / name)
-        if (found := read_json(folder / "fingerprint" / "metadata")["step"]) != step:
-            return {}, [f"it is the checkpoint of step {found}"]
+        for found in (read_json(folder / "fingerprint" / "metadata")["step"], {**saved_meta(folder)}.get("step", step)):
+            if found != step:
+                return {}, [f"it is the checkpoint of step {found}"]
         saved = saved_fingerprint(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return {}, [f"{_inside(folder, error)} {reason(error)}"]

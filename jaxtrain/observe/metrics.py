@@ -223,9 +223,15 @@ class _JsonLines:
 
     def __init__(self, path: Path, start_step: int):
         self._path, self._kept = path, b""
+        if start_step and not path.exists():
+            events.tell(path.parent, "metrics_missing", f"{path} is missing, and with it the lines of the first "
+                        f"{start_step} steps; it begins again with those to come", step=start_step)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         # Steps never decrease in the file, so the lines to drop are a tail, and cutting a tail off is atomic.
-        end = _end_of_step(path, start_step)
+        end, damaged = _end_of_step(path, start_step)
+        if damaged:
+            events.tell(path.parent, "metrics_damaged", f"lines in the middle of {path} cannot be read ({damaged} of "
+                        "them), as after a power failure; they are left as they are", lines=damaged)
         with open(path, "rb") as lines:
             lines.seek(end)
             if whole := [line for line in lines if line.endswith(b"\n")]:
@@ -274,18 +280,20 @@ class _JsonLines:
             self._file.close()
 
 
-def _end_of_step(path: Path, step: int) -> int:
-    """Return the byte offset at which the complete lines of steps up to `step` end."""
-    end = 0
+def _end_of_step(path: Path, step: int) -> tuple[int, int]:
+    """Return the byte offset at which the complete lines of steps up to `step` end, and how many before it are damaged.
+    """
+    end = damaged = at = unreadable = 0
     with open(path, "rb") as lines:
         for line in lines:
+            at += len(line)
             try:
                 if not line.endswith(b"\n") or json.loads(line)["step"] > step:
                     break
+                end, damaged = at, unreadable
             except (ValueError, TypeError, KeyError):
-                break
-            end += len(line)
-    return end
+                unreadable += 1
+    return end, damaged
 
 
 def _plain(scalars: Mapping[str, Any]) -> Record:

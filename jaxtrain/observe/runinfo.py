@@ -1,7 +1,9 @@
 """Which run a workdir holds: config.json and run.json, and the refusal to continue it as another one."""
 
 import json
+import os
 import platform
+import secrets
 import tempfile
 from collections.abc import Collection, Mapping, Set
 from pathlib import Path
@@ -37,13 +39,15 @@ _PACKAGES = {"jax": "jax", "jaxlib": "jaxlib", "flax": "flax", "optax": "optax",
 
 
 def make_workdir(workdir: str | Path) -> None:
-    """Make `workdir` if need be and raise a `UserError` if it cannot be written."""
-    workdir = Path(workdir)
+    """Make `workdir` if need be and raise a `UserError` if it, or the `checkpoints` in it, cannot be written."""
+    folder = workdir = Path(workdir)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=workdir).close()
+        for folder in (workdir, workdir / "checkpoints"):
+            if os.path.lexists(folder):
+                tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise _unwritable(workdir, error) from None
+        raise _unwritable(folder, error) from None
 
 
 def recorded_parts(workdir: str | Path, saved: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
@@ -51,10 +55,37 @@ def recorded_parts(workdir: str | Path, saved: Mapping[str, Any] | None = None) 
 
     `saved`: what a checkpoint of the run says, which counts where run.json was lost.
     """
-    try:
-        return (_read(Path(workdir) / "run.json") or saved or {}).get("own_parts")
-    except OSError as error:
-        raise _unwritable(Path(workdir), error) from None
+    return (_read(Path(workdir) / "run.json") or saved or {}).get("own_parts")
+
+
+def identity(workdir: str | Path, saved: Mapping[str, Any],
+             adopt: bool = False) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Return the identity of the workdir's run: its random id, and the checkpoints of other runs that it adopted.
+
+    Args:
+        saved: what the checkpoint to go on from says of its run; {}: there is none.
+        adopt: go on from the checkpoint of another run.
+
+    Returns:
+        the identity, for run.json and every checkpoint; and `saved`, or {} if it describes another run.
+
+    Raises:
+        UserError: the checkpoint belongs to another run.
+    """
+    workdir = Path(workdir)
+    recorded = _read(workdir / "run.json") if saved or (workdir / "config.json").exists() else {}
+    own = recorded or ({} if adopt else saved)
+    known = {"run": own.get("run") or secrets.token_hex(8), "adopted": own.get("adopted", [])}
+    theirs = [saved.get("run"), saved.get("step")]
+    if not saved or theirs[0] == known["run"]:
+        return known, saved
+    if theirs not in known["adopted"]:
+        if not adopt:
+            raise UserError("checkpoint", f"step {theirs[1]} in {workdir} belongs to another run than run.json there "
+                            f"(id {theirs[0]} instead of {known['run']})",
+                            "move it away, or give --adopt to go on from it all the same")
+        known["adopted"] = [*known["adopted"], theirs]
+    return known, {}
 
 
 def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, str] | None = None,
@@ -68,7 +99,7 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
         done: steps that the workdir's newest checkpoint has.
         parts: the description of those parts of the run that are its user's own (`own_parts.py`); None: not known yet.
         keys: the part of the config that counts for this run, as `config.json` has it; None: all of it.
-        saved: what the newest checkpoint says of the run, which counts where run.json was lost.
+        saved: what the newest checkpoint says of the run, which counts where run.json or config.json was lost.
         may_change: keys such as "train.steps", whose values may differ from now on.
 
     Returns:
@@ -78,11 +109,9 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
         raise UserError("--may_change", f"{unknown[0]} cannot change in a run", nearest(unknown[0], MAY_CHANGE))
     workdir = Path(workdir)
     make_workdir(workdir)
-    try:
-        started = _read(workdir / "config.json")
-        recorded = _read(workdir / "run.json")
-    except OSError as error:
-        raise _unwritable(workdir, error) from None
+    started, recorded = _read(workdir / "config.json"), _read(workdir / "run.json")
+    if saved and not (started and recorded):
+        started, recorded = saved.get("config", started), recorded or saved
     changed, allowed = [], []
     own_optimizer = "optimizer" in (parts or {})
     for section, values in (config.to_dict() if keys is None else keys).items():
@@ -137,8 +166,11 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
 def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[str, int], device_kind: str,
                     data_manifest_hash: str | None, manifests: Mapping[str, str] | None = None, done: int = 0,
                     parts: Mapping[str, Any] | None = None, keys: Mapping[str, Any] | None = None,
-                    saved: Mapping[str, Any] | None = None, may_change: Collection[str] = ()) -> dict[str, Any]:
+                    saved: Mapping[str, Any] | None = None, known: Mapping[str, Any] | None = None,
+                    may_change: Collection[str] = ()) -> dict[str, Any]:
     """Check `workdir` as `check_workdir` does, then (in process 0) write `config.json` and `run.json` into it.
+
+    `known`: the identity of the run.
 
     Returns:
         what `run.json` says of this run.
@@ -149,6 +181,7 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
                             may_change=may_change)
     written = config.to_dict() if keys is None else dict(keys)
     run = {
+        **(known or {}),
         "config_hash": hash_of(written),
         "git_commit": git_commit(),
         "packages": {name: version_of(package) for name, package in _PACKAGES.items()},
@@ -199,6 +232,8 @@ def _read(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise _unwritable(path.parent, error) from None
     except ValueError:
         raise UserError("--workdir", f"{path} is not valid JSON", "give another --workdir") from None
 

@@ -43,5 +43,5 @@ class Evaluator:
 
 def _evaluated(workdir: Path, step: int) -> bool:
     path = workdir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return any(line.startswith(f'{{"step": {step}, ') and '"eval_loss"' in line for line in lines)
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return any(line.startswith(f'{{"step": {step}, '.encode()) and b'"eval_loss"' in line for line in lines)

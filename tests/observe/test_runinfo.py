@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
-from jaxtrain.observe import check_workdir, write_run_files
+from jaxtrain.observe import check_workdir, make_workdir, write_run_files
 from jaxtrain.observe.runinfo import MAY_CHANGE
 
 
@@ -110,6 +110,19 @@ def test_unwritable(tmp_path):
     for workdir in (tmp_path / "file", tmp_path / "file" / "below", "/proc", "/proc/nothing", "/dev/null"):
         with pytest.raises(UserError, match=r"^--workdir: .* cannot be written \("):
             check_workdir(workdir, make_config({}))
+
+
+def test_checkpoints_that_cannot_be_written(tmp_path):
+    """Told at the start, and not at the first save."""
+    check_workdir(tmp_path, make_config({}))
+    for target in ("/proc", "nowhere", "/dev/null"):
+        (tmp_path / "checkpoints").symlink_to(target)
+        with pytest.raises(UserError, match=r"^--workdir: .*/checkpoints cannot be written \("):
+            make_workdir(tmp_path)
+        (tmp_path / "checkpoints").unlink()
+    (tmp_path / "checkpoints").mkdir()
+    make_workdir(tmp_path)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_a_folder_where_the_file_belongs(tmp_path):
