@@ -27,8 +27,8 @@ def get_config(variant=None):
         "model": {"name": "gpt2", "vocab_size": 50304 if variant == "124m" else 320, "num_layers": layers,
                   "embed_dim": width, "num_heads": heads, "max_seq_len": context},
         "data": {"source": "stdlib", "seq_len": context, "global_batch_size": sequences},
-        "optimizer": {"learning_rate": rate, "warmup_steps": steps // 20},
-        "train": {"steps": steps, "eval_every": steps // 4, "sample_tokens": 0 if variant == "tiny" else 200,
+        "optimizer": {"learning_rate": rate, "warmup_steps": 0.05},
+        "train": {"steps": steps, "eval_every": 0.25, "sample_tokens": 0 if variant == "tiny" else 200,
                   "unroll": 1 if accelerator else 0},
-        "checkpoint": {"every": steps // 4},
+        "checkpoint": {"every": 0.25},
     })

@@ -17,7 +17,7 @@ def get_config(variant=None):
     config = ConfigDict({
         "model": {"name": "mixtral", "vocab_size": 32000, "num_layers": 32, "embed_dim": 4096, "num_heads": 32,
                   "num_kv_heads": 8, "num_experts": 8, "experts_per_token": 2, "expert_mlp_dim": 14336,
-                  "balance_loss": 0.02, "max_seq_len": 8192, "norm_eps": 1e-5, "rope_theta": 1_000_000.0,
+                  "balance_loss": 0.02 * 2 / 32, "max_seq_len": 8192, "norm_eps": 1e-5, "rope_theta": 1_000_000.0,
                   "tied_embeddings": False},
         "mesh": {"data": 1, "fsdp": -1, "expert": 8},
         "data": {"seq_len": 8192, "global_batch_size": 256},  # two million tokens

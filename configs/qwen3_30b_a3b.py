@@ -18,7 +18,7 @@ def get_config(variant=None):
     config = ConfigDict({
         "model": {"name": "qwen3_moe", "vocab_size": 151936, "num_layers": 48, "embed_dim": 2048, "num_heads": 32,
                   "num_kv_heads": 4, "head_dim": 128, "num_experts": 128, "experts_per_token": 8,
-                  "expert_mlp_dim": 768, "balance_loss": 0.001, "max_seq_len": 4096, "norm_eps": 1e-6,
+                  "expert_mlp_dim": 768, "balance_loss": 0.001 * 8 / 48, "max_seq_len": 4096, "norm_eps": 1e-6,
                   "rope_theta": 1_000_000.0, "tied_embeddings": False},
         "mesh": {"data": 1, "fsdp": -1, "expert": 8},
         "data": {"seq_len": 4096, "global_batch_size": 512},  # two million tokens

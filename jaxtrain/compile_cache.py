@@ -13,7 +13,7 @@ import jax
 from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
-from jaxtrain import atomic_files
+from jaxtrain.files import atomic_files
 
 _DIGEST = 32  # bytes of SHA-256, before the program
 _of_jax = compilation_cache.get_file_cache

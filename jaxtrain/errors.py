@@ -5,6 +5,8 @@ import difflib
 import sys
 from collections.abc import Iterable
 
+from jaxtrain.synonyms import SYNONYMS
+
 
 class UserError(ValueError):
     """An error that the user can fix; the command line prints it as one line and exits with status 2."""
@@ -24,10 +26,14 @@ def say(text: object) -> None:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a suggestion for a misspelt name: the nearest known one, else all of them."""
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    """Return a suggestion for a name that is not known: what it is called here, the nearest one, or all of them."""
+    known, meant = sorted(known), SYNONYMS.get(word.lower().replace("-", "_"), "")
+    if " " in meant:
+        return meant
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.65 if len(word) > 2 else 1)
+    longer = [name for name in known if len(word) > 3 and word in name]
+    best = [name for name in (meant, *close, *longer) if name in known][:1]
+    return f"did you mean {best[0]!r}?" if best else f"known: {', '.join(known)}"
 
 
 def install_extra(name: str) -> str:

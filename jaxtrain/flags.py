@@ -128,6 +128,11 @@ def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]
     parser.add_argument("--workdir", help="metrics, checkpoints and the resolved config go here; default: runs/CONFIG")
     parser.add_argument("--print_config", nargs="?", const="all", choices=("all", "diff"),
                         help="print the resolved config (or what the overrides changed in it) and stop")
+    parser.add_argument("--may_change", type=lambda text: text.split(","), default=[], metavar="KEY,...",
+                        help="keys such as train.steps or optimizer.learning_rate that may differ from those that the "
+                             "run in the workdir was begun with; run.json records the change")
+    parser.add_argument("--adopt", action="store_true",
+                        help="go on from the newest checkpoint in the workdir even if it belongs to another run")
     add_process_flags(parser)
     flags, rest = parser.parse_known_args(argv)
     overrides = overrides_of(rest, vars(flags))
@@ -151,7 +156,16 @@ def overrides_of(words: Iterable[str], flags: Iterable[str]) -> dict[str, str]:
         if not word.startswith("--config."):
             if "." in word.partition("=")[0]:
                 raise UserError(word, "there is no such flag", f"write --config.{word.lstrip('-')}")
-            known = [f"--{name}" for name in flags] + ["--config.SECTION.KEY=VALUE"]
-            raise UserError(word, "there is no such flag", nearest(word.partition("=")[0], known))
+            raise UserError(word, "there is no such flag", _nearest_flag(word.partition("=")[0].lstrip("-"), flags))
         overrides[key] = value
     return overrides
+
+
+def _nearest_flag(name: str, flags: Iterable[str]) -> str:
+    from jaxtrain.config.suggestions import nearest_key
+
+    flags = sorted(flags)
+    if (flag := nearest(name, flags)).startswith("did"):
+        return flag.replace(" '", " '--")
+    known = f"known: {', '.join(f'--{other}' for other in flags)} and --config.SECTION.KEY=VALUE"
+    return nearest_key(name).replace(" '", " '--config.") or known

@@ -52,22 +52,21 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Do what the flags ask for; returns the exit status."""
     from jaxtrain import compile_cache
     from jaxtrain.config import load
-    from jaxtrain.distributed import processes
+    from jaxtrain.distributed import authentication, processes
     from jaxtrain.plan.targets import claim_memory
 
     # The line of code that issues a warning is of no use to the user.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     claim_memory()
     compile_cache.enable_compilation_cache()
+    authentication.find_secret(workdir_of(flags))
     processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
     _need_devices()
     resolved = load.load_config(flags.config, overrides)
     processes.agree(resolved)
     if flags.print_config:
-        shown = resolved.to_dict()
-        if flags.print_config == "diff":
-            changes = load.diff(resolved, load.load_config(flags.config))
-            shown = {key: value for key, (value, _) in changes.items()}
+        shown = resolved.to_dict() if flags.print_config == "all" else {
+            key: value for key, (value, _) in load.diff(resolved, load.load_config(flags.config)).items()}
         try:
             print(json.dumps(shown, indent=2), flush=True)
         except BrokenPipeError:  # as with `| head`
@@ -85,7 +84,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         from jaxtrain.plan import elastic
 
         resolved = elastic.here(resolved, workdir_of(flags))
-    train(resolved, workdir_of(flags))
+    train(resolved, workdir_of(flags), may_change=flags.may_change, adopt=flags.adopt)
     return exit_codes.DONE
 
 

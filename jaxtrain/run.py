@@ -31,8 +31,9 @@ from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES, make_mesh
 from jaxtrain.sharding.rules import AnyMesh, Rules
-from jaxtrain.train_step import optimizers, partition, precision
+from jaxtrain.train_step import given_params, optimizers, partition, precision
 from jaxtrain.train_step.anomaly import History
+from jaxtrain.train_step.gradients import StateGradient, make_gradient
 from jaxtrain.train_step.sharded_step import ShardedStep
 from jaxtrain.train_step.state import (
     Extras,
@@ -86,6 +87,21 @@ class Run:
         self.check_devices()
         return self.sharded.run(self.compiled(batch), state, self.place(batch))
 
+    def value_and_grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
+        """The mean loss of a batch, and its gradient with respect to `state.params`, as the step computes them."""
+        self.check_devices()
+        self.batch_spec.check(batch)
+        return self.sharded.value_and_grad(state, batch)
+
+    def with_params(self, params: Any) -> TrainState:
+        """The state at step 0 around these parameters of the model, trained and frozen, as a nested dict of arrays."""
+        state = self.init()
+        params = given_params.placed(params, partition.without(self.abstract.all_params, self.objective.frozen_axes))
+        trained = partition.like(params, state.params)
+        started = jax.jit(self.optimizer.init, out_shardings=self.layout.state.opt_state)(trained)
+        return replace(state, params=trained, opt_state=started,
+                       frozen=state.frozen | partition.without(params, state.params))
+
     def adopt(self, state: TrainState) -> TrainState:
         """Move a state that lives on another mesh to this run's."""
         self.check_devices()
@@ -107,8 +123,8 @@ class Run:
     @cached_property
     def sharded(self) -> ShardedStep:
         """What compiles the step, places its batches and evaluates."""
-        return ShardedStep(self._make_step, self._eval, self.abstract, self.layout, self.rules, self.precision,
-                           self.config.train.accumulation, self.platform)
+        return ShardedStep(self._make_step, self._gradient, self._eval, self.abstract, self.layout, self.rules,
+                           self.precision, self.config.train.accumulation, self.platform)
 
     @cached_property
     def compiled_step(self) -> jax.stages.Compiled:
@@ -186,6 +202,12 @@ class Run:
         """The step as operations on arrays whose types say where they live."""
         return self.sharded.trace(self.abstract_batch, on)
 
+    @cached_property
+    def _gradient(self) -> StateGradient:
+        return make_gradient(self.loss, self.layout, accumulation=self.config.train.accumulation,
+                             precision=self.precision, dtypes=self._metadata("compute_dtype", self.abstract.all_params),
+                             differentiate=self._pipeline(self.objective).gradient if self.schedules else None)
+
     def _make_step(self) -> Step:
         def optimizer_of(axes, updates):
             c = self.config
@@ -193,18 +215,17 @@ class Run:
             return optimizers.with_update_rules(optimizers.make_optimizer(c.optimizer, self.schedule, axes), updates,
                                            c.model.router_bias_rate)
 
-        return make_step(self.loss, self.optimizer, self.layout, accumulation=self.config.train.accumulation,
-                         clip_norm=self.config.optimizer.clip_norm, precision=self.precision, schedule=self.schedule,
-                         differentiate=self._pipeline(self.objective).gradient if self.schedules else None,
-                         describe=self.objective.metrics, updates=self._metadata("update", self.abstract.params),
-                         dtypes=self._metadata("compute_dtype", self.abstract.all_params),
+        return make_step(self._gradient, self.optimizer, self.layout, clip_norm=self.config.optimizer.clip_norm,
+                         schedule=self.schedule, describe=self.objective.metrics,
+                         updates=self._metadata("update", self.abstract.params),
                          spike_z=self.config.resilience.spike_z, skip_spikes=self.config.resilience.spikes != "record",
                          optimizer_of=optimizer_of)
 
     @property
     def batch_spec(self) -> BatchSpec:
         """The arrays that every batch has."""
-        return BatchSpec(self.objective.batch_spec, type(self.objective).__name__)
+        below = dict.fromkeys(("tokens", "targets"), self.config.model.vocab_size)
+        return BatchSpec(self.objective.batch_spec, type(self.objective).__name__, below=below)
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -269,7 +290,7 @@ class Run:
         return eval_batches(self.config.data, self.corpus)
 
     def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
-        """Loss per token in nats, and per byte of text in bits, on the first `batches` of the evaluation split."""
+        """Loss per token in nats, its exponential, and bits per byte of text, on the first `batches` for evaluation."""
         if self.data is not None:
             raise UserError("data", "batches given by data= have no evaluation split",
                             "use run.sharded.evaluate(state, batch), which gives the summed loss and its weight")
@@ -281,10 +302,11 @@ class Run:
         total, weight = np.sum(jax.device_get(sums), axis=0)
         nats = float(total / weight)
         text = self.corpus.eval
+        found = {"eval_loss": nats, "eval_perplexity": float(np.exp(min(nats, 700.0)))}
         if text.masked:  # how many bytes the learnt tokens stand for is not known
-            return {"eval_loss": nats}
+            return found
         predicted = text.num_tokens - text.num_documents  # the first token of a document follows nothing
-        return {"eval_loss": nats, "eval_bits_per_byte": nats * predicted / text.num_bytes / float(np.log(2))}
+        return found | {"eval_bits_per_byte": nats * predicted / text.num_bytes / float(np.log(2))}
 
     def place(self, batch: Any) -> Any:
         """Spread a whole batch over the mesh, as every process gives it; what is there already stays."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar, cast
 
-from jaxtrain import bounded_files
 from jaxtrain.errors import UserError, install_extra
+from jaxtrain.files import bounded_files
 
 TRIES = 8
 PAUSE = 0.2, 20.0  # seconds: the first, doubled each time, and the longest

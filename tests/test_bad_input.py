@@ -69,7 +69,8 @@ MISTAKES = {
     "a negative seed": ("data.seed=-1", "data.seed: -1 is negative; use 0 or more"),
     "heads over tensor": ("model.num_heads=2 mesh.tensor=4", "model.num_kv_heads: 2 does not divide over mesh axes "
                           "tensor=4 (axis 'kv_heads' of blocks/layer/attention/k/bias); make it a multiple of 4 or "
-                          "change the mesh"),
+                          "change the mesh, or leave it whole by mesh.overrides.kv_heads=none and "
+                          "mesh.overrides.act_kv_heads=none"),
     "devices over the mesh": ("mesh.tensor=3", "mesh: tensor=3 does not divide the 8 devices; choose sizes "
                               "whose product divides 8"),
     "a mesh too large": ("mesh.data=4 mesh.tensor=4", "mesh: data=4 x tensor=4 needs 16 devices and there are 8; set "
@@ -115,6 +116,11 @@ def test_config(refused, mistake, tmp_path):
 
 @pytest.mark.parametrize("flag, line", [
     ("--work_dir=x", "--work_dir=x: there is no such flag; did you mean '--workdir'?"),
+    ("--lr=1", "--lr=1: there is no such flag; did you mean '--config.optimizer.learning_rate'?"),
+    ("--epochs=1", "--epochs=1: there is no such flag; the length of a run is train.steps; data.mixture.NAME.epochs "
+     "limits one source of a mixture"),
+    ("--xyzzy", "--xyzzy: there is no such flag; known: --adopt, --config, --coordinator, --may_change, "
+     "--num_processes, --print_config, --process_id, --workdir and --config.SECTION.KEY=VALUE"),
     ("--config.model.num_layers", "--config.model.num_layers: it has no value; write --config.model.num_layers=VALUE"),
     ("--config=", "--config: it is missing; give a config file, such as --config=configs/gpt.py"),
     ("--process_id=x", "command line: argument --process_id: invalid int value: 'x'; see --help"),

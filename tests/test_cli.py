@@ -97,8 +97,9 @@ def test_help(name, said):
 
 
 def test_every_module_that_runs_is_a_command():
-    """But for those that commands start themselves, and the program that `jaxtrain bench` compares with."""
-    inner = {"jaxtrain.doctor.file_systems", "jaxtrain.doctor.probe", "jaxtrain.bench.reference.plain_jax"}
+    """But for those that commands start themselves, the program that `jaxtrain bench` compares with, and a page's."""
+    inner = {"jaxtrain.doctor.file_systems", "jaxtrain.doctor.probe", "jaxtrain.bench.reference.plain_jax",
+             "jaxtrain.config.key_reference"}
     runs = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
             for path in (ROOT / "jaxtrain").rglob("*.py") if "\nif __name__ ==" in path.read_text()}
     assert runs - inner == {module for module, _ in COMMANDS.values()} and inner < runs
@@ -179,7 +180,8 @@ def test_print_config(capsys):
     wanted = load_config(TINY, {"train.steps": 7, "mesh.overrides.mlp": "none"}).to_dict()
     assert json.loads(capsys.readouterr().out) == wanted
     assert main([f"--config={TINY}", *changed, "--config.data.seed=0", "--print_config=diff"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"train.steps": 7, "mesh.overrides": {"mlp": "none"}}
+    assert json.loads(capsys.readouterr().out) == {
+        "train.steps": 7, "train.eval_every": 2, "checkpoint.every": 2, "mesh.overrides": {"mlp": "none"}}
 
 
 def test_print_config_may_be_read_in_part():
@@ -195,7 +197,7 @@ def test_metrics(flags, ran):
     saved = [line.pop("checkpoint_blocked_s", None) for line in steps]  # on the line after a save
     assert saved[2] > 0 and saved[0] == saved[1] == saved[3] is None
     assert all(sorted(line) == sorted(STEP) for line in steps)  # no mfu: a CPU has no known peak
-    assert all(sorted(line) == ["eval_bits_per_byte", "eval_loss", "step"] for line in evals)
+    assert all(sorted(line) == ["eval_bits_per_byte", "eval_loss", "eval_perplexity", "step"] for line in evals)
     assert [line["tokens"] for line in steps] == [256, 512, 768, 1024]
     assert steps[0]["step_time_s"] is None  # it holds the compilation
     for line in steps[1:]:
@@ -205,6 +207,7 @@ def test_metrics(flags, ran):
     # All of float32's digits: each number is one, and rounded to six digits it would be another.
     assert all(float(np.float32(loss)) == loss for loss in losses)
     assert any(float(np.float32(f"{loss:.6g}")) != loss for loss in losses)
+    assert all(line["eval_perplexity"] == pytest.approx(math.exp(line["eval_loss"])) for line in evals)
     assert all(line["eval_bits_per_byte"] == pytest.approx(line["eval_loss"] / math.log(2), rel=0.02) for line in evals)
 
 
@@ -219,7 +222,7 @@ def test_files(flags, ran):
     assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["2", "4"]
     assert {path.name for path in workdir.iterdir()} == {
         "checkpoints", "config.json", "events.jsonl", "heartbeats", "ledger", "lock", "metrics.jsonl", "run.json",
-        "tensorboard"}
+        "tensorboard", "tokenizer"}
 
 
 def test_what_is_told(ran):

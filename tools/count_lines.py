@@ -21,10 +21,11 @@ LEARNING = """
     models/__init__ models/decoder models/layers models/attention models/gpt2
     kernels/functions kernels/cross_entropy
     objectives/objective objectives/next_token
-    train_step/state train_step/step train_step/sharded_step train_step/optimizers train_step/precision
+    train_step/state train_step/gradients
+    train_step/step train_step/sharded_step train_step/optimizers train_step/precision
     train_step/partition train_step/report
     data/__init__ data/tokenizers/tokenizer data/corpus/corpus data/corpus/text_cache
-    data/corpus/text_source atomic_files data/loading/batch_source
+    data/corpus/text_source files/atomic_files data/loading/batch_source
     data/loading/batch_spec data/loading/batches
     data/loading/loader data/loading/shuffle data/loading/packing data/loading/placement
     trainer/loop trainer/session trainer/resume trainer/saver trainer/evaluate trainer/reporting trainer/observers
@@ -34,8 +35,9 @@ SURVIVAL = """
     sharding/bit_sums checkpoint/trees checkpoint/retention checkpoint/save_policy checkpoint/orbax/*
     resilience/* resilience/corruption/* trainer/rollback trainer/shutdown train_step/anomaly
     distributed/processes distributed/coordination distributed/peers distributed/exit_codes distributed/heartbeat
-    distributed/run_lock observe/ledger observe/events observe/metrics observe/flops observe/runinfo observe/progress
-    data/loading/skipped_batches bounded_files
+    distributed/authentication distributed/lines distributed/run_lock
+    observe/ledger observe/events observe/metrics observe/flops observe/runinfo observe/progress
+    data/loading/skipped_batches files/bounded_files
 """
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import bounded_files
 from jaxtrain.errors import UserError, say
+from jaxtrain.files import bounded_files
 from jaxtrain.plan.targets import MEMORY_FRACTION
 from jaxtrain.versions import git_commit, version_of
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import atomic_files
 from jaxtrain.bench.records import Record, read
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
 
 GB = 1e9
 # In a document, text between these two lines is rendered: a kind of measurement and a label.

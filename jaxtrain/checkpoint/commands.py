@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.bounded_files import misfit, read_json
 from jaxtrain.checkpoint import verify
 from jaxtrain.checkpoint.local import pieces, snapshots
 from jaxtrain.checkpoint.local.snapshots import Taken
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import misfit, read_json
 from jaxtrain.resilience.watchdog import heartbeats
 
 _ASIDE = ".set_aside"
@@ -101,7 +101,7 @@ def _snapshots(workdir: str | Path, local_dir: str) -> list[tuple[str, ...]]:
     """Return rows for the snapshots on this machine, complete or partial."""
     place = snapshots.folder(workdir, local_dir)
     held: dict[Taken, dict[str, Path]] = {}
-    for path in place.glob("process-*/*/*.snapshot"):
+    for path in place.glob("process-*/*/*.snapshot") if snapshots.private(place) else ():
         if taken := Taken.of(path.name):
             held.setdefault(taken, {})[path.name] = path
     rows: list[tuple[str, ...]] = []

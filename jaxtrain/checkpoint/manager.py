@@ -11,6 +11,7 @@ import contextlib
 import errno
 import functools
 import itertools
+import os
 import shutil
 import threading
 import time
@@ -39,7 +40,8 @@ AGAIN_S = (1, 2, 4, 8, 16, 32, *[60] * 8)  # seconds between retries of the last
 _MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _PATIENCE_S = 20.0  # how long `close` waits for a checkpoint being verified; otherwise the next start verifies it
 _names = map("checkpoint/{}".format, itertools.count())  # names of exchanges; all processes make the same calls
-_DAMAGED, _ABANDONED, _DELETED, _TEMPORARY = ".damaged", ".abandoned", ".deleted", ".orbax-checkpoint-tmp"
+_DAMAGED, _ABANDONED, _DELETED, _MISPLACED = ".damaged", ".abandoned", ".deleted", ".misplaced"
+_TEMPORARY = ".orbax-checkpoint-tmp"  # as Orbax calls it
 
 
 class NotSaved(exit_codes.RunExit):
@@ -122,24 +124,19 @@ class CheckpointManager:
         candidates = exchange(verify.steps(self._directory), lambda found: found[0])
         for step in reversed(candidates):
             if step not in self._passed_over and (below is None or step < below):
-                problems = self._checks.of(step, next(_names))
-                if not problems:
-                    return self._found(step)
-                self._pass_over(step, problems)
-                if self._fetched(step):
-                    return self._found(step)
+                if problems := self._checks.of(step, next(_names)):
+                    self._pass_over(step, problems)
+                if not problems or self._fetched(step):
+                    self._checked = step
+                    return step
         if below is None and (fetched := self._fetched(None)):
-            return self._found(fetched)
-        if below is None and (damaged := exchange(self._set_aside(), lambda found: found[0])):
+            self._checked = fetched
+            return fetched
+        if below is None and (damaged := exchange(
+                sorted(path.name for path in self._directory.glob(f"*{_DAMAGED}*")), lambda found: found[0])):
             raise UserError("checkpoint", f"none of the checkpoints in {self._directory} is good ({', '.join(damaged)};"
                             " events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
         return None
-
-    def _found(self, step: int) -> int:
-        self._checked = step
-        if self._mirror and jax.process_index() == 0:
-            self._mirror.copy(step)  # unless it is copied already; a run may have ended while copying it
-        return step
 
     def _fetched(self, step: int | None) -> int | None:
         """Fetch this step, or the newest, from the mirror; returns None if it has none."""
@@ -185,6 +182,8 @@ class CheckpointManager:
             if below is not None:
                 exchange(None, lambda _: [_rename(self._directory / str(other), _ABANDONED)
                                              for other in verify.steps(self._directory) if other >= below])
+            if self._mirror and jax.process_index() == 0:
+                self._mirror.copy(step)  # unless it is copied already; a run may have ended while copying it
             return step, state, meta
 
     def prepare(self, state: Any) -> None:
@@ -346,11 +345,19 @@ class CheckpointManager:
         """Clean the directory and return None, or why nothing can be saved ("" if the step exists already)."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            if folder.exists():
+            if int(folder.name) in self.steps():
                 return ""
+            if os.path.lexists(folder):
+                self._tell("checkpoint_misplaced", f"{folder} is not the folder of a checkpoint; kept as "
+                           f"{_rename(folder, _MISPLACED)}", step=int(folder.name))
             for entry in self._directory.iterdir():
-                if _TEMPORARY in entry.name or entry.name.endswith((_DELETED, FETCHING)):
+                if _TEMPORARY in entry.name or _DELETED in entry.name or entry.name.endswith(FETCHING):
                     shutil.rmtree(entry, ignore_errors=True)
+            if os.path.lexists(left := folder.with_name(folder.name + _TEMPORARY)):  # Orbax would wait for minutes
+                try:
+                    _rename(left, _DELETED)
+                except OSError as error:
+                    return f"{left.name}, left from an earlier save, cannot be deleted: {error.strerror}"
             free, wanted = shutil.disk_usage(self._directory).free, sum(leaf.nbytes for leaf in flat.values())
         except OSError as error:
             if self._jobs or self._failure or error.errno not in _MISTAKES:
@@ -374,8 +381,11 @@ class CheckpointManager:
                 with contextlib.suppress(Exception):  # the coordinator is lost, and soon all processes are
                     self._barrier.fail(innermost(error))
                 self._drain()
+                self._failed(job.step, error)
+            else:
+                self._failure = None
             finally:
-                self._commit(job, failure)
+                job.committed.set()
             failures = together(f"{job.name}/saved", failure and innermost(failure), list)
             if any(failures):
                 if not failure:
@@ -422,15 +432,6 @@ class CheckpointManager:
             with contextlib.suppress(Exception):
                 self._saver.wait_until_finished()
                 return
-
-    def _commit(self, job: "_Job", failure: Exception | None) -> None:
-        try:
-            if failure:
-                self._failed(job.step, failure)
-            else:
-                self._failure = None
-        finally:
-            job.committed.set()
 
     def _failed(self, step: int, error: Exception) -> None:
         reason = innermost(error)
@@ -496,9 +497,6 @@ class CheckpointManager:
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         self._tell("checkpoint_damaged", f"checkpoint {step} is damaged ({problems[0]}{more}); kept as {aside}",
                    step=step, problems=problems, kept_as=aside)
-
-    def _set_aside(self) -> list[str]:
-        return sorted(path.name for path in self._directory.glob(f"*{_DAMAGED}*"))
 
     def _wait_for_commits(self) -> None:
         for job in self._jobs:

@@ -17,11 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import atomic_files, bounded_files, storage
+from jaxtrain import storage
 from jaxtrain.checkpoint import verify
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files, bounded_files
+from jaxtrain.files.safe_names import inside
 from jaxtrain.observe import events
-from jaxtrain.safe_names import inside
 
 THREADS = 8  # files transferred at a time
 AGAIN = 3  # attempts to send or fetch a file that arrives changed
@@ -215,7 +216,11 @@ class Mirror:
             list(pool.map(lambda name: _fetch(self._url(step, name), inside(folder, name),
                                               *record["files"].get(name, (0, ""))), names))
         problems = verify.compare_files(folder, record, *verify.list_files(folder), hashes=False)
-        if problems or verify.parse_mark((folder / verify.MARK).read_bytes(), step) != record:
+        try:
+            same = verify.parse_mark((folder / verify.MARK).read_bytes(), step) == record
+        except ValueError:
+            same = False
+        if problems or not same:
             raise Different(self._url(step), (problems or ["its good.json changed while it was fetched"])[0],
                             "use the copy of an older step")
         config = self._directory.parent / "config.json"

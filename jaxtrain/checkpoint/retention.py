@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxtrain.bounded_files import parsed, whole_lines
+from jaxtrain.files.bounded_files import parsed, whole_lines
 
 
 def dispensable(good: Iterable[int], others: Iterable[int], *, keep: int, keep_every: int = 0,

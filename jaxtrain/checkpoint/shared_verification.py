@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from jaxtrain.bounded_files import reason
 from jaxtrain.checkpoint import verify
 from jaxtrain.checkpoint.orbax.orbax_logging import innermost
 from jaxtrain.distributed.coordination import exchange, together
 from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import reason
 
 
 class Checks:

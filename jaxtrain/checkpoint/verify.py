@@ -1,7 +1,8 @@
 """Verify a checkpoint: its files are those recorded when it was read back, and its arrays those that were saved.
 
 A checkpoint that was read back after writing has a `good.json`: the size and sha256 of every file, the fingerprint of
-every array, and the metadata saved with them. Without a valid `good.json` a checkpoint is not good.
+every array, and the metadata saved with them. Without a valid `good.json` a checkpoint is not good. It protects against
+accidents, not against people: whoever may write the files can write a `good.json` that fits them.
 """
 
 import contextlib
@@ -17,10 +18,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxtrain import atomic_files
-from jaxtrain.bounded_files import LARGE, opened, parsed, read, read_json, reason
 from jaxtrain.checkpoint import fingerprint
-from jaxtrain.safe_names import parts_of
+from jaxtrain.files import atomic_files
+from jaxtrain.files.bounded_files import LARGE, opened, parsed, read, read_json, reason
+from jaxtrain.files.safe_names import parts_of
 
 Record = dict[str, Any]
 Problems = list[str]
@@ -80,8 +81,9 @@ def parse_mark(sealed: bytes, step: int) -> Record:
     record = parsed(sealed, _RECORD)
     if sealed != _sealed({k: v for k, v in record.items() if k != "sha256"}):
         raise ValueError("is not what was written")
-    if record["step"] != step:
-        raise ValueError(f"is that of step {record['step']}")
+    for found in (record["step"], record.get("meta", {}).get("step", step)):
+        if found != step:
+            raise ValueError(f"is that of step {found}")
     for name in record["files"]:
         parts_of(name)
     return record
@@ -190,8 +192,10 @@ def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], b
     try:
         for name in ("_CHECKPOINT_METADATA", "meta/metadata", "state/_METADATA", "state/_sharding"):
             _read(folder / name)
-        if (found := _read(folder / "fingerprint" / "metadata", _FINGERPRINT)["step"]) != step:
-            return {}, [f"it is the checkpoint of step {found}"]
+        recorded = _read(folder / "fingerprint" / "metadata", _FINGERPRINT)["step"]
+        for found in (recorded, {**saved_meta(folder)}.get("step", step)):
+            if found != step:
+                return {}, [f"it is the checkpoint of step {found}"]
         saved = saved_fingerprint(folder)
     except (OSError, ValueError) as error:
         return {}, [f"{_inside(folder, error)} {reason(error)}"]

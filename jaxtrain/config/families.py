@@ -13,18 +13,18 @@ from jaxtrain.errors import UserError
 class ModelConfig:
     """The fields that every decoder has."""
 
-    name: str = "gpt2"
-    vocab_size: int = 320
-    num_layers: int = 4
-    embed_dim: int = 128
-    num_heads: int = 4
+    name: str = "gpt2"  # the family
+    vocab_size: int = 320  # rows of the embedding table: at least the tokenizer's
+    num_layers: int = 4  # transformer blocks
+    embed_dim: int = 128  # width of the residual stream
+    num_heads: int = 4  # attention heads (of the queries)
     num_kv_heads: int = 0  # 0: as many as num_heads
     head_dim: int = 0  # 0: embed_dim / num_heads
     mlp_dim: int = 0  # 0: 4 x embed_dim
-    max_seq_len: int = 1024
+    max_seq_len: int = 1024  # the longest row in tokens; GPT-2 has a learned position for each
     window: int = 0  # sliding attention window in tokens; 0: none
-    norm_eps: float = 1e-5
-    tied_embeddings: bool = True
+    norm_eps: float = 1e-5  # added to the variance in LayerNorm and RMSNorm
+    tied_embeddings: bool = True  # whether the output projection is the embedding table
 
     # No fields (they have no annotation): what a family without such a field has.
     rope_head_dim = 0
@@ -71,7 +71,7 @@ class LlamaConfig(ModelConfig):
     """Llama and Qwen3: rotary positions, and a layer that looks ahead where asked for."""
 
     name: str = "llama"
-    rope_theta: float = 10_000.0
+    rope_theta: float = 10_000.0  # base of the rotary positions
     rope_scaling: float = 1.0  # Llama-3.1 long-context factor; 1: none
     rope_original_len: int = 8192  # the length rope_scaling extends
     # pyrefly: ignore[bad-override]
@@ -91,7 +91,7 @@ class ExpertsConfig(LlamaConfig):
     # pyrefly: ignore[bad-override]
     num_experts: int = 0  # routed experts of a layer; 0: dense layers
     # pyrefly: ignore[bad-override]
-    experts_per_token: int = 2
+    experts_per_token: int = 2  # how many of its experts a token passes through
     # pyrefly: ignore[bad-override]
     expert_mlp_dim: int = 0  # width of one expert; 0: mlp_dim
     shared_experts: int = 0  # experts that every token passes through besides, as one of their summed width
@@ -104,7 +104,7 @@ class ExpertsConfig(LlamaConfig):
     expert_groups_used: int = 1  # so many of so many groups: those whose two best experts score highest
     # pyrefly: ignore[bad-override]
     router_bias_rate: float = 0.0  # step of the bias that evens out expert load (DeepSeek-V3); 0: no bias
-    balance_loss: float = 0.0  # coefficient of the load-balance loss of each row
+    balance_loss: float = 0.0  # coefficient of the load-balance loss of each row and layer: docs/parallelism.md
     router_z_loss: float = 0.0  # coefficient of the router logits' squared log-partition
     # pyrefly: ignore[bad-override]
     capacity_factor: float = 0.0  # what an expert takes of a row, over its even share; 0: all (nothing is dropped)
@@ -173,7 +173,7 @@ class Gemma3Config(ModelConfig):
     window: int = 512  # of the local layers, in tokens
     global_every: int = 6  # every so many layers the last one is global
     rope_theta: float = 1_000_000.0  # of the global layers
-    local_rope_theta: float = 10_000.0
+    local_rope_theta: float = 10_000.0  # of the layers with a window
     rope_factor: float = 1.0  # what positions are divided by in the global layers: 8 from 4B on, 1 in 1B
     query_scale: int = 0  # scores are divided by its square root; 0: head_dim
     norm_eps: float = 1e-6

@@ -1,7 +1,7 @@
 """Read a config file and dotted overrides into a checked `Config`; every mistake is reported in one sentence."""
 
 import ast
-import difflib
+import json
 import math
 import runpy
 import traceback
@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from jaxtrain.config.families import FAMILIES
-from jaxtrain.config.schema import AXES, Config
+from jaxtrain.config.schema import AXES, Config, TrainConfig
 from jaxtrain.errors import UserError, nearest
 
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
-    """Read `path` (a config file, optionally with `:variant`) and apply overrides such as {"mesh.tensor": 2}."""
+    """Read `path` (a config file, optionally with `:variant`) and apply overrides such as {"mesh.tensor": 2}.
+
+    The config.json of a run is a config file too.
+    """
     file, _, variant = str(path).partition(".py:")
-    file = Path(file if file.endswith(".py") else file + ".py")
+    file = Path(file if file.endswith((".py", ".json")) else file + ".py")
     if not file.is_file():
         raise UserError("--config", f"there is no file {file}", "give the path of a config such as configs/gpt.py")
     filled = _run(file, variant)
@@ -29,8 +32,10 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
 
 
 def _run(file: Path, variant: str) -> Any:
-    """Return the result of this file's get_config; reports whatever it raises in one line, since it is user code."""
+    """Return what this file says, or its get_config; reports whatever it raises in one line, since it is user code."""
     try:
+        if file.suffix == ".json":
+            return json.loads(file.read_bytes())
         get_config = runpy.run_path(str(file)).get("get_config")
         if get_config is None:
             raise UserError("--config", f"{file} has no get_config function", "define get_config(variant=None)")
@@ -59,11 +64,9 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         if section not in sections:
-            whole = [f"{known}.{name}" for known, cls in get_type_hints(Config).items() for name in get_type_hints(cls)]
-            whole += [f"model.{field.name}" for cls in FAMILIES.values() for field in fields(cls)]
-            close = difflib.get_close_matches(key, whole, n=1)
-            raise UserError(key, "there is no such key",
-                            f"did you mean {close[0]!r}?" if close else nearest(section, sections))
+            from jaxtrain.config.suggestions import nearest_key
+
+            raise UserError(key, "there is no such key", nearest_key(key) or nearest(section, sections))
         if (key, value) == ("mesh", "auto"):  # regardless of the sizes in the file
             kept = {name: value for name, value in sections["mesh"].items() if name not in AXES}
             sections["mesh"] = {**kept, "auto": True}
@@ -79,8 +82,18 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
             sections[section]["mixture"] = _mixed(sections[section].get("mixture", {}), key, name.split(".")[1:], value)
         else:
             sections[section][name] = _Text(value) if isinstance(value, str) else value
+    _resolve_fractions(sections)
     types = get_type_hints(Config) | {"model": _family(sections["model"])}
     return Config(**{section: _section(types[section], section, keys) for section, keys in sections.items()})
+
+
+def _resolve_fractions(sections: dict[str, dict[str, Any]]) -> None:
+    """Replace numbers of steps that are given as fractions, such as 0.05, by that part of train.steps."""
+    for section, name in _FRACTIONS:
+        part = _literal(sections[section].get(name))
+        if type(part) is float and 0 < part < 1:
+            steps = _coerce("train.steps", sections["train"].get("steps", TrainConfig.steps), int)
+            sections[section][name] = min(steps, max(1, round(part * steps)))
 
 
 def _mixed(before: Any, key: str, path: list[str], value: Any) -> dict[str, Any]:
@@ -129,15 +142,12 @@ def _section(cls: type, section: str, keys: dict[str, Any]):
 
 
 def _coerce(key: str, value: Any, wanted: Any) -> Any:
-    if (key, value) == ("checkpoint.every", "auto"):
-        raise UserError(key, "'auto' is gone, saves come every so many steps", "give a number, such as 500; the run "
-                        "advises another if that would lose less time")
     wanted = get_origin(wanted) or wanted
     if wanted is str:
         if isinstance(value, str):
             return str(value)
     else:
-        if isinstance(value, _Text):
+        if isinstance(value, _Text) and not (wanted is float and "," in value):
             value = _literal(value)
         if wanted is list and isinstance(value, tuple):
             value = list(value)
@@ -160,6 +170,7 @@ def _literal(text: Any) -> Any:
         return str(text)
 
 
+_FRACTIONS = (("optimizer", "warmup_steps"), ("train", "eval_every"), ("checkpoint", "every"))
 _KIND = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", dict: "a mapping",
          list: "a list"}
 

@@ -18,14 +18,14 @@ class MeshConfig:
     """How many devices each mesh axis spans (one may be -1: the rest), and the rules that map names onto them."""
 
     auto: bool = False  # the planner chooses the sizes; written mesh=auto
-    data: int = -1
-    fsdp: int = 1
-    stage: int = 1
-    context: int = 1
-    expert: int = 1
-    tensor: int = 1
+    data: int = -1  # data parallelism: each part holds all parameters, unless optimizer.zero_stage spreads them
+    fsdp: int = 1  # fully sharded data parallelism: parameters are spread, and gathered layer by layer
+    stage: int = 1  # pipeline parallelism: each stage holds some of the layers
+    context: int = 1  # context parallelism: each part holds a part of every sequence
+    expert: int = 1  # expert parallelism: each part holds some of the experts
+    tensor: int = 1  # tensor parallelism: heads, MLPs and the vocabulary are split, and the sequence between them
     context_strategy: str = "auto"  # how attention crosses the parts of a sequence
-    rules: str = "fsdp_tp"
+    rules: str = "fsdp_tp"  # how logical axis names map onto these axes: data, fsdp or fsdp_tp
     overrides: dict[str, str] = field(default_factory=dict, hash=False)  # logical name -> "axis", "a+b" or "none"
 
     def __post_init__(self):
@@ -46,7 +46,7 @@ class MeshConfig:
 class PipelineConfig:
     """How micro-batches pass the stages, where mesh.stage is more than 1."""
 
-    schedule: str = "1f1b"
+    schedule: str = "1f1b"  # the order of forward and backward passes of micro-batches
     microbatches: int = 0  # of each batch, or of each part of it under train.accumulation; 0: chosen, or the table's
     chunks: int = 0  # of layers on each stage; 0: 2 for interleaved and zb_v, else 1, or the table's
     overlap: bool = False  # give transfers between stages a tick of their own: hidden, for a longer bubble
@@ -69,9 +69,9 @@ class DataConfig:
     stages: list[Any] = field(default_factory=list, hash=False)  # what changes at which step: docs/data-mixtures.md
     packing: str = "concat"  # documents end to end, cut at rows; "best_fit": few are cut; "bucket": a document a row
     buckets: list[int] = field(default_factory=list, hash=False)  # lengths of rows in buckets; none: chosen
-    seq_len: int = 256
-    global_batch_size: int = 16
-    seed: int = 0
+    seq_len: int = 256  # tokens in a row
+    global_batch_size: int = 16  # rows in a step, over all devices
+    seed: int = 0  # of the order of the data
     eval_fraction: float = 0.05  # of the files; a single file is split by position
     cache_dir: str = ""  # "": $JAXTRAIN_CACHE or ~/.cache/jaxtrain
     cache_bytes: int = 2**36  # of a corpus in object storage that the local disk keeps, at most
@@ -106,18 +106,19 @@ class DataConfig:
 class OptimizerConfig:
     """The optax optimizer, its schedule, and how its state is sharded over the data axis."""
 
-    name: str = "adamw"
-    learning_rate: float = 1e-3
-    schedule: str = "cosine"
-    warmup_steps: int = 0
+    name: str = "adamw"  # made of optax's parts
+    learning_rate: float = 1e-3  # the peak
+    schedule: str = "cosine"  # how the learning rate decays
+    warmup_steps: int = 0  # in which the learning rate rises linearly; or a fraction of train.steps
     decay_fraction: float = 0.2  # the last part of a "wsd" schedule
     final_fraction: float = 0.1  # of learning_rate, where the decay ends: behind the last step
-    weight_decay: float = 0.1
+    weight_decay: float = 0.1  # of matrices, times the learning rate
     clip_norm: float = 1.0  # 0: no clipping
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    zero_stage: int = 0
+    b1: float = 0.9  # decay of the first moment
+    b2: float = 0.95  # decay of the second moment
+    momentum: float = 0.95  # of the matrices that muon updates; b1 and b2 are for what it leaves to AdamW
+    eps: float = 1e-8  # added to the root of the second moment
+    zero_stage: int = 0  # over mesh.data, spread the optimizer's state (1), gradients too (2), parameters too (3)
     offload: bool = False  # between steps its state lies in the hosts' memory: slower, and less of the devices'
 
     def __post_init__(self):
@@ -125,7 +126,7 @@ class OptimizerConfig:
         one_of("optimizer.schedule", self.schedule, ("cosine", "linear", "wsd", "constant"))
         positive(self, "optimizer", "learning_rate eps")
         not_negative(self, "optimizer", "warmup_steps weight_decay clip_norm final_fraction")
-        for name in ("b1", "b2"):
+        for name in ("b1", "b2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"optimizer.{name}", f"{getattr(self, name)} is not in [0, 1)", "try 0.9")
         if not 0 < self.decay_fraction <= 1:
@@ -137,23 +138,23 @@ class OptimizerConfig:
 class TrainConfig:
     """The loop and the compiled step."""
 
-    steps: int = 100
-    seed: int = 0
+    steps: int = 100  # the length of the run in optimizer steps
+    seed: int = 0  # of the initial parameters
     accumulation: int = 1  # micro-batches per step
     precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU
-    attention: str = "auto"
+    attention: str = "auto"  # the kernel: auto chooses by device, dtype and shapes
     check_memory: bool = True  # refuse, before anything is compiled, what the planner says cannot fit
     expert_exchange: str = "auto"  # how tokens reach their experts: "gather" all, or "ragged" all-to-all
-    remat: str = "none"
+    remat: str = "none"  # what the backward pass computes again: docs/training.md says what each policy keeps
     unroll: int = 1  # layers per scan iteration; 0: all of them. With remat always 1
     loss_chunks: int = 0  # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
-    z_loss: float = 0.0
-    log_every: int = 1
-    eval_every: int = 0  # 0: at the end only
-    eval_batches: int = 8
+    z_loss: float = 0.0  # coefficient of the squared log-partition of the logits
+    log_every: int = 1  # steps between lines of metrics.jsonl
+    eval_every: int = 0  # steps between evaluations, or a fraction of train.steps; 0: at the end only
+    eval_batches: int = 8  # of each evaluation
     sample_tokens: int = 0  # length of the text sampled at the end
-    progress: bool = True
-    tensorboard: bool = False
+    progress: bool = True  # show a progress line
+    tensorboard: bool = False  # write TensorBoard files too
     freeze: list[str] = field(default_factory=list, hash=False)  # paths with wildcards, or logical axes, of parameters
     trainable: list[str] = field(default_factory=list, hash=False)  # the same, of the only ones that are trained
     frozen_dtype: str = ""  # in which frozen parameters rest; "": as the others
@@ -179,7 +180,7 @@ class TrainConfig:
 class CheckpointConfig:
     """When to save and how many to keep; the last step is always saved."""
 
-    every: int = 500  # steps between saves; 0: no save before the end. A run advises another number if it loses less
+    every: int = 500  # steps between saves, or a fraction of train.steps; 0: at the end only. A run advises better
     keep: int = 2  # the last so many that were read back and found good; nothing newer than them is ever deleted
     keep_every: int = 0  # those of every so many steps stay for ever; 0: none
     best: str = ""  # a metric, such as eval_loss, whose lowest checkpoint stays too; "": none

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import atomic_files
 from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.data.formats.inputs import extra
 from jaxtrain.data.prepare.provenance import LISTS, described
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
 from jaxtrain.flags import command, parser_of
 
 

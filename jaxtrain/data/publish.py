@@ -14,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxtrain import atomic_files, storage
+from jaxtrain import storage
 from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.data.prepare.prepare_progress import Line
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
 from jaxtrain.flags import command, parser_of
 
 THREADS = 8  # concurrent transfers

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxtrain import atomic_files
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.conversations import Example
 from jaxtrain.data.formats.inputs import Text
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.data.tokenizers.vocabulary import ENDS
 from jaxtrain.errors import UserError, install_extra
+from jaxtrain.files import atomic_files
 from jaxtrain.flags import command, parser_of
 
 EOD = ENDS[0]

@@ -4,13 +4,13 @@ Works while devices hang or lag, and from any thread.
 """
 
 import itertools
-import json
 import socket
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from jaxtrain.distributed.authentication import opened, sealed
 from jaxtrain.errors import UserError
 
 _exchanges = itertools.count()
@@ -28,8 +28,8 @@ def together(name: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         return decide([mine])
     service: Any = jax._src.distributed.global_state.client
     if me != 0:
-        service.key_value_set(f"jaxtrain/{name}/{me}", json.dumps(mine))
-        answer = json.loads(service.blocking_key_value_get(f"jaxtrain/{name}/answer", TIMEOUT_S * 1000))
+        service.key_value_set(f"jaxtrain/{name}/{me}", sealed(f"{name}/{me}", mine))
+        answer = opened(f"{name}/answer", service.blocking_key_value_get(f"jaxtrain/{name}/answer", TIMEOUT_S * 1000))
         if "refused" in answer:
             raise UserError(*answer["refused"])
         if "failed" in answer:
@@ -39,7 +39,8 @@ def together(name: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
     try:
         theirs = []
         for i in range(1, count):
-            theirs.append(json.loads(service.blocking_key_value_get(f"jaxtrain/{name}/{i}", TIMEOUT_S * 1000)))
+            theirs.append(opened(f"{name}/{i}", service.blocking_key_value_get(
+                f"jaxtrain/{name}/{i}", TIMEOUT_S * 1000)))
             service.key_value_delete(f"jaxtrain/{name}/{i}")  # a run of weeks agrees often; answers are short, and stay
         decided = decide([mine, *theirs])
         answer = {"decided": decided}
@@ -51,7 +52,7 @@ def together(name: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         answer = {"failed": f"{type(error).__name__}: {error}"}
         raise
     finally:
-        service.key_value_set(f"jaxtrain/{name}/answer", json.dumps(answer))
+        service.key_value_set(f"jaxtrain/{name}/answer", sealed(f"{name}/answer", answer))
 
 
 def exchange(value: Any, decide: Callable[[list[Any]], Any] = list) -> Any:
@@ -81,14 +82,16 @@ class Board:
         if self._client is None:
             self._own[jax.process_index()] = note
         else:
-            self._client.key_value_set(f"{self._topic}{jax.process_index()}", json.dumps(note), allow_overwrite=True)
+            name = f"{self._topic}{jax.process_index()}"
+            self._client.key_value_set(name, sealed(name, note), allow_overwrite=True)
 
     def read(self) -> dict[int, Any]:
         """Return the newest note of each process that has published one."""
         if self._client is None:
             return dict(self._own)
         notes = self._client.key_value_dir_get(self._topic)
-        return {int(key.rpartition("/")[2]): json.loads(note) for key, note in notes}
+        numbers = [int(key.rpartition("/")[2]) for key, _ in notes]
+        return {i: opened(f"{self._topic}{i}", note) for i, (_, note) in zip(numbers, notes, strict=True)}
 
 
 class Hosts:

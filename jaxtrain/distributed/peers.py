@@ -8,7 +8,6 @@ to convert its argument). It stays as the last resort.
 
 import contextlib
 import ipaddress
-import json
 import os
 import secrets
 import selectors
@@ -21,9 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.distributed import exit_codes
+from jaxtrain.distributed.authentication import Forged, derive, opened, sealed
+from jaxtrain.distributed.lines import GREETING_S, Line, Message
 
-Message = dict[str, Any]
+_MOST = 1000  # connections that may be greeting at a time; the oldest of more are closed
 _PATIENCE = 5.0  # seconds that process 0 waits for the others to end before it does
+
+
+class _Line(Line):
+    """The connection to another process, and what is known of it."""
+
+    def __init__(self, connection: socket.socket, key: bytes, accepts: bool):
+        self.left, self.why, self.quiet, self.silent = False, "", 0.0, False
+        super().__init__(connection, key, accepts)
 
 
 class Peers:
@@ -48,13 +57,15 @@ class Peers:
         if process == 0:
             listener = _listen(interface(f"{host}:0"))
             token = secrets.token_hex(16)
-            store.key_value_set("jaxtrain/peers", f"{listener.getsockname()[1]} {token}")
-            self._accept(listener, token, timeout)
+            store.key_value_set("jaxtrain/peers", sealed("peers", [listener.getsockname()[1], token]))
+            self._accept(listener, derive("peers", token), timeout)
         else:
-            port, token = store.blocking_key_value_get("jaxtrain/peers", int(timeout * 1000)).split()
-            line = _Line(socket.create_connection((host, int(port)), timeout), timeout)
-            line.send({"kind": "here", "process": process, "host": socket.gethostname(), "token": token})
-            line.receive()  # acknowledges that all are connected, with their names
+            port, token = opened("peers", store.blocking_key_value_get("jaxtrain/peers", int(timeout * 1000)))
+            line = _Line(socket.create_connection((host, port), timeout), derive("peers", token), accepts=False)
+            line.greet({"process": process, "host": socket.gethostname()})
+            while not line.messages:  # the answer says that all are connected, and their names
+                if not line.receive():
+                    raise ConnectionError(0, "process 0 closed the connection")
             self._names = {int(i): name for i, name in line.messages.pop(0)["names"].items()}
             self._lines[0] = line
         threading.Thread(target=self._listen_on, name="peers", daemon=True).start()
@@ -90,20 +101,56 @@ class Peers:
             time.sleep(max(0.0, end - time.monotonic()))  # or leaves that to the thread that writes the hang report
 
     # ----------------------------------------------------------------------------------------------- background threads
-    def _accept(self, listener: socket.socket, token: str, timeout: float) -> None:
-        listener.settimeout(timeout)
-        with listener:
+    def _accept(self, listener: socket.socket, key: bytes, timeout: float) -> None:
+        """Take the greetings of all other processes, in whatever order and however slowly strangers talk meanwhile."""
+        end, greeting = time.monotonic() + timeout, dict[int, _Line]()
+        with listener, selectors.DefaultSelector() as selector:
+            listener.setblocking(False)
+            selector.register(listener, selectors.EVENT_READ)
+
+            def forget(line):
+                selector.unregister(line.connection)
+                del greeting[line.connection.fileno()]
+
             while len(self._lines) < self._processes - 1:
-                connection, _ = listener.accept()
-                with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-                    line = _Line(connection, timeout)
-                    line.receive()
-                    hello = line.messages.pop(0)
-                    if secrets.compare_digest(hello["token"], token):
-                        self._lines[hello["process"]] = line
-                        self._names[hello["process"]] += f" ({hello['host']})"
+                if time.monotonic() > end:
+                    raise TimeoutError(0, f"not all processes connected within {timeout:.0f} seconds")
+                for ready, _ in selector.select(0.2):
+                    line = greeting.get(ready.fd)
+                    try:
+                        if line is None:
+                            connection, _ = listener.accept()
+                            connection.setblocking(False)
+                            line = greeting[connection.fileno()] = _Line(connection, key, accepts=True)
+                            selector.register(connection, selectors.EVENT_READ)
+                        elif not line.receive():
+                            raise ConnectionError
+                        elif line.messages:
+                            self._welcome(line, line.accept(), timeout)
+                            forget(line)
+                    except BlockingIOError:  # it is not ready after all
+                        continue
+                    except OSError:
+                        if line is not None:
+                            forget(line)
+                            line.connection.close()
+                late = [line for line in greeting.values() if time.monotonic() - line.opened > GREETING_S]
+                for line in late + list(greeting.values())[:max(0, len(greeting) - len(late) - _MOST)]:
+                    if line.connection.fileno() in greeting:
+                        forget(line)
+                        line.connection.close()
+        for line in greeting.values():
+            line.connection.close()
         self._names[0] += f" ({socket.gethostname()})"
         self._send({"kind": "here", "names": self._names})
+
+    def _welcome(self, line: _Line, hello: Message, timeout: float) -> None:
+        process = hello.get("process")
+        if process not in self._names or process in self._lines or process == 0:
+            raise Forged("a greeting")
+        line.connection.settimeout(timeout)
+        self._lines[process] = line
+        self._names[process] += f" ({hello.get('host')})"
 
     def _send(self, message: Message, but: int | None = None) -> None:
         with self._lock:
@@ -180,28 +227,6 @@ class Peers:
         os.write(2, f"{sentence}\n".encode())
         self.see_off()
         self._leave(status)
-
-
-class _Line:
-    """A connection that carries one JSON object per line."""
-
-    def __init__(self, connection: socket.socket, timeout: float):
-        self.connection, self.messages, self.left, self.why = connection, [], False, ""
-        self.quiet, self.silent, self._rest = 0.0, False, b""
-        connection.settimeout(timeout)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def send(self, message: Message) -> None:
-        self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> bool:
-        """Read what has arrived; returns False at the end of the connection."""
-        while True:
-            data = self.connection.recv(1 << 16)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            self.messages += [json.loads(line) for line in lines]
-            if not data or not self._rest:
-                return bool(data)
 
 
 def interface(address: str) -> str:

@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 
 from jaxtrain.config.schema import Config
 from jaxtrain.distributed import exit_codes
+from jaxtrain.distributed.authentication import opened, sealed
 from jaxtrain.distributed.peers import Peers, interface
 from jaxtrain.errors import UserError
 from jaxtrain.versions import version_of
@@ -85,17 +86,17 @@ def agree(config: Config) -> None:
     ours |= {f"version of {name}": version_of(name) for name in ("jaxtrain", "jax", "jaxlib")}
     ours = json.loads(json.dumps(ours))
     if process() == 0:
-        store.key_value_set("jaxtrain/config", json.dumps(ours))
-    theirs = json.loads(store.blocking_key_value_get("jaxtrain/config", 60_000))
+        store.key_value_set("jaxtrain/config", sealed("config", ours))
+    theirs = opened("config", store.blocking_key_value_get("jaxtrain/config", 60_000))
     for key in [*theirs, *ours]:
         if ours.get(key) != theirs.get(key):
             us = f"process {process()} ({socket.gethostname()})"
             difference = f"process 0 has {theirs.get(key)}, {us} has {ours.get(key)}"
-            store.key_value_set(f"jaxtrain/disagree/{process()}", json.dumps([key, difference]))
+            store.key_value_set(f"jaxtrain/disagree/{process()}", sealed("disagree", [key, difference]))
             break
     store.wait_at_barrier("jaxtrain/agree", 60_000)
     for _, found in sorted(store.key_value_dir_get("jaxtrain/disagree")):
-        key, difference = json.loads(found)
+        key, difference = opened("disagree", found)
         raise UserError(key, difference, "start all processes with the same command and the same installation")
 
 

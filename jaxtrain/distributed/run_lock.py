@@ -38,31 +38,40 @@ def run_lock(workdir: str | Path) -> Iterator[None]:
 @contextlib.contextmanager
 def locked(workdir: str | Path, patience: float) -> Iterator[str]:
     """Lock `workdir` within this context; yields "", or the holder if it is still locked after so many seconds."""
-    file, other = None, ""
+    files, other = [], ""
     try:
-        file = os.open(Path(workdir) / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        other = _try(file)
+        files.append(os.open(Path(workdir) / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        files.append(os.open(workdir, os.O_RDONLY | os.O_CLOEXEC))
+        other = _try(*files)
         if other and patience:
             say(f"another run works in {workdir} ({other}); waiting up to {patience:.0f} s for it to end")
         until = time.monotonic() + patience
         while other and time.monotonic() < until:
             time.sleep(_TICK_S)
-            other = _try(file)
+            other = _try(*files)
     except OSError as error:
         say(f"{workdir} cannot be locked ({error.strerror}); another run in it would not be noticed")
     try:
         yield other
     finally:
-        if file is not None:
+        for file in files:
             os.close(file)
 
 
-def _try(file: int) -> str:
-    """Try to take the lock; return "" on success, else the holder."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return os.pread(file, 255, 0).decode(errors="replace").strip() or "a process that has just begun"
+def _try(file: int, folder: int) -> str:
+    """Try to take the lock; return "" on success, else the holder.
+
+    The folder is locked too, where its file system can do that (NFS cannot), since the lock file may be deleted.
+    """
+    for handle in (file, folder):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            name = os.pread(file, 255, 0).decode(errors="replace").strip()
+            return name or "a process that has just begun, or whose lock file was deleted"
+        except OSError:
+            if handle == file:
+                raise
     with contextlib.suppress(OSError):  # on a full disk the lock has no name in it
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

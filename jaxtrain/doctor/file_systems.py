@@ -37,6 +37,9 @@ def files(outcome: Outcome, mounts: str, several: bool) -> list[Finding]:
         return [fail(CHECK, f"{where} does not answer: it {outcome.end}",
                      "see whether its server is up (mount, df), or give another --workdir")]
     found = kind(where, mounts, several) if "folder" in seen else []
+    if seen.get("missing"):
+        found.insert(0, note(CHECK, f"{seen['missing']} does not exist, so {where} was checked",
+                             "look at its spelling; a run creates it"))
     if "refused" in seen:
         return [*found, fail(CHECK, f"{where} cannot be written ({seen['refused']})", "give another --workdir")]
     found += room(seen)
@@ -141,7 +144,7 @@ def cache(folder: str) -> list[Finding]:
 def measure(workdir: Path) -> None:
     """Measure a folder's file system and print the results; called in the child, leaves no files."""
     folder = _existing(workdir)
-    say(folder=str(folder.resolve()))
+    say(folder=str(folder.resolve()), missing="" if folder == workdir.absolute() else str(workdir))
     if (first := next((path for path in (workdir, *workdir.parents) if path.exists() and not path.is_dir()), None)):
         say(refused=f"{first} is a file")
         return

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.errors import UserError
 from jaxtrain.sharding import rules as sharding
 
 F32 = jnp.float32
@@ -25,8 +26,8 @@ def cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, w
                   z_loss: float = 0.0, chunks: int = 0) -> jax.Array:
     """Return the sum over tokens of weight x (cross-entropy + z_loss x log-partition squared), in float32.
 
-    A weight of 0 ignores a token. `chunks` is into how many pieces the tokens on one device are split; 0 chooses by
-    size.
+    A weight of 0 ignores a token; weights have gradients too. `chunks` is into how many pieces the tokens on one device
+    are split; 0 chooses by size.
     """
     return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0)
 
@@ -62,13 +63,15 @@ def _summed(x, head, targets, weights, teacher, *options):
 
 
 def _forward(x, head, targets, weights, teacher, *options):
-    loss, dx, dhead = _run(x, head, targets, weights, teacher, options, gradients=True)
-    return loss, (dx, dhead, jnp.zeros((), head.dtype))
+    loss, dx, dhead, dweights = _run(x, head, targets, weights, teacher, options, gradients=True)
+    dweights = dweights.astype(weights.dtype) if jnp.issubdtype(weights.dtype, jnp.inexact) else None
+    return loss, (dx, dhead, jnp.zeros((), head.dtype), dweights)
 
 
 def _backward(z_loss, chunks, soft, temperature, saved, g):
-    dx, dhead, head = saved
-    return (g * dx).astype(dx.dtype), (g * dhead).astype(head.dtype), None, None, None
+    dx, dhead, head, dweights = saved
+    dweights = None if dweights is None else (g * dweights).astype(dweights.dtype)
+    return (g * dx).astype(dx.dtype), (g * dhead).astype(head.dtype), None, dweights, None
 
 
 _summed.defvjp(_forward, _backward)
@@ -84,7 +87,7 @@ def _run(x, head, targets, weights, teacher, options, gradients) -> Any:
     return sharding.manual_region(
         partial(local, batch_axes=batch_axes, vocab_axes=sharding.axes_of(vocab)),
         in_specs=(x_spec, head_spec, tokens, tokens, (x_spec, head_spec)[:len(teacher)]),
-        out_specs=(P(), x_spec, head_spec) if gradients else (P(),),
+        out_specs=(P(), x_spec, head_spec, tokens) if gradients else (P(),),
     )(x, head, targets, weights, teacher)
 
 
@@ -93,6 +96,8 @@ def _local(x_BTD, head_DV, targets_BT, weights_BT, teacher, batch_axes, vocab_ax
     z_loss, chunks, soft, temperature = options
     N, D, V = targets_BT.size, *head_DV.shape
     chunks = chunks or default_chunks(N, V)
+    if N % chunks:
+        raise UserError("chunks", f"{chunks} does not divide the {N} tokens on a device", "give a divisor, or 0")
     first = lax.axis_index(vocab_axes) * V if vocab_axes else 0
     over_vocab = partial(lax.psum, axis_name=vocab_axes) if vocab_axes else lambda value: value
     largest = partial(lax.pmax, axis_name=vocab_axes) if vocab_axes else lambda value: value
@@ -103,48 +108,50 @@ def _local(x_BTD, head_DV, targets_BT, weights_BT, teacher, batch_axes, vocab_ax
         return top_N + jnp.log(over_vocab(jnp.exp(logits_NV - top_N[:, None]).sum(-1)))
 
     def against_tokens(logits_NV, target_N, weight_N):
-        """Return the summed loss, and its gradient with respect to the logits."""
+        """Return the loss of each token, and the gradient of their weighted sum with respect to the logits."""
         lse_N = log_partition(logits_NV)
         hit_NV = (target_N - first)[:, None] == jnp.arange(V)
         correct_N = over_vocab(jnp.where(hit_NV, logits_NV, 0).sum(-1))
-        loss = (weight_N * (lse_N - correct_N + z_loss * jnp.square(lse_N))).sum()
+        loss_N = lse_N - correct_N + z_loss * jnp.square(lse_N)
         pull_N = weight_N * (1 + 2 * z_loss * lse_N)
-        return loss, pull_N[:, None] * jnp.exp(logits_NV - lse_N[:, None]) - jnp.where(hit_NV, weight_N[:, None], 0)
+        return loss_N, pull_N[:, None] * jnp.exp(logits_NV - lse_N[:, None]) - jnp.where(hit_NV, weight_N[:, None], 0)
 
     def against_teacher(logits_NV, teacher_NV, weight_N):
         """Return the same for the divergence."""
         q_NV, p_NV = (x_NV / temperature - log_partition(x_NV / temperature)[:, None]
                       for x_NV in (logits_NV, teacher_NV))
         divergence_N = over_vocab((jnp.exp(p_NV) * (p_NV - q_NV)).sum(-1))
-        scale_N = weight_N * temperature
-        return (scale_N * temperature * divergence_N).sum(), scale_N[:, None] * (jnp.exp(q_NV) - jnp.exp(p_NV))
+        pull_N = weight_N * temperature
+        return temperature**2 * divergence_N, pull_N[:, None] * (jnp.exp(q_NV) - jnp.exp(p_NV))
 
     def chunk(carry, inputs) -> Any:
         loss, dhead_DV = carry
         x_ND, target_N, weight_N, *teacher_NC = inputs
         logits_NV = jnp.dot(x_ND, head_DV, preferred_element_type=F32)
-        one, dlogits_NV = against_tokens(logits_NV, target_N, weight_N)
+        loss_N, dlogits_NV = against_tokens(logits_NV, target_N, weight_N)
         for y_NC in teacher_NC:
             teacher_NV = jnp.dot(y_NC, teacher[1], preferred_element_type=F32)
-            other, dother_NV = against_teacher(logits_NV, teacher_NV, weight_N)
-            one, dlogits_NV = (1 - soft) * one + soft * other, (1 - soft) * dlogits_NV + soft * dother_NV
-        loss += one
+            other_N, dother_NV = against_teacher(logits_NV, teacher_NV, weight_N)
+            loss_N, dlogits_NV = (1 - soft) * loss_N + soft * other_N, (1 - soft) * dlogits_NV + soft * dother_NV
+        loss += (weight_N * loss_N).sum()
         if not gradients:
             return (loss, dhead_DV), None
         dlogits_NV = dlogits_NV.astype(x_ND.dtype)
         dx_ND = over_vocab(jnp.dot(dlogits_NV, head_DV.T, preferred_element_type=F32)).astype(x_ND.dtype)
         dhead_DV = dhead_DV + jnp.dot(x_ND.T, dlogits_NV, preferred_element_type=F32)
-        return (loss, dhead_DV), dx_ND
+        return (loss, dhead_DV), (dx_ND, loss_N)
 
     inputs = (x_BTD.reshape(chunks, -1, D), targets_BT.reshape(chunks, -1), weights_BT.reshape(chunks, -1),
               *(y_BTC.reshape(chunks, -1, y_BTC.shape[-1]) for y_BTC in teacher[:1]))
     start: Any = (jnp.zeros((), F32), jnp.zeros((D, V), F32) if gradients else None)
     if chunks == 1:  # no loop, which is faster for small models on CPU
-        (loss, dhead_DV), dx = chunk(start, jax.tree.map(lambda a: a[0], inputs))
+        (loss, dhead_DV), each = chunk(start, jax.tree.map(lambda a: a[0], inputs))
     else:
-        (loss, dhead_DV), dx = lax.scan(chunk, start, inputs)
+        (loss, dhead_DV), each = lax.scan(chunk, start, inputs)
     if not gradients:
         return (over_batch(loss),)
+    dx, loss_N = each
     # A sum over tokens may be too large for float16 until the backward pass has divided it.
     dtype = F32 if head_DV.dtype == jnp.float16 else head_DV.dtype
-    return over_batch(loss), dx.reshape(x_BTD.shape), over_batch(dhead_DV).astype(dtype)
+    return (over_batch(loss), dx.reshape(x_BTD.shape), over_batch(dhead_DV).astype(dtype),
+            loss_N.reshape(weights_BT.shape))

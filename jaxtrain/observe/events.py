@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.bounded_files import json_lines
 from jaxtrain.errors import say
+from jaxtrain.files.bounded_files import json_lines
 
 Event = dict[str, Any]
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from jaxtrain.bounded_files import read_json
 from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import read_json
 from jaxtrain.flags import command, parser_of
 
 CATEGORIES = {  # in the order of the table

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import jax
 
-from jaxtrain import atomic_files
 from jaxtrain.errors import say
+from jaxtrain.files import atomic_files
 from jaxtrain.observe.goodput import Account, Incarnation, account, incarnations, table
 
 Item = TypeVar("Item")

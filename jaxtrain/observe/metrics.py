@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
-from jaxtrain.bounded_files import appended, parsed, whole_lines
 from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import appended, parsed, whole_lines
 from jaxtrain.observe import events
 from jaxtrain.observe.flops import mfu
 
@@ -225,9 +225,15 @@ class _JsonLines:
     def __init__(self, path: Path, start_step: int):
         self._path, self._kept = path, b""
         try:
+            if start_step and not path.exists():
+                events.tell(path.parent, "metrics_missing", f"{path} is missing, and with it the lines of the first "
+                            f"{start_step} steps; it begins again with those to come", step=start_step)
             self._file = appended(path)
             # Steps never decrease in the file, so the lines to drop are a tail, and cutting a tail off is atomic.
-            end = _end_of_step(path, start_step)
+            end, damaged = _end_of_step(path, start_step)
+            if damaged:
+                events.tell(path.parent, "metrics_damaged", f"lines in the middle of {path} cannot be read ({damaged} "
+                            "of them), as after a power failure; they are left as they are", lines=damaged)
             if whole := list(whole_lines(path, end)):
                 with appended(path.with_name("metrics.rolled_back.jsonl")) as kept:
                     kept.write(b"".join(whole))
@@ -277,17 +283,19 @@ class _JsonLines:
             self._file.close()
 
 
-def _end_of_step(path: Path, step: int) -> int:
-    """Return the byte offset at which the complete lines of steps up to `step` end."""
-    end = 0
+def _end_of_step(path: Path, step: int) -> tuple[int, int]:
+    """Return the byte offset at which the complete lines of steps up to `step` end, and how many before it are damaged.
+    """
+    end = damaged = at = unreadable = 0
     for line in whole_lines(path):
+        at += len(line)
         try:
             if parsed(line, {"step": int})["step"] > step:
                 break
+            end, damaged = at, unreadable
         except ValueError:
-            break
-        end += len(line)
-    return end
+            unreadable += 1
+    return end, damaged
 
 
 def _plain(scalars: Mapping[str, Any]) -> Record:

@@ -1,18 +1,20 @@
 """Which run a workdir holds: config.json and run.json, and the refusal to continue it as another one."""
 
 import json
+import os
 import platform
+import secrets
 import tempfile
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxtrain import atomic_files, bounded_files
 from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config, DataConfig, hash_of
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest
+from jaxtrain.files import atomic_files, bounded_files
 from jaxtrain.observe.own_parts import difference
 from jaxtrain.versions import git_commit, version_of
 
@@ -25,26 +27,36 @@ _FREE: dict[str, Set[str] | None] = {
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
               "eval_batches", "sample_tokens", "progress", "tensorboard", "check_memory", "expert_exchange"},
 }
+# What a resumed run may change where `--may_change` names it: it shapes the steps to come, not the state.
+MAY_CHANGE = frozenset(
+    [f"optimizer.{key}" for key in ("learning_rate", "schedule", "warmup_steps", "decay_fraction", "final_fraction",
+                                    "weight_decay", "clip_norm", "b1", "b2", "momentum", "eps")]
+    + ["train.steps", "train.z_loss"])
 # What a resumed run may change where it makes no difference to the steps that are done: data.stages tells which.
 _STAGED = {"mixture", "stages", "seq_len", "global_batch_size"}
-_RUN = {"own_parts?": {"optimizer?": {"state": str, "update": {str: str}}}, "data_changes?": [dict],
-        "data_manifests?": {str: str}, "data_manifest_hash?": str | None}  # what is read of run.json
+_RUN = {  # what is read of run.json
+    "run?": str, "adopted?": [(str, int)], "data_manifests?": {str: str}, "data_manifest_hash?": str | None,
+    "own_parts?": {"optimizer?": {"state": str, "update": {str: str}}},
+    "data_changes?": [dict], "config_changes?": [dict],
+}
 _PACKAGES = {"jax": "jax", "jaxlib": "jaxlib", "flax": "flax", "optax": "optax", "orbax": "orbax-checkpoint",
              "grain": "grain", "numpy": "numpy"}
 
 
 def make_workdir(workdir: str | Path) -> None:
-    """Make `workdir` if need be and raise a `UserError` if it cannot be written, now or when something is saved."""
-    workdir = Path(workdir)
+    """Make `workdir` if need be; raise a `UserError` if it, or what is in it, cannot be written, now or in a save."""
+    folder = workdir = Path(workdir)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=workdir).close()
+        for path, is_right, kind in ((workdir / "metrics.jsonl", Path.is_file, "file"),
+                                     (workdir / "checkpoints", Path.is_dir, "folder")):
+            if path.exists() and not is_right(path):
+                raise UserError("--workdir", f"{path} is not a {kind}", "move it away")
+        for folder in (workdir, workdir / "checkpoints"):
+            if os.path.lexists(folder):
+                tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise _unwritable(workdir, error) from None
-    for path, is_right in ((workdir / "metrics.jsonl", Path.is_file), (workdir / "checkpoints", Path.is_dir)):
-        if path.exists() and not is_right(path):
-            raise UserError("--workdir", f"{path} is not a {'file' if is_right is Path.is_file else 'folder'}",
-                            "move it away")
+        raise _unwritable(folder, error) from None
 
 
 def recorded_parts(workdir: str | Path, saved: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
@@ -55,10 +67,40 @@ def recorded_parts(workdir: str | Path, saved: Mapping[str, Any] | None = None) 
     return (_read(Path(workdir) / "run.json", _RUN) or saved or {}).get("own_parts")
 
 
+def identity(workdir: str | Path, saved: Mapping[str, Any],
+             adopt: bool = False) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Return the identity of the workdir's run: its random id, and the checkpoints of other runs that it adopted.
+
+    Args:
+        saved: what the checkpoint to go on from says of its run; {}: there is none.
+        adopt: go on from the checkpoint of another run.
+
+    Returns:
+        the identity, for run.json and every checkpoint; and `saved`, or {} if it describes another run.
+
+    Raises:
+        UserError: the checkpoint belongs to another run.
+    """
+    workdir = Path(workdir)
+    recorded = _read(workdir / "run.json", _RUN) if saved or (workdir / "config.json").exists() else {}
+    own = recorded or ({} if adopt else saved)
+    known = {"run": own.get("run") or secrets.token_hex(8), "adopted": own.get("adopted", [])}
+    theirs = [saved.get("run"), saved.get("step")]
+    if not saved or theirs[0] == known["run"]:
+        return known, saved
+    if theirs not in known["adopted"]:
+        if not adopt:
+            raise UserError("checkpoint", f"step {theirs[1]} in {workdir} belongs to another run than run.json there "
+                            f"(id {theirs[0]} instead of {known['run']})",
+                            "move it away, or give --adopt to go on from it all the same")
+        known["adopted"] = [*known["adopted"], theirs]
+    return known, {}
+
+
 def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, str] | None = None,
                   done: int = 0, *, parts: Mapping[str, Any] | None = None,
-                  keys: Mapping[str, Any] | None = None,
-                  saved: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+                  keys: Mapping[str, Any] | None = None, saved: Mapping[str, Any] | None = None,
+                  may_change: Collection[str] = ()) -> list[dict[str, Any]]:
     """Make `workdir` if need be and raise a `UserError` if it cannot be written or holds a run of other mathematics.
 
     Args:
@@ -66,15 +108,20 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
         done: steps that the workdir's newest checkpoint has.
         parts: the description of those parts of the run that are its user's own (`own_parts.py`); None: not known yet.
         keys: the part of the config that counts for this run, as `config.json` has it; None: all of it.
-        saved: what the newest checkpoint says of the run, which counts where run.json was lost.
+        saved: what the newest checkpoint says of the run, which counts where run.json or config.json was lost.
+        may_change: keys such as "train.steps", whose values may differ from now on.
 
     Returns:
-        what changed of the data, on purpose, between the `done` steps and those to come.
+        what changed, on purpose, between the `done` steps and those to come.
     """
+    if unknown := sorted(set(may_change) - MAY_CHANGE):
+        raise UserError("--may_change", f"{unknown[0]} cannot change in a run", nearest(unknown[0], MAY_CHANGE))
     workdir = Path(workdir)
     make_workdir(workdir)
     started, recorded = _read(workdir / "config.json", {str: dict}), _read(workdir / "run.json", _RUN)
-    changed = []
+    if saved and not (started and recorded):
+        started, recorded = saved.get("config", started), recorded or saved
+    changed, allowed = [], []
     own_optimizer = "optimizer" in (parts or {})
     for section, values in (config.to_dict() if keys is None else keys).items():
         for key, value in values.items():
@@ -84,11 +131,19 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
             if before == value or ("float16" not in (before, value) and _free(
                     section, key, config, own_optimizer)):
                 continue
+            name = f"{section}.{key}"
+            if name == "optimizer.warmup_steps" and config.optimizer.schedule == "constant" and max(
+                    before, value) <= done:
+                continue  # it is over by both
+            change = {"step": done, "key": name, "before": before, "after": value}
             if section == "data" and key in _STAGED and done:
-                changed.append({"step": done, "key": f"data.{key}", "before": before, "after": value})
-                continue
-            raise UserError("--workdir", f"{workdir} holds a run with {section}.{key}={before}, this config has "
-                            f"{value}", f"give another --workdir or --config.{section}.{key}={before}")
+                changed.append(change)
+            elif name in may_change:
+                allowed.append(change)
+            else:
+                raise UserError("--workdir", f"{workdir} holds a run with {name}={before}, this config has {value}",
+                                f"give another --workdir or --config.{name}={before}"
+                                f"{f', or allow it by --may_change={name}' * (name in MAY_CHANGE)}")
     before = recorded_parts(workdir, saved)  # None: a workdir of an earlier commit does not tell
     if parts is not None and before is not None and (other := difference(before, parts)):
         raise UserError("--workdir", f"{workdir} holds a run {other}",
@@ -118,23 +173,28 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
                  and (not done or name in past["sources"])]:
         raise UserError("--workdir", f"{workdir} holds a run on other data: manifest {then[other[0]]}, now "
                         f"{now[other[0]]}", "give another --workdir or bring the data back")
-    return changed
+    return changed + allowed
 
 
 def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[str, int], device_kind: str,
                     data_manifest_hash: str | None, manifests: Mapping[str, str] | None = None, done: int = 0,
                     parts: Mapping[str, Any] | None = None, keys: Mapping[str, Any] | None = None,
-                    saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+                    saved: Mapping[str, Any] | None = None, known: Mapping[str, Any] | None = None,
+                    may_change: Collection[str] = ()) -> dict[str, Any]:
     """Check `workdir` as `check_workdir` does, then (in process 0) write `config.json` and `run.json` into it.
+
+    `known`: the identity of the run.
 
     Returns:
         what `run.json` says of this run.
     """
     workdir = Path(workdir)
     manifests = manifests or ({"": data_manifest_hash} if data_manifest_hash else {})
-    changes = check_workdir(workdir, config, manifests, done, parts=parts or {}, keys=keys, saved=saved)
+    changes = check_workdir(workdir, config, manifests, done, parts=parts or {}, keys=keys, saved=saved,
+                            may_change=may_change)
     written = config.to_dict() if keys is None else dict(keys)
     run = {
+        **(known or {}),
         "config_hash": hash_of(written),
         "git_commit": git_commit(),
         "packages": {name: version_of(package) for name, package in _PACKAGES.items()},
@@ -150,9 +210,12 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
     if jax.process_index() != 0:
         return run
     try:
-        earlier = _read(workdir / "run.json", _RUN).get("data_changes", [])
-        if earlier := earlier + [change for change in changes if change not in earlier]:
-            run["data_changes"] = earlier
+        recorded = _read(workdir / "run.json", _RUN)
+        for kind, of_data in (("data_changes", True), ("config_changes", False)):
+            earlier = recorded.get(kind, [])
+            now = [change for change in changes if change["key"].startswith("data.") == of_data]
+            if every := earlier + [change for change in now if change not in earlier]:
+                run[kind] = every
         _write(workdir / "run.json", run)  # first: a kill here must not lose what changed
         _write(workdir / "config.json", written)
     except OSError as error:

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.bounded_files import user_json
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, say
+from jaxtrain.files.bounded_files import user_json
 from jaxtrain.flags import command, parser_of, training_flags
 from jaxtrain.sharding.mesh import AXES, axis_sizes
 

@@ -51,7 +51,7 @@ def check(run: Run) -> str:
         return "no prediction: the model, objective or optimizer is not one that a config names"
     devices = run.mesh.size
     # The mesh may have been given to `build` rather than by the config.
-    config = dataclasses.replace(run.config, mesh=dataclasses.replace(run.config.mesh, **run.mesh.shape))
+    config = dataclasses.replace(run.config, mesh=dataclasses.replace(run.config.mesh, auto=False, **run.mesh.shape))
     try:
         target = _target(list(run.mesh.devices.flat))
         if target.platform == "cpu" and total(run.abstract) < target.room / 10:

@@ -20,7 +20,7 @@ from jaxtrain.plan.targets import Target
 from jaxtrain.run import build
 from jaxtrain.train_step import precision
 
-REMATS = ("none", "attention_and_dots", "attention", "full")  # the more is kept, the less is computed twice
+REMATS = ("attention", "dots", "attention_and_dots", "none")  # besides "full"; the more is kept, the less is repeated
 
 
 def search(config: Config, target: Target, devices: int, *, meshes_traced: int = 0, refined: int = 0,
@@ -115,7 +115,7 @@ class _Looker:
         for accumulation in parts if start.mesh["mesh.stage"] == 1 else parts[:1]:
             keys = {**start.overrides, "train.accumulation": accumulation}
             offloads = accumulation == parts[0] and self.can_offload(start.mesh)
-            for remat in reversed(REMATS[:-1]):  # keeping more and more, until it does not fit
+            for remat in REMATS:  # keeping more and more, until it does not fit
                 choice = self.at({**keys, "train.remat": remat})
                 if choice and not choice.estimate.fits and offloads and not keys.get("optimizer.offload"):
                     keys["optimizer.offload"] = True

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.bounded_files import misfit, user_json
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.files.bounded_files import misfit, user_json
 
 GB, GiB, T = 1e9, 2.0**30, 1e12
 # The share of a data sheet's figures that programs reach: of the peak in matmuls and in attention kernels, of the

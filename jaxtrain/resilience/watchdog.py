@@ -24,10 +24,10 @@ from typing import Any
 
 import jax
 
-from jaxtrain.bounded_files import read_json
 from jaxtrain.config.schema import ResilienceConfig
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed import processes as distributed
+from jaxtrain.files.bounded_files import read_json
 from jaxtrain.observe import events
 
 _BEAT = {"step?": int, "begun?": int, "phase?": str, "time?": int | float, "pid?": int, "host?": str}

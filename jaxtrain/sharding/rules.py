@@ -152,8 +152,11 @@ def check_divides(names: Names, shape: Sequence[int], spec: P, mesh: AnyMesh, wh
         if size % shards(entry, mesh):
             key = CONFIG_KEYS.get(name or "", what)
             over = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes_of(entry))
+            weight = (name or "").removeprefix("act_")
+            whole = (f", or leave it whole by mesh.overrides.{weight}=none and mesh.overrides.act_{weight}=none"
+                     if weight in ("vocab", "kv_heads") else "")
             raise UserError(key, f"{size} does not divide over mesh axes {over} (axis {name!r} of {what})",
-                            f"make it a multiple of {shards(entry, mesh)} or change the mesh")
+                            f"make it a multiple of {shards(entry, mesh)} or change the mesh{whole}")
 
 
 def parameter_sharding(names: Names, shape: Sequence[int], rules: Rules, mesh: AnyMesh, what: str) -> NamedSharding:

@@ -54,7 +54,8 @@ class History:
         """Return whether to take the step, the new history, and metrics.
 
         Args:
-            overflow: of gradients in float16, by which the loss scale adapts; not an anomaly.
+            finite: whether the step may be taken.
+            overflow: of gradients in float16, by which the loss scale adapts, or an empty batch; not an anomaly.
             skip: skip the updates of spikes too, not only of what is not finite.
         """
         loss_z, norm_z = self.z_scores(loss, norm)

@@ -71,12 +71,31 @@ def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> o
         return optax.chain(
             optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0),
             optax.add_decayed_weights(c.weight_decay, decays), optax.scale_by_learning_rate(schedule))
-    # Muon's own decay would leave out the parameters that Adam updates: embeddings and the head.
-    update = optax.contrib.muon(
-        -1.0, beta=c.b1, eps=c.eps, muon_weight_dimension_numbers=_map(_muon_dimensions, axes),
-        adam_b1=c.b1, adam_b2=c.b2, consistent_rms=0.2)  # 0.2: update sizes like AdamW's, for one learning rate
-    decay = optax.add_decayed_weights(c.weight_decay, decays)
-    return optax.chain(update, decay, optax.scale_by_learning_rate(schedule))
+    return optax.chain(_muon(c, axes), optax.add_decayed_weights(c.weight_decay, decays),
+                       optax.scale_by_learning_rate(schedule))
+
+
+def _muon(c: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
+    """Return Muon (Jordan et al., kellerjordan.github.io/posts/muon) for hidden matrices, and Adam for all others.
+
+    optax's own would correct the momentum's bias, and would give Nesterov's momentum to Adam.
+    """
+    dimensions = _map(_muon_dimensions, axes)
+    matrices = _map(lambda names: _muon_dimensions(names) is not None, axes)
+
+    def orthogonal(momentum, dimensions):
+        if dimensions is None or isinstance(momentum, optax.MaskedNode):
+            return momentum
+        # 0.2: updates as large as AdamW's, so that both have one learning rate (arXiv 2502.16982).
+        muon = optax.contrib.muon(-1.0, beta=0.0, nesterov=False, eps=c.eps, consistent_rms=0.2,
+                                  muon_weight_dimension_numbers=dimensions)
+        return muon.update(momentum, muon.init(momentum), momentum)[0]
+
+    return optax.chain(
+        optax.masked(optax.trace(c.momentum, nesterov=True), matrices),
+        optax.masked(optax.scale_by_adam(c.b1, c.b2, c.eps), jax.tree.map(lambda matrix: not matrix, matrices)),
+        optax.stateless(lambda momenta, params: jax.tree.map(
+            orthogonal, momenta, dimensions, is_leaf=lambda x: isinstance(x, optax.MaskedNode))))  # with_update_rules
 
 
 def is_matrix(names: tuple) -> bool:

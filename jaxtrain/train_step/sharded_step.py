@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtrain.errors import UserError
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
+from jaxtrain.train_step.gradients import StateGradient
 from jaxtrain.train_step.state import Layout, TrainState
 from jaxtrain.train_step.step import Step
 
@@ -27,6 +28,7 @@ class ShardedStep:
     """A train step laid out on a mesh, and compiled once for each shape of batch."""
 
     make: Callable[[], Step]  # the pure function (state, batch) -> (state, metrics)
+    gradient: StateGradient
     evaluation: Callable[[Any, Any], Any]  # (trained and frozen parameters, batch) -> (total, weight, ...)
     abstract: TrainState  # shapes, dtypes and shardings
     layout: Layout
@@ -36,6 +38,7 @@ class ShardedStep:
     platform: str = ""  # that an abstract mesh stands for; "": the one here
     _steps: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
     _evaluations: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
+    _gradients: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
 
     @property
     def mesh(self) -> AnyMesh:
@@ -59,10 +62,14 @@ class ShardedStep:
                 raise UserError("state", "its parameters or optimizer state are not those of this run",
                                 "use a state made by this run's init()") from error
             for (path, x), want in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(self.abstract), strict=True):
-                if (x.shape, x.dtype) != (want.shape, want.dtype) or not x.sharding.is_equivalent_to(
-                        want.sharding, x.ndim):
-                    raise UserError("state", f"{jax.tree_util.keystr(path, simple=True, separator='/')} lies on the "
-                                    f"devices as {x.sharding}, and this run wants {want.sharding}",
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                if (np.shape(x), jnp.result_type(x)) != (want.shape, want.dtype):
+                    raise UserError("state", f"{name} is {jnp.result_type(x)}{list(np.shape(x))}, and this run has "
+                                    f"{want.dtype}{list(want.shape)}",
+                                    "use a state made by this run's init()") from error
+                if not isinstance(x, jax.Array) or not x.sharding.is_equivalent_to(want.sharding, x.ndim):
+                    raise UserError("state", f"{name} lies on the devices as {getattr(x, 'sharding', 'a host array')}, "
+                                    f"and this run wants {want.sharding}",
                                     "move it with adopt(state) of this run") from error
             raise
 
@@ -90,6 +97,19 @@ class ShardedStep:
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Return what the evaluation of a batch returns: its summed loss and its weight come first."""
         return self.compiled_evaluation(batch)(state.all_params, self.place(batch))
+
+    def value_and_grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
+        """Return the mean loss of a batch, and its gradient with respect to the trained parameters, before clipping."""
+        def mean(state, batch):
+            (total, weight, _), grads = self.gradient(state, batch)
+            return total / jnp.maximum(weight, 1e-8), grads
+
+        key = shape_of(batch)
+        if key not in self._gradients:
+            abstract = self.abstract_batch(batch, self.accumulation)
+            with self.context():
+                self._gradients[key] = jax.jit(mean).lower(self.abstract, abstract).compile()
+        return self.run(self._gradients[key], state, self.place(batch))
 
     def lower(self, batch: Any, on: Mesh | None = None) -> jax.stages.Lowered:
         """Return the step, traced and lowered for such a batch, which may be abstract; uses no device memory.

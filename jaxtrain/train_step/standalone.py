@@ -26,6 +26,7 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES, with_auto_axes
 from jaxtrain.sharding.rules import AnyMesh, Names, Rules
 from jaxtrain.train_step import precision as precisions
+from jaxtrain.train_step.gradients import make_gradient
 from jaxtrain.train_step.sharded_step import ShardedStep
 from jaxtrain.train_step.state import (
     Extras,
@@ -201,6 +202,10 @@ class TrainStep:
         """The step, traced and lowered for a batch of arrays or of `jax.ShapeDtypeStruct`; uses no device memory."""
         return self.sharded.lower(batch)
 
+    def value_and_grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
+        """The mean loss of a batch, and its gradient with respect to the parameters, before clipping."""
+        return self.sharded.value_and_grad(state, batch)
+
     def evaluate(self, state: TrainState, batch: Any) -> tuple[jax.Array, jax.Array]:
         """(total, weight) of the loss on a batch: add them up over batches, then divide. A mean loss has weight 1.
 
@@ -241,12 +246,13 @@ class TrainStep:
             axes = _spread_names(jax.tree.map(_names_of_box, params, is_leaf=_is_box), params)
         abstract = abstract_state(params, self.optimizer, self.precision == "float16", self._extras)
         layout = make_layout(abstract, axes, rules, self.mesh, self.zero_stage)
-        make = partial(make_step, self.weighted_loss, self.optimizer, layout, accumulation=self.accumulation,
-                       clip_norm=self.clip_norm, precision=self.precision, seed=self.seed, describe=mean_metrics,
+        gradient = make_gradient(self.weighted_loss, layout, accumulation=self.accumulation, precision=self.precision,
+                                 seed=self.seed)
+        make = partial(make_step, gradient, self.optimizer, layout, clip_norm=self.clip_norm, describe=mean_metrics,
                        **self._settings)
         return _Plan(type(x).__qualname__, skeleton, ShardedStep(
-            make, self._evaluation, with_shardings(abstract, layout.state), layout, self.rules, self.precision,
-            self.accumulation))
+            make, gradient, self._evaluation, with_shardings(abstract, layout.state), layout, self.rules,
+            self.precision, self.accumulation))
 
     def _warn_of_idle_axes(self, layout: Layout) -> None:
         used = {axis for leaf in jax.tree.leaves((layout.state.params, layout.batch(1)))
@@ -369,8 +375,14 @@ def _spread_names(axes: Any, params: Any) -> Any:
     """The names of every parameter, from a tree that matches the parameters' or its upper levels."""
     def is_names(x):
         return x is None or (isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x))
+
+    def spread(names, part):
+        if isinstance(part, tuple) and not any(names or ()):  # parameters in a tuple, none of which has names
+            names = None
+        return jax.tree.map(lambda _: names, part)
+
     try:
-        return jax.tree.map(lambda names, part: jax.tree.map(lambda _: names, part), axes, params, is_leaf=is_names)
+        return jax.tree.map(spread, axes, params, is_leaf=is_names)
     except (ValueError, TypeError):
         raise UserError("axes", "its structure is not that of the parameters",
                         "give a tree of tuples of names that matches them, or their upper levels") from None

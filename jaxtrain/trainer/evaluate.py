@@ -5,9 +5,9 @@ from pathlib import Path
 
 import jax
 
-from jaxtrain.bounded_files import whole_lines
 from jaxtrain.distributed import processes
 from jaxtrain.distributed.coordination import exchange
+from jaxtrain.files.bounded_files import whole_lines
 from jaxtrain.observe import MetricsWriter
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState

@@ -37,7 +37,7 @@ from jaxtrain.trainer.shutdown import Interrupt, complete
 
 def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective | None = None,
           optimizer: optax.GradientTransformation | None = None, data: BatchSource | None = None,
-          observers: Sequence[Observer] = ()) -> TrainState:
+          observers: Sequence[Observer] = (), may_change: Sequence[str] = (), adopt: bool = False) -> TrainState:
     """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; return the final state.
 
     Args:
@@ -45,6 +45,8 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         workdir: the folder of metrics and checkpoints.
         objective: what is minimised, as `build` takes it; likewise `optimizer` and `data`.
         observers: objects whose methods are called at each step.
+        may_change: keys such as "train.steps" that may differ from those that the run in `workdir` was begun with.
+        adopt: go on from the newest checkpoint in `workdir` even if it belongs to another run.
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; everything done so far is saved.
@@ -61,11 +63,10 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         run = config if isinstance(config, Run) else build(
             preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer)),
             objective=objective or NextToken.of, optimizer=optimizer, data=data)
-        if (predicted := preflight.check(run)) and jax.process_index() == 0:
-            errors.say(predicted)
+        say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
-        session = Session(Path(workdir), watchdog, ledger, Interrupt(), observers)
+        session = Session(Path(workdir), watchdog, ledger, Interrupt(), observers, may_change, adopt)
         with run_lock(workdir):
             while True:
                 try:

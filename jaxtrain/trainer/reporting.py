@@ -1,6 +1,6 @@
 """What a run reports: its summary, its sinks of metrics, and the constants behind throughput and MFU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,17 @@ def start_of_run(run: Run, workdir: Path) -> str:
     late = [f"data.stages: the stage from step {stage.start} on is behind the last step, {steps}"
             for stage in data_stages.stages(run.config.data) if stage.start >= steps > 0]
     return "\n".join([summary(run, workdir), *late])
+
+
+def describe_changes(run: Run, changes: Sequence[Mapping[str, Any]], step: int) -> str:
+    """Describe what changes of a run from this step on, and its learning rates to come."""
+    allowed = [change for change in changes if not change["key"].startswith("data.")]
+    lines = [f"from step {step} on {change['key']}={change['after']} (was {change['before']})" for change in allowed]
+    if allowed and run.schedule is not None:
+        at = sorted({step, (step + run.config.train.steps) // 2, run.config.train.steps})
+        rates = [f"{np.asarray(run.schedule(n)):.3g} at step {n}" for n in at]
+        lines.append(f"learning rate: {', '.join(rates)}")
+    return "\n".join(lines)
 
 
 def end_of_run(run: Run, session: Session, state: TrainState, start: int) -> str:

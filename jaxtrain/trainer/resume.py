@@ -8,11 +8,12 @@ import jax
 from jaxtrain import observe
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
+from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
-from jaxtrain.trainer.reporting import say
+from jaxtrain.trainer.reporting import describe_changes, say
 from jaxtrain.trainer.rollback import RolledBack, agree, apply_pending_rollback
 from jaxtrain.trainer.session import Session
 
@@ -30,11 +31,10 @@ def find_start(run: Run, session: Session, checkpoints: CheckpointManager, local
     """Find the newest checkpoint, on disk or in memory; one from memory is loaded at once."""
     skipped = apply_pending_rollback(session.workdir, checkpoints)
     with session.phase("restore"):
-        step, none_good = 0, None
         try:
-            step = checkpoints.newest() or 0
+            step, none_good = checkpoints.newest() or 0, None
         except UserError as error:
-            none_good = error
+            step, none_good = 0, error
         recovered = local.restore_newest(run.abstract, above=step)
         if none_good and not recovered:
             raise none_good
@@ -51,22 +51,26 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     config, t = run.config, run.config.train
     reach = start.skipped.reach(start.step)  # in batches, of which rollbacks may have skipped some
     saved = start.recovered[2] if start.recovered else checkpoints.meta(start.step) if start.step else {}
+    known, saved = exchange(None, lambda _: observe.identity(session.workdir, saved, session.adopt))
     parts = run.own_parts(observe.recorded_parts(session.workdir, saved) or {})
-    observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved)
+    changes = observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved,
+                                    may_change=session.may_change)
     if t.tensorboard:
         observe.summary_writer()
     run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
     run.check_shapes(reach, start.skipped.reach(t.steps))
     batches = remaining(run.train_batches, start.skipped).num_batches
     if batches is not None and batches < t.steps:
-        which, fix = "data.mixture ends", "raise the epochs of its sources or train fewer steps"
-        if run.data is not None:
-            which, fix = "the batches given by data= end", f"train {batches} steps or fewer, or give more"
+        which, fix = ("data.mixture ends", "raise the epochs of its sources or train fewer steps") if run.data is None \
+            else ("the batches given by data= end", f"train {batches} steps or fewer, or give more")
         raise UserError("train.steps", f"{which} at step {batches}", fix)
     about = observe.write_run_files(
         session.workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
         data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash, manifests=run.manifests,
-        done=reach, parts=parts, keys=run.settings, saved=saved)
+        done=reach, parts=parts, keys=run.settings, saved=saved, known=known, may_change=session.may_change)
+    if run.data is None and jax.process_index() == 0:
+        tokenizer_folder.save(run.corpus.tokenizer, session.workdir / "tokenizer")
+    say(describe_changes(run, changes, start.step))
     if start.step > t.steps:
         raise UserError("train.steps", f"{t.steps} is less than the {start.step} steps that {session.workdir} has",
                         "give more steps or another --workdir")
@@ -90,6 +94,9 @@ def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManag
                             f"move {session.workdir}/checkpoints/{start.step} away")
         raise RolledBack  # its files are whole, but it does not load as it was saved
     _, state, meta = restored
+    if (found := int(jax.device_get(state.step))) != start.step:
+        raise UserError("checkpoint", f"step {start.step} in {session.workdir} holds the state of step {found}",
+                        "move it away, and the run goes on from the checkpoint before it")
     agree(session.workdir, start.skipped, meta, start.step)
     say(f"resumed from {'the snapshot of ' if start.recovered else ''}step {start.step}")
     return state

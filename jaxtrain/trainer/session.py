@@ -33,6 +33,8 @@ class Session:
     ledger: Ledger
     interrupt: Interrupt
     observers: Sequence[Observer]
+    may_change: Sequence[str] = ()  # keys of the config
+    adopt: bool = False  # whether to go on from a checkpoint of another run
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import CheckpointManager, manager, verify
+from jaxtrain.checkpoint.orbax.barrier import Barrier
 from jaxtrain.errors import UserError
 from jaxtrain.observe import Constants, MetricsWriter
 from jaxtrain.observe.events import events
@@ -132,6 +134,50 @@ def test_what_may_go_makes_room(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(manager.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     fails(fewer, 4, "0 bytes are free")
     assert verify.steps(tmp_path / "c") == [3]
+
+
+@pytest.mark.parametrize("movable", [True, False])
+def test_what_an_earlier_save_left_and_cannot_be_deleted(tmp_path, monkeypatch, capfd, movable):
+    """As a folder of another user's; Orbax would wait for it for five minutes."""
+    left = tmp_path / "c" / f"2{manager._TEMPORARY}"
+    (left / "state").mkdir(parents=True)
+    remove, rename = manager.shutil.rmtree, manager._rename
+
+    def not_this(path, ignore_errors=False, **more):
+        if not (Path(path) / "state").exists():
+            remove(path, ignore_errors=ignore_errors, **more)
+        elif not ignore_errors:
+            raise PermissionError(1, "Operation not permitted")
+
+    def refusing(folder, ending):
+        if folder == left:
+            raise PermissionError(1, "Operation not permitted")
+        return rename(folder, ending)
+
+    monkeypatch.setattr(manager.shutil, "rmtree", not_this)
+    if not movable:
+        monkeypatch.setattr(manager, "_rename", refusing)
+        monkeypatch.setattr(Barrier, "begin", lambda *_: pytest.fail("Orbax was asked to save"))
+    checkpoints = CheckpointManager(tmp_path / "c")
+    if movable:
+        checkpoints.save(2, state_of(2))
+        checkpoints.close()
+        assert verify.steps(tmp_path / "c") == [2] and (tmp_path / "c" / "2.deleted" / "state").is_dir()
+    else:
+        fails(checkpoints, 2, "2.orbax-checkpoint-tmp, left from an earlier save, cannot be deleted: Operation not")
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_file_in_the_place_of_a_checkpoint(tmp_path, capfd, kind):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "2").write_text("precious") if kind == "file" else (tmp_path / "c" / "2").symlink_to(tmp_path)
+    with CheckpointManager(tmp_path / "c") as checkpoints:
+        checkpoints.save(2, state_of(2))
+        checkpoints.wait()
+    assert verify.steps(tmp_path / "c") == [2] and verify.verify(tmp_path / "c", 2) == []
+    aside = tmp_path / "c" / "2.misplaced"
+    assert aside.is_symlink() if kind == "link" else aside.read_text() == "precious"
+    assert f"2 is not the folder of a checkpoint; kept as {aside}" in capfd.readouterr().err
 
 
 def test_a_limit_on_file_sizes(tmp_path, capfd):

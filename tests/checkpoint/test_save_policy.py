@@ -172,16 +172,12 @@ def test_config():
         found = make_config({}, {"checkpoint.every": text}).checkpoint.every
         assert found == value and type(found) is type(value)
     assert make_config({"checkpoint": {"every": 5}}).checkpoint.every == 5
-    gone = ("checkpoint.every: 'auto' is gone, saves come every so many steps; give a number, such as 500; the run "
-            "advises another if that would lose less time")
-    for wrong, line in (("auto", gone),
+    for wrong, line in (("auto", "checkpoint.every: 'auto' is not a whole number; give a whole number"),
                         ("-1", "checkpoint.every: -1 is negative; give 0 or more"),
                         ("2.5", "checkpoint.every: '2.5' is not a whole number; give a whole number"),
                         ("true", "checkpoint.every: 'True' is not a whole number; give a whole number")):
         with pytest.raises(UserError) as error:
             make_config({}, {"checkpoint.every": wrong})
         assert str(error.value) == line
-    with pytest.raises(UserError, match=r"^checkpoint.every: 'auto' is gone"):
-        make_config({"checkpoint": {"every": "auto"}})
     with pytest.raises(UserError, match=r"^checkpoint.mtbf_hours: -1.0 is negative"):
         make_config({}, {"checkpoint.mtbf_hours": "-1"})

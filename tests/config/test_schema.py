@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,17 @@ def test_text_becomes_what_the_field_is(key, text, value):
 
 @pytest.mark.parametrize("values, overrides, line", [
     ({}, {"model.num_layer": 3}, "model.num_layer: there is no such key; did you mean 'num_layers'?"),
+    ({}, {"optimizer.lr": 1}, "optimizer.lr: there is no such key; did you mean 'learning_rate'?"),
+    ({}, {"batch_size": 8}, "batch_size: there is no such key; did you mean 'data.global_batch_size'?"),
+    ({}, {"data.epochs": 2}, "data.epochs: there is no such key; the length of a run is train.steps; "
+     "data.mixture.NAME.epochs limits one source of a mixture"),
+    ({}, {"train.attention": "flash"}, "train.attention: 'flash' is not supported; did you mean 'cudnn'?"),
+    ({}, {"train.precision": "bf16"}, "train.precision: 'bf16' is not supported; did you mean 'bfloat16'?"),
+    ({}, {"pipeline.schedule": "dualpipe"}, "pipeline.schedule: 'dualpipe' is not supported; did you mean 'zb_v'?"),
+    ({}, {"pipeline.schedule": "pipe"}, "pipeline.schedule: 'pipe' is not supported; did you mean 'gpipe'?"),
+    ({}, {"train.attention": "xl"}, "train.attention: 'xl' is not supported; known: auto, cudnn, xla"),
+    ({}, {"optimizer.learning_rate": "1,5"}, "optimizer.learning_rate: '1,5' is not a finite number; give a finite "
+     "number"),
     ({"optimiser": {}}, {}, "optimiser: there is no such key; did you mean 'optimizer'?"),
     ({"train": {"stpes": 3}}, {}, "train.stpes: there is no such key; did you mean 'steps'?"),
     ({"train": {"steps": "3"}}, {}, "train.steps: '3' is not a whole number; give a whole number"),  # text in a file
@@ -70,6 +82,27 @@ def test_refusals(values, overrides, line):
     with pytest.raises(UserError) as error:
         make_config(values, overrides)
     assert str(error.value) == line
+
+
+def test_numbers_of_steps_may_be_parts_of_the_run():
+    values = {"optimizer": {"warmup_steps": 0.05}, "train": {"steps": 800, "eval_every": 0.25}}
+    found = make_config(values, {"checkpoint.every": "0.1"})
+    assert (found.optimizer.warmup_steps, found.train.eval_every, found.checkpoint.every) == (40, 200, 80)
+    found = make_config(values, {"train.steps": "30"})  # follows an override
+    assert (found.optimizer.warmup_steps, found.train.eval_every) == (2, 8)
+    assert make_config(values, {"train.steps": 3}).optimizer.warmup_steps == 1  # 0 would mean none, or never
+    assert make_config(values, {"train.steps": 0}).train.eval_every == 0
+    assert make_config(found.to_dict()) == found  # what is recorded is numbers of steps
+
+
+def test_the_config_json_of_a_run_is_a_config(tmp_path):
+    config = make_config({}, {"train.steps": 7, "data.mixture.a": 2})
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    assert load_config(tmp_path / "config.json") == config
+    assert load_config(tmp_path / "config.json", {"train.steps": "9"}).train.steps == 9
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"^--config: .*config.json raised RecursionError"):
+        load_config(tmp_path / "config.json")
 
 
 def test_the_name_picks_the_class_also_when_it_is_overridden():

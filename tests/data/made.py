@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain import atomic_files
 from jaxtrain.data.corpus.open import FORMAT
 from jaxtrain.data.corpus.shard_writer import Origin, ShardWriter
 from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer
+from jaxtrain.files import atomic_files
 
 
 def corpus(folder: Path, shards: int = 2, tokens: int = 1_300_000, seed: int = 0) -> Path:

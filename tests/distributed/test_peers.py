@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from jaxtrain.config.load import make_config
 from jaxtrain.distributed import exit_codes, peers
 from jaxtrain.distributed import processes as distributed
+from jaxtrain.distributed.authentication import opened
 from jaxtrain.distributed.peers import Peers
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
@@ -188,18 +190,50 @@ print([line.split()[1] for name in ("tcp", "tcp6") for line in open(f"/proc/net/
     assert found in (f"0100007F:{port}", f"0000000000000000FFFF00000100007F:{port}")  # 127.0.0.1, as IPv6 too
 
 
-def test_strangers_at_the_port_are_nobody():
+@pytest.fixture
+def waiting():
+    """Process 0 that waits for process 1, its port, and a function that lets that one come."""
     store, joined = Store(), []
-    first = threading.Thread(target=lambda: joined.append(Peers(0, 2, "localhost", store, 30, leave=joined.append)))
+    first = threading.Thread(target=lambda: joined.append(Peers(0, 2, "localhost", store, 60, leave=joined.append)))
     first.start()
-    port = store.blocking_key_value_get("jaxtrain/peers", 9000).split()[0]
-    for words in (b"GET / HTTP/1.1\n\n", b'{"process": 1, "token": "wrong", "host": "x"}\n', b""):
-        with socket.create_connection(("localhost", int(port))) as stranger:
-            stranger.sendall(words)
-    assert joined == []
-    Peers(1, 2, "localhost", store, 30, leave=joined.append)
-    first.join(timeout=30)
-    assert len(joined) == 1
+    port, _ = opened("peers", store.blocking_key_value_get("jaxtrain/peers", 9000))
+
+    def come():
+        assert joined == []
+        Peers(1, 2, "localhost", store, 60, leave=joined.append)
+        first.join(timeout=60)
+        assert len(joined) == 1
+
+    return port, come
+
+
+def test_strangers_at_the_port_are_nobody(waiting):
+    """However many they are, silent or not, the processes of the run find each other beside them."""
+    port, come = waiting
+    with contextlib.ExitStack() as held:
+        for number in range(8):
+            stranger = held.enter_context(socket.create_connection(("localhost", port)))
+            if number % 2:
+                stranger.sendall(b"{")  # and nothing more
+        for words in (b"GET / HTTP/1.1\n\n", b'{"process": 1, "nonce": "x", "code": "wrong", "host": "x"}\n', b"[]\n",
+                      b"null\n", b"", b"\xff" * 9000, b"[" * 4000 + b"\n"):
+            with socket.create_connection(("localhost", port)) as stranger, contextlib.suppress(OSError):
+                stranger.sendall(words)
+        come()
+
+
+@pytest.mark.slow
+def test_two_hundred_random_greetings(waiting):
+    port, come = waiting
+    rng = random.Random(3)
+    known = [b'{"nonce": "', b'"code": ', b"process", b"[", b"{", b"]", b"}", b"\n", b"null", b"1e999", b"-1", b'"']
+    with contextlib.ExitStack() as held:
+        for _ in range(200):
+            stranger = held.enter_context(socket.create_connection(("localhost", port)))
+            words = b"".join(rng.choice([*known, rng.randbytes(rng.randrange(50))]) for _ in range(rng.randrange(200)))
+            with contextlib.suppress(OSError):
+                stranger.sendall(words)
+        come()
 
 
 # ------------------------------------------------------------------------------------------------------- distributed.py

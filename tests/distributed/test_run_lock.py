@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -47,6 +48,34 @@ def test_the_other_is_named_and_nothing_stale_remains(other, tmp_path):
                 assert found.startswith(f"process {os.getpid()} on ")
 
 
+def test_deleting_the_lock_file_lets_nobody_in(other, tmp_path):
+    (tmp_path / "lock").unlink()
+    for _ in range(2):  # the second time there is a file again, which nobody has locked
+        with locked(tmp_path, 0) as found:
+            assert found == "a process that has just begun, or whose lock file was deleted"
+    other.kill()
+    other.wait()
+    with locked(tmp_path, 0) as found:
+        assert found == ""
+
+
+def test_a_folder_that_cannot_be_locked(other, tmp_path, capsys, monkeypatch):
+    """As over NFS, where the file alone can be."""
+    def file_only(handle, how, flock=fcntl.flock):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", file_only)
+    with locked(tmp_path, 0) as found:
+        assert found.startswith(f"process {other.pid} on ")
+    other.kill()
+    other.wait()
+    with locked(tmp_path, 0) as found:
+        assert found == ""
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.slow
 def test_a_run_is_refused_where_another_one_works(other, tmp_path, tmp_path_factory, cache, capsys, monkeypatch):
     monkeypatch.setattr(run_lock, "PATIENCE_S", 1.0)
@@ -85,5 +114,5 @@ def test_a_full_disk_costs_the_name_only(tmp_path, monkeypatch):
     with pytest.raises(exit_codes.RunExit), locked(tmp_path, 0) as found:
         assert found == ""
         with locked(tmp_path, 0) as found:
-            assert found == "a process that has just begun"
+            assert found.startswith("a process that has just begun")
         raise exit_codes.RunExit(76, "of the run itself")

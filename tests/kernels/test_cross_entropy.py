@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.errors import UserError
 from jaxtrain.sharding import rules as sharding
 
 B, T, D, V = 8, 8, 16, 64
@@ -26,14 +27,14 @@ def inputs():
 
 @functools.cache
 def plain(z_loss):
-    """Loss and gradients by x and head, in float64."""
+    """Loss and gradients by x, head and weights, in float64."""
     x, head, targets, weights = (a.astype(np.float64) if a.dtype == np.float32 else a for a in inputs())
     logits = x @ head
     lse = np.log(np.exp(logits).sum(-1))
     hit = targets[..., None] == np.arange(V)
-    loss = (weights * (lse - (logits * hit).sum(-1) + z_loss * lse**2)).sum()
+    losses = lse - (logits * hit).sum(-1) + z_loss * lse**2
     dlogits = weights[..., None] * (np.exp(logits - lse[..., None]) * (1 + 2 * z_loss * lse)[..., None] - hit)
-    return loss, dlogits @ head.T, np.einsum("btd,btv->dv", x, dlogits)
+    return (weights * losses).sum(), dlogits @ head.T, np.einsum("btd,btv->dv", x, dlogits), losses
 
 
 def place(arrays):
@@ -45,16 +46,16 @@ def value_and_grad(arrays, mesh, **keys):
     with sharding.use(jt.make_mesh(**mesh), jt.rules("fsdp_tp")):
         x, head, targets, weights = place(arrays)
 
-        def f(x, head):
+        def f(x, head, weights):
             return jt.cross_entropy(x, head, targets, weights, **keys)
-        loss, (dx, dhead) = jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x, head)
-        alone = jax.jit(f)(x, head)
+        loss, gradients = jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(x, head, weights)
+        alone = jax.jit(f)(x, head, weights)
     np.testing.assert_allclose(alone, loss, rtol=1e-6, err_msg="the loss depends on whether gradients are wanted")
-    return float(loss), np.asarray(dx, np.float64), np.asarray(dhead, np.float64)
+    return float(loss), *(np.asarray(gradient, np.float64) for gradient in gradients)
 
 
 def close(got, want, tolerance):
-    for what, g, w in zip(("loss", "dx", "dhead"), got, want, strict=True):
+    for what, g, w in zip(("loss", "dx", "dhead", "dweights"), got, want, strict=True):
         off = np.abs(g - w).max() / np.abs(w).max()
         assert off < tolerance, f"{what} is off by {off:.1e} of its largest element"
 
@@ -76,12 +77,12 @@ def test_bfloat16_inputs_give_a_float32_loss(mesh):
 
 def test_large_logits_do_not_overflow():
     x, head, targets, weights = inputs()
-    loss, dx, dhead = value_and_grad((x * 1e3, head, targets, weights), MESHES["both"])
+    loss, dx, dhead, _ = value_and_grad((x * 1e3, head, targets, weights), MESHES["both"])
     assert np.isfinite(loss) and np.isfinite(dx).all() and np.isfinite(dhead).all()
 
 
 def test_a_token_of_weight_zero_has_no_gradient():
-    _, dx, _ = value_and_grad(inputs(), MESHES["vocab"], z_loss=1e-2)
+    _, dx, _, _ = value_and_grad(inputs(), MESHES["vocab"], z_loss=1e-2)
     assert (dx[inputs()[3] == 0] == 0).all()
 
 
@@ -90,6 +91,17 @@ def test_the_gradient_follows_what_comes_after_the_loss():
     x, head, targets, weights = map(jnp.asarray, inputs())
     got = jax.grad(lambda x: 3 * jt.cross_entropy(x, head, targets, weights) / weights.sum())(x)
     np.testing.assert_allclose(got, plain(0.0)[1] * 3 / inputs()[3].sum(), rtol=0, atol=1e-6)
+
+
+def test_weights_that_are_whole_numbers_have_no_gradient():
+    x, head, targets, weights = map(jnp.asarray, inputs())
+    dx = jax.grad(lambda x: jt.cross_entropy(x, head, targets, (weights > 0).astype(jnp.int32)))(x)
+    assert np.isfinite(dx).all()
+
+
+def test_chunks_that_do_not_divide_are_refused():
+    with pytest.raises(UserError, match=r"^chunks: 7 does not divide the 64 tokens on a device; give a divisor"):
+        jt.cross_entropy(*map(jnp.asarray, inputs()), chunks=7)
 
 
 # -------------------------------------------------------------------------------------------------------- what it costs

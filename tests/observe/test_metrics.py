@@ -14,6 +14,7 @@ import pytest
 import jaxtrain.observe.metrics as metrics_module
 from jaxtrain.errors import UserError
 from jaxtrain.observe import Constants, MetricsWriter, TensorBoard
+from jaxtrain.observe.events import events
 from tests.odd_files import device, fifo, folder, in_time
 
 CONSTANTS = Constants(tokens_per_step=10, flops_per_token=3.0, flops_per_token_full=4.0, peak=60.0)
@@ -200,6 +201,30 @@ def test_torn_last_line_goes_even_if_nothing_else_does(tmp_path, torn):
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n'
 
 
+@pytest.mark.parametrize("damage", [b"\0" * 40 + b"\n", b"\0" * 9 + b'{"step": 2}\n', b"\xff\n", b'{"step": null}\n'],
+                         ids=["NULs", "NULs and a line", "no text", "no number"])
+def test_lines_behind_damaged_ones_stay(tmp_path, capsys, damage):
+    """As after a power failure, or on a bad disk: what can still be read is not taken away for it."""
+    text = b'{"step": 1}\n' + damage + b'{"step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(text + damage + b'{"step": 4}\n')
+    open_writer(tmp_path, start_step=3).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == text
+    assert (tmp_path / "metrics.rolled_back.jsonl").read_bytes() == damage + b'{"step": 4}\n'
+    assert capsys.readouterr().err == (f"lines in the middle of {tmp_path}/metrics.jsonl cannot be read (1 of them), "
+                                       "as after a power failure; they are left as they are\n")
+    assert [event["kind"] for event in events(tmp_path)] == ["metrics_damaged"]
+
+
+def test_a_file_that_is_gone_is_told(tmp_path, capsys):
+    open_writer(tmp_path).close()
+    assert capsys.readouterr().err == ""
+    (tmp_path / "metrics.jsonl").unlink()
+    open_writer(tmp_path, start_step=7).close()
+    assert capsys.readouterr().err == (f"{tmp_path}/metrics.jsonl is missing, and with it the lines of the first 7 "
+                                       "steps; it begins again with those to come\n")
+    assert [event["kind"] for event in events(tmp_path)] == ["metrics_missing"]
+
+
 def test_tensorboard(tmp_path):
     from tensorboardX.proto.event_pb2 import Event
 
@@ -238,10 +263,11 @@ def test_what_is_no_file_is_refused_in_one_line(tmp_path, name, make):
 
 
 @pytest.mark.parametrize("line", ["[" * 100_000, "null", '{"step": "1"}', "\0" * 1000])
-def test_lines_from_the_first_damaged_one_on_go(tmp_path, line):
-    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+def test_lines_of_another_form_stay(tmp_path, line):
+    text = f'{{"step": 1}}\n{line}\n{{"step": 2}}\n'
+    (tmp_path / "metrics.jsonl").write_text(text)
     open_writer(tmp_path, start_step=5).close()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert (tmp_path / "metrics.jsonl").read_text() == text
 
 
 def test_a_sparse_file_is_cut(tmp_path):

@@ -6,7 +6,8 @@ import pytest
 
 from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
-from jaxtrain.observe import check_workdir, write_run_files
+from jaxtrain.observe import check_workdir, make_workdir, write_run_files
+from jaxtrain.observe.runinfo import MAY_CHANGE
 from tests.odd_files import ODD, WRONG, device, fifo, folder, in_time, text
 
 
@@ -39,9 +40,30 @@ def test_other_mathematics_is_refused(tmp_path, key):
     before = config.to_dict()[section][name]
     with pytest.raises(UserError) as error:
         write(tmp_path, {key: value})
+    allow = f", or allow it by --may_change={key}" * (key in MAY_CHANGE)
     assert str(error.value) == (f"--workdir: {tmp_path} holds a run with {key}={before}, this config has {value}; "
-                                f"give another --workdir or --config.{key}={before}")
+                                f"give another --workdir or --config.{key}={before}{allow}")
     assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict()
+
+
+@pytest.mark.parametrize("key", sorted(MAY_CHANGE))
+def test_what_is_named_may_change_and_is_recorded(tmp_path, key):
+    write(tmp_path)
+    value = {"train.steps": 200, "optimizer.schedule": "linear", "optimizer.warmup_steps": 7}.get(key, 0.5)
+    config = make_config({}, {key: value})
+    for may_change, done in (((key, "optimizer.eps"), 60), ((), 80)):  # it is the workdir's own from then on
+        write_run_files(tmp_path, config, mesh_sizes={}, device_kind="cpu", data_manifest_hash="abc", done=done,
+                        may_change=may_change)
+    section, name = key.split(".")
+    change = {"step": 60, "key": key, "before": make_config({}).to_dict()[section][name], "after": value}
+    assert json.loads((tmp_path / "run.json").read_text())["config_changes"] == [change]
+    assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict()
+
+
+@pytest.mark.parametrize("key", ["model.num_layers", "data.seed", "train.stpes"])
+def test_what_shapes_the_state_or_the_data_cannot_be_named(tmp_path, key):
+    with pytest.raises(UserError, match=rf"^--may_change: {key} cannot change in a run; "):
+        check_workdir(tmp_path, make_config({}), may_change=[key])
 
 
 def test_the_rest_may_change(tmp_path):
@@ -57,6 +79,16 @@ def test_the_rest_may_change(tmp_path):
 def test_constant_schedule_may_be_extended(tmp_path):
     write(tmp_path, {"optimizer.schedule": "constant"})
     write(tmp_path, {"optimizer.schedule": "constant", "train.steps": 200})
+
+
+def test_a_warm_up_that_is_over_may_have_another_length(tmp_path):
+    """Where a config gives it as a part of train.steps, a constant schedule can still be extended."""
+    keys = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 5}
+    write(tmp_path, keys)
+    longer = make_config({}, keys | {"train.steps": 200, "optimizer.warmup_steps": 10})
+    with pytest.raises(UserError, match=r"optimizer.warmup_steps=5, this config has 10"):
+        check_workdir(tmp_path, longer, done=9)
+    assert check_workdir(tmp_path, longer, done=10) == []
 
 
 def test_other_data_is_refused(tmp_path):
@@ -79,6 +111,19 @@ def test_unwritable(tmp_path):
     for workdir in (tmp_path / "file", tmp_path / "file" / "below", "/proc", "/proc/nothing", "/dev/null"):
         with pytest.raises(UserError, match=r"^--workdir: .* cannot be written \("):
             check_workdir(workdir, make_config({}))
+
+
+def test_checkpoints_that_cannot_be_written(tmp_path):
+    """Told at the start, and not at the first save."""
+    check_workdir(tmp_path, make_config({}))
+    for target in ("/proc", "nowhere"):
+        (tmp_path / "checkpoints").symlink_to(target)
+        with pytest.raises(UserError, match=r"^--workdir: .*/checkpoints cannot be written \("):
+            make_workdir(tmp_path)
+        (tmp_path / "checkpoints").unlink()
+    (tmp_path / "checkpoints").mkdir()
+    make_workdir(tmp_path)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_a_folder_where_the_file_belongs(tmp_path):

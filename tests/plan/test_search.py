@@ -1,6 +1,7 @@
 """A search finds what fits, says why the rest does not, and what it picks can be built."""
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -49,6 +50,16 @@ def test_what_is_too_large_says_by_how_much_and_what_would_help(found):
         assert f"{gigabytes(choice.estimate.bytes)} of" in found.why(choice)
     helped = [found.why(choice) for choice in found.too_large if " saves " in found.why(choice)]
     assert helped, [found.why(choice) for choice in found.too_large]
+
+
+@pytest.mark.slow
+def test_every_policy_is_tried_and_none_is_listed_that_only_wastes_memory(found):
+    tried = {choice.overrides["train.remat"] for choice in [*found.fitting, *found.too_large]}
+    assert {"full", "dots"} <= tried
+    for one, other in itertools.permutations(found.fitting, 2):
+        same = one.overrides | {"train.remat": ""} == other.overrides | {"train.remat": ""}
+        wasteful = one.estimate.seconds >= other.estimate.seconds and one.estimate.bytes >= other.estimate.bytes
+        assert not (same and wasteful), f"{one} is neither faster nor smaller than {other}"
 
 
 def test_keeping_more_for_the_backward_pass_takes_more_memory_and_less_time():

@@ -100,9 +100,8 @@ def test_not_finite_is_left_out_and_counted_but_an_overflow_is_no_anomaly():
 def test_the_numbers_are_to_the_bit_those_without_a_history(keys):
     run = reference.build("gpt2", **keys)
     layout = dataclasses.replace(run.layout, state=dataclasses.replace(run.layout.state, extras={}))
-    plain = make_step(run.loss, run.optimizer, layout, accumulation=run.config.train.accumulation,
-                      clip_norm=run.config.optimizer.clip_norm, schedule=run.schedule,
-                      differentiate=run._pipeline(run.objective).gradient if run.schedules else None)
+    plain = make_step(run.sharded.gradient, run.optimizer, layout, clip_norm=run.config.optimizer.clip_norm,
+                      schedule=run.schedule)
     state = reference.start(run)
     without = dataclasses.replace(reference.start(run), extras={})
     with run.sharded.context():

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxtrain.config.schema import OptimizerConfig
@@ -120,8 +121,7 @@ def test_muon_turns_hidden_matrices_into_orthogonal_ones_and_leaves_the_rest_to_
     for path, (_, update) in updates("muon", family, gradient=1.0, weight_decay=0.0).items():
         update = update / PEAK
         if not (path.startswith("blocks") and path.endswith("kernel")):
-            first = 1 + 0.9 / 1.9  # of Adam with Nesterov's momentum: 1 + b1 / (1 + b1), and the sign of the gradient
-            np.testing.assert_allclose(np.abs(update), first, rtol=1e-3, err_msg=f"{path} is not moved as by Adam")
+            np.testing.assert_allclose(np.abs(update), 1, rtol=1e-3, err_msg=f"{path} is not moved as by Adam")
             continue
         for layer in update:  # [L, D, ...] or [L, ..., D]: D is one side, whatever else there is the other
             last = path.endswith(("out/kernel", "down/kernel"))
@@ -130,6 +130,45 @@ def test_muon_turns_hidden_matrices_into_orthogonal_ones_and_leaves_the_rest_to_
             even = np.median(values) * 0.5 < values.min() and values.max() < np.median(values) * 1.6
             assert even, f"{path} is not orthogonalised layer by layer, its singular values are {values.round(2)}"
             assert 0.15 < np.sqrt((side**2).mean()) < 0.25, f"{path} does not move as far as by AdamW"
+
+
+def newton_schulz(matrix):
+    """The orthogonalization of Jordan et al. (kellerjordan.github.io/posts/muon), in float64."""
+    wide = matrix.T if len(matrix) > len(matrix[0]) else matrix
+    x = wide / (np.linalg.norm(wide) + 1e-8)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x if wide is matrix else x.T
+
+
+def test_muon_is_the_published_one_in_float64():
+    axes = {"matrix": ("mlp", "embed"), "heads": ("layers", "embed", "heads", "head_dim"), "table": ("vocab", "embed"),
+            "scale": ("norm",)}
+    shapes = {"matrix": (20, 8), "heads": (3, 8, 2, 6), "table": (11, 8), "scale": (8,)}
+    config = OptimizerConfig(name="muon", weight_decay=0.1, b1=0.8, b2=0.9, momentum=0.7)
+    optimizer = make_optimizer(config, lambda n: PEAK, axes)
+    rng = np.random.default_rng(0)
+    want = {key: rng.normal(size=shape) for key, shape in shapes.items()}
+    params = jax.tree.map(jnp.float32, want)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    first, second = ({key: np.zeros(shape) for key, shape in shapes.items()} for _ in range(2))
+    for n in range(1, 6):
+        grads = {key: rng.normal(size=shape) for key, shape in shapes.items()}
+        moved, state = update(jax.tree.map(jnp.float32, grads), state, params)
+        params = optax.apply_updates(params, moved)
+        for key, grad in grads.items():
+            if key in ("matrix", "heads"):
+                first[key] = 0.7 * first[key] + 0.3 * grad
+                nesterov = 0.7 * first[key] + 0.3 * grad
+                by_layer = nesterov.reshape(-1, *((20, 8) if key == "matrix" else (8, 12)))
+                step = 0.2 * np.sqrt(max(by_layer.shape[1:])) * np.stack([*map(newton_schulz, by_layer)])
+            else:
+                first[key] = 0.8 * first[key] + 0.2 * grad
+                second[key] = 0.9 * second[key] + 0.1 * grad**2
+                step = first[key] / (1 - 0.8**n) / (np.sqrt(second[key] / (1 - 0.9**n)) + config.eps)
+            want[key] = want[key] - PEAK * (step.reshape(grad.shape) + 0.1 * want[key] * (key != "scale"))
+            np.testing.assert_allclose(params[key], want[key], rtol=0, atol=2e-6, err_msg=f"{key} after step {n}")
 
 
 def test_a_decay_longer_than_the_run_still_ends_where_it_should():

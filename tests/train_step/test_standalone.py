@@ -233,6 +233,19 @@ def test_not_finite_changes_nothing_and_counts():
     assert not np.array_equal(before[0]["up"], state.params["up"])
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_batch_without_weight_changes_nothing_and_counts(accumulation):
+    good, empty = next(batches()), next(batches())
+    empty["weights"][:] = 0
+    step = jt.make_train_step(tree_loss, optax.adamw(1e-2, weight_decay=0.1), mesh=jt.make_mesh(data=2), axes=AXES,
+                              accumulation=accumulation)
+    state, _ = step(step.init(make_tree), good)
+    before = jax.device_get((state.params, state.opt_state))
+    state, metrics = step(state, empty)
+    assert int(metrics["skipped"]) == 1 and int(state.step) == 2 and float(metrics["loss"]) == 0
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before)
+
+
 # ----------------------------------------------------------------------------------------------------- where things lie
 def test_layout_and_report():
     mesh = jt.make_mesh(data=2, fsdp=2, tensor=2)
@@ -350,6 +363,25 @@ def test_any_pytree_and_a_prefix_of_axes():
     state, _ = step(state, np.ones((2, 4), np.float32))
     assert [str(leaf.sharding.spec) for leaf in jax.tree.leaves(state.params)] == [
         "P('fsdp', 'tensor')", "P('tensor', 'fsdp')", "P('tensor', 'fsdp')"]
+
+
+def test_tuples_of_parameters_are_not_taken_for_names():
+    """The layout of JAX's own tutorials: as many arrays in a tuple as one of them has dimensions."""
+    def loss(p, x):
+        for weight, bias in p:
+            x = jnp.tanh(x @ weight + bias)
+        return jnp.square(x).mean()
+
+    def specs(kind, axes=None, **mesh):
+        step = jt.make_train_step(loss, optax.sgd(0.1), mesh=jt.make_mesh(fsdp=2, **mesh), axes=axes)
+        state = step.init([kind([jnp.ones((4, 4)), jnp.ones(4)]) for _ in range(2)])
+        state, metrics = step(state, np.ones((2, 4), np.float32))
+        return [str(leaf.sharding.spec) for leaf in jax.tree.leaves(state.params)], float(metrics["loss"])
+
+    assert specs(tuple) == specs(list) and specs(tuple)[0][0] == "P('fsdp', None)"
+    named = [(("embed", "mlp"), ("mlp",))] * 2
+    assert specs(tuple, named, tensor=2)[0] == ["P('fsdp', 'tensor')", "P('tensor',)"] * 2
+    assert specs(tuple, [(None, None)] * 2) == specs(tuple)
 
 
 def test_one_bare_array():

@@ -25,6 +25,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
 from jaxtrain.run import Run, build
+from jaxtrain.train_step.optimizers import make_schedule
 from jaxtrain.trainer.shutdown import Interrupt, before_the_loop
 from tests.tiny import SLOW, tiny_flags, wait_for_checkpoint, wait_for_lines
 
@@ -55,6 +56,26 @@ def halfway(straight, tmp_path):
     shutil.copytree(straight, tmp_path / "halfway")
     shutil.rmtree(tmp_path / "halfway" / "checkpoints" / str(STEPS))
     return tmp_path / "halfway"
+
+
+def test_longer_on_purpose(flags, straight, tmp_path, capsys):
+    """A finished run goes on with the schedule of its new length, and says so; its first steps stay as they were."""
+    shutil.copytree(straight, tmp_path / "longer")
+    again = [*flags, f"--workdir={tmp_path / 'longer'}", "--config.train.steps=16"]
+    assert main(again) == 2 and "or allow it by --may_change=train.steps" in capsys.readouterr().err
+    allowed = "--may_change=train.steps,optimizer.warmup_steps,optimizer.learning_rate"
+    assert main([*again, "--config.optimizer.learning_rate=2e-3", allowed]) == 0
+    said = capsys.readouterr().err
+    assert f"from step {STEPS} on train.steps=16 (was {STEPS})" in said and "learning rate: " in said
+    config = load_config(tmp_path / "longer/config.json")
+    schedule = make_schedule(config.optimizer, 16)
+    lines = [json.loads(line) for line in (tmp_path / "longer/metrics.jsonl").read_text().splitlines()]
+    rates = {line["step"]: line["learning_rate"] for line in lines if "learning_rate" in line}
+    assert {step: rate for step, rate in rates.items() if step > STEPS} == {
+        step: pytest.approx(float(schedule(step - 1))) for step in range(STEPS + 1, 17)}
+    before = (straight / "metrics.jsonl").read_text().splitlines()
+    assert (tmp_path / "longer/metrics.jsonl").read_text().splitlines()[:len(before)] == before
+    assert main(again[:-1]) == 2  # back again would be a change, too
 
 
 @contextlib.contextmanager
@@ -239,8 +260,109 @@ def test_other_shapes_are_refused(flags, straight, tmp_path, capsys):
         "or --config.model.embed_dim=32\n")
     (tmp_path / "work" / "config.json").unlink()  # so that only the checkpoint knows
     assert main(other) == 2
+    assert "holds a run with model.embed_dim=32, this config has 64" in capsys.readouterr().err.splitlines()[-1]
+    (tmp_path / "work" / "run.json").unlink()
+    assert main([*other, "--adopt"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert "in the checkpoint" in line and "in this run; build the model and optimizer of that checkpoint" in line
+
+
+@pytest.fixture(scope="module")
+def foreign(flags, tmp_path_factory):
+    """Another run, with the same shapes and other initial values."""
+    workdir = tmp_path_factory.mktemp("foreign") / "work"
+    assert main([*flags, "--config.train.seed=1", f"--workdir={workdir}"]) == 0
+    return workdir
+
+
+def identity(workdir):
+    return json.loads((workdir / "run.json").read_text())["run"]
+
+
+def test_a_checkpoint_of_another_run_is_refused(flags, halfway, foreign, capsys):
+    shutil.copytree(foreign / "checkpoints" / str(STEPS), halfway / "checkpoints" / str(STEPS))
+    before = (halfway / "run.json").read_bytes(), (halfway / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        assert main([*flags, f"--workdir={halfway}"]) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            f"checkpoint: step {STEPS} in {halfway} belongs to another run than run.json there (id {identity(foreign)} "
+            f"instead of {identity(halfway)}); move it away, or give --adopt to go on from it all the same")
+    assert before == ((halfway / "run.json").read_bytes(), (halfway / "metrics.jsonl").read_bytes())
+
+
+def test_a_checkpoint_of_another_run_is_adopted(flags, straight, halfway, foreign):
+    """Once adopted, it may be gone on from again."""
+    shutil.rmtree(halfway / "checkpoints" / "9")
+    shutil.copytree(foreign / "checkpoints" / "9", halfway / "checkpoints" / "9")
+    before = identity(halfway)
+    for adopt in (["--adopt"], []):
+        assert main([*flags, *adopt, f"--workdir={halfway}"]) == 0
+        assert identity(halfway) == before != identity(foreign)
+        assert json.loads((halfway / "run.json").read_text())["adopted"] == [[identity(foreign), 9]]
+        assert verify.saved_meta(halfway / "checkpoints" / str(STEPS))["run"] == before
+        shutil.rmtree(halfway / "checkpoints" / str(STEPS))
+    assert told(halfway)[:-4] == told(straight)[:-4]
+    ours, theirs = ([line["loss"] for line in told(workdir)[-4:] if "loss" in line] for workdir in (halfway, foreign))
+    assert ours == theirs  # the data are the same
+
+
+def test_a_checkpoint_alone_is_adopted_by_another_config(flags, foreign, tmp_path, capsys):
+    shutil.copytree(foreign / "checkpoints", tmp_path / "checkpoints")
+    assert main([*flags, f"--workdir={tmp_path}"]) == 2
+    assert "holds a run with train.seed=1, this config has 0; give" in capsys.readouterr().err
+    assert main([*flags, "--adopt", f"--workdir={tmp_path}"]) == 0
+    assert identity(tmp_path) != identity(foreign)
+
+
+@pytest.mark.parametrize("lost", [["run.json"], ["config.json"], ["run.json", "config.json"]])
+def test_without_run_files_the_checkpoint_tells(flags, straight, halfway, capsys, lost):
+    for name in lost:
+        (halfway / name).unlink()
+    assert main([*flags, "--config.optimizer.learning_rate=0.5", f"--workdir={halfway}"]) == 2
+    assert "holds a run with optimizer.learning_rate=" in capsys.readouterr().err
+    assert main([*flags, f"--workdir={halfway}"]) == 0
+    assert_same_run(flags, halfway, straight)
+    assert identity(halfway) == identity(straight)
+
+
+@pytest.mark.parametrize("names, same", [(["run.json"], False), (["run.json", "config.json"], True)])
+def test_the_identity_of_a_run_that_begins(flags, straight, tmp_path, names, same):
+    """It stays if the workdir's run begins again; with another config, which config.json would refuse, it may not."""
+    for name in names:
+        shutil.copy(straight / name, tmp_path)
+    assert main([*flags, f"--workdir={tmp_path}"]) == 0
+    assert (identity(tmp_path) == identity(straight)) == same and len(identity(tmp_path)) == 16
+
+
+def test_a_copy_from_the_mirror_knows_its_run(flags, straight, halfway, tmp_path):
+    mirrored = [*flags, f"--config.checkpoint.mirror={tmp_path / 'mirror'}"]
+    assert main([*mirrored, f"--workdir={halfway}"]) == 0
+    assert main([*mirrored, f"--workdir={tmp_path / 'lost'}"]) == 0
+    assert identity(tmp_path / "lost") == identity(straight) and json.loads(
+        (tmp_path / "lost" / "run.json").read_text())["adopted"] == []
+    other = [*mirrored, "--config.train.seed=1", f"--workdir={tmp_path / 'other'}"]
+    assert main([*other, "--config.checkpoint.mirror="]) == 0
+    shutil.rmtree(tmp_path / "other" / "checkpoints")
+    assert main(other) == 2  # its own are lost, and the mirror has copies of another run
+
+
+@pytest.mark.parametrize("edited, told", [
+    (["seal"], "checkpoint 11 is damaged (good.json is that of step 9)"),
+    (["fingerprint"], "checkpoint 11 is damaged (it is the checkpoint of step 9)"),
+    (["fingerprint", "meta"], "halfway holds the state of step 9; move it away")], ids=["seal", "one", "both"])
+def test_a_checkpoint_under_another_step(flags, halfway, capsys, edited, told):
+    """Its folder was renamed, and its files were edited to fit."""
+    folder = (halfway / "checkpoints" / "9").rename(halfway / "checkpoints" / "11")
+    record = json.loads((folder / "good.json").read_text())
+    (folder / "good.json").unlink()
+    if edited == ["seal"]:
+        verify.write_mark(folder.parent, 11, {key: record[key] for key in ("files", "fingerprint", "meta")})
+        edited = []
+    for part in edited:
+        file = folder / part / "metadata"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"step": 11}))
+    assert main([*flags, f"--workdir={halfway}"]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_cannot_be_read(flags, halfway, capsys):
@@ -289,6 +411,15 @@ def test_one_that_loads_as_another_is_passed_over(flags, straight, tmp_path, cap
     assert "resumed from step 9" in capsys.readouterr().err
     assert main([*flags, f"--workdir={tmp_path / 'work'}"]) == 0
     assert_same_run(flags, tmp_path / "work", straight)
+
+
+def test_metrics_that_are_damaged_in_the_middle(flags, straight, halfway, capsys):
+    lines = (halfway / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (halfway / "metrics.jsonl").write_bytes(b"".join([*lines[:3], b"\0" * 50 + b"\xff\n", *lines[4:]]))
+    assert main([*flags, f"--workdir={halfway}"]) == 0
+    assert "cannot be read (1 of them), as after a power failure" in capsys.readouterr().err
+    kept = (halfway / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert kept[:3] == lines[:3] and kept[4:12] == lines[4:12]
 
 
 def test_what_a_checkpoint_says_of_its_run(flags, straight):

@@ -268,7 +268,8 @@ def test_on_any_mesh_the_same_is_decided(flags, never_saw, poison, tmp_path, dev
 def test_recorded_and_stopped(flags, poison, tmp_path, capsys):
     """By default a spike is only told; but a run that is not finite for long is stopped, for a person to look."""
     poison("strange", {35})
-    assert main([*flags, *words(train__steps=40, optimizer__schedule="constant"), f"--workdir={tmp_path}"]) == 0
+    assert main([*flags, *words(train__steps=40, optimizer__schedule="constant", optimizer__warmup_steps=1),
+                 f"--workdir={tmp_path}"]) == 0
     assert decisions(tmp_path) == [("spike", 36), ("spike", 37)]  # it is not over at once
     assert "step 36 is a spike" in capsys.readouterr().err
     poison("infinite", {41, 43, 44, 45, 46, 47, 48, 49, 50})

@@ -1,10 +1,12 @@
 """Files that hold one process's pieces of a state, each with a checksum, and arrays rebuilt from all pieces.
 
-A file is a magic string, the length and sha256 of a JSON header, the header, and the bytes of the pieces in order. For
-each piece the header names its leaf and its bounds in the leaf, so that any mesh can be filled from the files.
+A file is a magic string, the length of a JSON header and a code of it, the header, and the bytes of the pieces. For
+each piece the header names its leaf, its bounds in the leaf, so that any mesh can be filled from the files, and the
+sha256 of its bytes. The code depends on the run's secret, if it has one, so that nobody else can make such a file.
 """
 
 import hashlib
+import hmac
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain import atomic_files
-from jaxtrain.bounded_files import opened, parsed, reason
+from jaxtrain.distributed.authentication import derive
+from jaxtrain.files import atomic_files
+from jaxtrain.files.bounded_files import opened, parsed, reason
 
 _MARK = b"jaxtrain-pieces\n"
-_OPENING = len(_MARK) + 8 + 32  # the magic string, the length of the header, and its sha256
+_OPENING = len(_MARK) + 8 + 32  # the magic string, the length of the header, and its code
 _BLOCK = 2**24
 _HEADER = {"about": {"meta?": dict}, "pieces": [(str, str, [int], [(int, int)], int, int, str)]}
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dimension
@@ -113,7 +116,7 @@ def write(path: Path, about: dict[str, Any], names: Iterable[tuple[str, tuple[in
     header = json.dumps({"about": about, "pieces": [list(asdict(piece).values()) for piece in pieces]}).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_files.written(path, durable=False, shared=False) as file:
-        file.write(_MARK + len(header).to_bytes(8, "big") + hashlib.sha256(header).digest() + header)
+        file.write(_MARK + len(header).to_bytes(8, "big") + _code(header) + header)
         for content in contents:
             file.write(content)
     return path.stat().st_size
@@ -138,7 +141,7 @@ def read_header(read: Read) -> Header:
         raise Damaged("it is not a file of pieces")
     length = int.from_bytes(opening[len(_MARK): len(_MARK) + 8], "big")
     content = read(_OPENING, length) if length < 2**32 else b""
-    if hashlib.sha256(content).digest() != opening[len(_MARK) + 8:]:
+    if not hmac.compare_digest(_code(content), opening[len(_MARK) + 8:]):
         raise Damaged("its header is not what was written")
     try:
         header = parsed(content, _HEADER)
@@ -147,6 +150,10 @@ def read_header(read: Read) -> Header:
     pieces = [Piece(path, dtype, tuple(shape), tuple(map(tuple, bounds)), *rest)
               for path, dtype, shape, bounds, *rest in header["pieces"]]
     return Header(header["about"], pieces, _OPENING + length)
+
+
+def _code(header: bytes) -> bytes:
+    return hmac.digest(derive("pieces"), header, "sha256")
 
 
 def read_piece(read: Read, header: Header, piece: Piece) -> np.ndarray:

@@ -8,12 +8,14 @@ The training loop waits only for the copy from the devices (and for the previous
 written).
 """
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -25,14 +27,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain import atomic_files
-from jaxtrain.bounded_files import read
 from jaxtrain.checkpoint.local import pieces
 from jaxtrain.checkpoint.local.partners import Partners
 from jaxtrain.checkpoint.local.pieces import Damaged
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.distributed.coordination import count, exchange
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
+from jaxtrain.files.bounded_files import read
 from jaxtrain.observe import events
 
 _RUN = "snapshots"  # in the checkpoint directory: the id of the history that snapshots belong to
@@ -83,6 +85,7 @@ class LocalCheckpoints:
         self._me, self._many = jax.process_index(), jax.process_count()
         self._run, self._start = exchange([_history(self._workdir) if self._me == 0 else "", secrets.token_hex(6)])[0]
         try:
+            _make_private(self._folder)
             self._own.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError("checkpoint.local_dir", f"{self._folder} cannot be written ({error.strerror})",
@@ -130,14 +133,15 @@ class LocalCheckpoints:
 
     def remove(self) -> None:
         """Delete this process's snapshots, which frees their memory."""
-        if self.every:
+        if self.every and private(self._folder):
             for place in self._mine():
-                shutil.rmtree(place, ignore_errors=True)
+                shutil.rmtree(place, ignore_errors=True)  # refuses links, and follows none
             _rmdir(self._folder)
 
     def _work(self, step: int, about: dict[str, Any], names: Sequence[tuple], arrays: list[np.ndarray]) -> None:
         taken = Taken(step, self._start, self._many)
         try:
+            _make_private(self._folder)  # something may have deleted it
             self._make_room(step)
             path = self._own / taken.name(self._me)
             pieces.write(path, about, names, arrays)
@@ -255,23 +259,30 @@ class LocalCheckpoints:
         """Return where to store a peer's file; it can be served as soon as it is there."""
         if not Taken.of(name):
             raise OSError(f"{name} is not the name of a snapshot")
+        _make_private(self._folder)
         path = self._here[name] = self._own.with_name(f"peer-{process}") / name
         return path
 
     def _mine(self) -> list[Path]:
         """Return the folders that this process cleans up: its own, and those of ranks that no longer exist."""
-        places = [place for place in self._folder.glob("process-*/*") if place.is_dir()]
+        places = [place for place in self._folder.glob("process-*/*") if private(self._folder)
+                  and place.is_dir() and not place.is_symlink() and not place.parent.is_symlink()]
         return [place for place in places
                 if (number := int(place.parent.name.rpartition("-")[2])) == self._me or number >= self._many]
 
     def _scan(self) -> dict[str, Path]:
-        """Return this history's files on this machine, and delete those of other histories that are ours to delete."""
+        """Return this history's files on this machine, and delete what is ours to delete: files of other histories, and
+        those that a process killed meanwhile left half-written.
+        """
         here, mine = {}, self._mine()
+        for place in mine:
+            for path in place.glob("*.snapshot.tmp"):
+                path.unlink(missing_ok=True)
         for path in self._folder.glob("process-*/*/*.snapshot"):
             try:
                 right = pieces.read_header(pieces.reader(path)).about["run"] == self._run
-            except Damaged:
-                right = False
+            except Damaged:  # or made with a secret that this process was not given: not used, and not deleted
+                continue
             if right:
                 here[path.name] = path
             elif path.parent in mine:
@@ -289,6 +300,28 @@ def folder(workdir: str | Path, local_dir: str = "") -> Path:
         local_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     digest = hashlib.sha256(str(workdir).encode()).hexdigest()[:12]
     return Path(os.path.expandvars(local_dir)).expanduser().absolute() / f"jaxtrain-{workdir.name}-{digest}"
+
+
+def _make_private(place: Path) -> None:
+    """Make the folder of a run's snapshots unless it is there; raises `UserError` if it is not this user's alone.
+
+    Its name can be computed, and anybody may make a folder, or a link, of that name in `/dev/shm` first.
+    """
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(place, 0o700)
+    if not private(place):
+        raise UserError("checkpoint.local_dir", f"{place} is not a folder that belongs to you and that only you can "
+                        "enter, so snapshots would not be safe in it", "remove it, or give another folder")
+
+
+def private(place: Path) -> bool:
+    """Return whether this is a folder, no link to one, that belongs to this user and that nobody else can enter."""
+    try:
+        found = os.lstat(place)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 def turn_back(workdir: str | Path) -> None:

@@ -14,12 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.bounded_files import read, user_json
 from jaxtrain.data.chat.loss_masks import CLOSE, OPEN, Learnt, encode, probed, spans_of
 from jaxtrain.data.formats.conversations import Example, Messages, Unusable
 from jaxtrain.data.tokenizers.special_tokens import BREAK, CODE, Specials
 from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from jaxtrain.errors import UserError, install_extra
+from jaxtrain.files.bounded_files import read, user_json
 
 TRAIN_ON = ("assistant", "last", "all")
 _KEPT = re.compile(f"[{OPEN}{CLOSE}{BREAK}{CODE}]")

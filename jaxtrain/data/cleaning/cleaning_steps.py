@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import atomic_files
 from jaxtrain.data.cleaning import filters
 from jaxtrain.data.cleaning.filters import Step
 from jaxtrain.data.formats.inputs import Ids, Text, is_utf8
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.files import atomic_files
 from jaxtrain.versions import version_of
 
 FIX = f"name one of {', '.join(filters.STEPS)}, module:function or datatrove:CLASS(KEYWORD=VALUE)"

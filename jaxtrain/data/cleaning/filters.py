@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from jaxtrain.bounded_files import read
 from jaxtrain.data.formats.inputs import Text, extra
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.files.bounded_files import read
 
 Step = Callable[[Text], "Text | str"]
 LICENCE = ("licence", "license", "licences", "licenses")  # fields of a record that may hold its licence

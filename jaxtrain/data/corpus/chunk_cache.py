@@ -9,7 +9,7 @@ import threading
 import warnings
 from pathlib import Path
 
-from jaxtrain import atomic_files
+from jaxtrain.files import atomic_files
 
 
 class ChunkCache:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain import atomic_files
 from jaxtrain.data.corpus.corpus import Corpus
 from jaxtrain.errors import UserError, install_extra
+from jaxtrain.files import atomic_files
 
 
 def counts(corpus: Corpus) -> list[int]:

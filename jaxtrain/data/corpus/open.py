@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import atomic_files, storage
-from jaxtrain.bounded_files import LARGE, misfit, parsed, reason
+from jaxtrain import storage
 from jaxtrain.data.corpus import remote
 from jaxtrain.data.corpus.corpus import SPLITS, UNFINISHED, Corpus, Shard, Tokens
 from jaxtrain.data.corpus.corruption import DamagedColumn, Lost
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError
-from jaxtrain.safe_names import Outside, inside
+from jaxtrain.files import atomic_files
+from jaxtrain.files.bounded_files import LARGE, misfit, parsed, reason
+from jaxtrain.files.safe_names import Outside, inside
 
 FORMAT = "jaxtrain-corpus-2"
 _FILES = {"name": str, "sha256": {str: str}, "crc32?": {str: str}}

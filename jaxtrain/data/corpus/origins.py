@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.bounded_files import LARGE, read_json
 from jaxtrain.data.corpus.corpus import Corpus, Tokens
 from jaxtrain.data.corpus.open import read_manifest
+from jaxtrain.files.bounded_files import LARGE, read_json
 
 PLACES = {"text": "", "jsonl": "byte", "parquet": "row"}  # the unit of a place, by kind of input; "document" for others
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import atomic_files, storage
+from jaxtrain import storage
 from jaxtrain.data.corpus.chunk_cache import ChunkCache
 from jaxtrain.data.corpus.corruption import Damage, Lost
 from jaxtrain.data.corpus.shard_writer import CHUNK
 from jaxtrain.errors import UserError
-from jaxtrain.safe_names import inside
+from jaxtrain.files import atomic_files
+from jaxtrain.files.safe_names import inside
 
 THREADS = 16  # concurrent requests, since each waits for the network
 AGAIN = 3  # attempts to fetch a chunk that arrives corrupt
@@ -106,6 +107,9 @@ class Store:
             (name, sha256) for split in manifest["splits"].values() for shard in split["shards"]
             for name, sha256 in shard["sha256"].items() if name.endswith((".offsets.npy", ".origins.npy"))]
         if file := manifest["tokenizer"]["file"]:
+            if "sha256" not in manifest["tokenizer"]:
+                raise UserError("data.source", f"the manifest of {url} is of an earlier version and has no hash of its "
+                                "tokenizer", "prepare the corpus again, and publish it")
             wanted.append((file, manifest["tokenizer"]["sha256"]))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxtrain.bounded_files import misfit
 from jaxtrain.data.corpus import shard_writer
 from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.open import check, is_dtype, mapped, offsets, read_manifest
 from jaxtrain.data.corpus.shard_writer import ORIGIN, Origin
 from jaxtrain.data.formats import inputs
 from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import misfit
 
 FORMAT = "jaxtrain-sequences-1"
 _FORM = {"columns": {str: {"dtype": str, "shape": [int], "per": str}},

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import atomic_files
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
+from jaxtrain.files import atomic_files
 
 CHUNK = 2**20  # bytes of a column per checksum, so that parts can be verified without reading the whole
 ORIGIN = np.dtype([("piece", "<u4"), ("place", "<u8")])  # input piece; line, byte, row or document in it

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.atomic_files import digest, file_digest, sync, write_json
-from jaxtrain.bounded_files import LARGE, read_json
 from jaxtrain.config.data_stages import Source, sources
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.data.corpus.corpus import SPLITS, Corpus, Shard, Tokens, is_corpus
 from jaxtrain.data.corpus.text_source import Document, find_documents
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.files.atomic_files import digest, file_digest, sync, write_json
+from jaxtrain.files.bounded_files import LARGE, read_json
 
 FORMAT = 1
 

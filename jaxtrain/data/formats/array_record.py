@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.bounded_files import parsed
 from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import parsed
 
 NAME = re.compile(r"\.array_?record(-\d+-of-\d+)?$")
 TOGETHER = 2**22  # bytes of stored records that are read at a time

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any, TypeAlias
 
-from jaxtrain.bounded_files import parsed
 from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import parsed
 
 Messages: TypeAlias = list[dict[str, Any]]
 

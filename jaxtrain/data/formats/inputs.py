@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxtrain import storage
-from jaxtrain.bounded_files import parsed
 from jaxtrain.data.formats import array_record, token_files, zstd
 from jaxtrain.data.formats.conversations import FIELDS, Unusable, example_of, format_of
 from jaxtrain.errors import UserError, install_extra
+from jaxtrain.files.bounded_files import parsed
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 PACKED = (".gz", ".zst")
@@ -73,6 +73,13 @@ def find_tasks(inputs: str | Sequence[str], task_bytes: int = 2**26, token_dtype
     if not pieces:
         raise UserError("--input", f"{inputs if isinstance(inputs, str) else ', '.join(inputs)} has no files", FIX)
     return cut([(piece,) for piece in pieces], task_bytes)
+
+
+def task_bytes_of(inputs: str | Sequence[str]) -> int:
+    """Return how much input makes a task: so little that many workers are busy, and a function of the input alone."""
+    inputs = [inputs] if isinstance(inputs, str | Path) else inputs
+    total = sum(size for source in inputs for _, _, size in _files(str(source)))
+    return min(2**26, max(2**20, total // 32))
 
 
 def find_pieces(inputs: str | Sequence[str], task_bytes: int, token_dtype: str = "",

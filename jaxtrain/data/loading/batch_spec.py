@@ -19,6 +19,7 @@ class BatchSpec:
     whose: str  # who declares it, as a message names it
     same_shape: bool = True  # all arrays are [rows, tokens]; False: each has dimensions of its own behind the first
     ndims: Mapping[str, int] | None = None
+    below: Mapping[str, int] | None = None  # what the numbers of an array are below, where the host holds it
 
     @classmethod
     def like(cls, batch: Mapping[str, Any], whose: str) -> "BatchSpec":
@@ -53,10 +54,20 @@ class BatchSpec:
             if self.ndims and np.ndim(x) != self.ndims[key]:
                 raise UserError("batch", f"its array {key!r} has the shape {_shape(x)}, and the batches before had "
                                 f"{self.ndims[key]} dimensions", "give every batch the same ones")
+            if self.below and key in self.below and isinstance(x, np.ndarray) and x.dtype == np.int32 and (
+                    (bad := (x < 0) | (x >= self.below[key])) & self._counts(batch, key)).any():
+                wrong = x[bad][0]
+                raise UserError("batch", f"its array {key!r} has the token {wrong}, and model.vocab_size is "
+                                f"{self.below[key]}", "raise model.vocab_size, or repair the data")
             if np.shape(x)[:1] != shape[:1]:
                 raise UserError("batch", f"its array {key!r} has the shape {_shape(x)} and {first!r} has "
                                 f"{_shape(batch[first])}", "make the example the first dimension of each")
         return shape
+
+    def _counts(self, batch: Mapping[str, Any], key: str) -> Any:
+        """Whether a token matters: targets without weight may be any number, such as -100."""
+        weights = batch.get("weights")
+        return weights != 0 if key == "targets" and isinstance(weights, np.ndarray) else True
 
 
 def row_of(batches: BatchSource, step: int) -> dict[str, np.ndarray]:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain import atomic_files
 from jaxtrain.data.corpus.corpus import Tokens
+from jaxtrain.files import atomic_files
 
 VERSION = 1  # of the plan; raised when the same lengths give different rows
 CHUNK = 2**22  # documents processed at once, which bounds the memory

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import atomic_files
-from jaxtrain.bounded_files import misfit, read_json, reason
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
+from jaxtrain.files.bounded_files import misfit, read_json, reason
 
 FILE = "skipped_batches.json"
 _FORM = {"batches?": [int], "rollbacks?": int, "void_above?": int | None}

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import atomic_files
-from jaxtrain.bounded_files import opened, read_json
 from jaxtrain.data.corpus.corpus import UNFINISHED
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats.inputs import Piece, Text, stamps
+from jaxtrain.files import atomic_files
+from jaxtrain.files.bounded_files import opened, read_json
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import atomic_files
 from jaxtrain.data.cleaning.cleaning_steps import Steps
 from jaxtrain.data.corpus.corpus import UNFINISHED
 from jaxtrain.data.formats.conversations import Example
@@ -21,6 +20,7 @@ from jaxtrain.data.prepare import cleaned_store, engines
 from jaxtrain.data.prepare.engines import Engine
 from jaxtrain.data.prepare.prepare_progress import Progress
 from jaxtrain.data.prepare.tasks import Options, Task, chat_of, documents, key_of, made_by, verdicts_path
+from jaxtrain.files import atomic_files
 
 
 def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, plan: str, workers: int | Engine,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from jaxtrain import atomic_files, storage
+from jaxtrain import storage
 from jaxtrain.data.corpus.corpus import UNFINISHED
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.data.prepare import engines
@@ -15,6 +15,7 @@ from jaxtrain.data.prepare.engines import Engine
 from jaxtrain.data.prepare.prepare_progress import Progress
 from jaxtrain.data.prepare.tasks import Task, read_ledger
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
 
 try:
     import fcntl

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import atomic_files
 from jaxtrain.data.chat.templates import BUILT_IN, TRAIN_ON, refuse_useless_masks
 from jaxtrain.data.cleaning.cleaning_steps import added, summed
 from jaxtrain.data.cleaning.filters import STEPS
@@ -36,8 +35,10 @@ from jaxtrain.data.prepare.on_ray import Ray
 from jaxtrain.data.prepare.prepare_progress import Line
 from jaxtrain.data.prepare.tasks import ALIKE, Options, Task, chat_of, loaded, made_by, tokenize_shard, verdicts_path
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
+from jaxtrain.data.tokenizers.tokenizer_folder import record_of
 from jaxtrain.data.tokenizers.vocabulary import Vocabulary
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
 from jaxtrain.flags import command, parser_of
 
 
@@ -91,7 +92,9 @@ def prepare_part(sources: Sequence[str], output: str | Path, options: Options, p
 def _numbers(part: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)/(\d+)", part)
     if not found or int(found[1]) >= int(found[2]):
-        raise UserError("--part", f"{part!r} is not a part", "write 0/16 to 15/16")
+        many = int(found[2]) if found and int(found[2]) else 16
+        raise UserError("--part", f"{part!r} is not one of {many} parts, which are numbered from 0",
+                        f"write 0/{many} to {many - 1}/{many}")
     return int(found[1]), int(found[2])
 
 
@@ -101,7 +104,7 @@ def plan_tasks(sources: Sequence[str], options: Options) -> tuple[list[Task], st
     Tasks and options are those that `tokenize_shard` takes.
     """
     loaded.cache_clear()  # its file may have changed since this process made another corpus
-    tasks = inputs.find_tasks(sources, options.task_bytes, options.token_dtype)
+    tasks = inputs.find_tasks(sources, options.task_bytes or inputs.task_bytes_of(sources), options.token_dtype)
     if options.token_dtype and not any(piece.kind.startswith("tokens") for task in tasks for piece in task):
         raise UserError("--token_dtype", "the input has no files of tokens", "leave it out")
     options = resolved(options, tasks)
@@ -170,12 +173,14 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
         splits[split]["shards"] = shards
     if options.masked:
         refuse_useless_masks(splits, added(ledger["left_out"] for ledger in done))
+    if not any(entry["documents"] for entry in splits.values()):
+        why = "; ".join(f"{count} were left out: {reason}" for reason, count in added(
+            ledger["left_out"] for ledger in done).items() if count)
+        raise UserError("--input", f"none of its documents can be used{f' ({why})' * bool(why)}",
+                        "give text in UTF-8, JSON lines or Parquet (docs/data-formats.md)")
     manifest = {
         "format": FORMAT, "plan": plan,
-        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
-                      "file": getattr(tokenizer, "file", ""), "eod": getattr(tokenizer, "eod_token", ""),
-                      "bos": getattr(tokenizer, "bos_token", ""),
-                      "sha256": hashlib.sha256(getattr(tokenizer, "content", b"")).hexdigest()},
+        "tokenizer": record_of(tokenizer) | {"sha256": hashlib.sha256(getattr(tokenizer, "content", b"")).hexdigest()},
         "options": options.identity(), "chat": chat and chat.identity(),
         "inputs": [[piece.identity() | ({"sha256": sha256} if sha256 else {})
                     for piece, sha256 in zip(task, ledger["stored"], strict=True)]
@@ -303,7 +308,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--near_shingle", type=int, default=Near.shingle, help="words per shingle")
     parser.add_argument("--licence_of", default="", help="the input's licence (SPDX), or record:FIELD to count a field")
     parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more for the datasheet")
-    parser.add_argument("--task_bytes", type=int, default=Options.task_bytes, help="input that makes one shard")
+    parser.add_argument("--task_bytes", type=int, default=Options.task_bytes,
+                        help="input that makes one shard; default: a 32nd of it, from 1 to 64 MiB")
     parser.add_argument("--record_bytes", type=int, default=Options.record_bytes,
                         help=f"leave out longer lines of JSON and tables that inflate to more; default: "
                         f"{Options.record_bytes}")

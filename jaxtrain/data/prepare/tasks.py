@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import atomic_files
-from jaxtrain.bounded_files import read, read_json
 from jaxtrain.data.chat.templates import TRAIN_ON, Chat
 from jaxtrain.data.cleaning.cleaning_steps import Steps, identity, told
 from jaxtrain.data.cleaning.near_duplicates import Near
@@ -28,6 +26,8 @@ from jaxtrain.data.formats.inputs import Ids, Piece, Text, stamps
 from jaxtrain.data.prepare import cleaned_store, provenance
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, begun, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.files import atomic_files
+from jaxtrain.files.bounded_files import read, read_json
 
 Task = tuple[Piece, ...]
 ALIKE = ("", "equal to another", "nearly equal to another")
@@ -43,7 +43,7 @@ class Options:
     field: str = "text"  # of JSON records and Parquet
     eval_fraction: float = 0.005  # share of documents, chosen by their content
     deduplicate: bool | str = False  # keep only the first of equal documents: "exact" (or True), or also "near"
-    task_bytes: int = 2**26  # of input per shard
+    task_bytes: int = 0  # of input per shard; 0: inputs.task_bytes_of
     token_dtype: str = ""  # for token files without a header
     bos: str = ""  # the token that begins a document; "": none
     steps: tuple[str, ...] = ()  # cleaning steps, in order; see cleaning_steps.py
@@ -61,7 +61,7 @@ class Options:
                 object.__setattr__(self, name, (getattr(self, name),))
         if not 0 <= self.eval_fraction < 1:
             raise UserError("--eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.005")
-        if self.task_bytes < 1:
+        if self.task_bytes < 0:
             raise UserError("--task_bytes", f"{self.task_bytes} is too small", "use 67108864 or so")
         if self.record_bytes < 1:
             raise UserError("--record_bytes", f"{self.record_bytes} is too small", f"use {inputs.RECORD_BYTES} or so")

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import atomic_files
-from jaxtrain.bounded_files import LARGE, read_json, user_json
 from jaxtrain.data.corpus.corpus import UNFINISHED
 from jaxtrain.data.corpus.sequences import Column
 from jaxtrain.data.corpus.shard_writer import Origin
@@ -23,6 +21,8 @@ from jaxtrain.data.formats.inputs import Piece
 from jaxtrain.data.prepare import job
 from jaxtrain.data.prepare.tasks import Task
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
+from jaxtrain.files.bounded_files import LARGE, read_json, user_json
 
 ELAPSED = "elapsed"
 PARTITIONS = "partitions.json"

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxtrain import atomic_files
 from jaxtrain.data.cleaning.cleaning_steps import added
 from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.sequences import (
@@ -34,6 +33,7 @@ from jaxtrain.data.prepare.tasks import Task, write_ledger
 from jaxtrain.data.prepare_sequences.audio import TARGETS, Audio
 from jaxtrain.data.prepare_sequences.event_streams import Events
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
 from jaxtrain.flags import Parser, command, parser_of
 
 

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtrain.bounded_files import parsed
 from jaxtrain.data.tokenizers import tiktoken_ranks
 from jaxtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from jaxtrain.data.tokenizers.tiktoken_ranks import TiktokenTokenizer
 from jaxtrain.data.tokenizers.vocabulary import Vocabulary, library, read_file, told, uint32, without_metaspace
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.files.bounded_files import parsed
+from jaxtrain.files.safe_names import inside
 
 
 class Tokenizer(Protocol):
@@ -78,6 +79,7 @@ class ByteTokenizer:
         return int(np.count_nonzero(ids < 256))
 
 
+RECORD = "tokenizer_record.json"  # beside a tokenizer's own file in a folder: the tokens around documents
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -161,7 +163,7 @@ def encode_documents(texts: Sequence[bytes], tokenizer: Tokenizer) -> list[np.nd
 
 
 def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
-    """Load a tokenizer: "bytes", a file or its folder, or tiktoken:NAME.
+    """Load a tokenizer: "bytes", a file or its folder (such as WORKDIR/tokenizer of a run), or tiktoken:NAME.
 
     `eod` and `bos` name the tokens that end and begin a document.
     """
@@ -174,6 +176,13 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
     if where == "tiktoken":
         return tiktoken_ranks.named(scheme, eod, bos)
     path = Path(where or name).expanduser()
+    if (kept := path / RECORD).is_file():  # a folder that tokenizer_folder.save wrote
+        try:
+            record = json.loads(read_file(kept))
+            file, named = record["file"] and str(inside(path, record["file"])), (record["eod"], record["bos"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UserError("data.tokenizer", f"{kept} is damaged ({error})", "copy it again from the run") from error
+        return load_tokenizer(file, *named) if file else ByteTokenizer()
     if not path.exists() and "/" not in name and path.suffix not in (".json", ".tiktoken", ".model"):
         raise UserError("data.tokenizer", f"there is no tokenizer {name!r}", nearest(name, ["bytes"])
                         + ", or name the path of a tokenizer.json, .tiktoken or .model")

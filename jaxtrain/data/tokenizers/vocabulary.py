@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import bounded_files
 from jaxtrain.errors import UserError, install_extra
+from jaxtrain.files import bounded_files
 
 # Tokens that end a document in well-known vocabularies, the most likely first.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")

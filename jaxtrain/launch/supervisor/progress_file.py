@@ -3,7 +3,7 @@
 import contextlib
 from pathlib import Path
 
-from jaxtrain.bounded_files import opened, parsed
+from jaxtrain.files.bounded_files import opened, parsed
 
 
 class Steps:

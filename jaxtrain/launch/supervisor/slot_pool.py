@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxtrain.bounded_files import read
+from jaxtrain.files.bounded_files import read
 
 
 @dataclass

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from jaxtrain import errors
 from jaxtrain.distributed import child_processes, exit_codes
+from jaxtrain.distributed.authentication import make_secret
 from jaxtrain.distributed.child_processes import Child
 from jaxtrain.errors import UserError
 from jaxtrain.flags import command, parser_of, training_flags, workdir_of
@@ -64,6 +65,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--program", nargs="+", help=argparse.SUPPRESS)  # for tests: instead of jaxtrain.main
     words = list(argv)
     split = words.index("--") if "--" in words else len(words)
+    if stray := [word for word in words[:split] if word.startswith(("--config", "--workdir"))]:
+        raise UserError(stray[0], "flags of the run come after --",
+                        f"write jaxtrain supervise --processes=N -- {' '.join(stray)}")
     flags, rest = parser.parse_args(words[:split]), words[split + 1:]
     flags.min_processes = flags.processes if flags.min_processes is None else flags.min_processes
     if flags.processes < 1:
@@ -106,6 +110,15 @@ class End:
             # JAX's own service, which uses that clock, ended all processes.
             self.why = f"the wall clock was set by {jumped:+.0f} s, and JAX took that for processes that fell silent"
         self.verdict = failure_report.verdict(self.culprit, self.why if silent else "") if self.culprit else self.why
+
+
+def _secret(path: Path) -> dict[str, str]:
+    """Return the variable that names the file with the run's secret, if the file system can keep one."""
+    with contextlib.suppress(OSError):
+        make_secret(path)
+        if not path.stat().st_mode & 0o077:
+            return {"JAXTRAIN_SECRET_FILE": str(path)}
+    return {}
 
 
 class Supervisor:
@@ -241,6 +254,9 @@ class Supervisor:
         elastic = ["--config.resilience.elastic=true"] if self.staff.elastic else []
         program = self.flags.program or [sys.executable, "-m", "jaxtrain.main"]
         environment = {**os.environ, **self.shares[slot], "JAXTRAIN_FULL_PROCESSES": str(self.flags.processes)}
+        given = os.environ.keys() & {"JAXTRAIN_SECRET", "JAXTRAIN_SECRET_FILE"}
+        if self.flags.processes * self.flags.nodes > 1 and not given:
+            environment |= _secret(self.workdir / "secret")
         command = [*program, *elastic, *self.rest, *(where if total > 1 else [])]
         return child_processes.start(command, rank, slot, logs / f"process-{rank}.log", environment)
 

@@ -6,8 +6,8 @@ import operator
 import re
 from pathlib import Path
 
-from jaxtrain.bounded_files import parsed, read
 from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import parsed, read
 from jaxtrain.parallel.schedules.schedule import Cell, Op, Position, Schedule, straight
 from jaxtrain.parallel.schedules.schedule_checks import check_sizes, validate
 

@@ -78,8 +78,18 @@ class Found:
         (self.fitting if choice.estimate.fits else self.too_large).append(choice)
 
     def sort(self) -> None:
-        """Sort the layouts: fitting ones by time, too large ones by memory."""
-        self.fitting.sort(key=lambda choice: choice.estimate.seconds)
+        """Sort the layouts: fitting ones by time, too large ones by memory; drop those that only waste memory.
+
+        These differ from another in activation checkpointing alone, and are neither faster nor smaller.
+        """
+        self.fitting.sort(key=lambda choice: (choice.estimate.seconds, choice.estimate.bytes))
+        kept, smallest = [], dict[Any, float]()
+        for choice in self.fitting:
+            rest = frozenset((choice.overrides | {"train.remat": ""}).items())
+            if choice.estimate.bytes < smallest.get(rest, float("inf")):
+                smallest[rest] = choice.estimate.bytes
+                kept.append(choice)
+        self.fitting = kept
         self.too_large.sort(key=lambda choice: choice.estimate.bytes)
 
 

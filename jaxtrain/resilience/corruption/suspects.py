@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from jaxtrain.bounded_files import misfit
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed.coordination import Hosts
+from jaxtrain.files.bounded_files import misfit
 from jaxtrain.observe import events
 
 _DEVICES = {"devices": [{"host": str, "id": int}]}

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.checkpoint.local import snapshots
 from jaxtrain.config.load import load_config
+from jaxtrain.distributed.authentication import secret
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
@@ -118,6 +119,20 @@ def test_a_damaged_one_is_told_and_passed_over(workdir, damage, capsys):
         assert "snapshot_damaged" in [event["kind"] for event in events(workdir)]
 
 
+def test_one_whose_secret_is_not_given_is_kept_for_who_has_it(workdir, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_SECRET", "the secret of a supervised run")
+    secret.cache_clear()
+    take(workdir, 3)
+    monkeypatch.delenv("JAXTRAIN_SECRET")
+    secret.cache_clear()
+    assert restored(workdir) is None and len(files(workdir)) == 1
+    monkeypatch.setenv("JAXTRAIN_SECRET", "the secret of a supervised run")
+    secret.cache_clear()
+    assert restored(workdir) == 3
+    monkeypatch.undo()
+    secret.cache_clear()
+
+
 def test_a_new_beginning_does_not_know_them(workdir):
     take(workdir, 3, 4)
     shutil.rmtree(workdir / "checkpoints")  # as one does to begin anew
@@ -182,6 +197,87 @@ def test_a_folder_that_cannot_be_written(workdir):
     (workdir.parent / "local").write_text("a file")
     with pytest.raises(UserError, match=r"checkpoint\.local_dir: .* cannot be written"):
         opened(workdir)
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """A folder of somebody else, laid out as snapshots are."""
+    file = tmp_path / "victim" / "process-0" / "own" / "000000003-0123456789ab-0of1.snapshot"
+    file.parent.mkdir(parents=True)
+    file.write_text("precious")
+    (file.parent / "notes.snapshot.tmp").write_text("precious too")
+    return tmp_path / "victim"
+
+
+def untouched(victim):
+    return {path.read_text() for path in victim.rglob("*") if path.is_file()} == {"precious", "precious too"}
+
+
+def refused(workdir):
+    with pytest.raises(UserError, match=r"^checkpoint\.local_dir: .* only you can enter, .*; remove it, or give"):
+        opened(workdir)
+    return True
+
+
+def test_the_folder_is_private(workdir):
+    before = os.umask(0)
+    try:
+        take(workdir, 3)
+    finally:
+        os.umask(before)
+    place = snapshots.folder(workdir, str(workdir.parent / "local"))
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert restored(workdir) == 3
+
+
+def test_a_planted_folder_is_refused(workdir, victim, monkeypatch):
+    place = snapshots.folder(workdir, str(workdir.parent / "local"))
+    place.parent.mkdir()
+    place.symlink_to(victim)
+    assert refused(workdir) and untouched(victim)
+    place.unlink()
+    place.mkdir(mode=0o755)
+    assert refused(workdir)  # others can read it
+    place.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: place.stat().st_uid + 1)
+        assert refused(workdir)  # it belongs to somebody else
+    opened(workdir).close()
+
+
+def test_a_run_in_a_planted_folder_does_not_begin(flags, workdir, victim, capsys):
+    place = snapshots.folder(workdir, str(workdir.parent))
+    place.symlink_to(victim)
+    assert main([*flags, f"--config.checkpoint.local_dir={workdir.parent}", f"--workdir={workdir}"]) == 2
+    assert f"checkpoint.local_dir: {place} is not a folder that belongs to you" in capsys.readouterr().err
+    assert untouched(victim)
+
+
+def test_neither_removing_nor_writing_follows_links(workdir, victim, capsys):
+    place = snapshots.folder(workdir, str(workdir.parent / "local"))
+    with contextlib.closing(opened(workdir)) as ours:
+        (place / "process-7").symlink_to(victim / "process-0")
+        ours.forget(above=0)
+        ours.remove()
+        assert untouched(victim)
+        shutil.rmtree(place)
+        place.symlink_to(victim)
+        ours.forget(above=0)
+        ours.take(4, state_of(4))
+        ours.wait()
+        assert "snapshot of step 4 by process 0 failed (checkpoint.local_dir: " in capsys.readouterr().err
+        ours.remove()
+    assert untouched(victim)
+
+
+def test_what_a_kill_left_half_written_is_deleted(workdir):
+    take(workdir, 3)
+    torn = [files(workdir)[0].with_name(name) for name in (
+        "000000004-0123456789ab-0of1.snapshot.tmp", ".000000004-0123456789ab-0of1.snapshot.tmp")]  # ours, and a peer's
+    for path in torn:
+        path.write_bytes(b"half")
+    opened(workdir).close()
+    assert not any(path.exists() for path in torn) and restored(workdir) == 3
 
 
 # -------------------------------------------------------------------------------------------- runs of real processes

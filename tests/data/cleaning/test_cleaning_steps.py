@@ -283,7 +283,8 @@ def test_a_plugin_that_was_edited_is_imported_again(tmp_path, plugin):
     source, options = jsonl(tmp_path / "a.jsonl", "one"), Options(eval_fraction=0, steps=("own_steps:step",))
     assert texts(prepare([source], tmp_path / "out", options)) == ["one"]
     (tmp_path / "own_steps.py").write_text("def step(document): return 'not any more'")
-    assert prepare([source], tmp_path / "other", options).train.num_documents == 0
+    with pytest.raises(UserError, match=r"own_steps:step: not any more"):
+        prepare([source], tmp_path / "other", options)
 
 
 def test_the_example_leaves_out_keys(tmp_path):

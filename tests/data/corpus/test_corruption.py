@@ -189,7 +189,7 @@ def test_what_is_not_tokens_is_refused_in_any_case(whole, tmp_path, name):
 
 
 @pytest.mark.parametrize(("keys", "words"), [
-    ({"corrupt": "skip"}, "data.corrupt: 'skip' is not supported; known: fail, skip_and_count"),
+    ({"corrupt": "skip"}, "data.corrupt: 'skip' is not supported; did you mean 'skip_and_count'?"),
     ({"cache_bytes": 1000}, "data.cache_bytes: 1000 holds no chunk of tokens; use 1048576 or more")])
 def test_values_that_cannot_be_are_refused(keys, words):
     with pytest.raises(UserError) as caught:

@@ -2,6 +2,7 @@
 
 import struct
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -24,8 +25,9 @@ def test_documents_are_counted_with_their_ends_in_both_splits(tmp_path, source):
 
 
 def test_no_documents(tmp_path):
-    (tmp_path / "a").write_bytes(b"\0")
-    assert "no documents" in lengths.histogram(prepare([str(tmp_path / "a")], tmp_path / "out", Options()))
+    (tmp_path / "a").write_text("text")
+    corpus = prepare([str(tmp_path / "a")], tmp_path / "out", Options(eval_fraction=0))
+    assert "no documents" in lengths.histogram(replace(corpus, train=corpus.eval))
 
 
 def test_the_picture(tmp_path, source):

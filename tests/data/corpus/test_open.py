@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain import atomic_files
 from jaxtrain.data import open_corpus
 from jaxtrain.data.corpus.open import BESIDE
 from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
 from tests.data import made
 from tests.odd_files import ODD, WRONG, device, fifo, folder, in_time, sparse
 

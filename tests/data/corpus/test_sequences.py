@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 import soundfile
 
-from jaxtrain.atomic_files import digest, write_json
 from jaxtrain.data import BucketedBatches, SequenceRows, open_corpus, open_sequences
 from jaxtrain.data.corpus.open import BESIDE
 from jaxtrain.data.corpus.sequences import FORMAT, Column, Sequences, SequenceWriter, describe
@@ -25,6 +24,7 @@ from jaxtrain.data.prepare_sequences.audio import Audio
 from jaxtrain.data.prepare_sequences.event_streams import Events
 from jaxtrain.data.prepare_sequences.prepare_sequences import main, prepare_sequences
 from jaxtrain.errors import UserError
+from jaxtrain.files.atomic_files import digest, write_json
 
 ROOT = Path(__file__).parents[3]
 
@@ -115,7 +115,7 @@ def test_a_checked_file_is_not_read_again_until_it_changes(tmp_path, monkeypatch
     corpus = prepare_sequences([str(audio(tmp_path / "in"))], tmp_path / "out", Audio(eval_fraction=0))
     open_sequences(corpus.path, tmp_path / "cache")
     with monkeypatch.context() as blind:
-        blind.setattr("jaxtrain.atomic_files.file_digest",
+        blind.setattr("jaxtrain.files.atomic_files.file_digest",
                       lambda path: pytest.fail(f"{path} is read again"))
         open_sequences(corpus.path, tmp_path / "cache")
     path = corpus.path / "train-00000.features.bin"

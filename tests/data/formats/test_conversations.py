@@ -266,10 +266,10 @@ def test_files_without_records_among_conversations_are_counted(tmp_path):
     assert json.loads((tmp_path / "out/manifest.json").read_text())["left_out"] == {"no records": 3}
 
 
-def test_a_corpus_of_nothing_has_a_summary(tmp_path, capsys):
+def test_a_corpus_of_nothing_is_refused(tmp_path, capsys):
     source = write(tmp_path / "a.jsonl", [{"messages": []}])
-    assert main([f"--input={source}", f"--output={tmp_path / 'out'}", "--workers=1", "--train_on=all"]) == 0
-    assert "left out: 1 (no messages)" in capsys.readouterr().out
+    assert main([f"--input={source}", f"--output={tmp_path / 'out'}", "--workers=1", "--train_on=all"]) == 2
+    assert "none of its documents can be used (1 were left out: no messages)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("records", "flags", "words"), [

@@ -16,6 +16,7 @@ import pytest
 
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import PackedRows, load_corpus, open_corpus
+from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import find_tasks, read
 from jaxtrain.data.prepare.prepare import Options, main, prepare
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
@@ -321,3 +322,34 @@ def test_a_corpus_that_was_not_copied_whole_is_no_text(tmp_path):
     (corpus.path / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"has no manifest.json, so it is not a corpus; copy the corpus whole"):
         load_corpus(DataConfig(source=str(corpus.path), cache_dir=str(tmp_path)))
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.png", b"\x89PNG\r\n\x1a\n\0\1"), ("a.txt", "text of another encoding".encode("utf-16"))])
+def test_input_without_a_usable_document_is_refused(tmp_path, name, content, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(content)
+    assert main([f"--input={tmp_path}/in", f"--output={tmp_path}/out"]) == 2
+    assert "--input: none of its documents can be used (1 were left out: not UTF-8 text); give text in UTF-8" in (
+        capsys.readouterr().err)
+    assert not (tmp_path / "out/manifest.json").exists()
+
+
+def test_one_file_is_cut_so_that_many_workers_are_busy(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 1000}) + "\n")
+    assert inputs.task_bytes_of([str(tmp_path / "a.jsonl")]) == 2**20
+    with open(tmp_path / "a.jsonl", "ab") as file:
+        file.truncate(50 * 2**20)  # a hole: only its size counts here
+    assert len(inputs.find_tasks([str(tmp_path / "a.jsonl")], inputs.task_bytes_of(str(tmp_path / "a.jsonl")))) == 32
+    with open(tmp_path / "a.jsonl", "ab") as file:
+        file.truncate(2**40)
+    assert inputs.task_bytes_of([str(tmp_path)]) == 2**26
+
+
+@pytest.mark.parametrize(("part", "said"), [
+    ("3/2", "'3/2' is not one of 2 parts, which are numbered from 0; write 0/2 to 1/2"),
+    ("x", "'x' is not one of 16 parts, which are numbered from 0; write 0/16 to 15/16")])
+def test_a_part_that_is_none(tmp_path, part, said, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    assert main([f"--input={tmp_path}/a.txt", f"--output={tmp_path}/out", f"--part={part}"]) == 2
+    assert capsys.readouterr().err == f"--part: {said}\n"

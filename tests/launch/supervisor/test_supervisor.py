@@ -317,7 +317,7 @@ def test_accelerators_that_do_not_divide():
     (["--silent=-1"], "--silent: -1.0 is negative"),
     (["--", "--workdir=x"], "--config: it is missing"),
     (["--", "--config=x.py", "--process_id=1"], "--process_id: the supervisor gives it"),
-    (["--config=x.py"], "unrecognized arguments"),
+    (["--config=x.py"], "flags of the run come after --; write jaxtrain supervise --processes=N -- --config=x.py"),
 ])
 def test_mistakes(words, message, capsys):
     assert supervise.main(words) == exit_codes.MISTAKE

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxtrain.bounded_files import opened
+from jaxtrain.files.bounded_files import opened
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain.safe_names import Outside, inside
+from jaxtrain.files.safe_names import Outside, inside
 
 
 @pytest.mark.parametrize("name", ["../a", "a/../../b", "/etc/passwd", "", ".", "..", "a//b", "a/./b", "a\0b", "a\\b",

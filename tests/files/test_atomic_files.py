@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain import atomic_files
+from jaxtrain.files import atomic_files
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
@@ -46,7 +46,7 @@ def test_many_write_the_same_one(tmp_path):
     atomic_files.write(path, "0" * 200_000)
     write = """
 import sys, pathlib
-from jaxtrain import atomic_files
+from jaxtrain.files import atomic_files
 for _ in range(200):
     with atomic_files.written(pathlib.Path(sys.argv[1]), durable=False) as file:
         file.write(sys.argv[2].encode() * 200_000)

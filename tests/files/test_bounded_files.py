@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from jaxtrain import bounded_files
-from jaxtrain.bounded_files import misfit, parsed, read, read_json, reason, user_json, whole_lines
 from jaxtrain.errors import UserError
+from jaxtrain.files import bounded_files
+from jaxtrain.files.bounded_files import misfit, parsed, read, read_json, reason, user_json, whole_lines
 from tests.odd_files import ODD, WRONG, device, fifo, folder, in_time, sparse, unix_socket
 
 

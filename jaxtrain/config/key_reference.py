@@ -1,0 +1,99 @@
+"""Print a reference of all keys of a config, made from the schema: defaults, accepted values and descriptions.
+
+    python -m jaxtrain.config.key_reference
+
+prints docs/keys.md. What a key is for stands in the schema as the comment on its line.
+"""
+
+import ast
+import inspect
+import io
+import tokenize
+from dataclasses import MISSING, Field, fields
+from typing import Any, get_type_hints
+
+from jaxtrain.config.families import FAMILIES
+from jaxtrain.config.schema import Config
+
+_HEAD = """\
+# All keys of a config
+
+Set any of them in a config file, or on the command line as `--config.SECTION.KEY=VALUE`. This page is made from the
+schema by `python -m jaxtrain.config.key_reference`; [training options](training.md) explains the most common keys."""
+
+
+def reference() -> str:
+    """Return the page: a table for each section, and for `model` one for each family."""
+    parts = [_HEAD]
+    for section, cls in get_type_hints(Config).items():
+        if section == "model":
+            parts += ["## model", "`model.name` picks the family. Every family has these keys:", _table(cls, section)]
+            for family in dict.fromkeys(FAMILIES.values()):
+                names = [name for name, cls in FAMILIES.items() if cls is family]
+                parent = family.__mro__[1]
+                others = [name for name, cls in FAMILIES.items() if cls is parent]
+                known = {field.name: field.default for field in fields(parent)}
+                if own := [field for field in fields(family) if known.get(field.name, MISSING) != field.default
+                           and field.name != "name"]:
+                    more = f" The keys of {' and '.join(others)}, and:" if others else ""
+                    parts += [f"### model.name={' or '.join(names)}", f"{family.__doc__}{more}",
+                              _table(family, section, own)]
+        else:
+            parts += [f"## {section}", cls.__doc__ or "", _table(cls, section)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(cls: type, section: str, only: list[Field] | None = None) -> str:
+    about: dict[str, str] = {}
+    choices: dict[str, str] = {}
+    for base in reversed([base for base in cls.__mro__ if base is not object]):
+        about |= {name: comment for name, comment in _comments(base).items() if comment or name not in about}
+        choices |= _choices(base)
+    rows = ["| key | default | |", "|---|---|---|"]
+    for field in fields(cls) if only is None else only:  # pyrefly: ignore[bad-argument-type]
+        values = choices.get(f"{section}.{field.name}", "")
+        text = ". ".join(filter(None, (about.get(field.name, ""), values and f"One of {values}")))
+        rows.append(f"| `{section}.{field.name}` | `{_default(field)}` | {text.replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)
+
+
+def _default(field: Field) -> str:
+    value: Any = field.default_factory() if field.default_factory is not MISSING else field.default
+    return {True: "true", False: "false"}.get(value, repr(value)) if isinstance(value, bool) else repr(value)
+
+
+def _comments(cls: type) -> dict[str, str]:
+    """Return the comment behind each field, or those on the lines before it."""
+    found, above = {}, []
+    for line in inspect.getsource(cls).splitlines():
+        code, comment = line, ""
+        tokens = tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline)
+        try:
+            comment = next((token.string[1:].strip() for token in tokens if token.type == tokenize.COMMENT), "")
+        except tokenize.TokenError:  # a line of something longer
+            continue
+        name, colon, _ = code.partition(":")
+        if comment.startswith("pyrefly:"):
+            continue
+        if line.strip().startswith("#"):
+            above.append(comment)
+            continue
+        if colon and name.startswith("    ") and name.strip().isidentifier() and "def " not in name:
+            found[name.strip()] = " ".join([*above, comment] if comment else above)
+        above = []
+    return found
+
+
+def _choices(cls: type) -> dict[str, str]:
+    """Return the accepted values of keys that are checked by `one_of`."""
+    found = {}
+    for node in ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls)))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "one_of":
+            key, values = node.args[0], node.args[2]
+            if isinstance(key, ast.Constant) and isinstance(values, ast.Tuple):
+                found[str(key.value)] = ", ".join(f"`{ast.unparse(value)}`" for value in values.elts)
+    return found
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,36 @@
+"""Keep a tokenizer in a folder of its own, such as WORKDIR/tokenizer, from where `load_tokenizer` opens it again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.data.tokenizers.tokenizer import RECORD, Tokenizer
+from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
+
+
+def record_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what identifies a tokenizer, and what its file leaves open: the tokens around documents."""
+    return {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
+            "file": getattr(tokenizer, "file", ""), "eod": getattr(tokenizer, "eod_token", ""),
+            "bos": getattr(tokenizer, "bos_token", "")}
+
+
+def save(tokenizer: Tokenizer, folder: str | Path) -> None:
+    """Write the tokenizer's file and its record into a folder, unless they are there already."""
+    folder, record = Path(folder), json.dumps(record_of(tokenizer), indent=2) + "\n"
+    if (folder / RECORD).exists() and (folder / RECORD).read_text() == record:
+        return
+    try:
+        _write(tokenizer, folder, record)
+    except OSError as error:
+        raise UserError("--workdir", f"{folder} cannot be written ({error.strerror})",
+                        "give a folder that can be") from None
+
+
+def _write(tokenizer: Tokenizer, folder: Path, record: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if content := getattr(tokenizer, "content", b""):
+        with atomic_files.written(folder / record_of(tokenizer)["file"]) as file:
+            file.write(content)
+    atomic_files.write(folder / RECORD, record)  # last: it says that the file is whole

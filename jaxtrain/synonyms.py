@@ -1,0 +1,31 @@
+"""What other frameworks call things: the names here, of which `errors.nearest` suggests those known in the place.
+
+A value with a space is a sentence, which is shown as it is.
+"""
+
+_NAMES = {
+    "learning_rate": "lr max_lr peak_lr learningrate",
+    "global_batch_size": "batch_size bs train_batch_size per_device_batch_size micro_batch_size",
+    "seq_len": "sequence_length seq_length context_length block_size max_seq_length max_target_length",
+    "steps": "max_steps num_steps train_steps total_steps max_iters train_iters num_train_steps iterations",
+    "accumulation": "grad_accum gradient_accumulation gradient_accumulation_steps grad_accumulation_steps",
+    "warmup_steps": "warmup warmup_iters lr_warmup_steps num_warmup_steps",
+    "clip_norm": "grad_clip clip_grad max_grad_norm gradient_clipping gradient_clip_val",
+    "b1": "beta1 adam_beta1", "b2": "beta2 adam_beta2", "eps": "epsilon adam_eps adam_epsilon",
+    "num_layers": "n_layer n_layers layers num_hidden_layers depth",
+    "embed_dim": "n_embd d_model hidden_size width dim",
+    "num_heads": "n_head n_heads heads num_attention_heads", "num_kv_heads": "n_kv_heads num_key_value_heads",
+    "mlp_dim": "intermediate_size ffn_hidden_size d_ff", "eval_every": "eval_interval eval_steps eval_freq",
+    "every": "save_every save_steps save_interval save_freq checkpoint_interval",
+    "remat": "activation_checkpointing gradient_checkpointing recompute remat_policy",
+    "precision": "dtype mixed_precision", "zero_stage": "zero zero_optimization", "workdir": "output_dir out_dir",
+    "bfloat16": "bf16", "float16": "fp16 half", "float32": "fp32 full_precision",
+    "cudnn": "flash flash_attention flash_attention_2 fa2 fa3 sdpa", "zb_v": "dualpipe dualpipev zbv zero_bubble",
+    "interleaved": "vpp interleaved_1f1b virtual", "data": "ddp dp data_parallel", "fsdp": "zero3 fully_sharded",
+    "tensor": "tp mp model_parallel", "stage": "pp pipeline_parallel", "context": "cp sp sequence context_parallel",
+    "expert": "ep expert_parallel", "full": "everything nothing_saveable", "adamw": "adam adam_w",
+}
+SYNONYMS = {other: name for name, others in _NAMES.items() for other in others.split()}
+SYNONYMS |= dict.fromkeys(
+    ("epochs", "num_epochs", "num_train_epochs", "max_epochs"),
+    "the length of a run is train.steps; data.mixture.NAME.epochs limits one source of a mixture")

@@ -1,0 +1,27 @@
+"""Take parameters from outside, such as a published checkpoint's, into the layout of a run."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.errors import UserError
+
+
+def placed(params: Any, abstract: Any) -> Any:
+    """Return these parameters in the dtypes and shardings of `abstract`; refuse a tree with others, naming the first.
+    """
+    given, wanted = (dict(jax.tree_util.tree_flatten_with_path(tree)[0]) for tree in (params, abstract))
+    for path in (*wanted, *given):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if path not in given:
+            raise UserError("params", f"they lack {name}", "give every parameter of the model")
+        if path not in wanted:
+            raise UserError("params", f"they have {name}, which the model does not", "leave it out")
+        if np.shape(given[path]) != wanted[path].shape:
+            raise UserError("params", f"{name} has the shape {list(np.shape(given[path]))}, and the model's "
+                            f"{list(wanted[path].shape)}", "give parameters of this config's model")
+    treedef = jax.tree.structure(abstract)
+    return treedef.unflatten([jax.device_put(jnp.asarray(given[path], to.dtype), to.sharding)
+                              for path, to in wanted.items()])

@@ -1,0 +1,84 @@
+"""From a loss and a state to the gradient of a batch: compute dtypes, loss scaling, gradient accumulation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step import partition
+from jaxtrain.train_step import precision as precisions
+from jaxtrain.train_step.state import Layout, TrainState
+
+# A loss is a sum, the weight to divide it by, so that micro-batches of unequal weight add up to the whole batch, and a
+# dict of further sums, for metrics.
+WeightedLoss = Callable[..., tuple[jax.Array, jax.Array, dict[str, Any]]]
+# Trained and frozen parameters as they compute, batch, scale -> what a loss returns, and the gradient of the mean loss
+# with respect to the trained ones, times the scale.
+Gradient = Callable[[Any, Any, Any, Any], tuple[tuple[Any, ...], Any]]
+# What a loss returns for a batch, and the gradient of the mean loss with respect to the state's trained parameters.
+StateGradient = Callable[[TrainState, Any], tuple[tuple[Any, ...], Any]]
+
+
+def make_gradient(loss: WeightedLoss, layout: Layout, *, accumulation: int = 1, precision: str = "float32",
+                  differentiate: Gradient | None = None, dtypes: Any = None, seed: int | None = None) -> StateGradient:
+    """Return the function from a state and a batch to the loss's sums and the gradient of the mean loss.
+
+    Args:
+        loss: takes trained and frozen parameters as one tree, and a batch.
+        differentiate: takes the place of `jax.grad` of the loss.
+        dtypes: the dtype in which each parameter computes if it is not that of `precision`, else ""; a tree of trained
+            and frozen parameters.
+        seed: the loss takes a key besides, which follows from it, the step and the micro-batch.
+    """
+    explicit = sharding.is_explicit(layout.mesh)
+
+    def place(tree, shardings):
+        move = jax.reshard if explicit else jax.lax.with_sharding_constraint
+        return jax.tree.map(lambda x, s: move(x, s.spec if explicit else s), tree, shardings)
+
+    def computing(params, like):
+        return precisions.cast(params, precision, None if dtypes is None else partition.like(dtypes, like))
+
+    def gradient(params, frozen, batch, scale, *key):
+        """Of the mean loss of one micro-batch, times `scale`."""
+        frozen = computing(frozen, frozen)
+        if differentiate is not None:
+            sums, grads = differentiate(computing(params, params), frozen, batch, 1.0 if scale is None else scale)
+            return sums, place(grads, layout.gradients)
+
+        def scaled(params):
+            total, weight, sums = loss(partition.merge(computing(params, params), frozen), batch, *key)
+            mean = total / jnp.maximum(weight, 1e-8)
+            return mean if scale is None else mean * scale, (total, weight, sums)
+        grads, sums = jax.grad(scaled, has_aux=True)(params)
+        return sums, place(grads, layout.gradients)
+
+    def accumulate(params, frozen, batch, scale, *key):
+        def add(carry, micro):
+            batch, *number = micro
+            sums, grads = gradient(params, frozen, batch, scale, *map(jax.random.fold_in, key, number))
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) * sums[1], grads)
+            return jax.tree.map(jnp.add, carry, (sums, grads)), None
+
+        zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), layout.gradients)
+        micro_batches = jax.tree.map(lambda x: sharding.micro_batches(x, accumulation), batch)
+        first = jax.tree.map(lambda x: x[0], micro_batches)
+        sums = jax.eval_shape(lambda: gradient(params, frozen, first, scale, *key)[0])
+        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+        each = (micro_batches, *(jnp.arange(accumulation) for _ in key))
+        (sums, grads), _ = jax.lax.scan(add, (none, zeros), each)
+        return sums, jax.tree.map(lambda g: g / jnp.maximum(sums[1], 1e-8), grads)
+
+    def of_state(state: TrainState, batch: Any) -> tuple[tuple[Any, ...], Any]:
+        scale = state.loss_scale.scale if state.loss_scale is not None else None
+        key = () if seed is None else (jax.random.fold_in(jax.random.key(seed), state.step),)
+        compute = gradient if accumulation == 1 else accumulate
+        sums, grads = compute(state.params, state.frozen, batch, scale, *key)
+        if scale is not None:
+            with jax.named_scope("optimizer"):
+                grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+        return sums, grads
+
+    return of_state

@@ -1,0 +1,20 @@
+"""docs/keys.md is what the schema says, of every key."""
+
+from pathlib import Path
+
+from jaxtrain.config.key_reference import reference
+from jaxtrain.config.schema import Config
+
+PAGE = Path(__file__).parents[2] / "docs" / "keys.md"
+
+
+def test_the_page_is_the_schemas():
+    assert PAGE.read_text() == reference(), "run python -m jaxtrain.config.key_reference > docs/keys.md"
+
+
+def test_it_has_every_key_with_a_description():
+    rows = [line.split(" | ") for line in reference().splitlines() if line.startswith("| `")]
+    keys = {row[0].strip("|` ") for row in rows}
+    assert keys >= {f"{section}.{key}" for section, values in Config().to_dict().items() for key in values}
+    assert [row[0] for row in rows if not row[2].strip("| ")] == []
+    assert any("One of `'cosine'`, `'linear'`" in row[2] for row in rows)
