@@ -23,10 +23,10 @@ JOINED = 30 * 2**20  # bytes, by default
 
 @dataclass
 class Time:
-    """The seconds of a step, by part; `hidden` is communication behind computation, which costs nothing."""
+    """The seconds of a step, by part; `hidden` is communication behind computation, by part, which costs nothing."""
 
     parts: Counter = field(default_factory=Counter)
-    hidden: float = 0.0
+    hidden: Counter = field(default_factory=Counter)
     flops: float = 0.0
 
     @property
@@ -34,14 +34,16 @@ class Time:
         """The seconds of the whole step."""
         return sum(self.parts.values())
 
-    def spend(self, seconds: float, part: str) -> None:
-        """Add seconds to a part."""
-        self.parts.update({part: seconds})  # pyrefly: ignore[no-matching-overload]
+    def spend(self, seconds: float, part: str, hidden: float = 0.0) -> None:
+        """Add seconds to a part, of which `hidden` pass behind computation."""
+        self.parts.update({part: seconds - hidden})  # pyrefly: ignore[no-matching-overload]
+        if hidden:
+            self.hidden.update({part: hidden})  # pyrefly: ignore[no-matching-overload]
 
     def add(self, other: "Time", times: float = 1) -> None:
         """Add the parts of another time, `times` times."""
         self.parts.update({part: seconds * times for part, seconds in other.parts.items()})
-        self.hidden += other.hidden * times
+        self.hidden.update({part: seconds * times for part, seconds in other.hidden.items()})
         self.flops += other.flops * times
 
 
@@ -68,8 +70,7 @@ def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, tim
             else:
                 talk = links.seconds(collective, target, sizes)
                 hidden = behind(talk, seconds, target) if op.flops else 0.0  # a product that passes sums around
-                time.hidden += times * hidden
-                time.spend(times * (talk - hidden), said(collective.kind, collective.axes))
+                time.spend(times * talk, said(collective.kind, collective.axes), times * hidden)
         time.flops += op.flops * times
         if seconds:
             time.spend(times * seconds, part)
@@ -79,10 +80,9 @@ def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, tim
         joined = [Collective(kind, axes, size) for size in _joined(found)]
         talking[said(kind, axes)] = sum(links.seconds(collective, target, sizes) for collective in joined)
     if talk := sum(talking.values()):
-        hidden = behind(talk, computing, target)
-        time.hidden += times * hidden
+        share = behind(talk, computing, target) / talk
         for name, seconds in talking.items():
-            time.spend(times * seconds * (1 - hidden / talk), name)
+            time.spend(times * seconds, name, times * seconds * share)
 
 
 def _longest(op: Op, target: Target, sizes: Mapping[str, int], schedule: Schedule | None = None) -> Time:

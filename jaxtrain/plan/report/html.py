@@ -1,27 +1,30 @@
-"""Write a plan as one self-contained page: the ranking, where memory and time go, and other numbers of devices."""
+"""Write a plan as one self-contained page: the best layout, why it wins, the ranking, and where memory and time go."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
-from jaxtrain.plan.estimate import gigabytes
+from jaxtrain.plan.cost.time import said
+from jaxtrain.plan.estimate import Estimate, gigabytes
 from jaxtrain.plan.report import scaling
-from jaxtrain.plan.report.device_drawing import bars, curves
+from jaxtrain.plan.report.bars import Bar, Look, chart
+from jaxtrain.plan.report.command import command
+from jaxtrain.plan.report.curves import curves
+from jaxtrain.plan.report.reasons import duration, reasons
+from jaxtrain.plan.report.style import STYLE
 from jaxtrain.plan.report.table import Found, shown
 
-GB, MS = 1e9, 1e-3
-STYLE = """body{font:15px/1.45 sans-serif;color:#222;max-width:60em;margin:2em auto;padding:0 1em}
-h2{margin-top:2em}table{border-collapse:collapse;font-size:13px;width:100%}td,th{padding:3px 8px;text-align:right;
-border-bottom:1px solid #ccc;vertical-align:top}.text{text-align:left;overflow-wrap:anywhere}
-svg{max-width:100%;height:auto}@media print{body{font-size:11px;max-width:none;margin:0}table{font-size:10px}
-svg,tr{break-inside:avoid}h2{break-after:avoid}*{print-color-adjust:exact;-webkit-print-color-adjust:exact}}"""
+HIDDEN = "hidden: the same collective, at no cost"
 
 
-def write(found: Found, path: str | Path, title: str, top: int = 10, tokens: float = 1e12) -> None:
-    """Write the page to a file."""
+def write(found: Found, path: str | Path, source: str, top: int = 10, tokens: float = 1e12) -> None:
+    """Write the page to a file; `source` is the FILE[:variant] of the config."""
     writable(path)
-    text = page(found, title, top, tokens)
+    text = page(found, source, load_config(source), top, tokens)
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -34,36 +37,47 @@ def writable(path: str | Path) -> None:
         raise UserError("--html", f"{path} cannot be written", "name a file in an existing folder")
 
 
-def page(found: Found, title: str, top: int = 10, tokens: float = 1e12) -> str:
-    """Return the page with all layouts as tables, and bars for the first `top`."""
+def page(found: Found, source: str, base: Config, top: int = 10, tokens: float = 1e12) -> str:
+    """Return the page: all layouts as tables, and bars for the first `top`; `base` is the config of `source` alone."""
     target, data = found.target, found.config.data
-    best, large = found.fitting[:top], found.too_large[:3 if found.fitting else top]
-    name = escape(f"{title} on {found.devices} × {target.name}")
-    parts = [f"<h1>{name}</h1>", _words(
-        f"Predicted from the traced step and the target's figures ({target.source}), for steps of "
-        f"{data.global_batch_size:,} rows of {data.seq_len:,} tokens. Days and cost are of {tokens:.3g} tokens, at "
-        f"${target.price:g} an hour for a device."),
-        "<h2>Layouts that fit, fastest first</h2>", _ranking(found, tokens)]
-    if best or large:
-        limits = [("a program may use", target.room), ("a device has", target.memory)]
-        parts += ["<h2>Memory of a device, by part</h2>", _words(
-            f"At the worst moment of a step. The first {len(best)} that fit, then the {len(large)} smallest that do "
-            "not."), bars([(f"{choice}", choice.estimate.memory) for choice in (*best, *large)], "GB", GB,
-                                  limits if target.usable < 1 else limits[1:])]
-    if best:
-        parts += ["<h2>Time of a step, by part</h2>",
-                  _words("Communication hidden behind computation costs nothing and is not drawn."),
-                  bars([(f"{choice}", choice.estimate.time.parts) for choice in best], "ms", MS, []),
-                  *_efficiency(found)]
-    reasons: dict[str, list[str]] = {}
-    for overrides, why in found.refused:
-        reasons.setdefault(why, []).append(shown(overrides))
-    parts += ["<h2>Too large</h2>",
-              _table(("layout", "why"), [(f"{choice}", found.why(choice)) for choice in found.too_large], 2),
-              "<h2>Not searched in detail</h2>",
-              _table(("why", "layouts"), [(why, "; ".join(layouts)) for why, layouts in reasons.items()], 2)]
+    file, _, variant = source.partition(".py:")
+    name = f"{Path(file).stem}{f' ({variant})' if variant else ''} on {found.devices:,} × {target.name}"
+    parts = [f"<h1>Training plan: {escape(name)}</h1>", _words(
+        f"Steps of {data.global_batch_size:,} rows of {data.seq_len:,} tokens, config {source}. Predicted from the "
+        f"traced step and the target's figures ({target.source}); nothing was run.", "soft"),
+        *_winner(found, source, base, tokens), "<h2>Layouts that fit, fastest first</h2>", _ranking(found, tokens),
+        *_time(found, top), *_memory(found, top), *_efficiency(found), *_others(found)]
     return "\n".join(['<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
-                      f"<title>{name}</title><style>{STYLE}</style></head><body>", *parts, "</body></html>\n"])
+                      '<meta name="viewport" content="width=device-width,initial-scale=1">',
+                      f"<title>{escape(f'Training plan: {name}')}</title><style>{STYLE}</style></head><body><main>",
+                      *parts, "</main></body></html>\n"])
+
+
+def communication(guess: Estimate) -> dict[str, float]:
+    """Return the seconds of every collective of a step that computation does not hide."""
+    names = {*guess.time.hidden, *(said(kind, axes) for kind, axes in guess.talked)}
+    return {name: seconds for name, seconds in guess.time.parts.items() if name in names}
+
+
+def _winner(found: Found, source: str, base: Config, tokens: float) -> list[str]:
+    if found.best is None:
+        least = f" {found.least[1]} alone need {found.least[0]} devices." if found.least else ""
+        return ["<h2>Nothing fits</h2>", _words(f"No layout fits {found.devices} × {found.target.name}.{least}")]
+    e = found.best.estimate
+    exposed = sum(communication(e).values())
+    facts = {"time of a step": duration(e.seconds), "tokens/s": f"{e.tokens_per_second:,.0f}",
+             **({} if e.target.platform == "cpu" else {"MFU": f"{e.mfu:.1%}"}),
+             "memory of a device": f"{gigabytes(e.bytes)} of {gigabytes(e.target.room)} GB",
+             "computation": f"{1 - exposed / e.seconds:.1%}", "exposed communication": f"{exposed / e.seconds:.1%}",
+             f"{tokens:.3g} tokens take": f"{e.days(tokens):,.1f} days",
+             f"at ${e.target.price:g} a device and hour": f"${e.cost(tokens):,.0f}"}
+    if e.host:
+        facts["in the hosts, for each device"] = f"{gigabytes(e.host)} GB"
+    return ['<section class="card">', f'<p class="layout">{escape(f"{found.best}")}</p>', '<dl class="facts">',
+            *(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in facts.items()), "</dl>",
+            "<h3>Train with it</h3>", f'<pre class="command">{escape(command(found.best, source, base))}</pre>',
+            "<h3>Why this one</h3>", '<ul class="reasons">',
+            *(f"<li>{escape(reason)}</li>" for reason in reasons(found)), "</ul></section>"]
 
 
 def _ranking(found: Found, tokens: float) -> str:
@@ -71,15 +85,56 @@ def _ranking(found: Found, tokens: float) -> str:
     rows = []
     for number, choice in enumerate(found.fitting, 1):
         e = choice.estimate
+        exposed = sum(communication(e).values())
         rows.append((f"{number}{'*' if id(choice) in pareto else ''}", f"{choice}", gigabytes(e.bytes),
-                     f"{e.seconds:.3g}", f"{e.time.hidden / MS:,.1f}", f"{e.tokens_per_second:,.0f}", f"{e.mfu:.1%}",
+                     duration(e.seconds), duration(e.seconds - exposed), _some(exposed), _some(e.time.hidden.total()),
+                     f"{e.tokens_per_second:,.0f}", "" if e.target.platform == "cpu" else f"{e.mfu:.1%}",
                      f"{e.days(tokens):,.1f}", f"{e.cost(tokens):,.0f}"))
-    head = ("", "layout", "memory, GB", "step, s", "hidden, ms", "tokens/s", "MFU", "days", "cost, $")
-    return _table(head, rows, 2) + (_words("* No other is both faster and smaller.") if rows else "")
+    head = ("", "layout", "memory, GB", "step", "computation", "exposed", "hidden", "tokens/s", "MFU", "days",
+            "cost, $")
+    return _table(head, rows, 2) + (_words(
+        "* No other is both faster and smaller. A step is computation plus exposed communication; hidden communication "
+        f"passes behind computation and costs no time. Days and cost are of {tokens:.3g} tokens.", "soft")
+        if rows else "")
+
+
+def _time(found: Found, top: int) -> list[str]:
+    best = [(f"{choice}", choice.estimate) for choice in found.fitting[:top]]
+    if not best:
+        return []
+    bars = [Bar(name, e.time.parts, e.time.hidden) for name, e in best]
+    talk = [Bar(name, Counter(communication(e)), e.time.hidden) for name, e in best]
+    warm = {name for bar in talk for name in (*bar.parts, *bar.hidden)}
+    look = Look.of(bars, warm, ("Computation", "Communication, by collective and mesh axis"), duration)
+    page = ["<h2>Where the time of a step goes</h2>", _words(
+        "Solid parts add up to the step. Hatched ones are communication hidden behind computation, to the same scale."),
+        chart(bars, look, hidden=HIDDEN)]
+    if any(bar.parts.total() or bar.hidden for bar in talk):
+        page += ["<h2>Communication alone</h2>", _words(
+            "The same exposed (solid) and hidden (hatched) communication, to a scale of its own."),
+            chart(talk, look.only(warm), hidden=HIDDEN)]
+    return page
+
+
+def _memory(found: Found, top: int) -> list[str]:
+    best, large = found.fitting[:top], found.too_large[:3 if found.fitting else top]
+    if not (best or large):
+        return []
+    bars = [Bar(f"{choice}", choice.estimate.memory) for choice in (*best, *large)]
+    limits = [("what a program may use", found.target.room), ("what a device has", found.target.memory)]
+    look = Look.of(bars, {"parameters", "optimizer", "frozen parameters"},
+                   ("Activations, gradients and buffers", "State, kept between steps"),
+                   lambda size: f"{gigabytes(size)} GB")
+    unfit = f", then the {len(large)} smallest that do not" if large else ""
+    return ["<h2>Where the memory of a device goes</h2>", _words(
+        f"At the worst moment of a step: the first {len(best)} that fit{unfit}."),
+        chart(bars, look, limits if found.target.usable < 1 else limits[1:])]
 
 
 def _efficiency(found: Found) -> list[str]:
     series = scaling.scaled(found)
+    if not series:
+        return []
     xs = sorted({point.devices for points in series.values() for point in points})
     mfu, speed, rows = {}, {}, []
     for name, points in series.items():
@@ -88,7 +143,7 @@ def _efficiency(found: Found) -> list[str]:
         speed[name] = {point.devices: e.tokens_per_second / point.devices for point, e in fitting}
         for point in points:
             e = point.choice.estimate if point.choice else None
-            numbers = (f"{e.mfu:.1%}", f"{e.tokens_per_second / e.devices:,.0f}", f"{e.seconds:.3g}",
+            numbers = (f"{e.mfu:.1%}", f"{e.tokens_per_second / e.devices:,.0f}", duration(e.seconds),
                        gigabytes(e.bytes)) if e else ("", "", "", "")
             rows.append((name, f"{point.choice}" if point.choice else f"left out: {point.why}", f"{point.devices:,}",
                          f"{point.batch:,}", *numbers))
@@ -97,20 +152,40 @@ def _efficiency(found: Found) -> list[str]:
         f"whichever is then faster; nothing else of the mesh changes, so other layouts may be faster there. "
         f"“{scaling.SAME}”: {found.config.data.global_batch_size:,} rows a step, accumulated in fewer or more parts "
         f"as there are more or fewer devices; “{scaling.ALONG}”: the batch grows and shrinks with the devices."),
-        curves("MFU", xs, mfu, percent=True), curves("tokens/s a device", xs, speed, percent=False),
-        _table(("batch", "layout", "devices", "rows", "MFU", "tokens/s a device", "step, s", "memory, GB"), rows, 2)]
+        '<div class="pair">', curves("MFU", xs, mfu, percent=True),
+        curves("tokens/s a device", xs, speed, percent=False), "</div>",
+        _table(("batch", "layout", "devices", "rows", "MFU", "tokens/s a device", "step", "memory, GB"), rows, 2)]
 
 
-def _table(head: Iterable[str], rows: Sequence[Iterable[str]], words: int) -> str:
-    """Return a table whose first `words` columns are text and the others numbers."""
-    def line(cells: Iterable[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}{' class=text' if i < words else ''}>{escape(cell)}</{tag}>"
-                                for i, cell in enumerate(cells)) + "</tr>"
+def _others(found: Found) -> list[str]:
+    reasons_: dict[str, list[str]] = {}
+    for overrides, why in found.refused:
+        reasons_.setdefault(why, []).append(shown(overrides))
+    return ["<h2>Too large</h2>",
+            _table(("layout", "why"), [(f"{choice}", found.why(choice)) for choice in found.too_large], 2),
+            "<h2>Not searched in detail</h2>",
+            _table(("why", "layouts"), [(why, "; ".join(layouts)) for why, layouts in reasons_.items()], 2)]
+
+
+def _table(head: Sequence[str], rows: Sequence[Iterable[str]], words: int) -> str:
+    """Return a table whose first `words` columns are text; on a phone each row becomes a block with its own labels."""
+    def cell(i: int, text: str) -> str:
+        label = "" if i < words else f' data-head="{escape(head[i])}"'
+        kind = "" if i >= words else " class=text" if head[i] else ' class="text rank"'
+        return f'<td role="cell"{kind}{label}>{escape(text)}</td>'
 
     if not rows:
         return "<p>None.</p>"
-    return "\n".join(["<table>", line(head, "th"), *(line(row, "td") for row in rows), "</table>"])
+    titles = "".join(f'<th scope="col" role="columnheader"{" class=text" if i < words else ""}>{escape(title)}</th>'
+                     for i, title in enumerate(head))
+    return "\n".join(['<table class="wide" role="table">', f'<tr class="head" role="row">{titles}</tr>',
+                      *(f'<tr role="row">{"".join(cell(i, text) for i, text in enumerate(row))}</tr>' for row in rows),
+                      "</table>"])
 
 
-def _words(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
+def _some(seconds: float) -> str:
+    return duration(seconds) if seconds else "0"
+
+
+def _words(text: str, kind: str = "") -> str:
+    return f"<p{f' class={kind}' if kind else ''}>{escape(text)}</p>"

@@ -124,10 +124,10 @@ def table(found: Found, top: int = 10, tokens: float = 1e12) -> str:
         lines += ["", f"With train.precision={e.config.train.precision} instead the first would take {e.seconds:.3g} s "
                   f"and {gigabytes(e.bytes)} GB{'' if e.fits else ', which does not fit'}; other numbers, too."]
     if found.too_large:
-        lines += ["", f"{_many(len(found.too_large), 'layout is', 'layouts are')} too large, such as"]
+        lines += ["", f"{many(len(found.too_large), 'layout is', 'layouts are')} too large, such as"]
         lines += [f"  {choice}: {found.why(choice)}" for choice in found.too_large[:5]]
     if found.refused:
-        lines += ["", f"{_many(len(found.refused), 'mesh was', 'meshes were')} not searched closely or cannot be, such"
+        lines += ["", f"{many(len(found.refused), 'mesh was', 'meshes were')} not searched closely or cannot be, such"
                   " as"]
         lines += [f"  {shown(overrides)}: {why}" for overrides, why in found.refused[:5]]
     return "\n".join(lines)
@@ -154,7 +154,7 @@ def explained(e: Estimate) -> str:
                  (f", MFU {_mfu(e)}" if _mfu(e) else ""))
     lines += [f"  {name:<40}{milliseconds(seconds):>10} ms" for name, seconds in e.time.parts.most_common()
               if seconds > 0.002 * e.seconds]
-    lines.append(f"  {'(hidden behind computation, at no cost':<40}{milliseconds(e.time.hidden):>10} ms)")
+    lines.append(f"  {'(hidden behind computation, at no cost':<40}{milliseconds(e.time.hidden.total()):>10} ms)")
     if e.talked:
         mesh = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
         lines.append(f"collectives of a step, results on one device, mesh {mesh}:")
@@ -164,7 +164,8 @@ def explained(e: Estimate) -> str:
     return "\n".join(lines)
 
 
-def _many(number: int, one: str, more: str) -> str:
+def many(number: int, one: str, more: str) -> str:
+    """Return a number with the noun that fits it."""
     return f"{number} {one if number == 1 else more}"
 
 
