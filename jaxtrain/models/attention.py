@@ -7,6 +7,7 @@ width.
 from collections.abc import Callable
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -38,7 +39,16 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
         repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
         k_BSGK, v_BSGK = (sharding.constrain(jnp.repeat(x, repeats, axis=2), *HEADS) for x in (k_BSGK, v_BSGK))
     out = _BACKENDS[backend](q_BTHK, k_BSGK, v_BSGK, segments_BT, window)
-    return checkpoint_name(out, "attention")
+    return out if backend == "cudnn" else checkpoint_name(out, "attention")  # its results are kept: `kept_results`
+
+
+def kept_results(primitive: jax.extend.core.Primitive, *_, **__) -> bool:
+    """Keep what cuDNN's forward kernel returns, as a policy of `jax.checkpoint`.
+
+    Its backward kernel reads the output and the log-sum-exp of every row. A name around the call reaches only the
+    output, so that for the log-sum-exp the whole kernel would run again.
+    """
+    return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
 def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, context: int = 1) -> str:

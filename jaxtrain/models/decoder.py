@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.models.ahead import MTPHead
+from jaxtrain.models.attention import kept_results
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.moe import MoE, totals
 from jaxtrain.sharding import rules as sharding
@@ -120,7 +121,8 @@ def remat(name: str) -> Callable[[Callable], Callable]:
     """Return the activation checkpointing policy of this name: what to keep of a layer's forward pass, not recompute.
     """
     policies = jax.checkpoint_policies
-    dots, attention = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("attention")
+    dots = policies.dots_with_no_batch_dims_saveable
+    attention = policies.save_from_both_policies(policies.save_only_these_names("attention"), kept_results)
     policy = {"full": None, "dots": dots, "attention": attention,
               "attention_and_dots": policies.save_from_both_policies(dots, attention)}
     if name == "none":

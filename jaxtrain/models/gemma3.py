@@ -11,7 +11,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.families import Gemma3Config
 from jaxtrain.kernels.functions import gelu, rms_norm
@@ -87,7 +86,7 @@ class LocalOrGlobalAttention(Attention):
             return jax.named_scope(f"window_{window}")(lambda q, k, v: attend(
                 q, k, v, segments_BT=segments_BT, window=window, backend=self.backend, context=self.context))
         out = jax.lax.cond(everywhere, with_window(0), with_window(self.window), q, k, v)
-        return self.out(checkpoint_name(out, "attention"))
+        return self.out(out)
 
 
 class Gemma3Block(nnx.Module):

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+import types
 
 import jax
 import pytest
@@ -12,9 +13,12 @@ from jaxtrain.config.load import load_config
 from jaxtrain.plan import preflight, search, targets
 from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.estimate import change, estimate, gigabytes
-from jaxtrain.plan.report.table import explained, keys, milliseconds
+from jaxtrain.plan.report.table import Choice, Found, explained, keys, milliseconds
 
 TINY = {"mesh.fsdp": 1, "train.accumulation": 1, "data.global_batch_size": 16}
+
+
+FREE = {"train.remat": "", "train.accumulation": 0}  # keys in which the layouts of one mesh differ
 
 
 def tiny(**keys):
@@ -57,9 +61,24 @@ def test_every_policy_is_tried_and_none_is_listed_that_only_wastes_memory(found)
     tried = {choice.overrides["train.remat"] for choice in [*found.fitting, *found.too_large]}
     assert {"full", "dots"} <= tried
     for one, other in itertools.permutations(found.fitting, 2):
-        same = one.overrides | {"train.remat": ""} == other.overrides | {"train.remat": ""}
+        same = {**one.overrides, **FREE} == {**other.overrides, **FREE}
         wasteful = one.estimate.seconds >= other.estimate.seconds and one.estimate.bytes >= other.estimate.bytes
         assert not (same and wasteful), f"{one} is neither faster nor smaller than {other}"
+
+
+def test_a_mesh_is_listed_only_with_what_is_faster_or_smaller():
+    def choice(seconds, size, **keys):
+        guess = types.SimpleNamespace(seconds=seconds, bytes=size, fits=True)
+        return Choice({f"train.{key}" if key in ("remat", "accumulation") else f"mesh.{key}": value
+                       for key, value in keys.items()}, guess)
+
+    fastest, smaller, another = (choice(1.0, 9, fsdp=8, remat="attention", accumulation=1),
+                                 choice(3.0, 5, fsdp=8, remat="full", accumulation=1),
+                                 choice(4.0, 9, fsdp=4, remat="dots", accumulation=2))
+    wasteful = choice(2.0, 9, fsdp=8, remat="dots", accumulation=2)
+    found = Found(tiny(), targets.TARGETS["h100"], 8, fitting=[another, wasteful, smaller, fastest])
+    found.sort()
+    assert found.fitting == [fastest, smaller, another]
 
 
 def test_keeping_more_for_the_backward_pass_takes_more_memory_and_less_time():

@@ -30,7 +30,8 @@ def duration(seconds: float) -> str:
 
 
 def _compared(name: str, best: Estimate, other: Estimate) -> str:
-    difference = {part: other.time.parts[part] - best.time.parts[part]
+    difference: dict[str, float] = {
+        part: other.time.parts[part] - best.time.parts[part]
                   for part in (*best.time.parts, *other.time.parts)}
     more, less = _largest(difference), _largest({part: -seconds for part, seconds in difference.items()})
     slower = other.seconds / best.seconds - 1

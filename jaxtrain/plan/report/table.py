@@ -80,12 +80,13 @@ class Found:
     def sort(self) -> None:
         """Sort the layouts: fitting ones by time, too large ones by memory; drop those that only waste memory.
 
-        These differ from another in activation checkpointing alone, and are neither faster nor smaller.
+        These differ from another in activation checkpointing and gradient accumulation alone, and are neither faster nor
+        smaller.
         """
         self.fitting.sort(key=lambda choice: (choice.estimate.seconds, choice.estimate.bytes))
         kept, smallest = [], dict[Any, float]()
         for choice in self.fitting:
-            rest = frozenset((choice.overrides | {"train.remat": ""}).items())
+            rest = frozenset((choice.overrides | {"train.remat": "", "train.accumulation": 0}).items())
             if choice.estimate.bytes < smallest.get(rest, float("inf")):
                 smallest[rest] = choice.estimate.bytes
                 kept.append(choice)

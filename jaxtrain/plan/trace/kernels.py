@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.models import attention
 from jaxtrain.sharding import rules as sharding
@@ -64,6 +65,8 @@ def _forward(window, q, k, v, *mask):
     out = jax.ShapeDtypeStruct((B, T, H, v.shape[-1]), q.dtype)
     rows = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
     result, sums = jax.ffi.ffi_call(FORWARD, (out, rows))(q, k, v, *mask, window=np.int32(window))
+    # Policies keep all that the kernel returns, as `models.attention.kept_results` does.
+    result, sums = checkpoint_name(result, "attention"), checkpoint_name(sums, "attention")
     return result, (q, k, v, *mask, result, sums)
 
 
