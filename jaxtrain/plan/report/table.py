@@ -80,8 +80,7 @@ class Found:
     def sort(self) -> None:
         """Sort the layouts: fitting ones by time, too large ones by memory; drop those that only waste memory.
 
-        These differ from another in activation checkpointing and gradient accumulation alone, and are neither faster nor
-        smaller.
+        They differ from another only in activation checkpointing and accumulation, and are neither faster nor smaller.
         """
         self.fitting.sort(key=lambda choice: (choice.estimate.seconds, choice.estimate.bytes))
         kept, smallest = [], dict[Any, float]()
