@@ -20,7 +20,7 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import LARGE, misfit, parsed, reason
-from jaxtrain.files.safe_names import Outside, inside
+from jaxtrain.files.safe_names import Outside, linked, parts_of
 
 FORMAT = "jaxtrain-corpus-2"
 _FILES = {"name": str, "sha256": {str: str}, "crc32?": {str: str}}
@@ -107,7 +107,7 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
         raise UserError("data.source", f"{path} cannot be read ({wrong})", "prepare the corpus again")
     try:
         for name in _named_files(manifest):
-            inside(folder, name)
+            parts_of(name) if storage.is_url(folder) else linked(folder, name)
     except (Outside, ValueError) as error:
         raise UserError("data.source", f"{path} names a file outside of the corpus: {error}",
                         "use a corpus from a source that you trust") from error

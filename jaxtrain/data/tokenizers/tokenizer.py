@@ -19,7 +19,7 @@ from jaxtrain.data.tokenizers.tiktoken_ranks import TiktokenTokenizer
 from jaxtrain.data.tokenizers.vocabulary import Vocabulary, library, read_file, told, uint32, without_metaspace
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files.bounded_files import parsed
-from jaxtrain.files.safe_names import inside
+from jaxtrain.files.safe_names import linked
 
 
 class Tokenizer(Protocol):
@@ -179,7 +179,7 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
     if (kept := path / RECORD).is_file():  # a folder that tokenizer_folder.save wrote
         try:
             record = json.loads(read_file(kept))
-            file, named = record["file"] and str(inside(path, record["file"])), (record["eod"], record["bos"])
+            file, named = record["file"] and str(linked(path, record["file"])), (record["eod"], record["bos"])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError("data.tokenizer", f"{kept} is damaged ({error})", "copy it again from the run") from error
         return load_tokenizer(file, *named) if file else ByteTokenizer()

@@ -1,8 +1,10 @@
 """A corpus is data from elsewhere: its manifest names files inside it and nothing else."""
 
 import json
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -62,13 +64,41 @@ def test_a_manifest_that_names_files_outside_is_refused(corpus, tmp_path, scheme
     assert {path.name for path in tmp_path.iterdir()} <= {"corpus", "cache"}
 
 
-def test_a_link_out_of_a_corpus_is_refused(corpus, tmp_path):
-    folder = shutil.copytree(corpus, tmp_path / "corpus")
-    shard = next(folder.glob("*.bin"))
-    shard.rename(tmp_path / "elsewhere.bin")
-    shard.symlink_to(tmp_path / "elsewhere.bin")
-    with pytest.raises(UserError, match="is a link that leads out of"):
+def hub_layout(corpus, folder):
+    """The corpus as a cache of the Hugging Face hub holds it: links to files that are named by their hash."""
+    (folder / "blobs").mkdir(parents=True)
+    snapshot = folder / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    for path in corpus.iterdir():
+        blob = folder / "blobs" / atomic_files.file_digest(path)
+        shutil.copy(path, blob)
+        (snapshot / path.name).symlink_to(f"../../blobs/{blob.name}")
+    return snapshot
+
+
+def test_the_links_of_a_hub_cache_are_followed(corpus, tmp_path):
+    opened, whole = open_corpus(hub_layout(corpus, tmp_path / "hub")), open_corpus(corpus)
+    assert opened.manifest_hash == whole.manifest_hash
+    assert np.array_equal(opened.train.read(0, 9999), whole.train.read(0, 9999))
+
+
+def test_a_link_that_somebody_else_put_into_a_corpus_is_refused(corpus, tmp_path, monkeypatch):
+    folder = hub_layout(corpus, tmp_path / "hub")
+    monkeypatch.setattr(os, "lstat", lambda path: SimpleNamespace(st_uid=os.stat(folder).st_uid + 1))
+    with pytest.raises(UserError, match="is a link that somebody else than the owner of"):
         open_corpus(folder)
+
+
+def test_a_link_in_the_cache_of_a_remote_corpus_is_refused(corpus, tmp_path):
+    open_corpus(f"file://{corpus}", tmp_path / "cache")
+    cached = next((tmp_path / "cache" / "remote").rglob("*.offsets.npy"))
+    victim = tmp_path / "victim"
+    victim.write_text("not to be touched")
+    cached.unlink()
+    cached.symlink_to(victim)
+    with pytest.raises(UserError, match="is a link that leads out of"):
+        open_corpus(f"file://{corpus}", tmp_path / "cache")
+    assert victim.read_text() == "not to be touched"
 
 
 @pytest.mark.parametrize("change", [lambda manifest: manifest.pop("splits"),
