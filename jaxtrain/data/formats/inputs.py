@@ -42,10 +42,11 @@ class Piece:
     start: int
     stop: int
     size: int  # stored size of the part, in bytes
+    split: str = ""  # "eval" if all of it is for evaluation; "": a hash of each document decides
 
     def identity(self) -> dict[str, Any]:
         """Return what identifies the piece, independent of where it is stored."""
-        return {key: value for key, value in asdict(self).items() if key != "path"}
+        return {key: value for key, value in asdict(self).items() if key != "path" and (key != "split" or value)}
 
 
 @dataclass(frozen=True)
