@@ -114,7 +114,7 @@ def _first_line(file: IO[str]) -> str:
 def run(what: str, do: Callable[..., int], tasks: Sequence[Task], missing: Sequence[int], output: Path, options: Any,
         plan: str, workers: int | Engine, say: Say, ours: Sequence[int] | None = None) -> None:
     """Do the missing tasks (of those in `ours`, or of all), and report the progress."""
-    progress = Progress(what, tasks, range(len(tasks)) if ours is None else ours, missing, say)
+    progress = Progress(what, tasks, range(len(tasks)) if ours is None else ours, missing, say, workers)
     for number in engines.run(do, tasks, missing, output, options, plan, workers):
         progress.add(number)
 
