@@ -27,7 +27,7 @@ from jaxtrain.data.prepare import cleaned_store, provenance
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, begun, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files import atomic_files
-from jaxtrain.files.bounded_files import read, read_json
+from jaxtrain.files.bounded_files import opened, read, read_json
 
 Task = tuple[Piece, ...]
 ALIKE = ("", "equal to another", "nearly equal to another")
@@ -163,7 +163,7 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
                 probes.append({"text": head, "ids": encode_documents([head.encode()], tokenizer)[0].tolist()})
         batch.clear()
 
-    compared = np.load(verdicts_path(output, number)) if options.deduplicate else ()
+    compared = _verdicts(output, number) if options.deduplicate else ()
     verdicts = iter(compared) if options.deduplicate else itertools.repeat(0)
     for found, origin in offer:
         if (verdict := next(verdicts, None)) is None:
@@ -289,6 +289,11 @@ def loaded(name: str, eod: str, bos: str) -> Tokenizer:
 def verdicts_path(output: Path, number: int) -> Path:
     """Return the path of a task's verdicts: 0 (kept), 1 (equal to an earlier one) or 2 (nearly equal) per document."""
     return output / UNFINISHED / f"{number:05}.verdicts.npy"
+
+
+def _verdicts(output: Path, number: int) -> np.ndarray:
+    with opened(verdicts_path(output, number)) as file:
+        return np.load(file)
 
 
 def _verdicts_digest(output: Path, number: int) -> str | None:
