@@ -17,13 +17,22 @@ from jaxtrain.data.formats.inputs import extra
 from jaxtrain.data.prepare.provenance import LISTS, described
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
+from jaxtrain.files.bounded_files import misfit
 from jaxtrain.flags import command, parser_of
+
+# What a datasheet tells of a manifest, besides what every reader of a corpus needs.
+_STEP = {"step": str, "seen": int, "changed": int, "removed": {str: int}}
+_FORM = {"options": {"describe?": [str]}, "licences?": {str: int}, "steps?": [_STEP],
+         "inputs": [[{"name": str, "start": int, "size": int}]], "tokenizer": {"name": str, "vocab_size": int},
+         "splits": {split: {"documents": int, "tokens": int} for split in SPLITS}}
 
 
 def datasheet(folder: Path, describe: Sequence[str] = ()) -> dict[str, Any]:
     """Return the JSON-LD datasheet of the corpus in a folder, validated by mlcroissant."""
     mlc = extra("mlcroissant", "a datasheet", "croissant", "croissant")
     manifest = read_manifest(folder)
+    if wrong := misfit(manifest, _FORM):
+        raise UserError("CORPUS", f"{folder}/manifest.json cannot be read ({wrong})", "prepare the corpus again")
     told = described(manifest["options"].get("describe", ())) | described(describe)
     fields: dict[str, Any] = {key: [value] if key in LISTS else value for key, value in told.items()}
     if creator := fields.pop("creator", ""):

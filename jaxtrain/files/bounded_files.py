@@ -17,6 +17,7 @@ from jaxtrain.errors import UserError
 
 SMALL = 2**26  # bytes: settings and records
 LARGE = 2**30  # bytes: lists of files, of which a large run or corpus has many
+PART = 2**20  # bytes that are read at a time
 LINE = 2**24  # bytes: a line of a log
 DEPTH = 100  # levels of nested JSON
 _NAMES = {dict: "an object", list: "a list", str: "text", int: "a whole number", float: "a number"}
@@ -49,9 +50,13 @@ def opened(path: str | Path, mode: str = "rb", flags: int = os.O_RDONLY) -> Bina
 def read(path: str | Path, limit: int = SMALL) -> bytes:
     """Return the content of a file of at most `limit` bytes."""
     with opened(path) as file:
-        if os.fstat(file.fileno()).st_size > limit or len(content := file.read(limit + 1)) > limit:
-            raise Refused(errno.EFBIG, f"Larger than {limit:,} bytes", str(path))
-        return content
+        content = bytearray()
+        if os.fstat(file.fileno()).st_size <= limit:
+            while len(content) <= limit and (part := file.read(PART)):  # a size given is allocated at once
+                content += part
+            if len(content) <= limit:
+                return bytes(content)
+        raise Refused(errno.EFBIG, f"Larger than {limit:,} bytes", str(path))
 
 
 def whole_lines(path: str | Path, start: int = 0) -> Iterator[bytes]:

@@ -1,5 +1,6 @@
 """Check names of files that come from a file or another machine, before anything is read or written there."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,4 +22,18 @@ def inside(folder: str | Path, name: Any) -> Path:
     path = Path(folder, *parts_of(name))
     if not path.resolve().is_relative_to(Path(folder).resolve()):
         raise Outside(f"{name!r} is a link that leads out of {folder}")
+    return path
+
+
+def linked(folder: str | Path, name: Any) -> Path:
+    """Return the path of `name` in a local folder whose files may be links, as in a cache of the Hugging Face hub.
+
+    Links may lead anywhere if the owner of the folder made them, who can as well copy there what he can read; raises
+    `Outside` for all other links and for names that lead out of the folder.
+    """
+    path, owner = Path(folder), os.stat(folder).st_uid
+    for part in parts_of(name):
+        path /= part
+        if path.is_symlink() and os.lstat(path).st_uid != owner:
+            raise Outside(f"{name!r} is a link that somebody else than the owner of {folder} made")
     return path

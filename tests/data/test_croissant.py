@@ -9,8 +9,10 @@ import pytest
 from pyarrow import parquet
 
 from jaxtrain.data import open_corpus
+from jaxtrain.data.corpus.open import BESIDE
 from jaxtrain.data.croissant import main
 from jaxtrain.data.prepare.prepare import Options, prepare
+from jaxtrain.files import atomic_files
 
 TOLD = ("description=Letters of a family", "data_biases=one family only", "creator=The family",
         "date_published=2026-01-31", "cite_as=Letters (2026)", "url=https://example.org/letters")
@@ -51,6 +53,21 @@ def test_the_commit_is_told_but_does_not_change_what_the_data_is(tmp_path, sourc
         assert json.loads((corpus.path / "manifest.json").read_text())["code"]["git_commit"] == commit
         hashes.append(open_corpus(corpus.path).manifest_hash)
     assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("change", [{"options": None}, {"options": {"describe": "x=1"}}, {"licences": {"a": "many"}},
+                                    {"steps": [None]}, {"steps": [{"step": "a"}]}, {"inputs": [[{"name": 3}]]},
+                                    {"inputs": None}])
+def test_a_manifest_of_another_form_is_one_line(tmp_path, source, change, capsys):
+    pytest.importorskip("mlcroissant", reason="mlcroissant comes with the extra .[test-all]")
+    corpus = prepare([str(source)], tmp_path / "out", Options(format="text"))
+    path = corpus.path / "manifest.json"
+    manifest = json.loads(path.read_text()) | change
+    sealed = atomic_files.digest({key: value for key, value in manifest.items() if key not in BESIDE})
+    path.write_text(json.dumps(manifest | {"sha256": sealed}))
+    assert main([str(corpus.path)]) == 2
+    error = capsys.readouterr().err
+    assert "CORPUS: " in error and "manifest.json cannot be read (" in error and error.count("\n") == 1
 
 
 @pytest.mark.slow

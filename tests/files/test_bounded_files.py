@@ -1,12 +1,13 @@
 """Small files are read whole or refused in a moment, whatever is in their place."""
 
 import os
+import tracemalloc
 
 import pytest
 
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
-from jaxtrain.files.bounded_files import misfit, parsed, read, read_json, reason, user_json, whole_lines
+from jaxtrain.files.bounded_files import Refused, misfit, parsed, read, read_json, reason, user_json, whole_lines
 from tests.odd_files import ODD, WRONG, device, fifo, folder, in_time, sparse, unix_socket
 
 
@@ -104,3 +105,15 @@ def test_lines(tmp_path, monkeypatch):
 def test_a_log_that_cannot_be_read_has_no_lines(tmp_path, make):
     make(tmp_path / "log")
     assert in_time(lambda: list(bounded_files.json_lines(tmp_path / "log"))) == []
+
+
+def test_reading_takes_the_memory_of_the_content_not_of_the_limit(tmp_path):
+    (tmp_path / "file").write_bytes(b"x" * 5_000_000)
+    tracemalloc.start()
+    try:
+        assert read(tmp_path / "file", 2**30) == b"x" * 5_000_000
+        assert tracemalloc.get_traced_memory()[1] < 2**25
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(Refused):
+        read(tmp_path / "file", 4_999_999)

@@ -5,9 +5,10 @@ object storage is read through a cache (remote.py).
 """
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import LARGE, misfit, parsed, reason
-from jaxtrain.files.safe_names import Outside, inside
+from jaxtrain.files.safe_names import linked, parts_of
 
 FORMAT = "jaxtrain-corpus-2"
 _FILES = {"name": str, "sha256": {str: str}, "crc32?": {str: str}}
@@ -82,6 +83,7 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
     if not storage.is_url(folder) and not Path(path).exists():
         raise UserError("data.source", f"{folder} has no manifest.json, so it is not a corpus",
                         "copy the corpus whole, or prepare it")
+    _refuse_outside(folder, ["manifest.json"])
     try:
         content = storage.read_small(path, LARGE)
     except storage.Gone as error:
@@ -105,15 +107,20 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
         raise UserError("data.source", f"{path} was changed after it was written", "prepare the corpus again")
     if wrong := misfit(manifest, _TEXT if format == FORMAT else _OTHER):
         raise UserError("data.source", f"{path} cannot be read ({wrong})", "prepare the corpus again")
-    try:
-        for name in _named_files(manifest):
-            inside(folder, name)
-    except (Outside, ValueError) as error:
-        raise UserError("data.source", f"{path} names a file outside of the corpus: {error}",
-                        "use a corpus from a source that you trust") from error
+    _refuse_outside(folder, _named_files(manifest))
     if format == FORMAT and (wrong := _contradiction(manifest)):
         raise UserError("data.source", f"{path} cannot be read ({wrong})", "prepare the corpus again")
     return manifest
+
+
+def _refuse_outside(folder: str | Path, names: Iterable[str]) -> None:
+    """Raise a UserError if one of the names, or a link that somebody else made, leads out of a corpus."""
+    try:
+        for name in names:
+            parts_of(name) if storage.is_url(folder) else linked(folder, name)
+    except (OSError, ValueError) as error:
+        raise UserError("data.source", f"{folder}/manifest.json names a file outside of the corpus: {error}",
+                        "use a corpus from a source that you trust") from error
 
 
 def _contradiction(manifest: dict[str, Any]) -> str:
@@ -250,17 +257,22 @@ def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
 
 def offsets(path: Path, count: int, end: int | None = None) -> np.ndarray:
     """Return where each of `count` documents begins and the last one ends, memory-mapped."""
-    try:
-        # A plain array over the map: slices of np.memmap itself cost microseconds more each.
-        found = np.asarray(np.load(path, mmap_mode="r"))
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except (ValueError, EOFError):
-        found = np.zeros(0)
+    found = array(path)
     if found.dtype != np.int64 or found.shape != (count + 1,) or found[0] or (end is not None and found[-1] != end):
         raise UserError("data.source", f"{path} does not hold the offsets of {count:,} documents",
                         "prepare the corpus again")
     return found
+
+
+def array(path: Path) -> np.ndarray:
+    """Return the array in a .npy file, memory-mapped; an empty one of floats if the file is damaged."""
+    try:
+        # A plain array over the map: slices of np.memmap itself cost microseconds more each.
+        return np.asarray(np.load(path, mmap_mode="r"))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, EOFError, SyntaxError, TokenError, TypeError, OverflowError, MemoryError):  # by its header
+        return np.zeros(0)
 
 
 def unreadable(path: Path, error: OSError) -> UserError:

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import numpy as np
-
 from jaxtrain.data.corpus.corpus import Corpus, Tokens
-from jaxtrain.data.corpus.open import read_manifest
+from jaxtrain.data.corpus.open import array, read_manifest
+from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import LARGE, read_json
 
 PLACES = {"text": "", "jsonl": "byte", "parquet": "row"}  # the unit of a place, by kind of input; "document" for others
@@ -35,9 +34,14 @@ def _origin(corpus: Corpus, split: str, shard: int, document: int) -> str:
         return file["name"] + (f" from byte {file['start']}" if file["start"] else "")
     manifest = read_manifest(corpus.path)
     entry = manifest["splits"][split]["shards"][shard]
-    origin = np.load(corpus.path / f"{entry['name']}.origins.npy", mmap_mode="r")[document]
-    piece = manifest["inputs"][entry["task"]][origin["piece"]]
-    name, kind, place = piece["name"], piece["kind"], int(origin["place"])
+    path = corpus.path / f"{entry['name']}.origins.npy"
+    try:
+        origin = array(path)[document]
+        piece = manifest["inputs"][entry["task"]][origin["piece"]]
+        name, kind, place = f"{piece['name']}", f"{piece['kind']}", int(origin["place"])
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise UserError("data.source", f"{path} does not tell where its document {document} comes from",
+                        "prepare the corpus again") from error
     if kind == "jsonl" and name.endswith((".gz", ".zst")):
         return f"{name} line {place}"
     group = f" group {piece['start']}" if kind == "parquet" else ""

@@ -19,7 +19,7 @@ from jaxtrain.data.corpus.corruption import Damage, Lost
 from jaxtrain.data.corpus.shard_writer import CHUNK
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
-from jaxtrain.files.safe_names import inside
+from jaxtrain.files.safe_names import Outside, inside
 
 THREADS = 16  # concurrent requests, since each waits for the network
 AGAIN = 3  # attempts to fetch a chunk that arrives corrupt
@@ -132,7 +132,10 @@ class Store:
         return column
 
     def _fetch(self, name: str, sha256: str) -> None:
-        path = inside(self.folder, name)
+        try:
+            path = inside(self.folder, name)
+        except Outside as error:
+            raise UserError("data.cache_dir", str(error), "remove the link") from error
         if path.exists() and atomic_files.file_digest(path) == sha256:
             return
         for _ in range(AGAIN):

@@ -4,6 +4,7 @@ The tasks depend only on names and sizes: they are the same on every machine, fo
 """
 
 import dataclasses
+import functools
 import gzip
 import hashlib
 import io
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxtrain import storage
-from jaxtrain.data.formats import array_record, token_files, zstd
+from jaxtrain.data.formats import array_record, parquet_pages, token_files, zstd
 from jaxtrain.data.formats.conversations import FIELDS, Unusable, example_of, format_of
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.files.bounded_files import parsed
@@ -28,6 +29,7 @@ PACKED = (".gz", ".zst")
 RECORDS = ("jsonl", "parquet", "records json")  # kinds of pieces that may hold more than text
 RECORD_BYTES = 2**28  # of the longest line or row that is read
 RATIO = 1000  # text is not compressed as much
+LEVELS = 4  # bytes in memory for each value in a list, even null: where its lists begin and which of them it is in
 ROWS = 1024  # of a table that are read at a time
 FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .array_record or tokens"
 
@@ -42,10 +44,11 @@ class Piece:
     start: int
     stop: int
     size: int  # stored size of the part, in bytes
+    split: str = ""  # "eval" if all of it is for evaluation; "": a hash of each document decides
 
     def identity(self) -> dict[str, Any]:
         """Return what identifies the piece, independent of where it is stored."""
-        return {key: value for key, value in asdict(self).items() if key != "path"}
+        return {key: value for key, value in asdict(self).items() if key != "path" and (key != "split" or value)}
 
 
 @dataclass(frozen=True)
@@ -280,11 +283,12 @@ def _first(piece: Piece, most: int) -> bytes:
 def _rows(piece: Piece, field: str, beside: Sequence[str], form: str, most: int) -> Iterator[Text | str]:
     file = parquet_file(piece.path)
     names = file.schema_arrow.names
-    if _inflates(piece, file, most):
+    columns = [name for name in dict.fromkeys([*(FIELDS[form] if form != "text" else [field]), *beside])
+               if name in names]
+    if _inflates(piece, file, columns, most):
         yield f"{piece.name}: a row group that is compressed more than {RATIO:,} to 1, to over {most:,} bytes"
         return
     if form != "text":
-        columns = [name for name in dict.fromkeys([*FIELDS[form], *beside]) if name in names]
         records = (record for batch in _batches(piece, columns, file) for record in batch.to_pylist())
         for row, record in enumerate(records):
             yield _example(_without_null(record), form, f"{piece.name}, row {row} of group {piece.start}", row, beside)
@@ -335,12 +339,33 @@ def content_hash(content: bytes | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _inflates(piece: Piece, file: Any, most: int) -> bool:
-    """Return whether a row group is larger than a record may be, and compressed more than any text is."""
+def _inflates(piece: Piece, file: Any, names: Sequence[str], most: int) -> bool:
+    """Return whether a column of a row group takes more than a record may, and is compressed more than text.
+
+    What counts is what the pages say: the footer can be wrong. A row can consist of a list of nulls that take no space.
+    """
     group = file.metadata.row_group(piece.start)
-    columns = [group.column(i) for i in range(group.num_columns)]
-    return any(column.total_uncompressed_size > max(most, RATIO * max(column.total_compressed_size, 1))
-               for column in columns)
+    for i in range(group.num_columns):
+        column = group.column(i)
+        if not any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names):
+            continue
+        size, values = 0, 0
+        for page in _pages(piece.path, column):
+            size, values = size + page.size, values + page.values
+        if file.schema.column(i).max_repetition_level:
+            size = max(size, LEVELS * values)
+        if size > max(most, RATIO * column.total_compressed_size):
+            return True
+    return False
+
+
+def _pages(path: str, column: Any) -> list[parquet_pages.Page]:
+    first = min(offset for offset in (column.dictionary_page_offset, column.data_page_offset) if offset)
+    stop = first + column.total_compressed_size
+    with readable(path, parquet_pages.Damaged):
+        if not 0 < first <= stop <= storage.size(path):
+            raise parquet_pages.Damaged("a column lies outside of the file")
+        return list(parquet_pages.pages(functools.partial(storage.read, path), first, stop))
 
 
 def _batches(piece: Piece, columns: list[str], file: Any) -> Iterator[Any]:
@@ -360,8 +385,12 @@ def parquet_file(path: str, as_dictionary: Sequence[str] = ()) -> Any:
 
 def row_group(piece: Piece, columns: list[str], file: Any = None) -> Any:
     """Return some columns of a piece of Parquet, from an open `file` if given."""
+    file = file or parquet_file(piece.path)
+    if _inflates(piece, file, columns, RECORD_BYTES):
+        raise UserError("--input", f"{piece.path} is compressed more than {RATIO:,} to 1, to over {RECORD_BYTES:,} "
+                        "bytes", "write it with smaller row groups, or remove it")
     with readable(piece.path, extra("pyarrow", "Parquet").ArrowException):
-        return (file or parquet_file(piece.path)).read_row_group(piece.start, columns=columns)
+        return file.read_row_group(piece.start, columns=columns)
 
 
 def _array_record() -> Any:

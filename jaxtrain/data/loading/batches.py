@@ -22,6 +22,7 @@ MULTIPLE = 64  # divides the lengths of automatic buckets if rows are long, so t
 
 def train_batches(config: DataConfig, corpus: Corpus) -> BatchSource:
     """Return the training batches by step: reshuffled each epoch, and endless unless the sources are limited."""
+    _refuse_without_training_text(corpus)
     if config.packing == "bucket":
         from jaxtrain.data.loading.bucketing import BucketedBatches
 
@@ -40,7 +41,18 @@ def train_batches(config: DataConfig, corpus: Corpus) -> BatchSource:
         except UserError as error:
             raise UserError(f"data.mixture.{name}" if name else error.key, error.reason, error.fix) from error
 
-    return Curriculum(data_stages.sources(config), data_stages.stages(config), make, config.seed, corpus.threads)
+    trained = [source for source in data_stages.sources(config) if _trains(corpus.part(source.name))]
+    return Curriculum(trained, data_stages.stages(config), make, config.seed, corpus.threads)
+
+
+def _trains(corpus: Corpus) -> bool:
+    return corpus.train.num_tokens > 0
+
+
+def _refuse_without_training_text(corpus: Corpus) -> None:
+    if not any(map(_trains, corpus.parts.values() or [corpus])):
+        raise UserError("data.mixture" if corpus.parts else "data.source", "it has evaluation text, and none to train "
+                        "on", "put it into data.mixture beside a corpus to train on")
 
 
 def eval_batches(config: DataConfig, corpus: Corpus) -> Batches | None:
@@ -112,14 +124,15 @@ def packing(config: DataConfig, corpus: Corpus) -> str:
         return (f"bucket: rows of {', '.join(map(str, lengths))} are {full:.2%} full, "
                 f"{documents.cut:,} of {corpus.train.num_documents:,} documents are cut")
     full, cut, documents = [], 0, 0
-    for name in corpus.manifests:
-        part = corpus.part(name)
+    for part in filter(_trains, corpus.parts.values() or [corpus]):
         made = _packed(config, part, "train", config.seq_len)
         full.append((made.fill, len(made)))
         cut += made.cut
         documents += part.train.num_documents
+    apart = [name for name, part in corpus.parts.items() if not _trains(part)]
+    only = f"; {', '.join(apart)}: evaluation only" if apart else ""
     fill = sum(share * count for share, count in full) / sum(count for _, count in full)
-    return f"{config.packing}: rows are {fill:.2%} full, {cut:,} of {documents:,} documents are cut"
+    return f"{config.packing}: rows are {fill:.2%} full, {cut:,} of {documents:,} documents are cut{only}"
 
 
 def epochs(batches: BatchSource, steps: int) -> str:

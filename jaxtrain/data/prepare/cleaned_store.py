@@ -12,8 +12,9 @@ from typing import Any
 from jaxtrain.data.corpus.corpus import UNFINISHED
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats.inputs import Piece, Text, stamps
+from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
-from jaxtrain.files.bounded_files import opened, read_json
+from jaxtrain.files.bounded_files import opened, parsed, read_json, reason
 
 
 @contextmanager
@@ -29,9 +30,13 @@ def written(output: Path, number: int) -> Iterator[Callable[[Text, Origin], None
 
 def read(output: Path, number: int) -> Iterator[tuple[Text, Origin]]:
     """Yield the stored documents of a task."""
-    with opened(_path(output, number)) as file:
+    path = _path(output, number)
+    with opened(path) as file:
         for line in file:
-            piece, place, name, content, record = json.loads(line)
+            try:
+                piece, place, name, content, record = parsed(line, (int, int, str, str, dict))
+            except ValueError as error:
+                raise UserError("--output", f"{path} {reason(error)}", f"delete {output} and run again") from error
             yield Text(name, content.encode(), place, record), Origin(piece, place)
 
 

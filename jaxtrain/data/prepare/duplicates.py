@@ -59,7 +59,7 @@ def sign_documents(tasks: Sequence[Task], numbers: Sequence[int], output: Path, 
                    workers: int | Engine, say: Callable[[str], None]) -> None:
     """Run `sign_task` for those of the tasks that are not signed yet."""
     missing = [number for number in numbers if cleaned_store.read_note(output, number, tasks[number], plan) is None]
-    progress = Progress("duplicates", tasks, numbers, missing, say)
+    progress = Progress("duplicates", tasks, numbers, missing, say, workers)
     for number in engines.run(sign_task, tasks, missing, output, options, plan, workers):
         progress.add(number)
 

@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import multiprocessing
+import multiprocessing.connection
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -31,7 +33,7 @@ def run(do: Callable[..., int], tasks: Sequence[Task], missing: Sequence[int], o
 def _in_processes(do: Callable[..., int], calls: Calls, workers: int) -> Iterator[int]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the worker processes are the parallelism
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with concurrent.futures.ProcessPoolExecutor(workers, context, _end_with_parent) as pool:
         try:
             for future in concurrent.futures.as_completed([pool.submit(do, *call) for call in calls]):
                 yield future.result()
@@ -40,3 +42,19 @@ def _in_processes(do: Callable[..., int], calls: Calls, workers: int) -> Iterato
                             "run again with fewer, or smaller --task_bytes") from error
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """End this worker once the process that started it is gone, even if that was killed.
+
+    A killed process cannot stop its workers, which would finish their tasks and then wait for more without end. Once
+    they are gone, so is multiprocessing's resource tracker.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="end_with_parent").start()

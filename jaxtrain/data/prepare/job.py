@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from jaxtrain import storage
 from jaxtrain.data.corpus.corpus import UNFINISHED
@@ -15,7 +15,7 @@ from jaxtrain.data.prepare.engines import Engine
 from jaxtrain.data.prepare.prepare_progress import Progress
 from jaxtrain.data.prepare.tasks import Task, read_ledger
 from jaxtrain.errors import UserError
-from jaxtrain.files import atomic_files
+from jaxtrain.files import atomic_files, bounded_files
 
 try:
     import fcntl
@@ -23,6 +23,7 @@ except ImportError:  # not a Unix system
     fcntl = None
 
 Say = Callable[[str], None]
+LONGEST_PLAN = 1000  # bytes; a hash has 64
 
 
 def folder(output: str | Path) -> Path:
@@ -46,7 +47,7 @@ def begun(output: Path, plan: str, format: str, alone: bool = True) -> Iterator[
         path = output / UNFINISHED / "plan"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(path, "a+")  # noqa: SIM115
+            file = bounded_files.opened(path, "a+b", os.O_RDWR | os.O_APPEND | os.O_CREAT)
         except FileNotFoundError:
             continue  # another process has just finished
         except OSError as error:
@@ -71,7 +72,7 @@ def _complete(output: Path, plan: str, format: str) -> bool:
     return True
 
 
-def _lock(file: IO[str], output: Path, alone: bool) -> None:
+def _lock(file: BinaryIO, output: Path, alone: bool) -> None:
     """Lock the file, or continue without a lock where the system or the file system has none."""
     if fcntl is None:
         return
@@ -84,7 +85,7 @@ def _lock(file: IO[str], output: Path, alone: bool) -> None:
         pass
 
 
-def _is_there(file: IO[str], path: Path) -> bool:
+def _is_there(file: BinaryIO, path: Path) -> bool:
     """Return whether the opened file has not been deleted or replaced."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
@@ -92,29 +93,28 @@ def _is_there(file: IO[str], path: Path) -> bool:
         return False
 
 
-def _follow(file: IO[str], output: Path, plan: str, alone: bool) -> None:
+def _follow(file: BinaryIO, output: Path, plan: str, alone: bool) -> None:
     """Write the plan, or check the one that is written; the first line counts, because several processes may write."""
     if _first_line(file) not in ("", plan) and len(os.listdir(output / UNFINISHED)) == 1:  # no task was ever done
         _lock(file, output, True)
         file.truncate(0)
     if not _first_line(file):
-        file.write(f"{plan}\n")
-        file.flush()
+        file.write(f"{plan}\n".encode())
     _lock(file, output, alone)
     if _first_line(file) != plan:
         raise UserError("--output", f"another command began in {output}, or its input has changed",
                         "delete it, or name another folder")
 
 
-def _first_line(file: IO[str]) -> str:
+def _first_line(file: BinaryIO) -> str:
     file.seek(0)
-    return file.readline().strip()
+    return file.readline(LONGEST_PLAN).decode(errors="replace").strip()
 
 
 def run(what: str, do: Callable[..., int], tasks: Sequence[Task], missing: Sequence[int], output: Path, options: Any,
         plan: str, workers: int | Engine, say: Say, ours: Sequence[int] | None = None) -> None:
     """Do the missing tasks (of those in `ours`, or of all), and report the progress."""
-    progress = Progress(what, tasks, range(len(tasks)) if ours is None else ours, missing, say)
+    progress = Progress(what, tasks, range(len(tasks)) if ours is None else ours, missing, say, workers)
     for number in engines.run(do, tasks, missing, output, options, plan, workers):
         progress.add(number)
 

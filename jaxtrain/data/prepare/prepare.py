@@ -9,6 +9,7 @@ continue. The result is the same to the byte for any number of workers, and any 
 
 import argparse
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +29,14 @@ from jaxtrain.data.corpus.shard_writer import dtype_of
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.conversations import FORMATS
 from jaxtrain.data.prepare import job, on_slurm, provenance
+from jaxtrain.data.prepare.character_vocabulary import tokenizer_of
 from jaxtrain.data.prepare.dry_run import dry_run
 from jaxtrain.data.prepare.duplicates import find_duplicates, sign_documents
 from jaxtrain.data.prepare.engines import Engine
 from jaxtrain.data.prepare.on_ray import Ray
 from jaxtrain.data.prepare.prepare_progress import Line
 from jaxtrain.data.prepare.tasks import ALIKE, Options, Task, chat_of, loaded, made_by, tokenize_shard, verdicts_path
+from jaxtrain.data.tokenizers import characters
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.data.tokenizers.tokenizer_folder import record_of
 from jaxtrain.data.tokenizers.vocabulary import Vocabulary
@@ -104,12 +107,29 @@ def plan_tasks(sources: Sequence[str], options: Options) -> tuple[list[Task], st
     Tasks and options are those that `tokenize_shard` takes.
     """
     loaded.cache_clear()  # its file may have changed since this process made another corpus
-    tasks = inputs.find_tasks(sources, options.task_bytes or inputs.task_bytes_of(sources), options.token_dtype)
+    tasks = _tasks(sources, options)
     if options.token_dtype and not any(piece.kind.startswith("tokens") for task in tasks for piece in task):
         raise UserError("--token_dtype", "the input has no files of tokens", "leave it out")
     options = resolved(options, tasks)
+    if options.tokenizer == characters.NAME:
+        options = replace(options, tokenizer=tokenizer_of(tasks, options))
     tokenizer = loaded(options.tokenizer, options.eod, options.bos)
     return tasks, atomic_files.digest(_plan(tasks, tokenizer, options)), options
+
+
+def _tasks(sources: Sequence[str], options: Options) -> list[Task]:
+    """Return the tasks of the input, then those of the evaluation input; no task has pieces of both."""
+    sources = [sources] if isinstance(sources, str) else sources
+    size = options.task_bytes or inputs.task_bytes_of([*sources, *options.eval_input])
+    tasks = inputs.find_tasks(sources, size, options.token_dtype) if sources or not options.eval_input else []
+    if not options.eval_input:
+        return tasks
+    trained = {os.path.realpath(piece.path) for task in tasks for piece in task}
+    apart = inputs.find_tasks(options.eval_input, size, options.token_dtype)
+    for piece in (piece for task in apart for piece in task):
+        if os.path.realpath(piece.path) in trained:
+            raise UserError("--eval_input", f"{piece.path} is also a part of --input", "name it only once")
+    return [*tasks, *(tuple(replace(piece, split="eval") for piece in task) for task in apart)]
 
 
 def resolved(options: Options, tasks: Sequence[Task]) -> Options:
@@ -240,6 +260,7 @@ def main(argv: list[str] | None) -> None:
                       flags.task_bytes, token_dtype=flags.token_dtype, bos="" if flags.bos == "none" else flags.bos,
                       format=flags.format, record_bytes=flags.record_bytes,
                       chat_template=flags.chat_template, train_on=flags.train_on,
+                      eval_input=tuple(flags.eval_input),
                       steps=tuple(flags.steps), licence_of=flags.licence_of, describe=tuple(flags.describe),
                       near=Near(flags.near_threshold, flags.near_permutations, flags.near_shingle))
     if flags.dry_run:
@@ -286,10 +307,13 @@ def _script(flags: argparse.Namespace, options: Options, argv: Sequence[str]) ->
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Return the parsed flags."""
     parser = parser_of("prepare", __doc__)
-    parser.add_argument("--input", nargs="+", required=True, help="files or folders: text, .jsonl[.gz|.zst], .parquet")
+    parser.add_argument("--input", nargs="+", default=[], help="files or folders: text, .jsonl[.gz|.zst], .parquet")
+    parser.add_argument("--eval_input", nargs="+", default=[],
+                        help="files or folders to evaluate on; then all of --input is trained on")
     parser.add_argument("--output", default="", help="the corpus; then pass it to a run as --config.data.source")
     parser.add_argument("--tokenizer", default=Options.tokenizer,
-                        help="'bytes', the path of a tokenizer.json, .tiktoken[:SCHEME] or .model, or tiktoken:NAME")
+                        help="'bytes', 'characters' (of --input), or the path of a tokenizer.json, "
+                        ".tiktoken[:SCHEME] or .model, or tiktoken:NAME")
     parser.add_argument("--eod", default="", help="the token that ends a document; found for well-known vocabularies")
     parser.add_argument("--bos", default="none", help="the token to put before each document, or none")
     parser.add_argument("--field", default=Options.field, help="which field of a JSON record or Parquet row is text")
@@ -326,6 +350,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help="with --part: search for duplicates (with --deduplicate), or tokenise")
     parser.add_argument("--histogram", help="draw a histogram of document lengths in this PNG")
     flags = parser.parse_args(argv)
+    if not flags.input and not flags.eval_input:
+        raise UserError("--input", "it is missing", "name files or folders, or give --eval_input")
     for name in ("workers", "parts"):
         if (number := getattr(flags, name)) is not None and number < 1:
             raise UserError(f"--{name}", f"{number} is not a positive number", "use 1 or more, or leave it out")
@@ -349,7 +375,11 @@ def summary(corpus: Corpus) -> str:
         lines.append(f"{split:<6}{tokens.num_documents:>14,} documents {tokens.num_tokens:>18,} tokens "
                      f"{tokens.num_bytes:>18,} bytes")
     if not corpus.eval.num_documents:
-        lines.append("the eval split is empty, so runs will not evaluate: give a larger --eval_fraction")
+        lines.append("the eval split is empty, so runs will not evaluate: give a larger --eval_fraction, "
+                     "or --eval_input")
+    if not corpus.train.num_documents:
+        lines.append("the train split is empty, so runs can only evaluate on it: give --input, or put it into a "
+                     "data.mixture")
     manifest = read_manifest(corpus.path)
     if manifest["chat"] and (tokens := corpus.train.num_tokens + corpus.eval.num_tokens):
         learnt = sum(shard.get("learnt", shard["tokens"]) for split in SPLITS

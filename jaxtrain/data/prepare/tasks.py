@@ -27,7 +27,7 @@ from jaxtrain.data.prepare import cleaned_store, provenance
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, begun, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files import atomic_files
-from jaxtrain.files.bounded_files import read, read_json
+from jaxtrain.files.bounded_files import opened, read, read_json
 
 Task = tuple[Piece, ...]
 ALIKE = ("", "equal to another", "nearly equal to another")
@@ -54,11 +54,16 @@ class Options:
     chat_template: str = ""  # a file, or a name in templates.BUILT_IN; "": the tokenizer's own
     train_on: str = "assistant"  # turns of conversations: assistant, last (the last of these), or all (everything)
     record_bytes: int = inputs.RECORD_BYTES  # a longer line of JSON is left out
+    eval_input: tuple[str, ...] = ()  # input for evaluation only; then all other input is for training only
 
     def __post_init__(self):
-        for name in ("steps", "describe"):
+        for name in ("steps", "describe", "eval_input"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
+        if self.eval_input and self.eval_fraction == Options.eval_fraction:
+            object.__setattr__(self, "eval_fraction", 0.0)
+        if self.eval_input and self.eval_fraction:
+            raise UserError("--eval_fraction", "with --eval_input, all of --input is for training", "leave one out")
         if not 0 <= self.eval_fraction < 1:
             raise UserError("--eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.005")
         if self.task_bytes < 0:
@@ -97,7 +102,7 @@ class Options:
     def identity(self) -> dict[str, Any]:
         """Return what the tasks, the tokenizer's fingerprint and the template's identity do not cover."""
         plain = {key: value for key, value in asdict(self).items() if key not in
-                ("tokenizer", "eod", "bos", "task_bytes", "token_dtype", "chat_template")
+                ("tokenizer", "eod", "bos", "task_bytes", "token_dtype", "chat_template", "eval_input")
                  and (key != "train_on" or self.format != "text")
                  and (key != "record_bytes" or value != Options.record_bytes)}
         near = self.near.identity() if self.deduplicate == "near" else None
@@ -133,7 +138,8 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
         if options.licence_field:
             licence = found.record.get(options.licence_field) if isinstance(found, Text) else None
             _count(licences, str(licence or "not told"))
-        into = "eval" if int.from_bytes(key[:8]) < options.eval_fraction * 2**64 else "train"
+        chosen = "eval" if int.from_bytes(key[:8]) < options.eval_fraction * 2**64 else "train"
+        into = task[origin.piece].split or chosen
         writers[into].add(ids, key, num_bytes, origin, trained)
 
     def flush():
@@ -157,7 +163,7 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
                 probes.append({"text": head, "ids": encode_documents([head.encode()], tokenizer)[0].tolist()})
         batch.clear()
 
-    compared = np.load(verdicts_path(output, number)) if options.deduplicate else ()
+    compared = _verdicts(output, number) if options.deduplicate else ()
     verdicts = iter(compared) if options.deduplicate else itertools.repeat(0)
     for found, origin in offer:
         if (verdict := next(verdicts, None)) is None:
@@ -283,6 +289,11 @@ def loaded(name: str, eod: str, bos: str) -> Tokenizer:
 def verdicts_path(output: Path, number: int) -> Path:
     """Return the path of a task's verdicts: 0 (kept), 1 (equal to an earlier one) or 2 (nearly equal) per document."""
     return output / UNFINISHED / f"{number:05}.verdicts.npy"
+
+
+def _verdicts(output: Path, number: int) -> np.ndarray:
+    with opened(verdicts_path(output, number)) as file:
+        return np.load(file)
 
 
 def _verdicts_digest(output: Path, number: int) -> str | None:

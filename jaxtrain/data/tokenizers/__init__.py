@@ -1,1 +1,1 @@
-"""Tokenizers: bytes, Hugging Face, tiktoken and SentencePiece."""
+"""Tokenizers: bytes, characters, Hugging Face, tiktoken and SentencePiece."""

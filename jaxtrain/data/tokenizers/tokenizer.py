@@ -1,4 +1,4 @@
-"""Convert text to token ids and back: bytes (without a file), Hugging Face's tokenizer.json, tiktoken, SentencePiece.
+"""Convert text to token ids and back: bytes, characters, Hugging Face's tokenizer.json, tiktoken, SentencePiece.
 
 The tokens that begin and end a document are added by the data pipeline, never by the tokenizer itself.
 """
@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtrain.data.tokenizers import tiktoken_ranks
+from jaxtrain.data.tokenizers import characters, tiktoken_ranks
 from jaxtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from jaxtrain.data.tokenizers.tiktoken_ranks import TiktokenTokenizer
 from jaxtrain.data.tokenizers.vocabulary import Vocabulary, library, read_file, told, uint32, without_metaspace
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files.bounded_files import parsed
-from jaxtrain.files.safe_names import inside
+from jaxtrain.files.safe_names import linked
 
 
 class Tokenizer(Protocol):
@@ -172,6 +172,11 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
             raise UserError("--bos" if bos else "--eod", "bytes have no named tokens: 256 ends a document, nothing "
                             "begins one", "leave it out, or name another --tokenizer")
         return ByteTokenizer()
+    if name == characters.NAME:
+        raise UserError("data.tokenizer", "only jaxtrain prepare collects the characters of its input", "name the "
+                        "characters.json of a corpus")
+    if name.startswith(characters.PREFIX):
+        return characters.CharacterTokenizer(name.removeprefix(characters.PREFIX), eod, bos)
     where, _, scheme = (name, "", "") if Path(name).exists() else name.rpartition(":")
     if where == "tiktoken":
         return tiktoken_ranks.named(scheme, eod, bos)
@@ -179,7 +184,7 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
     if (kept := path / RECORD).is_file():  # a folder that tokenizer_folder.save wrote
         try:
             record = json.loads(read_file(kept))
-            file, named = record["file"] and str(inside(path, record["file"])), (record["eod"], record["bos"])
+            file, named = record["file"] and str(linked(path, record["file"])), (record["eod"], record["bos"])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError("data.tokenizer", f"{kept} is damaged ({error})", "copy it again from the run") from error
         return load_tokenizer(file, *named) if file else ByteTokenizer()
@@ -188,6 +193,8 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
                         + ", or name the path of a tokenizer.json, .tiktoken or .model")
     if path.is_dir():
         path /= "tokenizer.json" if (path / "tokenizer.json").exists() else "tokenizer.model"
+    if path.name == characters.CharacterTokenizer.file:
+        return characters.from_file(path, eod, bos)
     if path.suffix == ".tiktoken" or scheme or (path.suffix == ".model" and tiktoken_ranks.are_ranks(read_file(path))):
         return TiktokenTokenizer(path, scheme, eod, bos)
     return SentencePieceTokenizer(path, eod, bos) if path.suffix == ".model" else JsonTokenizer(path, eod, bos)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.data.tokenizers.characters import CharacterTokenizer
 from jaxtrain.data.tokenizers.tokenizer import RECORD, Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
@@ -11,9 +12,10 @@ from jaxtrain.files import atomic_files
 
 def record_of(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return what identifies a tokenizer, and what its file leaves open: the tokens around documents."""
+    listed = {"characters": tokenizer.characters} if isinstance(tokenizer, CharacterTokenizer) else {}
     return {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
             "file": getattr(tokenizer, "file", ""), "eod": getattr(tokenizer, "eod_token", ""),
-            "bos": getattr(tokenizer, "bos_token", "")}
+            "bos": getattr(tokenizer, "bos_token", ""), **listed}
 
 
 def save(tokenizer: Tokenizer, folder: str | Path) -> None:

@@ -1,14 +1,19 @@
 """A corpus is data from elsewhere: its manifest names files inside it and nothing else."""
 
 import json
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxtrain.data import open_corpus
 from jaxtrain.data.corpus.open import BESIDE
+from jaxtrain.data.corpus.origins import origins
+from jaxtrain.data.corpus.shard_writer import ORIGIN
+from jaxtrain.data.loading.packing import PackedRows
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from tests.data import made
@@ -62,13 +67,52 @@ def test_a_manifest_that_names_files_outside_is_refused(corpus, tmp_path, scheme
     assert {path.name for path in tmp_path.iterdir()} <= {"corpus", "cache"}
 
 
-def test_a_link_out_of_a_corpus_is_refused(corpus, tmp_path):
-    folder = shutil.copytree(corpus, tmp_path / "corpus")
-    shard = next(folder.glob("*.bin"))
-    shard.rename(tmp_path / "elsewhere.bin")
-    shard.symlink_to(tmp_path / "elsewhere.bin")
-    with pytest.raises(UserError, match="is a link that leads out of"):
+def hub_layout(corpus, folder):
+    """The corpus as a cache of the Hugging Face hub holds it: links to files that are named by their hash."""
+    (folder / "blobs").mkdir(parents=True)
+    snapshot = folder / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    for path in corpus.iterdir():
+        blob = folder / "blobs" / atomic_files.file_digest(path)
+        shutil.copy(path, blob)
+        (snapshot / path.name).symlink_to(f"../../blobs/{blob.name}")
+    return snapshot
+
+
+def test_the_links_of_a_hub_cache_are_followed(corpus, tmp_path):
+    opened, whole = open_corpus(hub_layout(corpus, tmp_path / "hub")), open_corpus(corpus)
+    assert opened.manifest_hash == whole.manifest_hash
+    assert np.array_equal(opened.train.read(0, 9999), whole.train.read(0, 9999))
+
+
+def test_a_link_that_somebody_else_put_into_a_corpus_is_refused(corpus, tmp_path, monkeypatch):
+    folder = hub_layout(corpus, tmp_path / "hub")
+    monkeypatch.setattr(os, "lstat", lambda path: SimpleNamespace(st_uid=os.stat(folder).st_uid + 1))
+    with pytest.raises(UserError, match="is a link that somebody else than the owner of"):
         open_corpus(folder)
+
+
+def test_a_manifest_behind_somebody_elses_link_is_not_read(corpus, tmp_path, monkeypatch):
+    place = shutil.copytree(corpus, tmp_path / "corpus")
+    (place / "manifest.json").rename(tmp_path / "elsewhere.json")
+    (place / "manifest.json").symlink_to("../elsewhere.json")
+    open_corpus(place)
+    monkeypatch.setattr(os, "lstat", lambda path: SimpleNamespace(st_uid=os.stat(place).st_uid + 1))
+    monkeypatch.setattr("jaxtrain.storage.read_small", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(UserError, match=r"'manifest\.json' is a link that somebody else"):
+        open_corpus(place)
+
+
+def test_a_link_in_the_cache_of_a_remote_corpus_is_refused(corpus, tmp_path):
+    open_corpus(f"file://{corpus}", tmp_path / "cache")
+    cached = next((tmp_path / "cache" / "remote").rglob("*.offsets.npy"))
+    victim = tmp_path / "victim"
+    victim.write_text("not to be touched")
+    cached.unlink()
+    cached.symlink_to(victim)
+    with pytest.raises(UserError, match="is a link that leads out of"):
+        open_corpus(f"file://{corpus}", tmp_path / "cache")
+    assert victim.read_text() == "not to be touched"
 
 
 @pytest.mark.parametrize("change", [lambda manifest: manifest.pop("splits"),
@@ -147,7 +191,8 @@ def test_whatever_lies_in_place_of_the_data_is_one_line(corpus, tmp_path, name, 
 
 
 @pytest.mark.parametrize("array", [np.zeros(0, "<i8"), np.array([0, 5], "<i8"), np.array(3), np.zeros((2, 2)),
-                                   np.array([{}]), b"nonsense", b""])
+                                   np.array([{}]), b"nonsense", b"", b"\x93NUMPY\x01\x00\x04\x00{(\n\n",
+                                   b"\x93NUMPY\x01\x00\x04\x00{{{{"])
 def test_offsets_of_other_documents_are_one_line(corpus, tmp_path, array):
     place = shutil.copytree(corpus, tmp_path / "before")
     path = place / "train-00000.offsets.npy"
@@ -156,3 +201,14 @@ def test_offsets_of_other_documents_are_one_line(corpus, tmp_path, array):
     place = rewritten(place, tmp_path / "corpus", put(*SHARD, "sha256", path.name, value=sha256))
     with pytest.raises(UserError, match="does not hold the offsets of"):
         open_corpus(place)
+
+
+@pytest.mark.parametrize("content", [b"nonsense", b"", np.zeros(0, ORIGIN), np.zeros(9), np.zeros(9, [("piece", "<u4")])])
+def test_origins_that_tell_nothing_are_one_line(corpus, tmp_path, content):
+    place = shutil.copytree(corpus, tmp_path / "before")
+    path = place / "train-00000.origins.npy"
+    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content)
+    sha256 = atomic_files.file_digest(path)
+    opened = open_corpus(rewritten(place, tmp_path / "corpus", put(*SHARD, "sha256", path.name, value=sha256)))
+    with pytest.raises(UserError, match="does not tell where its document 0 comes from"):
+        origins(opened, "train", "", PackedRows(opened.train, 64), 0)

@@ -5,13 +5,14 @@ import itertools
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from jaxtrain.data.formats import conversations
+from jaxtrain.data.formats import conversations, inputs, parquet_pages
 from jaxtrain.data.formats.inputs import Piece, Text, find_tasks, read
 from jaxtrain.data.prepare import prepare as prepare_module
 from jaxtrain.data.prepare.prepare import Options, main, prepare
@@ -183,6 +184,55 @@ def test_a_table_that_inflates_is_left_out_and_the_others_stay(source, tmp_path)
     assert texts(corpus) == ["b"] and list(left_out(corpus).values()) == [1]
     (piece,), = find_tasks(str(source / "a.parquet"))
     assert len(list(read(piece, "text"))) == 40  # with room for it
+
+
+def _varint(number):
+    return bytes([number % 128 + 128]) + _varint(number // 128) if number > 127 else bytes([number])
+
+
+def test_a_page_that_claims_more_than_the_footer_is_left_out(source, tmp_path):
+    pq.write_table(pa.table({"text": ["x" * 20_000]}), source / "a.parquet", compression="zstd", use_dictionary=False)
+    (piece,), = find_tasks(str(source / "a.parquet"))
+    assert [len(found.content) for found in read(piece, "text", most=1000)] == [20_000]
+    content = (source / "a.parquet").read_bytes()
+    footer = pq.ParquetFile(source / "a.parquet").metadata.row_group(0).column(0)
+    page, = parquet_pages.pages(lambda start, stop: content[start:stop], 4, 4 + footer.total_compressed_size)
+    claimed = _varint(2 * page.size), _varint(2 * 1_000_000)  # numbers are doubled, for their sign
+    assert len(claimed[0]) == len(claimed[1]) and content.index(claimed[0]) < 20
+    (source / "a.parquet").write_bytes(content.replace(*claimed, 1))
+    assert list(read(piece, "text", most=1000)) == [
+        "a.parquet: a row group that is compressed more than 1,000 to 1, to over 1,000 bytes"]
+    pq.write_table(pa.table({"text": ["b"]}), source / "b.parquet")
+    assert texts(prepare([str(source)], tmp_path / "out", Options(eval_fraction=0, record_bytes=1000))) == ["b"]
+
+
+def test_a_row_of_millions_of_nulls_is_left_out(source):
+    pq.write_table(pa.table({"text": pa.array([[None] * 3_000_000], pa.list_(pa.int32()))}), source / "a.parquet")
+    assert (source / "a.parquet").stat().st_size < 2000
+    (piece,), = find_tasks(str(source / "a.parquet"))
+    before = pa.default_memory_pool().max_memory()
+    assert "compressed more than" in next(iter(read(piece, "text", most=2**20)))
+    assert pa.default_memory_pool().max_memory() == before
+    with pytest.raises(UserError, match="'text' is not text"):
+        list(read(piece, "text"))  # with room for it
+
+
+@pytest.mark.parametrize(("first", "size"), [(4, 10**9), (10**9, 1), (4, -10)])
+def test_a_column_outside_of_the_file_is_one_line(source, first, size):
+    pq.write_table(pa.table({"text": ["a"]}), source / "a.parquet")
+    column = SimpleNamespace(dictionary_page_offset=None, data_page_offset=first, total_compressed_size=size)
+    with pytest.raises(UserError, match=r"a\.parquet cannot be read \(a column lies outside of the file\)"):
+        inputs._pages(str(source / "a.parquet"), column)
+
+
+def test_events_that_inflate_are_refused(source, monkeypatch):
+    pq.write_table(pa.table({"user": ["x" * 2**20] * 4}), source / "a.parquet", compression="zstd",
+                   use_dictionary=False)
+    (piece,), = find_tasks(str(source / "a.parquet"))
+    assert inputs.row_group(piece, ["user"]).num_rows == 4
+    monkeypatch.setattr(inputs, "RECORD_BYTES", 2**20)
+    with pytest.raises(UserError, match="is compressed more than 1,000 to 1"):
+        inputs.row_group(piece, ["user"])
 
 
 def test_a_value_that_repeats_is_in_memory_once(source):

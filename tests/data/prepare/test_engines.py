@@ -1,7 +1,11 @@
 """Who does the tasks makes no difference; a worker that is killed is told in one line."""
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +13,7 @@ from jaxtrain.data.prepare import engines
 from jaxtrain.data.prepare.prepare import Options, begin, main, plan_tasks, prepare, tokenize_shard
 from jaxtrain.errors import UserError
 from tests.data.prepare.test_on_slurm import files, write
+from tests.odd_files import in_time
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
@@ -78,6 +83,41 @@ def test_a_killed_worker_is_one_line_and_nothing_is_lost(tmp_path, monkeypatch, 
     error = capsys.readouterr().err
     assert error.startswith("--workers: a worker was killed") and error.count("\n") == 1
     assert main(flags) == 0
+
+
+WAITS = """
+import threading
+
+def waits(text):
+    with open({fifo!r}, "w") as fifo:
+        print("here", file=fifo, flush=True)
+        threading.Event().wait()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_workers_end_with_a_killed_parent(tmp_path):
+    """Each worker reports at a pipe and waits; no end of the pipe, nor of stderr, is open once all of them are gone."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "waits.py").write_text(WAITS.format(fifo=str(fifo)))
+    command = [sys.executable, "-m", "jaxtrain.data.prepare", f"--input={write(tmp_path / 'a.jsonl')}", "--workers=2",
+               f"--output={tmp_path / 'out'}", "--task_bytes=3000", "--steps", "waits:waits"]
+    here = Path(__file__).parents[3]
+    paths = os.pathsep.join([str(tmp_path), str(here)])
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=here,
+                               start_new_session=True, env={**os.environ, "PYTHONPATH": paths})
+    try:
+        with open(fifo) as reports:
+            assert [reports.readline() for _ in range(2)] == ["here\n"] * 2
+            started.kill()
+            assert in_time(reports.read, 120) == ""  # the end of the pipe: both workers are gone
+        # The end of stderr: so is all else that was started, such as a resource tracker.
+        assert b"Traceback" not in in_time(started.stderr.read, 120)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # they are gone, unless the test fails
+            os.killpg(started.pid, signal.SIGKILL)
+        started.communicate()
 
 
 def test_nothing_to_do_needs_no_engine(tmp_path):

@@ -14,6 +14,7 @@ from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
 from jaxtrain.data.prepare_sequences import prepare_sequences
 from jaxtrain.data.prepare_sequences.audio import Audio
 from jaxtrain.errors import UserError
+from tests.odd_files import ODD, in_time, sparse
 
 ROOT = Path(__file__).parents[3]
 
@@ -90,3 +91,15 @@ def test_sequences_are_held_too(tmp_path):
     (tmp_path / "in/0.wav").write_bytes(b"RIFF")
     with job.begun(tmp_path / "out", "plan", prepare_sequences.FORMAT), pytest.raises(UserError, match="is preparing"):
         prepare_sequences.prepare_sequences([str(tmp_path / "in")], tmp_path / "out", Audio())
+
+
+@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+def test_whatever_lies_in_place_of_the_plan_is_one_line(tmp_path, make):
+    source = write(tmp_path, 1)
+    (tmp_path / "out" / "unfinished").mkdir(parents=True)
+    make(tmp_path / "out" / "unfinished" / "plan")
+    if make is sparse:  # nothing was done, so it is begun again
+        in_time(lambda: prepare(source, tmp_path / "out", Options()))
+        return
+    with pytest.raises(UserError, match=r"--output: .*out cannot be written"):
+        in_time(lambda: prepare(source, tmp_path / "out", Options()))
