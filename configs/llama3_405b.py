@@ -5,8 +5,8 @@
 For 2,048 accelerators of 80 GB in groups of 8 with fast links: tensor parallel inside a group, fully sharded across the
 groups (3.2 GB of state a device, gradients included). One process a host: add --coordinator, --num_processes and
 --process_id, or start it under Slurm. It lowers for 2,048 devices on a laptop (tests/test_configs.py); speed and loss:
-not measured. The only tokenizer so far is "bytes": until another one is configured this trains on bytes, and most of
-the vocabulary's rows are never used. What the config fixes is the shape. Variant: `:tiny` (seconds on a CPU).
+not measured. Text given as it is becomes bytes; `jaxtrain.data.prepare` makes a corpus with the published
+tokenizer.json. Variant: `:tiny` (seconds on a CPU).
 """
 
 from ml_collections import ConfigDict
