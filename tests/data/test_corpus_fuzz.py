@@ -44,7 +44,8 @@ def corpora(tmp_path_factory) -> list[Path]:
     (made / "text.jsonl").write_text("".join(json.dumps({"text": f"document {n}: " + "word " * (n % 17)}) + "\n"
                                              for n in range(150)))
     (made / "talk.jsonl").write_text("".join(json.dumps({"messages": [
-        {"role": "user", "content": f"How much is {n}?"}, {"role": "assistant", "content": f"It is {n}. " * (n % 5 + 1)},
+        {"role": "user", "content": f"How much is {n}?"},
+        {"role": "assistant", "content": f"It is {n}. " * (n % 5 + 1)},
     ]}) + "\n" for n in range(100)))
     options = {"text": Options(tokenizer="characters", eval_fraction=0.2, task_bytes=4000),
                "talk": Options(chat_template="plain", eval_fraction=0.2, task_bytes=6000)}
@@ -169,7 +170,8 @@ def edited(rng, manifest):
 
 def names(rng, manifest):
     """Name files outside, where the manifest names files."""
-    name = rng.choice(["../outside/secret", "/etc/hostname", "..", ".", "a/../../outside/secret", "unfinished/../x", "a\\b",
+    name = rng.choice(["../outside/secret", "/etc/hostname", "..", ".", "a/../../outside/secret", "unfinished/../x",
+                       "a\\b",
                        "a//b", "", "sub/link", "./a", "~/x"])
     shard = rng.choice([shard for split in manifest["splits"].values() for shard in split["shards"]])
     what = rng.randrange(4)
@@ -230,9 +232,11 @@ class Watch:
         if not self.on:
             return
         if event == "open" and isinstance(arguments[0], str | bytes):
-            writes = isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            writes = isinstance(arguments[2], int) and arguments[2] & (
+                os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             (self.changed if writes else self.opened).append(os.fsdecode(arguments[0]))
-        elif event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.utime",
+        elif event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate",
+                       "os.utime",
                        "shutil.rmtree"):
             self.changed += [os.fsdecode(one) for one in arguments if isinstance(one, str | bytes)]
 

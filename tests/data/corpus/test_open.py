@@ -203,7 +203,8 @@ def test_offsets_of_other_documents_are_one_line(corpus, tmp_path, array):
         open_corpus(place)
 
 
-@pytest.mark.parametrize("content", [b"nonsense", b"", np.zeros(0, ORIGIN), np.zeros(9), np.zeros(9, [("piece", "<u4")])])
+@pytest.mark.parametrize("content", [
+    b"nonsense", b"", np.zeros(0, ORIGIN), np.zeros(9), np.zeros(9, [("piece", "<u4")])])
 def test_origins_that_tell_nothing_are_one_line(corpus, tmp_path, content):
     place = shutil.copytree(corpus, tmp_path / "before")
     path = place / "train-00000.origins.npy"
