@@ -142,6 +142,7 @@ def _refuse_torch(run: Run) -> None:
     require(run, {"mesh": run.mesh.size == 1, "train.precision": run.precision == wanted,
                   "model.name": c.name in ("gpt2", "llama"), "model.num_experts": not c.num_experts,
                   "model.window": not c.window, "model.mtp_loss_weight": not c.mtp_loss_weight,
+                  "model.rope_type": getattr(c, "rope_type", "llama3") == "llama3",
                   "train.remat": t.remat in ("none", "full")},
             f"torch has gpt2 and llama without experts and windows, in {wanted} on one device, remat none or full")
 

@@ -67,20 +67,67 @@ class Gpt2Config(ModelConfig):
 
 
 @dataclass(frozen=True)
-class LlamaConfig(ModelConfig):
-    """Llama and Qwen3: rotary positions, and a layer that looks ahead where asked for."""
+class RotaryConfig(ModelConfig):
+    """Rotary positions, as they are or scaled for longer rows, and a layer that looks ahead where asked for."""
 
-    name: str = "llama"
     rope_theta: float = 10_000.0  # base of the rotary positions
-    rope_scaling: float = 1.0  # Llama-3.1 long-context factor; 1: none
-    rope_original_len: int = 8192  # the length rope_scaling extends
+    rope_scaling: float = 1.0  # how many times longer than originally rows may be; 1: positions as they are
+    rope_type: str = "llama3"  # how rope_scaling scales: "linear", "ntk", "llama3" or "yarn"
+    rope_original_len: int = 8192  # llama3, yarn: the length that rope_scaling extends
+    rope_low_freq_factor: float = 1.0  # llama3: frequencies with fewer turns in the original length are divided,
+    rope_high_freq_factor: float = 4.0  # llama3: those with more turns than this are kept
+    rope_beta_fast: float = 32.0  # yarn: frequencies with more turns in the original length are kept,
+    rope_beta_slow: float = 1.0  # yarn: those with fewer turns than this are divided
+    rope_truncate: bool = True  # yarn: whether the bounds between those are rounded to whole pairs
+    rope_attention_factor: float = 0.0  # yarn: of cosine and sine; 0: 0.1 ln(rope_scaling) + 1, or from the mscales
+    rope_mscale: float = 0.0  # yarn in DeepSeek's models: weight of that logarithm; the factor is divided by that of
+    rope_mscale_all_dim: float = 0.0  # yarn: this weight, by whose factor squared deepseek_v3 multiplies scores
     # pyrefly: ignore[bad-override]
     mtp_loss_weight: float = 0.0  # of one more layer that predicts the token after the next; 0: no such layer
 
     def __post_init__(self):
         super().__post_init__()
-        positive(self, "model", "rope_theta rope_scaling rope_original_len")
-        not_negative(self, "model", "mtp_loss_weight")
+        positive(self, "model", "rope_theta rope_scaling rope_original_len rope_low_freq_factor rope_beta_slow")
+        not_negative(self, "model", "mtp_loss_weight rope_attention_factor rope_mscale rope_mscale_all_dim")
+        one_of("model.rope_type", self.rope_type, ("linear", "ntk", "llama3", "yarn"))
+        self._check_scaling()
+
+    def _check_scaling(self):
+        if self.rope_scaling < 1:
+            raise UserError("model.rope_scaling", f"{self.rope_scaling} would shorten the context", "give 1 or more")
+        if self.rope_scaling == 1 and self.rope_type != "llama3":
+            raise UserError("model.rope_scaling", f"rope_type={self.rope_type} has no factor to scale by",
+                            "give one above 1, or leave rope_type out")
+        for key, default, kind in _SCALING_KEYS:
+            if getattr(self, key) != default and (self.rope_scaling == 1 or self.rope_type != kind):
+                raise UserError(f"model.{key}", f"it is read with rope_type={kind} and a rope_scaling above 1 only",
+                                "set those, or leave it out")
+        for low, high in (("rope_low_freq_factor", "rope_high_freq_factor"), ("rope_beta_slow", "rope_beta_fast")):
+            if getattr(self, high) <= getattr(self, low):
+                raise UserError(f"model.{high}", f"{getattr(self, high)} is not above model.{low}="
+                                f"{getattr(self, low)}", "give more turns")
+        if self.rope_type == "yarn" and self.rope_theta <= 1:
+            raise UserError("model.rope_theta", f"yarn needs a base above 1, not {self.rope_theta}", "try 10000")
+        if (self.rope_mscale > 0) != (self.rope_mscale_all_dim > 0):
+            raise UserError("model.rope_mscale", "it has a meaning only together with model.rope_mscale_all_dim",
+                            "give both or neither")
+        if self.rope_type == "ntk" and (self.rope_head_dim or self.head_dim) <= 2:
+            raise UserError("model.rope_type", "ntk changes the base by a power that a rotary width of 2 does not have",
+                            "use linear")
+
+
+# The keys of one way to scale, their defaults, and which way.
+_SCALING_KEYS = tuple((field.name, field.default, kind) for kind, names in (
+    ("llama3", "low_freq_factor high_freq_factor"),
+    ("yarn", "beta_fast beta_slow truncate attention_factor mscale mscale_all_dim"))
+    for field in fields(RotaryConfig) if field.name.removeprefix("rope_") in names.split())
+
+
+@dataclass(frozen=True)
+class LlamaConfig(RotaryConfig):
+    """Llama and Qwen3: nothing beyond rotary positions."""
+
+    name: str = "llama"
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.functions import softmax
 from jaxtrain.models.layers import RESIDUAL, Linear
+from jaxtrain.models.rotary import Rotary
 from jaxtrain.parallel import context as parallel
 from jaxtrain.sharding import rules as sharding
 
@@ -118,32 +118,6 @@ def _cudnn(q_BTHK, k_BSGK, v_BSGK, segments_BT, window):
 
 
 _BACKENDS = {"xla": _xla, "cudnn": _cudnn}
-
-
-class Rotary:
-    """Rotary position embeddings in Llama's half-split convention, with Llama-3.1's scaling of low frequencies."""
-
-    def __init__(self, head_dim: int, theta: float, scaling: float = 1.0, original_len: int = 8192):
-        frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-        if scaling != 1:
-            # Wavelengths longer than the original context are stretched by `scaling`, those below a quarter of it
-            # are kept, and between the two the frequency is interpolated (Llama 3.1: low factor 1, high factor 4).
-            turns = original_len * frequency / (2 * np.pi)
-            keep = np.clip((turns - 1) / (4 - 1), 0, 1)
-            frequency = frequency * (keep + (1 - keep) / scaling)
-        self.frequency = tuple(frequency.tolist())  # plain numbers: part of the program, not of the state
-
-    def angles(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return cosine and sine [B, T, 1, K/2], computed once for all layers."""
-        angle = positions_BT[..., None, None].astype(jnp.float32) * np.asarray(self.frequency, np.float32)
-        return jnp.cos(angle), jnp.sin(angle)
-
-    @staticmethod
-    def rotate(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Rotate queries or keys by their positions."""
-        cos, sin = angles
-        a, b = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
 
 
 class Attention(nnx.Module):

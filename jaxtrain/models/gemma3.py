@@ -14,9 +14,10 @@ from flax import nnx
 
 from jaxtrain.config.families import Gemma3Config
 from jaxtrain.kernels.functions import gelu, rms_norm
-from jaxtrain.models.attention import Attention, Rotary, attend
+from jaxtrain.models.attention import Attention, attend
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.layers import INSIDE, Embed, Head, SwiGLU, param
+from jaxtrain.models.rotary import Rotary, frequencies
 from jaxtrain.sharding import rules as sharding
 
 Angles = tuple[jax.Array, jax.Array]
@@ -53,9 +54,8 @@ class BothRotaries:
     """The rotary positions of local and of global layers."""
 
     def __init__(self, c: Gemma3Config):
-        self.local = Rotary(c.head_dim, c.local_rope_theta)
-        self.everywhere = Rotary(c.head_dim, c.rope_theta)
-        self.everywhere.frequency = tuple(f / c.rope_factor for f in self.everywhere.frequency)
+        self.local = Rotary(frequencies(c.head_dim, c.local_rope_theta))
+        self.everywhere = Rotary(frequencies(c.head_dim, c.rope_theta) / c.rope_factor)
 
     def angles(self, positions_BT: jax.Array) -> tuple[Angles, Angles]:
         """Return the angles of local layers, and those of global ones."""

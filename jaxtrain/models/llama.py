@@ -5,12 +5,13 @@ from functools import partial
 
 from flax import nnx
 
-from jaxtrain.config.families import ExpertsConfig, LlamaConfig
+from jaxtrain.config.families import ExpertsConfig, LlamaConfig, RotaryConfig
 from jaxtrain.models.ahead import MTPHead
-from jaxtrain.models.attention import Attention, Rotary
+from jaxtrain.models.attention import Attention
 from jaxtrain.models.decoder import Block, Compute, Decoder, remat
 from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
 from jaxtrain.models.moe import MoE
+from jaxtrain.models.rotary import Rotary, scaled_frequencies
 
 
 def llama(c: LlamaConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = False) -> Decoder:
@@ -24,7 +25,7 @@ def llama(c: LlamaConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = F
     return rotary_decoder(c, compute, attention, c.head_dim, rngs=rngs)
 
 
-def rotary_decoder(c: LlamaConfig, compute: Compute, attention: Callable[[float, nnx.Rngs], nnx.Module],
+def rotary_decoder(c: RotaryConfig, compute: Compute, attention: Callable[[float, nnx.Rngs], nnx.Module],
                    rotary_width: int, *, rngs: nnx.Rngs) -> Decoder:
     """Build the decoder that Llama and its descendants share, given `attention(std of its output weights, rngs)`."""
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
@@ -42,7 +43,7 @@ def rotary_decoder(c: LlamaConfig, compute: Compute, attention: Callable[[float,
     last = partial(block, experts=c.num_experts > 0)
     return Decoder(
         Embed(c.vocab_size, c.embed_dim, rngs=rngs), last, c.num_layers, RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-        rotary=Rotary(rotary_width, c.rope_theta, c.rope_scaling, c.rope_original_len),
+        rotary=Rotary(*scaled_frequencies(c, rotary_width)),
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
         first=partial(block, experts=False), num_first=c.dense_layers,
         ahead=(partial(MTPHead, c.embed_dim, c.norm_eps, last, remat=remat(compute.remat))

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.models.attention import HEADS, Rotary, attend
+from jaxtrain.models.attention import HEADS, attend
 from jaxtrain.models.layers import RESIDUAL, Linear, RMSNorm
+from jaxtrain.models.rotary import Rotary
 
 LATENT = ("batch", "seq", None)
 
@@ -24,9 +25,9 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, dim: int, heads: int, head_dim: int, rope_dim: int, value_dim: int, q_rank: int, kv_rank: int,
                  eps: float, *, out_std: float, rngs: nnx.Rngs, window: int = 0, backend: str = "auto",
-                 context: str = "auto"):
+                 context: str = "auto", score_factor: float = 1.0):
         self.head_dim, self.kv_rank, self.window = head_dim, kv_rank, window
-        self.backend, self.context = backend, context
+        self.backend, self.context, self.score_factor = backend, context, score_factor
         up, down = ("rank", "heads", "head_dim"), ("embed", "latent")
         self.q_down = Linear("btd,dl->btl", (dim, q_rank), down, LATENT, rngs=rngs) if q_rank else None
         self.q_norm = RMSNorm(q_rank, eps, axis="latent", rngs=rngs) if q_rank else None
@@ -44,6 +45,8 @@ class LatentAttention(nnx.Module):
         k_BTHK, v_BTHV = jnp.split(self.kv(self.kv_norm(kv_BTL)), [self.head_dim], axis=-1)
         k_BT1R = Rotary.rotate(k_BTR[:, :, None], angles)
         q = jnp.concatenate([q_BTHK, Rotary.rotate(q_BTHR, angles)], axis=-1)
+        if self.score_factor != 1:
+            q = (q * self.score_factor).astype(q.dtype)
         k = jnp.concatenate([k_BTHK, k_BT1R + jnp.zeros_like(q_BTHR)], axis=-1)
         return self.out(attend(q, k, v_BTHV, segments_BT=segments_BT, window=self.window, backend=self.backend,
                                context=self.context))

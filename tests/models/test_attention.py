@@ -1,4 +1,4 @@
-"""Attention against one written from scratch, who may influence whom, and rotary positions from their formulas."""
+"""Attention against one written from scratch, and who may influence whom."""
 
 import functools
 import itertools
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.attention import Rotary, attend, choose_backend
+from jaxtrain.models.attention import attend, choose_backend
 
 B, T, K = 2, 12, 8
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
@@ -122,57 +122,3 @@ def test_wide_heads_need_a_newer_gpu(monkeypatch, capability, chosen):
 def test_auto_takes_cudnn_where_it_can():
     assert choose_backend("auto", "gpu", BF16, 128, 64) == "cudnn" == choose_backend("cudnn", "gpu", BF16, 128, 64)
     assert choose_backend("xla", "gpu", BF16, 128, 64) == "xla"
-
-
-# -------------------------------------------------------------------------------------------------------------- rotary
-
-def llama31(dim, theta, factor=8.0, low=1.0, high=4.0, original=8192):
-    """Frequencies by the rule of Meta's release: three cases by wavelength, the middle one interpolated."""
-    out = []
-    for i in range(dim // 2):
-        frequency = 1.0 / theta ** (2 * i / dim)
-        wavelength = 2 * math.pi / frequency
-        if wavelength < original / high:
-            out.append(frequency)
-        elif wavelength > original / low:
-            out.append(frequency / factor)
-        else:
-            smooth = (original / wavelength - low) / (high - low)
-            out.append((1 - smooth) * frequency / factor + smooth * frequency)
-    return np.array(out)
-
-
-@pytest.mark.parametrize("scaling", [1.0, 8.0, 32.0])
-def test_rotary_frequencies(scaling):
-    want = llama31(128, 500_000.0, scaling) if scaling != 1 else 500_000.0 ** (-np.arange(64) / 64)
-    np.testing.assert_allclose(Rotary(128, 500_000.0, scaling).frequency, want, rtol=1e-12)
-    if scaling != 1:
-        ratio = want * 500_000.0 ** (np.arange(64) / 64)
-        kept, stretched = (ratio > 0.999).sum(), (ratio < 1.001 / scaling).sum()
-        kinds = kept, stretched, len(ratio) - kept - stretched
-        assert min(kinds) > 2, f"the case does not reach all three parts of the rule: {kinds}"
-
-
-def test_rotary_turns_pairs_of_the_two_halves():
-    rng = np.random.default_rng(0)
-    x, positions = rng.normal(size=(B, T, 3, K)).astype(np.float32), rng.integers(0, 5000, size=(B, T))
-    rotary = Rotary(K, 10_000.0)
-    got = np.asarray(rotary.rotate(jnp.asarray(x), rotary.angles(jnp.asarray(positions))))
-    pairs = x[..., : K // 2] + 1j * x[..., K // 2:]  # as complex numbers: a turn is one product
-    turned = pairs * np.exp(1j * positions[..., None, None] * 10_000.0 ** (-np.arange(K // 2) / (K // 2)))
-    # An angle of thousands of radians in float32 is good to about 1e-4.
-    np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], -1), atol=2e-3)
-    np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
-
-
-def test_scores_depend_on_the_distance_of_positions_only():
-    rng = np.random.default_rng(1)
-    q, k = (jnp.asarray(rng.normal(size=(1, 1, 1, K)), jnp.float32) for _ in range(2))
-    rotary = Rotary(K, 100.0)
-
-    def score(i, j):
-        a, b = (rotary.rotate(x, rotary.angles(jnp.array([[n]]))) for x, n in ((q, i), (k, j)))
-        return float((a * b).sum())
-
-    np.testing.assert_allclose([score(7, 3), score(40, 36)], score(4, 0), rtol=1e-5)
-    assert abs(score(4, 0) - score(5, 0)) > 1e-3

@@ -5,6 +5,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from tests.numerics import plain_rotary
+
 
 def silu_mlp(gate, up, down, h):
     g = h @ gate
@@ -65,7 +67,9 @@ def latent_qkv(c, a, h, positions, rms_norm, rotate):
     q = jnp.tensordot(latent, a["q"]["kernel"], 1)
     both = h @ a["kv_down"]["kernel"]
     kv = jnp.tensordot(rms_norm(a["kv_norm"], both[..., :c.kv_rank], c.norm_eps), a["kv"]["kernel"], 1)
-    shared = rotate(both[..., None, c.kv_rank:], positions, c.rope_theta)
-    plain, turned = q[..., :c.head_dim], rotate(q[..., c.head_dim:], positions, c.rope_theta)
+    turn = plain_rotary.frequencies(c, c.rope_head_dim)
+    shared = rotate(both[..., None, c.kv_rank:], positions, *turn)
+    plain, turned = q[..., :c.head_dim], rotate(q[..., c.head_dim:], positions, *turn)
     k = jnp.concatenate([kv[..., :c.head_dim], jnp.repeat(shared, c.num_heads, axis=2)], -1)
-    return jnp.concatenate([plain, turned], -1), k, kv[..., c.head_dim:]
+    q = plain_rotary.score_factor(c) * jnp.concatenate([plain, turned], -1)
+    return q, k, kv[..., c.head_dim:]

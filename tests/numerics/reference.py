@@ -15,7 +15,7 @@ import jaxtrain as jt
 from jaxtrain.sharding.mesh import AXES
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import TrainState
-from tests.numerics import plain_experts
+from tests.numerics import plain_experts, plain_rotary
 
 VOCAB, SEQ, BATCH, STEPS, LAYERS = 64, 16, 32, 20, 2
 TOLERANCE = 1e-5
@@ -138,12 +138,13 @@ def rms_norm(p, x, eps):
     return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * p["scale"]
 
 
-def rotate(x, positions, theta):
-    """x [B, T, H, K]: the pair (i, i + K/2) turns by position x theta^(-2i/K)."""
+def rotate(x, positions, frequencies, factor=1.0):
+    """x [B, T, H, K]: the pair (i, i + K/2) turns by position x frequency, and is multiplied by the factor."""
     half = x.shape[-1] // 2
-    angle = positions[:, :, None, None] * theta ** (-jnp.arange(half) / half)
+    angle = positions[:, :, None, None] * np.float32(frequencies)
     a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
+    return factor * jnp.concatenate(
+        [a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
 
 
 def attention(q, k, v, segments, window=0):
@@ -184,7 +185,7 @@ def block(c, w, x, b, told):
     if c.name in ("qwen3", "qwen3_moe"):
         q, k = rms_norm(a["q_norm"], q, eps), rms_norm(a["k_norm"], k, eps)
     if not gpt2 and not latent:
-        q, k = (rotate(y, b["positions"], c.rope_theta) for y in (q, k))
+        q, k = (rotate(y, b["positions"], *plain_rotary.frequencies(c, c.head_dim)) for y in (q, k))
     y = jnp.tensordot(attention(q, k, v, b["segments"], c.window), a["out"]["kernel"], 2)
     x = x + y + (a["out"]["bias"] if gpt2 else 0)
     h = norm(w["mlp_norm"], x, eps)
@@ -208,7 +209,7 @@ def gemma3_block(c, w, x, b, layer):
     eps, a, m, local = c.norm_eps, w["attention"], w["mlp"], (layer + 1) % c.global_every
     q, k, v = (jnp.tensordot(gemma3_norm(w["attention_norm"], x, eps), a[n]["kernel"], 1) for n in "qkv")
     turn = dict(positions=b["positions"] if local else b["positions"] / c.rope_factor,
-                theta=c.local_rope_theta if local else c.rope_theta)
+                frequencies=(c.local_rope_theta if local else c.rope_theta) ** (-np.arange(0, 1, 2 / c.head_dim)))
     q, k = rotate(gemma3_norm(a["q_norm"], q, eps), **turn), rotate(gemma3_norm(a["k_norm"], k, eps), **turn)
     scaled = q / math.sqrt(c.query_scale) * math.sqrt(c.head_dim)  # `attention` divides by the latter
     y = jnp.tensordot(attention(scaled, k, v, b["segments"], c.window if local else 0), a["out"]["kernel"], 2)

@@ -112,7 +112,8 @@ def frequencies(model: Any) -> torch.Tensor:
     """Return the rotary frequencies in radians per position, with Llama 3.1's scaling of the low ones."""
     f = model.rope_theta ** (-torch.arange(0, model.head_dim, 2, dtype=torch.float64) / model.head_dim)
     if model.rope_scaling != 1:
-        kept = ((model.rope_original_len * f / (2 * math.pi) - 1) / 3).clamp(0, 1)
+        low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+        kept = ((model.rope_original_len * f / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         f = f * (kept + (1 - kept) / model.rope_scaling)
     return f.float()
 
