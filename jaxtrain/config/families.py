@@ -125,7 +125,7 @@ _SCALING_KEYS = tuple((field.name, field.default, kind) for kind, names in (
 
 @dataclass(frozen=True)
 class LlamaConfig(RotaryConfig):
-    """Llama and Qwen3: nothing beyond rotary positions."""
+    """Llama and Qwen3: rotary positions, scaled for longer rows, and a layer that looks ahead."""
 
     name: str = "llama"
 

@@ -30,7 +30,7 @@ def reference() -> str:
             parts += ["## model", "`model.name` picks the family. Every family has these keys:", _table(cls, section)]
             for family in dict.fromkeys(FAMILIES.values()):
                 names = [name for name, cls in FAMILIES.items() if cls is family]
-                parent = family.__mro__[1]
+                parent = next(base for base in family.__mro__[1:] if base in (*FAMILIES.values(), cls))
                 others = [name for name, cls in FAMILIES.items() if cls is parent]
                 known = {field.name: field.default for field in fields(parent)}
                 if own := [field for field in fields(family) if known.get(field.name, MISSING) != field.default

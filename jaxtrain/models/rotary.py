@@ -35,7 +35,7 @@ def scaled_frequencies(c: RotaryConfig, width: int) -> tuple[np.ndarray, float]:
 
 
 def _kept_by_llama3(plain: np.ndarray, c: RotaryConfig) -> np.ndarray:
-    """Return how much of each frequency is kept: all of one with many turns in the original context, none of a low one."""
+    """Return how much of each frequency is kept: all, where it has many turns in the original context."""
     turns = c.rope_original_len * plain / (2 * np.pi)
     return np.clip((turns - c.rope_low_freq_factor) / (c.rope_high_freq_factor - c.rope_low_freq_factor), 0, 1)
 
@@ -44,8 +44,8 @@ def _kept_by_yarn(width: int, c: RotaryConfig) -> np.ndarray:
     """Return how much of each frequency is kept (YaRN, arXiv 2309.00071): a ramp over the index of the pair.
 
     It falls from the pair with `rope_beta_fast` turns in the original context to that with `rope_beta_slow`. The
-    paper's ramp is over turns; its authors' code and the published models have this one, whose ends are rounded outwards to
-    whole pairs and bounded by the width.
+    paper's ramp is over turns; its authors' code and the published models have this one, whose ends are rounded
+    outwards to whole pairs and bounded by the width.
     """
     def pair(turns: float) -> float:
         return width * math.log(c.rope_original_len / (turns * 2 * math.pi)) / (2 * math.log(c.rope_theta))

@@ -137,7 +137,7 @@ def read_fields(sources: list[str]) -> set[tuple[str, str]]:
     A name holds a section where it was assigned one (`t = config.train`) or is annotated as one (`c: ModelConfig`).
     """
     by_class = {cls.__name__: section for section, cls in SECTIONS.items()}
-    by_class |= {cls.__name__: "model" for cls in FAMILIES.values()}
+    by_class |= {base.__name__: "model" for cls in FAMILIES.values() for base in cls.__mro__[:-1]}
     found = set()
     for source in sources:
         tree = ast.parse(source)
