@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from jaxtrain.bench import kinds, trace
+from jaxtrain.bench import trace
+from jaxtrain.plan import kinds
 from jaxtrain.plan.instructions import CONTAINERS, Instruction, Program, program
 from jaxtrain.plan.targets import Target
 

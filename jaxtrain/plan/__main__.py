@@ -9,6 +9,7 @@ Exit status 0; 1: nothing fits; 2: a user error, reported in one line.
 import argparse
 import math
 import sys
+from pathlib import Path
 
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError, nearest
@@ -16,9 +17,13 @@ from jaxtrain.flags import command, overrides_of, parser_of
 from jaxtrain.plan import targets
 from jaxtrain.plan.cost.time import said
 from jaxtrain.plan.estimate import Estimate, change, estimate
+from jaxtrain.plan.instructions import program
 from jaxtrain.plan.report import html
+from jaxtrain.plan.report.compiled_step import picture, roofline_table
 from jaxtrain.plan.report.table import explained, table
 from jaxtrain.plan.search import fastest_mesh, search
+from jaxtrain.plan.source_lines import source_lines
+from jaxtrain.plan.timeline import simulate
 from jaxtrain.train_step.precision import DTYPES
 
 GB = 1e9
@@ -45,6 +50,11 @@ def main(argv: list[str] | None) -> None:
         if flags.explain:
             raise UserError("--html", "--explain covers only one layout", "leave one of them out")
         html.writable(flags.html)
+    if (flags.roofline or flags.timeline) and not flags.verify:
+        raise UserError("--roofline" if flags.roofline else "--timeline", "it reads a compiled step, and none is asked "
+                        "for", "add --verify=1")
+    if flags.timeline:
+        html.writable(flags.timeline, "--timeline")
     if flags.verify:
         from jaxtrain.plan.compiler import devices_of
 
@@ -62,8 +72,8 @@ def main(argv: list[str] | None) -> None:
         if flags.html:
             html.write(found, flags.html, flags.config, flags.top, flags.tokens)
         chosen = [choice.estimate for choice in found.fitting]
-    for guess in chosen[:flags.verify]:
-        print(verified(guess))
+    for rank, guess in enumerate(chosen[:flags.verify]):
+        print(verified(guess, flags.roofline, flags.timeline if rank == 0 else None))
     if not chosen or not chosen[0].fits:
         raise SystemExit(1)
 
@@ -93,11 +103,19 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--html", metavar="FILE", help="also write the ranking as a page, with memory and time drawn")
     made.add_argument("--explain", action="store_true", help="explain only the layout of the config")
     made.add_argument("--verify", type=int, default=0, metavar="K", help="compile the best K for the real target")
+    made.add_argument("--roofline", action="store_true",
+                      help="with --verify: the time of each compiled operation, exposed communication and MFU")
+    made.add_argument("--timeline", metavar="FILE", help="with --verify: draw the compiled step's timeline, as SVG")
     return made
 
 
-def verified(guess: Estimate) -> str:
-    """Compare the compiler's figures with the prediction, as text."""
+def verified(guess: Estimate, roofline: bool = False, timeline: str | None = None) -> str:
+    """Compare the compiler's figures with the prediction, as text.
+
+    Args:
+        roofline: also say what the compiled operations take.
+        timeline: the file into which the compiled step is drawn.
+    """
     from jaxtrain.plan.compiler import compile_step
 
     real = compile_step(guess.config, guess.target, guess.devices)
@@ -111,6 +129,14 @@ def verified(guess: Estimate) -> str:
         if max(real.talked[key], guess.talked[key]) > 1e-3 * max(1, real.talked.total()):
             lines.append(f"  {said(*key):<40}{real.talked[key] / GB:10.3f} GB, predicted "
                          f"{guess.talked[key] / GB:.3f}")
+    if roofline or timeline:
+        code = program(real.text)
+        simulated = simulate(code, guess.target, guess.mesh)
+        if roofline:
+            lines.append(roofline_table(simulated, guess, code, source_lines(real.text)))
+        if timeline:
+            Path(timeline).write_text(picture(simulated))
+            lines.append(f"  timeline of one step: {timeline}")
     return "\n".join(lines)
 
 

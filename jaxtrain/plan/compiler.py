@@ -49,6 +49,7 @@ class Compiled:
     allocated: int  # allocated memory: more on TPUs, since not all of it is reused
     talked: Counter  # (kind, axes) -> bytes of results
     seconds: float  # compile time
+    text: str  # the optimised program
 
 
 def compile_step(config: Config, target: Target, devices: int) -> Compiled:
@@ -74,7 +75,7 @@ def compile_step(config: Config, target: Target, devices: int) -> Compiled:
         axes = tuple(axis for axis, size in sizes.items() if size > 1 and found.joins(axis, sizes))
         talked[found.kind, axes] += found.bytes
     peak, allocated = memory_of(compiled, run)
-    return Compiled(peak, allocated, talked, time.perf_counter() - began)
+    return Compiled(peak, allocated, talked, time.perf_counter() - began, text)
 
 
 def memory_of(compiled: jax.stages.Compiled, run: Run) -> tuple[int, int]:

@@ -80,7 +80,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return found, entry
 
 
-def _trips(line: str, computations: dict[str, list[str]]) -> int:
+def trips(line: str, computations: dict[str, list[str]]) -> int:
     """Return the trip count of a loop, from the compiler's note or from its condition (TPU), counting up from 0."""
     if known := _TRIPS.search(line):
         return int(known[1])
@@ -127,8 +127,8 @@ def _walk(computations: dict[str, list[str]], name: str, times: int, devices: in
             yield channel and channel[1], Collective(kind, arrays, times, origin[1] if origin else "",
                                                      device_groups(line, devices), conditional)
         elif operation in ("while", "call", "conditional", "fusion", "async-start"):
-            trips = _trips(line, computations) if operation == "while" else 1
+            count = trips(line, computations) if operation == "while" else 1
             for one, several in _CALLED.findall(line):
                 for called in [one] if one else [name.strip().lstrip("%") for name in several.split(",")]:
-                    yield from _walk(computations, called, times * trips,
+                    yield from _walk(computations, called, times * count,
                                      devices, conditional or operation == "conditional", operation == "fusion")

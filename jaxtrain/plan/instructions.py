@@ -81,6 +81,7 @@ class Program:
     instructions: dict[str, Instruction] = field(default_factory=dict)
     computations: dict[str, list[Instruction]] = field(default_factory=dict)
     devices: int = 1
+    entry: str = ""  # its outermost computation
 
     def inside(self, name: str) -> Iterator[Instruction]:
         """Yield the instructions of a computation and of all that it calls."""
@@ -115,6 +116,7 @@ def program(text: str) -> Program:
             if header := _HEADER.match(line):
                 computation = header[1]
                 made.computations[computation] = []
+                made.entry = computation if line.startswith("ENTRY") else made.entry
         elif computation and (instruction := _parsed(line, computation)):
             made.instructions[instruction.name] = instruction
             made.computations[computation].append(instruction)

@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from jaxtrain.bench import kinds, profile, trace
+from jaxtrain.bench import profile, trace
+from jaxtrain.plan import kinds
 from jaxtrain.plan.instructions import program
 from jaxtrain.plan.targets import TARGETS
 

@@ -31,10 +31,10 @@ def write(found: Found, path: str | Path, source: str, top: int = 10, tokens: fl
         raise UserError("--html", f"{path} cannot be written ({error.strerror})", "name another file") from error
 
 
-def writable(path: str | Path) -> None:
-    """Raise a UserError if the page cannot be written, before the search rather than after it."""
+def writable(path: str | Path, flag: str = "--html") -> None:
+    """Raise a UserError if the file of this flag cannot be written, before the search rather than after it."""
     if Path(path).is_dir() or not Path(path).parent.is_dir():
-        raise UserError("--html", f"{path} cannot be written", "name a file in an existing folder")
+        raise UserError(flag, f"{path} cannot be written", "name a file in an existing folder")
 
 
 def page(found: Found, source: str, base: Config, top: int = 10, tokens: float = 1e12) -> str:

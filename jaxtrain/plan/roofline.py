@@ -1,0 +1,67 @@
+"""The least seconds of each instruction of a compiled step on a target: what it computes or moves, at the rate of that.
+
+The planner's `Target.efficiency` is fitted to whole published runs, with power limits, stragglers and launches in it.
+Here each kernel has the share of the data sheet that it reaches alone, since the question is what the compiler's
+program costs, and which part of it to change.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from jaxtrain.plan.cost import links
+from jaxtrain.plan.instructions import Instruction, Program, size
+from jaxtrain.plan.targets import Target
+from jaxtrain.plan.trace.program import Collective
+
+# Shares of the data sheet. GPUs: large bfloat16 matmuls measured at 720 (H100, power limit) and 790 TFLOP/s (H200),
+# copies at 3.0 and 4.3 TB/s; cuDNN's attention as published, forward and backward. TPUs: not measured.
+ALONE: Mapping[str, Mapping[str, float]] = {
+    "cuda": {"matmul": 0.73, "attention": 0.61, "attention backward": 0.455, "memory": 0.90, "links": 1.0},
+    "h200": {"matmul": 0.80, "attention": 0.61, "attention backward": 0.455, "memory": 0.90, "links": 1.0},
+    "tpu": {"matmul": 0.90, "attention": 0.60, "attention backward": 0.50, "memory": 0.85, "links": 0.90},
+    "cpu": {"matmul": 1.0, "attention": 1.0, "attention backward": 1.0, "memory": 1.0, "links": 1.0},
+}
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The rates of one target for a program on a mesh of these sizes."""
+
+    target: Target
+    program: Program
+    mesh: Mapping[str, int]
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """The share of the data sheet that each kind of kernel reaches alone."""
+        return ALONE.get(self.target.name) or ALONE[self.target.platform]
+
+    def seconds(self, instruction: Instruction) -> float:
+        """Return the seconds of one execution of an instruction that computes or copies."""
+        if "S(5)" in instruction.text.partition(" = ")[2].partition("(")[0]:  # memory space 5 is the host's
+            return instruction.bytes / 2 / self.target.host
+        moving = instruction.bytes / (self.target.bandwidth * self.shares["memory"])
+        return max(moving, self.computing(instruction))
+
+    def computing(self, instruction: Instruction) -> float:
+        """Return the seconds of an instruction's products, as if memory had no limit."""
+        if not instruction.flops:
+            return 0.0
+        kind = "matmul"
+        if "fmha" in instruction.target:
+            kind = "attention backward" if "Backward" in instruction.target else "attention"
+        return instruction.flops / (self._peak(instruction.dtype) * self.shares[kind])
+
+    def talking(self, collective: Instruction) -> float:
+        """Return the seconds of a collective at the bandwidth of the slowest link that it crosses."""
+        axes = self.program.axes(collective, self.mesh)
+        arrays = collective.arrays
+        if collective.opcode.endswith("-start") and collective.collective != "all-reduce":
+            arrays = [array for array in arrays if array != ("u32", ())]  # the start also lists its operands
+            arrays = arrays[len(arrays) // 2:]
+        target = replace(self.target, efficiency={"links": self.shares["links"]})
+        return links.seconds(Collective(collective.collective, axes, int(sum(map(size, arrays)))), target, self.mesh)
+
+    def _peak(self, dtype: str) -> float:
+        name = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}.get(dtype, "float8" if "f8" in dtype else "")
+        return self.target.peak.get(name, self.target.peak.get("bfloat16", 1.0))

@@ -1,0 +1,125 @@
+"""The simulated timeline of a compiled step: rooflines, loops, what is hidden and what is waited for, dead code."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtrain.plan.instructions import program
+from jaxtrain.plan.report.compiled_step import picture
+from jaxtrain.plan.source_lines import source_lines
+from jaxtrain.plan.targets import TARGETS
+from jaxtrain.plan.timeline import simulate
+
+H100 = TARGETS["h100"]
+PRODUCT = 2 * 4096**3 / (0.73 * 989e12)  # seconds of a square product, compute bound
+GATHER = 7 * 512 * 4096 * 2 / 450e9  # of 8 x [512, 4096] bfloat16 over NVLink, without latency
+
+# ruff: noqa: E501
+# As XLA for GPUs prints a step on 4 devices: a loop of 3 turns in which a gather runs beside a product.
+STEP = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+FileNames
+1 "/somewhere/jaxtrain/models/layers.py"
+2 "/somewhere/jaxtrain/sharding/rules.py"
+
+FunctionNames
+1 "f"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=41 end_line=41 column=1 end_column=1}
+2 {file_name_id=2 function_name_id=1 line=7 end_line=7 column=1 end_column=1}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+
+%cond (p: (s32[], bf16[4096,4096])) -> pred[] {
+  %p = (s32[], bf16[4096,4096]{1,0}) parameter(0)
+  %at = s32[] get-tuple-element(%p), index=0
+  %end = s32[] constant(3)
+  ROOT %less = pred[] compare(%at, %end), direction=LT
+}
+
+%body (q: (s32[], bf16[4096,4096])) -> (s32[], bf16[4096,4096]) {
+  %q = (s32[], bf16[4096,4096]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%q), index=0
+  %x = bf16[4096,4096]{1,0} get-tuple-element(%q), index=1
+  %part = bf16[512,4096]{1,0} slice(%x), slice={[0:512],[0:4096]}
+  %begun = (bf16[512,4096]{1,0}, bf16[4096,4096]{1,0}) all-gather-start(%part), replica_groups=[1,8]<=[8], dimensions={0}
+  BESIDE
+  %whole = bf16[4096,4096]{1,0} all-gather-done(%begun)
+  %unread = bf16[4096,4096]{1,0} add(%whole, %whole)
+  %after = bf16[4096,4096]{1,0} dot(%whole, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/mlp/dot" stack_frame_id=2}
+  ROOT %next = (s32[], bf16[4096,4096]{1,0}) tuple(%i, %after)
+}
+
+ENTRY %main (a: bf16[4096,4096]) -> bf16[4096,4096] {
+  %a = bf16[4096,4096]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %begin = (s32[], bf16[4096,4096]{1,0}) tuple(%zero, %a)
+  %loop = (s32[], bf16[4096,4096]{1,0}) while(%begin), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %out = bf16[4096,4096]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+BESIDE = "%beside = bf16[4096,4096]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+def timeline(text: str):
+    return simulate(program(text), H100, {"data": 1, "fsdp": 8})
+
+
+def by_name(text: str):
+    return {one.instruction.name: one for one in timeline(text).operations}
+
+
+def test_a_gather_beside_a_product_costs_nothing_and_alone_all_of_its_time():
+    behind, alone = timeline(STEP.replace("BESIDE", BESIDE)), timeline(STEP.replace("BESIDE", ""))
+    assert behind.exposed == 0
+    assert behind.hidden()["all-gather over fsdp"] == pytest.approx(3 * (GATHER + 7 * 4e-6), rel=0.01)
+    assert alone.exposed == pytest.approx(3 * (GATHER + 7 * 4e-6), rel=0.01)
+    # The product beside costs what it takes, less what it hid.
+    assert behind.seconds - alone.seconds == pytest.approx(3 * PRODUCT - alone.exposed, rel=0.01)
+
+
+def test_a_synchronous_collective_is_waited_for():
+    text = STEP.replace("BESIDE", BESIDE).replace("dimensions={0}\n", 'dimensions={0}, backend_config={"is_sync":true}\n')
+    assert timeline(text).exposed == pytest.approx(3 * (GATHER + 7 * 4e-6), rel=0.01)
+
+
+def test_loops_count_their_turns_and_products_their_flop():
+    step = timeline(STEP.replace("BESIDE", BESIDE))
+    assert step.flops == 3 * 2 * 2 * 4096**3
+    assert {loop.name: loop.times for loop in step.loops} == {"main": 1, "body": 3}
+    assert step.by_kind()["matmul"] == pytest.approx(6 * PRODUCT, rel=0.01)
+    assert step.seconds == pytest.approx(sum(step.by_kind().values()))
+
+
+def test_what_nothing_reads_is_dead():
+    found = by_name(STEP.replace("BESIDE", BESIDE))
+    assert {name for name, one in found.items() if one.dead} == {"unread", "beside"}
+
+
+def test_memory_bound_operations_take_the_time_of_their_bytes():
+    assert by_name(STEP.replace("BESIDE", ""))["unread"].seconds == pytest.approx(
+        3 * 3 * 4096**2 * 2 / (0.9 * 3352e9), rel=0.01)
+
+
+def test_the_line_is_the_model_s_and_not_a_helper_s():
+    text = STEP.replace("BESIDE", "")
+    assert source_lines(text)(program(text).instructions["after"]) == "models/layers.py:41"
+
+
+def test_the_picture_has_a_panel_for_each_loop():
+    drawn = picture(timeline(STEP.replace("BESIDE", BESIDE)))
+    assert drawn.startswith("<svg") and "body: 3 times" in drawn and "all-gather over fsdp" in drawn
+
+
+def test_a_program_compiled_here_adds_up():
+    def step(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    x, w = jnp.ones((256, 256)), jnp.ones((5, 256, 256))
+    text = jax.jit(step).lower(x, w).compile().as_text()
+    found = simulate(program(text), TARGETS["cpu"], {"data": 1})
+    assert found.flops == pytest.approx(5 * 2 * 256**3)
+    assert found.seconds >= 5 * 2 * 256**3 / TARGETS["cpu"].peak["float32"]
