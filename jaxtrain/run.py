@@ -25,6 +25,7 @@ from jaxtrain.models.attention import choose_backend
 from jaxtrain.objectives import MakeObjective, NextToken, Objective
 from jaxtrain.objectives.next_token import stacks
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
+from jaxtrain.parallel import experts
 from jaxtrain.parallel.pipeline.pipeline import Pipeline, count_microbatches, make_schedules
 from jaxtrain.parallel.pipeline.stage_placement import Placement
 from jaxtrain.parallel.schedules import Schedule
@@ -160,11 +161,9 @@ class Run:
                                 "give batches of that shape, or declare the other in data.stages")
             data = replace(data, global_batch_size=rows, seq_len=seq_len, stages=[], packing="concat", buckets=[])
             config = replace(self.config, data=data)
-            kind = self.mesh.devices.flat[0].platform if isinstance(self.mesh, jax.sharding.Mesh) else (
-                self.platform or "abstract")
             # The config's rules: this run's own may leave layers out, where stages have unequal numbers of them.
             rules = sharding.rules(config.mesh.rules, **config.mesh.overrides)
-            schedules = _checked(config, self.mesh, rules, self.precision, kind)
+            schedules = _checked(config, self.mesh, rules, self.precision, self.platform)
             rule_checks.activations_divide(config, self.rules, self.mesh)
             self._other_shapes[shape] = replace(self, config=config, schedules=schedules)
         return self._other_shapes[shape]
@@ -403,7 +402,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     """Resolve a config against devices (all of them; an integer for an abstract mesh) and check that it fits.
 
     Args:
-        platform: the kind of devices that an abstract mesh stands for: "cuda", "tpu" or "cpu".
+        platform: the kind of devices that an abstract mesh stands for: "cuda", "tpu" or "cpu"; "cuda:9" also says
+            their compute capability.
         objective: what the run minimises, made from the config and the model without its numbers.
         optimizer: an optax transformation in place of the one that `config.optimizer` names.
         data: what yields the batch of each step, in place of `config.data`, which still says their shape.
@@ -427,9 +427,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
                         nearest(unknown[0], sharding.CONFIG_KEYS))
     rules = sharding.rules(m.rules, **m.overrides)
     rule_checks.agree(config, rules)
-    kind = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else platform or "abstract"
-    compute = precision.resolve(config.train.precision, kind)
-    schedules = _checked(config, mesh, rules, compute, kind)
+    compute = precision.resolve(config.train.precision, sharding.platform_of(mesh, platform))
+    schedules = _checked(config, mesh, rules, compute, platform)
     model = Skeleton.of(nnx.eval_shape(lambda: _model(config, mesh, jax.random.key(0))))
     goal = objective(config, model)
     all_axes = model.axes()
@@ -473,15 +472,15 @@ def _identity(objective: Objective, recorded: Mapping[str, Any]) -> dict[str, An
 
 
 def _checked(config: Config, mesh: AnyMesh, rules: Rules, compute: str,
-             kind: str) -> tuple[Schedule, Schedule] | None:
+             platform: str) -> tuple[Schedule, Schedule] | None:
     """Refuse what cannot work with batches of the config's shape; return the schedules of its pipeline, if any."""
     stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
     microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
     validation.check(config, mesh, rules, microbatches)
-    choose_backend(config.train.attention, kind, jnp.dtype(precision.DTYPES[compute]), config.data.seq_len,
+    dtype, kind = jnp.dtype(precision.DTYPES[compute]), sharding.platform_of(mesh, platform).partition(":")[0]
+    choose_backend(config.train.attention, kind, dtype, config.data.seq_len,
                    config.model.head_dim + config.model.rope_head_dim, sharding.shards(rules["seq"], mesh))
-    if config.train.expert_exchange == "ragged" and kind == "cpu" and mesh.shape["expert"] > 1:
-        raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")
+    experts.check(config, mesh, rules, dtype, platform)
     return make_schedules(config.pipeline, stages, microbatches) if stages > 1 else None
 
 
@@ -515,5 +514,5 @@ def _warn_of_waste(params: Any, shardings: Any, schedule: Schedule) -> None:
 
 def _model(config: Config, mesh: AnyMesh, key: jax.Array) -> nnx.Module:
     t = config.train
-    compute = Compute(t.attention, t.expert_exchange, t.remat, t.unroll, config.mesh.context_strategy)
+    compute = Compute(t.attention, experts.Options.of(t), t.remat, t.unroll, config.mesh.context_strategy)
     return make_model(config.model, compute, rngs=nnx.Rngs(params=key))

@@ -16,6 +16,7 @@ if "JAXTRAIN_CACHE" not in os.environ:
 import jax
 import pytest
 
+from tests.kernels.interpreted import interpreted  # noqa: F401
 from tests.s3 import _network, _server, bucket, impatient, network  # noqa: F401
 
 

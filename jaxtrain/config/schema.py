@@ -145,6 +145,7 @@ class TrainConfig:
     attention: str = "auto"  # the kernel: auto chooses by device, dtype and shapes
     check_memory: bool = True  # refuse, before anything is compiled, what the planner says cannot fit
     expert_exchange: str = "auto"  # how tokens reach their experts: "gather" all, or "ragged" all-to-all
+    grouped_matmul: str = "auto"  # the kernel of experts: auto chooses by device, dtype and shapes
     remat: str = "none"  # what the backward pass computes again: docs/training.md says what each policy keeps
     unroll: int = 1  # layers per scan iteration; 0: all of them. With remat always 1
     loss_chunks: int = 0  # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
@@ -173,6 +174,7 @@ class TrainConfig:
         one_of("train.precision", self.precision, ("auto", "float32", "bfloat16", "float16"))
         one_of("train.attention", self.attention, ("auto", "xla", "cudnn"))
         one_of("train.expert_exchange", self.expert_exchange, ("auto", "gather", "ragged"))
+        one_of("train.grouped_matmul", self.grouped_matmul, ("auto", "xla", "mosaic"))
         one_of("train.remat", self.remat, ("none", "full", "dots", "attention", "attention_and_dots"))
 
 

@@ -12,6 +12,7 @@ from jaxtrain.models.ahead import MTPHead
 from jaxtrain.models.attention import kept_results
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.moe import MoE, totals
+from jaxtrain.parallel.experts import DEFAULT, Options
 from jaxtrain.sharding import rules as sharding
 
 
@@ -20,7 +21,7 @@ class Compute:
     """How a model is computed; these options never change the result."""
 
     attention: str = "auto"
-    expert_exchange: str = "auto"
+    experts: Options = DEFAULT
     remat: str = "none"
     unroll: int = 1
     context: str = "auto"

@@ -35,7 +35,7 @@ def rotary_decoder(c: RotaryConfig, compute: Compute, attention: Callable[[float
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
             attention(out_std, rngs),
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-            MoE(c, out_std=out_std, exchange=compute.expert_exchange, rngs=rngs)
+            MoE(c, out_std=out_std, options=compute.experts, rngs=rngs)
             if experts and isinstance(c, ExpertsConfig)
             else SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
         )

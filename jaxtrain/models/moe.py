@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.families import ExpertsConfig
 from jaxtrain.models.layers import INSIDE, RESIDUAL, SwiGLU, param
 from jaxtrain.models.router import capacity, route
-from jaxtrain.parallel.experts import through_experts
+from jaxtrain.parallel.experts import DEFAULT, Options, through_experts
 from jaxtrain.parallel.rows import Row
 from jaxtrain.sharding import rules as sharding
 
@@ -38,9 +38,9 @@ class Router(nnx.Module):
 class MoE(nnx.Module):
     """Routed SwiGLU experts, and shared ones."""
 
-    def __init__(self, c: ExpertsConfig, *, out_std: float, exchange: str = "auto", rngs: nnx.Rngs):
+    def __init__(self, c: ExpertsConfig, *, out_std: float, options: Options = DEFAULT, rngs: nnx.Rngs):
         E, D, F = c.num_experts, c.embed_dim, c.expert_mlp_dim
-        self.config, self.exchange = c, exchange
+        self.config, self.options = c, options
         self.router = Router(c, rngs=rngs)
         self.gate, self.up = (param(rngs, (E, D, F), WIDEN) for _ in range(2))
         self.down = param(rngs, (E, F, D), NARROW, out_std)
@@ -82,7 +82,7 @@ class MoE(nnx.Module):
             x_BTD, routing.experts_BTK, routing.weights_BTK, routing.kept_BTK))
         most = min(T, capacity(c, row.length(T))) * B * gate.shape[0]
         y_ND = through_experts(x_ND, experts_NK, weights_NK, kept_NK, gate, up, down,
-                               axis=sharding.axes_over("experts"), exchange=self.exchange,
+                               axis=sharding.axes_over("experts"), options=self.options,
                                limit=most if c.capacity_factor else None)
         y_BTD = y_ND.reshape(B, T, D)
         if split:

@@ -21,6 +21,7 @@ from jaxtrain.kernels.cross_entropy import distillation_loss
 from jaxtrain.models import Compute, Decoder, make_model
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import MakeObjective
+from jaxtrain.parallel.experts import Options
 from jaxtrain.train_step.state import Skeleton
 
 TEACHER = "teacher"  # the key of its parameters among the frozen ones
@@ -134,7 +135,7 @@ def distillation(teacher: Config, *, workdir: str | Path | None = None, soft: fl
             raise UserError("data.seq_len", f"rows of {longest} tokens exceed the teacher's model.max_seq_len="
                             f"{teacher.model.max_seq_len}", "use shorter rows or another teacher")
         t = config.train
-        compute = Compute(t.attention, t.expert_exchange, "none", t.unroll, config.mesh.context_strategy)
+        compute = Compute(t.attention, Options.of(t), "none", t.unroll, config.mesh.context_strategy)
         skeleton = Skeleton.of(nnx.eval_shape(lambda: make_model(
             teacher.model, compute, rngs=nnx.Rngs(params=jax.random.key(0)))))
         return Distillation(**vars(NextToken.of(config, model)), teacher=skeleton, teacher_config=teacher,

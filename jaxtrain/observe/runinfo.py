@@ -25,7 +25,8 @@ _FREE: dict[str, Set[str] | None] = {
     "data": {"cache_dir", "cache_bytes", "corrupt", "prefetch", "source"},
     "optimizer": {"zero_stage", "offload"},
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
-              "eval_batches", "sample_tokens", "progress", "tensorboard", "check_memory", "expert_exchange"},
+              "eval_batches", "sample_tokens", "progress", "tensorboard", "check_memory", "expert_exchange",
+              "grouped_matmul"},
 }
 # What a resumed run may change where `--may_change` names it: it shapes the steps to come, not the state.
 MAY_CHANGE = frozenset(

@@ -14,6 +14,8 @@ P devices that exchange.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -21,19 +23,66 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.config.families import ModelConfig
+from jaxtrain.config.schema import Config, TrainConfig
+from jaxtrain.errors import UserError
+from jaxtrain.kernels.functions import swiglu
+from jaxtrain.kernels.grouped_matmul import choose_backend, grouped_matmul
 from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step import precision
+
+
+@dataclass(frozen=True)
+class Options:
+    """How experts are computed; nothing here changes the result."""
+
+    exchange: str = "auto"
+    grouped_matmul: str = "auto"
+
+    @classmethod
+    def of(cls, t: TrainConfig) -> "Options":
+        """Return what a config asks for."""
+        return cls(t.expert_exchange, t.grouped_matmul)
+
+
+DEFAULT = Options()
+
+
+def check(config: Config, mesh: sharding.AnyMesh, rules: sharding.Rules, dtype: jnp.dtype, platform: str) -> None:
+    """Raise a UserError if experts cannot be computed on a mesh in the way that a config asks for."""
+    ragged = config.train.expert_exchange == "ragged" and mesh.shape["expert"] > 1
+    if ragged and sharding.platform_of(mesh, platform) == "cpu":
+        raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")
+    with sharding.use(mesh, rules, platform):
+        if c := config.model.num_experts and config.model:
+            width = c.expert_mlp_dim // sharding.shards(rules["act_expert_mlp"], mesh)
+            choose_backend(config.train.grouped_matmul, dtype, 0, c.embed_dim, width)
+
+
+def masks(config: Config, mesh: Mapping[str, int], platform: str) -> bool:
+    """Return whether every row is multiplied by all experts of a device, and the results masked.
+
+    platform: as `jaxtrain.run.build` takes it. XLA does that except on TPUs.
+    """
+    if platform == "tpu" or not config.model.num_experts:
+        return False
+    dtype = jnp.dtype(precision.DTYPES[precision.resolve(config.train.precision, platform)])
+    asked = "xla" if config.train.grouped_matmul == "xla" else "auto"
+    width = config.model.expert_mlp_dim // mesh.get("tensor", 1)
+    with sharding.use(jax.sharding.AbstractMesh((), ()), sharding.rules(), platform):
+        return choose_backend(asked, dtype, 0, config.model.embed_dim, width) == "xla"
 
 
 def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, kept_NK: jax.Array,
                     gate_LDF: jax.Array, up_LDF: jax.Array, down_LFD: jax.Array, *, axis: tuple[str, ...] = (),
-                    exchange: str = "auto", limit: int | None = None) -> jax.Array:
+                    options: Options = DEFAULT, limit: int | None = None) -> jax.Array:
     """Return the weighted sum of each token's experts; `limit` caps the rows that a device receives from one other."""
     n, held = (lax.axis_size(axis) if axis else 1), gate_LDF.shape[0]
     tokens, choices = experts_NK.shape
     rows = n * min(tokens * min(choices, held), limit or tokens * choices)
-    way = {"one": _alone, "gather": _gather, "ragged": _ragged}[choose_exchange(exchange, n, choices)]
+    way = {"one": _alone, "gather": _gather, "ragged": _ragged}[choose_exchange(options.exchange, n, choices)]
     experts_NK = jnp.where(kept_NK, experts_NK, n * held)  # an expert that no device holds
-    return way(x_ND, experts_NK, weights_NK, partial(_mlp, gate_LDF, up_LDF, down_LFD), held, rows, axis)
+    product = partial(grouped_matmul, backend=options.grouped_matmul, filled=tokens * choices)  # at an even load
+    return way(x_ND, experts_NK, weights_NK, partial(_mlp, product, gate_LDF, up_LDF, down_LFD), held, rows, axis)
 
 
 def choose_exchange(asked: str, devices: int, choices: int) -> str:
@@ -55,13 +104,11 @@ def filled(c: ModelConfig, devices: int) -> float:
     return min(1.0, c.experts_per_token / buffered(c, devices)) if c.num_experts else 1.0
 
 
-def _mlp(gate_LDF, up_LDF, down_LFD, x_RD, weights_R, sizes_L):
+def _mlp(product, gate_LDF, up_LDF, down_LFD, x_RD, weights_R, sizes_L):
     """Apply each row's expert and multiply by its weight; rows are sorted by expert."""
-    from jaxtrain.kernels.functions import swiglu  # models import this file
-
-    act_RF = swiglu(*(lax.ragged_dot(x_RD, w_LDF, sizes_L) for w_LDF in (gate_LDF, up_LDF)))
+    act_RF = swiglu(*(product(x_RD, w_LDF, sizes_L) for w_LDF in (gate_LDF, up_LDF)))
     # Weighted here and not after `down`, whose result then need not be kept for the backward pass.
-    return lax.ragged_dot((act_RF * weights_R[:, None]).astype(act_RF.dtype), down_LFD, sizes_L)
+    return product((act_RF * weights_R[:, None]).astype(act_RF.dtype), down_LFD, sizes_L)
 
 
 def _alone(x_ND, experts_NK, weights_NK, mlp, held, rows, axis):

@@ -59,7 +59,7 @@ def compile_step(config: Config, target: Target, devices: int) -> Compiled:
     mesh = make_mesh(*(getattr(config.mesh, axis) for axis in AXES), devices=mesh_devices)
     assert isinstance(mesh, jax.sharding.Mesh)
     # Described GPUs have no host memory: shardings on them would lose the memory kind of arrays.
-    run = build(config, mesh=mesh.abstract_mesh, platform=target.platform)
+    run = build(config, mesh=mesh.abstract_mesh, platform=target.described)
     try:
         compiled = run.lower(mesh).compile()
     except jax.errors.JaxRuntimeError as error:

@@ -76,7 +76,7 @@ class Estimate:
 def estimate(config: Config, target: Target, devices: int) -> Estimate:
     """Trace the step for this many devices and estimate it; raises a `UserError` for what `build` refuses."""
     with kernels.stand_ins():
-        run = build(config, devices=devices, platform=target.platform)
+        run = build(config, devices=devices, platform=target.described)
         traced = run.trace()
     sizes = dict(run.mesh.shape)
     filled = experts.filled(config.model, sharding.shards(run.rules["experts"], run.mesh))

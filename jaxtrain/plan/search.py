@@ -139,7 +139,7 @@ def _promising(look: _Looker, most: int, accumulation: int = 1, zero_stage: int 
     It does if the config says so or, with `may_offload`, if the state does not fit otherwise.
     """
     found = look.found
-    room, size = found.target.room, rough.Size.of(found.config, found.target.platform)
+    room, size = found.target.room, rough.Size.of(found.config, found.target.described)
     scored = []
     for mesh in meshes(found.config, found.target, found.devices):
         zero = zero_stage if zero_stage is not None else _zero(found.config, mesh)
@@ -167,7 +167,7 @@ def _promising(look: _Looker, most: int, accumulation: int = 1, zero_stage: int 
                                        "train.accumulation": accumulation,
                                        "optimizer.offload": away})
         try:
-            build(config, devices=found.devices, platform=found.target.platform)
+            build(config, devices=found.devices, platform=found.target.described)
         except UserError as error:
             found.refused.append((mesh, f"{error}"))
         else:
@@ -206,7 +206,7 @@ def meshes(config: Config, target: Target, devices: int) -> Iterator[dict[str, i
 def beside(config: Config, target: Target, devices: int) -> Choice | None:
     """Return the nearest layout for a config that does not fit: on its own mesh if possible, else the best of all."""
     sizes = build(replace(config, train=replace(config.train, remat="full")), devices=devices,
-                  platform=target.platform).mesh.shape
+                  platform=target.described).mesh.shape
     found = Found(config, target, devices)
     look = _Looker(found, lambda done: None)
     start = look.smallest({f"mesh.{axis}": size for axis, size in sizes.items()})

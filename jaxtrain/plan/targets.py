@@ -70,6 +70,11 @@ class Target:
     host_memory: float = math.inf  # the host's, for each of its devices
 
     @property
+    def described(self) -> str:
+        """The platform with its compute capability, as `jaxtrain.run.build` takes it: "cuda:9", "tpu"."""
+        return f"{self.platform}:{self.chip['major']}" if self.chip else self.platform
+
+    @property
     def room(self) -> float:
         """The bytes that a program may use."""
         return self.memory * self.usable

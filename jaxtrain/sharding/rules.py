@@ -196,10 +196,11 @@ def use(mesh: AnyMesh, rules: Rules, platform: str = "") -> Iterator[None]:
     """A context in which models are traced for `mesh` under `rules`; outside of it they run eagerly.
 
     Args:
-        platform: the kind of device that an abstract mesh represents, if not the one here.
+        platform: the kind of device that an abstract mesh represents, if not the one here; "cuda:9" is a GPU of
+            compute capability 9.
     """
     token = _ACTIVE.set(rules)
-    kind = _PLATFORM.set(mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else platform)
+    kind = _PLATFORM.set(platform_of(mesh, platform))
     try:
         # set_mesh is for concrete meshes; tracing with an abstract one needs no devices.
         with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
@@ -209,9 +210,22 @@ def use(mesh: AnyMesh, rules: Rules, platform: str = "") -> Iterator[None]:
         _PLATFORM.reset(kind)
 
 
+def platform_of(mesh: AnyMesh, platform: str = "") -> str:
+    """Return the kind of a mesh's devices, or the given one if it is abstract."""
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else platform
+
+
 def platform() -> str:
     """Return the kind of device that the code being traced is for, such as "cpu"."""
-    return _PLATFORM.get() or jax.default_backend()
+    return _PLATFORM.get().partition(":")[0] or jax.default_backend()
+
+
+def compute_capability() -> float:
+    """Return the compute capability of the GPU that the code being traced is for; 0.0 if it is unknown or no GPU."""
+    kind, _, capability = _PLATFORM.get().partition(":")
+    if capability or (kind or jax.default_backend()) != "gpu":
+        return float(capability or 0)
+    return float(getattr(jax.local_devices()[0], "compute_capability", 0.0))
 
 
 def current() -> tuple[AbstractMesh, Rules] | None:

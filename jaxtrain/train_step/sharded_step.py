@@ -119,7 +119,7 @@ class ShardedStep:
         # The devices of an abstract mesh are of no kind: take the one that it stands for, or the one that is here.
         here = isinstance(self.mesh, Mesh)
         return self.trace(batch, on).lower(lowering_platforms=None if here else (
-            self.platform or jax.default_backend(),))
+            self.platform.partition(":")[0] or jax.default_backend(),))
 
     def trace(self, batch: Any, on: Mesh | None = None) -> jax.stages.Traced:
         """Return the step as operations on arrays whose types say where they live."""

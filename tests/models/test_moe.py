@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtrain as jt
 from jaxtrain.models import make_model, moe
 from jaxtrain.parallel.context import balanced_order
+from jaxtrain.parallel.experts import Options
 from jaxtrain.plan import hlo
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import optimizers, precision
@@ -36,7 +37,7 @@ QUICK = [("sigmoid", "fsdp_expert_context"), ("capacity", "expert")]
 
 
 def layer(c, exchange="auto"):
-    return moe.MoE(c, out_std=0.02, exchange=exchange, rngs=nnx.Rngs(params=0))
+    return moe.MoE(c, out_std=0.02, options=Options(exchange), rngs=nnx.Rngs(params=0))
 
 
 def inputs():

@@ -1,11 +1,14 @@
 """Experts, same numbers: on any mesh that splits experts, those of a plain model in which every expert sees all."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 
 import jaxtrain as jt
 from jaxtrain.sharding.mesh import AXES
+from tests.kernels.interpreted import needs_mosaic
 from tests.numerics import reference
 
 STEPS = 4
@@ -54,3 +57,26 @@ def name(case):
 def test_experts_on_any_mesh_give_the_numbers_of_the_plain_model(case):
     family, keys = case
     reference.check(build(family, keys), family, STEPS)
+
+
+WIDE = dict(model__embed_dim=64, model__expert_mlp_dim=64, data__global_batch_size=16)  # what the kernels can compute
+
+
+@functools.cache
+def by_xla():
+    """Loss and gradients of one device, which the tests above compare with the plain model."""
+    run = build("mixtral", WIDE | dict(train__grouped_matmul="xla"))
+    return jax.device_get(run.value_and_grad(run.init(), reference.batch(0, 16)))
+
+
+@needs_mosaic
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [dict(train__remat="full"), dict(train__accumulation=2)], ids=str)
+def test_the_kernels_of_gpus_give_the_same_gradients_in_the_real_step(keys, interpreted):
+    """On one device: Pallas's interpreter cannot run on several at once."""
+    run = build("mixtral", WIDE | dict(train__grouped_matmul="mosaic") | keys)
+    assert "grouped_matmul_" in f"{run.trace().jaxpr}"
+    (loss, gradients), (want, wanted) = jax.device_get(run.value_and_grad(run.init(), reference.batch(0, 16))), by_xla()
+    assert loss == pytest.approx(want, rel=1e-5)
+    for (path, got), exact in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, exact, atol=1e-5 * np.abs(exact).max(), err_msg=jax.tree_util.keystr(path))

@@ -71,7 +71,8 @@ def test_the_rest_may_change(tmp_path):
     changed = {"mesh.tensor": 2, "mesh.rules": "dp", "optimizer.zero_stage": 1, "checkpoint.keep": 5,
                "data.cache_dir": "elsewhere", "data.prefetch": 4, "train.accumulation": 2, "train.remat": "full",
                "train.precision": "float32", "train.log_every": 7, "train.progress": False,
-               "pipeline.microbatches": 4, "train.check_memory": False, "train.expert_exchange": "gather"}
+               "pipeline.microbatches": 4, "train.check_memory": False, "train.expert_exchange": "gather",
+               "train.grouped_matmul": "xla"}
     config = write(tmp_path, changed)
     assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict()
 

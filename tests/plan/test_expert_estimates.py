@@ -6,21 +6,25 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.config.load import load_config
+from jaxtrain.kernels.grouped_matmul import grouped_matmul
 from jaxtrain.parallel import experts
 from jaxtrain.plan.cost import rough
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import TARGETS
-from jaxtrain.plan.trace import reader
+from jaxtrain.plan.trace import kernels, reader
+from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES
+from tests.kernels.interpreted import needs_mosaic
 
-ROWS, WIDTH, WIDER, COUNT = 512, 64, 160, 4
+ROWS, WIDTH, WIDER, COUNT = 512, 64, 192, 4
 ONE = 2 * ROWS * WIDTH * WIDER  # FLOP of a product in which each row goes through one expert
 
 
 @pytest.mark.parametrize(("platform", "filled", "times"), [("tpu", 1.0, 1), ("tpu", 0.25, 0.25), ("cuda", 0.25, COUNT)])
 def test_a_product_there_and_back_is_three(platform, filled, times):
-    """TPUs compute rows that hold tokens; GPUs all rows with all of a device's experts."""
+    """XLA for TPUs computes rows that hold tokens; for GPUs all rows with all of a device's experts."""
     def loss(x, weights, sizes):
         return (jax.lax.ragged_dot(x, weights, sizes) ** 2).sum()
 
@@ -29,6 +33,18 @@ def test_a_product_there_and_back_is_three(platform, filled, times):
     block = reader.read(traced, dict.fromkeys(AXES, 1), platform, filled=filled)
     work = [op.flops for op, _ in block.all() if op.name == "ragged_dot"]
     assert work == pytest.approx([times * ONE] * 3)
+
+
+@needs_mosaic
+def test_hopper_computes_the_rows_that_are_in_groups():
+    def loss(x, weights, sizes):
+        return (grouped_matmul(x, weights, sizes, filled=ROWS // 4).astype(jnp.float32) ** 2).sum()
+
+    rows, weights = jnp.zeros((ROWS, WIDTH), jnp.bfloat16), jnp.zeros((COUNT, WIDTH, WIDER), jnp.bfloat16)
+    with kernels.stand_ins(), sharding.use(jt.make_mesh(devices=1), sharding.rules(), "cuda:9"):
+        traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(rows, weights, jnp.zeros(COUNT, jnp.int32))
+    block = reader.read(traced, dict.fromkeys(AXES, 1), "cuda")
+    assert [op.flops for op, _ in block.all() if op.flops] == [ONE / 4] * 3
 
 
 MESHES = {"fsdp": 8, "expert": 2}, {"fsdp": 2, "expert": 8}, {"tensor": 2, "expert": 8}, {"fsdp": 16}

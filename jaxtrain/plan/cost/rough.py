@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from jaxtrain.config.schema import Config, MeshConfig, ModelConfig, PipelineConfig
+from jaxtrain.config.schema import Config, MeshConfig, PipelineConfig
 from jaxtrain.observe.flops import flops_per_token
 from jaxtrain.parallel import experts
 from jaxtrain.plan.cost import links
@@ -69,7 +69,7 @@ def seconds(config: Config, target: Target, mesh: dict[str, int], size: Size, le
     mine = tokens / (sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"])
     layers = model.num_layers / sizes["stage"]
     wide = mine * model.embed_dim * TWO_BYTES
-    kept = layers * wide + 2 * _masked(model, target, sizes["expert"]) * mine * (
+    kept = layers * wide + 2 * _masked(config, target, sizes) * mine * (
         model.embed_dim + model.expert_mlp_dim) * TWO_BYTES
     most = rows(config, mesh) if sizes["stage"] == 1 else 1
     parts = next((n for n in divisors(most) if kept <= n * left), most)
@@ -86,16 +86,15 @@ def seconds(config: Config, target: Target, mesh: dict[str, int], size: Size, le
 def work(config: Config, target: Target, mesh: dict[str, int], size: Size) -> float:
     """Return the FLOP of a device in a step, with full activation checkpointing."""
     model, tokens = config.model, config.data.global_batch_size * config.data.seq_len
-    others = 3 * 6 * model.embed_dim * model.expert_mlp_dim * _masked(model, target, mesh["mesh.expert"])
+    sizes = {key.removeprefix("mesh."): n for key, n in mesh.items()}
+    others = 3 * 6 * model.embed_dim * model.expert_mlp_dim * _masked(config, target, sizes)
     per_token = size.per_token + others * (model.num_layers - model.dense_layers)
     return 4 / 3 * per_token * tokens / math.prod(mesh.values())
 
 
-def _masked(model: ModelConfig, target: Target, devices: int) -> float:
-    """Return how many experts XLA computes per token besides its own and masks.
-
-    On TPUs there are none; elsewhere it computes all rows with all experts of a device.
-    """
-    if target.platform == "tpu" or not model.num_experts:
+def _masked(config: Config, target: Target, mesh: dict[str, int]) -> float:
+    """Return how many experts are computed per token besides its own, and masked."""
+    if not experts.masks(config, mesh, target.described):
         return 0.0
+    model, devices = config.model, mesh["expert"]
     return experts.buffered(model, devices) * model.num_experts / devices - model.experts_per_token

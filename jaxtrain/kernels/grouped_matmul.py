@@ -1,0 +1,99 @@
+"""Grouped matmuls: rows sorted by group, each times the matrix of its group, with all gradients.
+
+On NVIDIA GPUs `lax.ragged_dot` multiplies all rows by all matrices and masks the results. There the kernels of
+`mosaic_grouped_matmul` compute only the rows that exist; elsewhere `lax.ragged_dot` does (TPUs have kernels of their
+own for it).
+
+Shape suffixes: R rows, G groups, K and N the dimensions of a weight.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.errors import UserError
+from jaxtrain.sharding import rules as sharding
+
+INTERPRET: Any = None  # tests: parameters of Pallas's interpreter, with which the kernels run anywhere
+ROWS, DIMENSION = 128, 64  # what the number of rows and the dimensions of weights must be multiples of
+
+
+def grouped_matmul(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Array, *, backend: str = "auto",
+                   filled: int | None = None) -> jax.Array:
+    """Return each row times the matrix of its group; rows behind the last group become zeros, as do their gradients.
+
+    Args:
+        rows_RK: sorted by group.
+        weights_GKN: one matrix for each group. Where the compiler splits arrays over devices by itself (outside of
+            manual regions), it is always XLA that computes.
+        sizes_G: the number of rows of each group, which may be 0; their sum is at most R.
+        backend: "mosaic" (NVIDIA GPUs of compute capability 9), "xla", or "auto": the first one where it can run.
+        filled: the number of rows that are usually in groups, if fewer than all; it only names kernels, so that
+            profiles and `jaxtrain plan` know what they compute.
+    """
+    (R, K), (_, _, N) = rows_RK.shape, weights_GKN.shape
+    mesh = jax.sharding.get_abstract_mesh()
+    split = any(size > 1 and axis not in mesh.manual_axes for axis, size in mesh.shape.items())  # by the compiler
+    if choose_backend("xla" if split else backend, rows_RK.dtype, R, K, N) == "xla":
+        return lax.ragged_dot(rows_RK, weights_GKN, sizes_G)
+    return _mosaic(min(filled or R, R), rows_RK, weights_GKN, sizes_G)
+
+
+def choose_backend(asked: str, dtype: jnp.dtype, rows: int, *dimensions: int) -> str:
+    """Return the backend that `train.grouped_matmul` selects here; raises UserError if it cannot do this."""
+    reason = _refusal(dtype, rows, *dimensions)
+    if asked == "xla" or (reason and asked == "auto"):
+        return "xla"
+    if reason:
+        raise UserError("train.grouped_matmul", f"the mosaic backend cannot do this: {reason}", "use 'auto' or 'xla'")
+    return "mosaic"
+
+
+def _refusal(dtype: jnp.dtype, rows: int, *dimensions: int) -> str:
+    """Return why the kernels cannot do this; "" if they can."""
+    odd = next((size for size in dimensions if size % DIMENSION), 0)
+    reasons = {
+        "it runs on NVIDIA GPUs of compute capability 9 (H100, H200) only":
+            not INTERPRET and not 9 <= sharding.compute_capability() < 10,
+        f"it needs JAX 0.11 or newer, and this is {jax.__version__}": jax.__version_info__ < (0, 11),
+        f"it computes in bfloat16 or float16, not {dtype}": not INTERPRET and dtype not in (jnp.bfloat16, jnp.float16),
+        f"{rows} rows of a device are not a multiple of {ROWS}": rows % ROWS,
+        f"the width {odd} is not a multiple of {DIMENSION}": odd,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+# ------------------------------------------------------------------------------------- the three products, with kernels
+def _product(filled: int, rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, transposed: bool) -> jax.Array:
+    from jaxtrain.kernels import mosaic_grouped_matmul as kernels  # imports Pallas
+
+    name = f"grouped_matmul_{filled}_rows"
+    return kernels.product(rows_RK, weights, sizes_G, transposed=transposed, name=name, interpret=INTERPRET)
+
+
+def _products_of_groups(filled: int, rows_RK: jax.Array, others_RN: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    from jaxtrain.kernels import mosaic_grouped_matmul as kernels
+
+    name = f"grouped_matmul_{filled}_rows"
+    return kernels.products_of_groups(rows_RK, others_RN, sizes_G, name=name, interpret=INTERPRET)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mosaic(filled, rows_RK, weights_GKN, sizes_G):
+    return _product(filled, rows_RK, weights_GKN, sizes_G, False)
+
+
+def _forward(filled, rows_RK, weights_GKN, sizes_G):
+    return _mosaic(filled, rows_RK, weights_GKN, sizes_G), (rows_RK, weights_GKN, sizes_G)
+
+
+def _backward(filled, saved, dy_RN):
+    rows_RK, weights_GKN, sizes_G = saved
+    return (_product(filled, dy_RN, weights_GKN, sizes_G, True),
+            _products_of_groups(filled, rows_RK, dy_RN, sizes_G), None)
+
+
+_mosaic.defvjp(_forward, _backward)

@@ -1,0 +1,180 @@
+"""Grouped matmuls as Mosaic GPU kernels for NVIDIA GPUs of compute capability 9.0 (H100, H200).
+
+Rows are sorted by group. The rows of a tile of the result belong to one group: where a group begins or ends inside a
+block of rows, that block is computed once for each group in it. Blocks that hold no row of any group are not computed.
+
+Each processor takes tile after tile; a ring of buffers in shared memory is filled by asynchronous copies while the
+tensor cores work on the previous block.
+
+Shape suffixes: R rows, G groups, K and N the dimensions of a weight, S tiles of the schedule.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as gpu
+
+ROWS = 128  # of a tile of the result, and what the number of all rows must be a multiple of
+DEPTH = 64  # of the contracted dimension in one step: 128 bytes, the widest swizzle
+STEPS = 4  # buffers in the ring
+PROCESSORS = 132  # streaming multiprocessors of H100 SXM and H200; with fewer or more, results are the same
+_WIDE = 8  # tiles of the result next to each other that are computed before the next rows, for the L2 cache
+
+
+def product(rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, *, transposed: bool = False, name: str,
+            interpret: Any = None) -> jax.Array:
+    """Return each row times the weight [G, K, N] of its group, and zeros behind the last group.
+
+    transposed: weights are [G, N, K].
+    name: of the kernel, in profiles and in compiled programs.
+    interpret: parameters of Pallas's interpreter, to run it without a GPU.
+    """
+    (R, K), G, N = rows_RK.shape, sizes_G.size, weights.shape[1 if transposed else 2]
+    schedule = _schedule(sizes_G, R)
+    width = _width(N)
+    grid, steps = (schedule.shape[1], N // width), K // DEPTH
+    kept = min(1, steps - 1)  # a buffer is free when the product of the next step has begun
+
+    def body(schedule, rows, weights, out):
+        @gpu.nd_loop((grid[0] * grid[1],), collective_axes="sm")
+        def _(loop):
+            tile, column = gpu.planar_snake(loop.index[0], grid, 1, min(_WIDE, grid[1]))
+            group, begin, end = schedule[0, tile], schedule[1, tile], schedule[2, tile]
+            block = lax.div(begin, jnp.int32(ROWS))
+
+            def accumulate(total):
+                @pl.when((group < G) & (begin < end))
+                def _():
+                    gpu.emit_pipeline(
+                        lambda _, a, b: gpu.wgmma(total, a, _turned(b) if transposed else b),
+                        grid=(steps,),
+                        in_specs=[
+                            gpu.BlockSpec((ROWS, DEPTH), lambda k: (block, k), delay_release=kept),
+                            gpu.BlockSpec((width, DEPTH), lambda k: (column, k), delay_release=kept) if transposed else
+                            gpu.BlockSpec((DEPTH, width), lambda k: (k, column), delay_release=kept)],
+                        max_concurrent_steps=min(STEPS, steps),
+                    )(rows, weights.at[lax.min(group, jnp.int32(G - 1))])
+                return total[...]
+
+            total = pl.run_scoped(accumulate, gpu.ACC((ROWS, width)))
+
+            @partial(pl.run_scoped, result=gpu.SMEM((ROWS, width), dtype=out.dtype))
+            def _(result):
+                result[...] = total.astype(out.dtype)
+                gpu.commit_smem()
+                _write_some(result, out, begin, end - begin, block, pl.ds(column * width, width))
+                gpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return _kernel(body, jax.ShapeDtypeStruct((R, N), rows_RK.dtype), name, interpret)(schedule, rows_RK, weights)
+
+
+def products_of_groups(rows_RK: jax.Array, others_RN: jax.Array, sizes_G: jax.Array, *, name: str,
+                       interpret: Any = None) -> jax.Array:
+    """Return the product of the rows of each group, transposed, and the other rows of that group: [G, K, N]."""
+    (R, K), N, G = rows_RK.shape, others_RN.shape[1], sizes_G.size
+    ends_G = jnp.cumsum(sizes_G.astype(jnp.int32))
+    bounds = jnp.stack([ends_G - sizes_G.astype(jnp.int32), ends_G])
+    tall, width = _width(K), _width(N)
+    grid = K // tall, N // width
+
+    def body(bounds, rows, others, out):
+        @gpu.nd_loop((G, grid[0] * grid[1]), collective_axes="sm")
+        def _(loop):
+            group = loop.index[0]
+            row, column = gpu.planar_snake(loop.index[1], grid, 1, min(_WIDE, grid[1]))
+            begin, end = bounds[0, group], bounds[1, group]
+            first, last = lax.div(begin, jnp.int32(DEPTH)), lax.div(end - 1, jnp.int32(DEPTH))
+            present = pl.ds(pl.multiple_of(first * DEPTH, DEPTH), R)  # only its blocks up to the last are read
+
+            def accumulate(total):
+                def step(index, a, b):
+                    block = first + index[0]
+
+                    @pl.when((block == first) | (block == last))
+                    def _():  # these may also hold rows of other groups
+                        at = block * DEPTH + gpu.layout_cast(
+                            lax.broadcasted_iota(jnp.int32, (DEPTH, tall), 0), gpu.Layout.WGMMA)
+                        a[...] = jnp.where((at >= begin) & (at < end), a[...], jnp.zeros((), a.dtype))
+                        gpu.commit_smem()
+
+                    gpu.wgmma(total, _turned(a), b)
+
+                @pl.when(begin < end)
+                def _():
+                    gpu.emit_pipeline(
+                        step, grid=(last - first + 1,), max_concurrent_steps=STEPS,
+                        in_specs=[gpu.BlockSpec((DEPTH, tall), lambda i: (i, row), delay_release=1,
+                                                transforms=_swizzled(rows.dtype)),
+                                  gpu.BlockSpec((DEPTH, width), lambda i: (i, column), delay_release=1,
+                                                transforms=_swizzled(rows.dtype))],
+                    )(rows.at[present, :], others.at[present, :])
+                return total[...]
+
+            total = pl.run_scoped(accumulate, gpu.ACC((tall, width)))
+
+            @partial(pl.run_scoped, result=gpu.SMEM((tall, width), dtype=out.dtype, transforms=_swizzled(out.dtype)))
+            def _(result):
+                result[...] = total.astype(out.dtype)
+                gpu.commit_smem()
+                gpu.copy_smem_to_gmem(result, out.at[group, pl.ds(row * tall, tall), pl.ds(column * width, width)])
+                gpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return _kernel(body, jax.ShapeDtypeStruct((G, K, N), rows_RK.dtype), name, interpret)(bounds, rows_RK, others_RN)
+
+
+def _schedule(sizes_G: jax.Array, rows: int) -> jax.Array:
+    """Return the group, the first row and the row behind the last of each tile [3, S]; what follows them is empty.
+
+    Rows behind the last group form a further group.
+    """
+    sizes = jnp.append(sizes_G, rows - sizes_G.sum()).astype(jnp.int32)
+    ends = jnp.cumsum(sizes)
+    starts = ends - sizes
+    counts = jnp.where(sizes > 0, -(-ends // ROWS) - starts // ROWS, 0)
+    behind = jnp.cumsum(counts)
+    tile = jnp.arange(-(-rows // ROWS) + sizes_G.size, dtype=jnp.int32)
+    group = (behind <= tile[:, None]).sum(1, dtype=jnp.int32)
+    here = jnp.minimum(group, sizes_G.size)
+    block = starts[here] // ROWS + tile - (behind - counts)[here]
+    begin, end = jnp.maximum(starts[here], block * ROWS), jnp.minimum(ends[here], (block + 1) * ROWS)
+    empty = group > sizes_G.size
+    return jnp.stack([here, jnp.where(empty, 0, begin), jnp.where(empty, 0, end)])
+
+
+def _write_some(result: Any, out: Any, begin: Any, count: Any, block: Any, columns: Any) -> None:
+    """Copy `count` rows from `begin` on to the output; copies have fixed sizes, so one for each bit of the count."""
+    place = begin - block * ROWS
+    length = ROWS
+    while length:
+        @pl.when(count & length != 0)
+        def _(place=place, length=length):
+            gpu.copy_smem_to_gmem(result.at[pl.ds(place, length)], out.at[pl.ds(block * ROWS + place, length), columns])
+        place += count & length
+        length //= 2
+
+
+def _kernel(body: Callable[..., None], result: jax.ShapeDtypeStruct, name: str, interpret: Any) -> Callable[..., Any]:
+    return gpu.kernel(
+        body, out_type=result, grid=(2 if interpret else PROCESSORS,), grid_names=("sm",), kernel_name=name,
+        interpret=interpret,
+        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Warpgroup))
+
+
+def _width(size: int) -> int:
+    return 128 if size % 128 == 0 else 64
+
+
+def _swizzled(dtype: Any) -> tuple[Any, ...]:
+    size = jnp.dtype(dtype).itemsize
+    swizzle = gpu.find_swizzle(DEPTH * size * 8)
+    return gpu.TilingTransform((8, swizzle // size)), gpu.SwizzleTransform(swizzle)
+
+
+def _turned(ref: Any) -> Any:
+    """Return a view of a block in shared memory with its dimensions exchanged."""
+    return ref.transpose((1, 0))
