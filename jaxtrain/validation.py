@@ -139,11 +139,6 @@ TABLE = (
             lambda a: f"layers are fetched one by one, and mesh.stage={a.mesh.shape['stage']} has some on every stage",
             lambda a: "use mesh.fsdp in place of mesh.stage",
             {"mesh.stage": 2, "optimizer.offload": True}, {"optimizer.offload": False}),
-    Refusal("optimizer.offload", "offloading adafactor, whose state is small and whose layers are clipped together",
-            lambda a: a.config.optimizer.offload and a.config.optimizer.name == "adafactor",
-            lambda a: "adafactor clips a parameter's layers together, and they would be fetched one by one",
-            lambda a: "keep its state, which is small, on the devices",
-            {"optimizer.name": "adafactor", "optimizer.offload": True}, {"optimizer.offload": False}),
 )
 
 

@@ -50,10 +50,10 @@ MUTANTS = {
         "kernels/cross_entropy.py", "pull_N = weight_N * (1 + 2 * z_loss * lse_N)", "pull_N = weight_N",
         ("tests/kernels",)),
     "weight_decay_on_norms": Mutant(
-        "train_step/optimizers.py", "decays = _map(is_matrix, axes)", "decays = _map(lambda names: True, axes)",
-        ("tests/train_step/test_optimizers.py",)),
+        "train_step/optimizers/__init__.py", "decays = map_names(is_matrix, axes)",
+        "decays = map_names(lambda names: True, axes)", ("tests/train_step/test_optimizers.py",)),
     "accumulation_unweighted": Mutant(
-        "train_step/step.py", "g.astype(jnp.float32) * sums[1], grads)", "g.astype(jnp.float32), grads)",
+        "train_step/gradients.py", "g.astype(jnp.float32) * sums[1], grads)", "g.astype(jnp.float32), grads)",
         (STEP, EQUAL)),
     "anomaly_applied": Mutant(
         "train_step/step.py", "return jax.lax.cond(taken, apply, lambda: (params, opt_state))", "return apply()",
@@ -61,7 +61,7 @@ MUTANTS = {
     "clipping_left_out": Mutant(
         "train_step/step.py", "clip_norm / norm, 1.0)", "1.0, 1.0)", (STEP, EQUAL)),
     "warm_up_one_step_late": Mutant(
-        "train_step/optimizers.py", "peak / c.warmup_steps, peak, max(1, c.warmup_steps - 1))",
+        "train_step/optimizers/__init__.py", "peak / c.warmup_steps, peak, max(1, c.warmup_steps - 1))",
         "0.0, peak, c.warmup_steps)", ("tests/train_step/test_optimizers.py",)),
     "router_weights_not_normalised": Mutant(
         "models/router.py", "weights_BTK /= weights_BTK.sum(-1, keepdims=True) + 1e-20", "pass",
@@ -91,7 +91,7 @@ MUTANTS = {
         "data/loading/skipped_batches.py", "tuple(sorted({*self.batches, *more}))", "tuple(sorted({*more}))",
         ("tests/data/loading/test_skipped_batches.py", "tests/trainer/test_rollback.py")),
     "router_bias_the_wrong_way": Mutant(
-        "train_step/optimizers.py", "0.0, -rate * jnp.sign(excess))", "0.0, rate * jnp.sign(excess))",
+        "train_step/optimizers/__init__.py", "0.0, -rate * jnp.sign(excess))", "0.0, rate * jnp.sign(excess))",
         ("tests/models/test_moe.py",)),
 }
 

@@ -8,7 +8,7 @@ import jax
 
 from jaxtrain.config.schema import ModelConfig
 from jaxtrain.sharding.host_memory import HOST
-from jaxtrain.train_step.optimizers import is_matrix
+from jaxtrain.train_step.optimizers.matrices import is_matrix
 from jaxtrain.train_step.state import Layout, TrainState
 
 

@@ -193,9 +193,12 @@ def _parameter(path, leaf, names: Names | None, rules: Rules, mesh: AnyMesh) -> 
 
 
 def _like(shape, owner_shape, owner: NamedSharding, mesh: AnyMesh) -> NamedSharding:
-    """Optimizer state of a parameter's own shape lies as the parameter; a factor lies as the dimensions it keeps."""
-    entries, rest = [], iter(zip(owner_shape, (*owner.spec, *(None,) * len(owner_shape)), strict=False))
-    for size in shape:
-        entry = next((entry for owner_size, entry in rest if owner_size == size), None)
-        entries.append(entry if size % sharding.shards(entry, mesh) == 0 else None)
-    return NamedSharding(mesh, P(*entries))
+    """Optimizer state lies as its parameter: in each dimension, if it has as many, or in those of the same size."""
+    spec = (*owner.spec, *(None,) * (len(owner_shape) - len(owner.spec)))
+    if len(shape) == len(owner_shape):
+        entries = spec
+    else:
+        rest = iter(zip(owner_shape, spec, strict=True))
+        entries = [next((entry for owner_size, entry in rest if owner_size == size), None) for size in shape]
+    return NamedSharding(mesh, P(*(entry if size % sharding.shards(entry, mesh) == 0 else None
+                                   for size, entry in zip(shape, entries, strict=True))))

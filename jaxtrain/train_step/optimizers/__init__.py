@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules from optax, and which parameters have weight decay."""
+"""Optimizers, learning-rate schedules, and which parameters have weight decay; made of optax's parts and our own."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.config.schema import OptimizerConfig
+from jaxtrain.train_step.optimizers.adafactor import scale_by_adafactor
+from jaxtrain.train_step.optimizers.matrices import is_matrix, map_names
+from jaxtrain.train_step.optimizers.muon import scale_by_muon
 
 
 def make_schedule(c: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -58,7 +61,7 @@ UPDATE_RULES = {"balance_load": _balance_load}
 def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> optax.GradientTransformation:
     """Return the optimizer for parameters with logical names `axes` (a tree of tuples, structured like the parameters).
     """
-    decays = _map(is_matrix, axes)
+    decays = map_names(is_matrix, axes)
     decay = dict(weight_decay=c.weight_decay, mask=decays)
     if c.name == "adamw":
         return optax.adamw(schedule, b1=c.b1, b2=c.b2, eps=c.eps, **decay)
@@ -67,55 +70,12 @@ def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> o
     if c.name == "sgd":
         return optax.chain(optax.add_decayed_weights(c.weight_decay, decays), optax.sgd(schedule, momentum=c.b1))
     if c.name == "adafactor":
-        # Like AdamW, decay is scaled by the learning rate; clipping is done by the train step.
-        return optax.chain(
-            optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0),
-            optax.add_decayed_weights(c.weight_decay, decays), optax.scale_by_learning_rate(schedule))
-    return optax.chain(_muon(c, axes), optax.add_decayed_weights(c.weight_decay, decays),
+        scaled = scale_by_adafactor(axes)
+    else:
+        scaled = scale_by_muon(c, axes)
+    # Like AdamW's, decay is scaled by the learning rate.
+    return optax.chain(scaled, optax.add_decayed_weights(c.weight_decay, decays),
                        optax.scale_by_learning_rate(schedule))
-
-
-def _muon(c: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
-    """Return Muon (Jordan et al., kellerjordan.github.io/posts/muon) for hidden matrices, and Adam for all others.
-
-    optax's own would correct the momentum's bias, and would give Nesterov's momentum to Adam.
-    """
-    dimensions = _map(_muon_dimensions, axes)
-    matrices = _map(lambda names: _muon_dimensions(names) is not None, axes)
-
-    def orthogonal(momentum, dimensions):
-        if dimensions is None or isinstance(momentum, optax.MaskedNode):
-            return momentum
-        # 0.2: updates as large as AdamW's, so that both have one learning rate (arXiv 2502.16982).
-        muon = optax.contrib.muon(-1.0, beta=0.0, nesterov=False, eps=c.eps, consistent_rms=0.2,
-                                  muon_weight_dimension_numbers=dimensions)
-        return muon.update(momentum, muon.init(momentum), momentum)[0]
-
-    return optax.chain(
-        optax.masked(optax.trace(c.momentum, nesterov=True), matrices),
-        optax.masked(optax.scale_by_adam(c.b1, c.b2, c.eps), jax.tree.map(lambda matrix: not matrix, matrices)),
-        optax.stateless(lambda momenta, params: jax.tree.map(
-            orthogonal, momenta, dimensions, is_leaf=lambda x: isinstance(x, optax.MaskedNode))))  # with_update_rules
-
-
-def is_matrix(names: tuple) -> bool:
-    """Return whether a parameter is a matrix, which decays; biases, norms and other vectors do not."""
-    return "norm" not in names and sum(name not in (None, "layers", "head_dim") for name in names) > 1
-
-
-def _muon_dimensions(names: tuple):
-    """Return how Muon orthogonalizes a parameter (hidden matrices, heads flattened), or None to use Adam."""
-    if not is_matrix(names) or "vocab" in names or "positions" in names:
-        return None
-    kept = [i for i, name in enumerate(names) if name not in ("layers", "experts")]  # each expert separately
-    side = next(i for i in kept if names[i] in ("embed", "expert_embed", "rank"))
-    other = tuple(i for i in kept if i != side)
-    reduction, output = ((side,), other) if side == kept[0] else (other, (side,))
-    return optax.contrib.MuonDimensionNumbers(reduction_axis=reduction, output_axis=output)
-
-
-def _map(function, axes):
-    return jax.tree.map(function, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def global_norm(tree: Any) -> jax.Array:

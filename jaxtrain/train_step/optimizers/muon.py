@@ -1,0 +1,40 @@
+"""Muon (Jordan et al., kellerjordan.github.io/posts/muon) for hidden matrices, and Adam for all other parameters.
+
+optax's own would correct the momentum's bias, and would give Nesterov's momentum to Adam.
+"""
+
+from typing import Any
+
+import jax
+import optax
+
+from jaxtrain.config.schema import OptimizerConfig
+from jaxtrain.train_step.optimizers.matrices import Dimensions, is_matrix, map_names
+
+
+def scale_by_muon(c: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
+    """Return the transformation of gradients into steps for parameters with logical names `axes`."""
+    dimensions = map_names(_dimensions, axes)
+    matrices = map_names(lambda names: _dimensions(names) is not None, axes)
+
+    def orthogonal(momentum, dimensions):
+        if dimensions is None or isinstance(momentum, optax.MaskedNode):
+            return momentum
+        # 0.2: updates as large as AdamW's, so that both have one learning rate (arXiv 2502.16982).
+        muon = optax.contrib.muon(-1.0, beta=0.0, nesterov=False, eps=c.eps, consistent_rms=0.2,
+                                  muon_weight_dimension_numbers=dimensions)
+        return muon.update(momentum, muon.init(momentum), momentum)[0]
+
+    return optax.chain(
+        optax.masked(optax.trace(c.momentum, nesterov=True), matrices),
+        optax.masked(optax.scale_by_adam(c.b1, c.b2, c.eps), jax.tree.map(lambda matrix: not matrix, matrices)),
+        optax.stateless(lambda momenta, params: jax.tree.map(
+            orthogonal, momenta, dimensions, is_leaf=lambda x: isinstance(x, optax.MaskedNode))))  # with_update_rules
+
+
+def _dimensions(names: tuple) -> Any:
+    """Return how a parameter is orthogonalized (hidden matrices, heads flattened), or None to use Adam."""
+    if not is_matrix(names) or "vocab" in names or "positions" in names:
+        return None
+    found = Dimensions.of(names)
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=found.rows, output_axis=found.columns)
