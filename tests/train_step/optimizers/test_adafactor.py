@@ -64,11 +64,12 @@ def test_it_is_the_published_one_in_float64_layer_by_layer():
             steps = np.stack([r.step(g, t, sides) for r, g in zip(references[key], each, strict=True)]).reshape(shape)
             decays = "norm" not in names and key != "biases"
             want[key] = want[key] - RATE * (steps + DECAY * want[key] * decays)
-            np.testing.assert_allclose(params[key], want[key], rtol=0, atol=1e-6, err_msg=f"{key} after step {t}")
+            np.testing.assert_allclose(params[key], want[key], rtol=1e-6, atol=2e-6, err_msg=f"{key} after step {t}")
 
 
 def factors(state):
-    found = next(s for s in jax.tree.leaves(state.opt_state, is_leaf=lambda s: hasattr(s, "rows")) if hasattr(s, "rows"))
+    leaves = jax.tree.leaves(state.opt_state, is_leaf=lambda s: hasattr(s, "rows"))
+    found = next(leaf for leaf in leaves if hasattr(leaf, "rows"))
     return found.rows["blocks"]["layer"], found.columns["blocks"]["layer"], found.full["blocks"]["layer"]
 
 
