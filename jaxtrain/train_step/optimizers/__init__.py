@@ -69,10 +69,7 @@ def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> o
         return optax.lion(schedule, b1=c.b1, b2=c.b2, **decay)
     if c.name == "sgd":
         return optax.chain(optax.add_decayed_weights(c.weight_decay, decays), optax.sgd(schedule, momentum=c.b1))
-    if c.name == "adafactor":
-        scaled = scale_by_adafactor(axes)
-    else:
-        scaled = scale_by_muon(c, axes)
+    scaled = scale_by_adafactor(axes) if c.name == "adafactor" else scale_by_muon(c, axes)
     # Like AdamW's, decay is scaled by the learning rate.
     return optax.chain(scaled, optax.add_decayed_weights(c.weight_decay, decays),
                        optax.scale_by_learning_rate(schedule))
