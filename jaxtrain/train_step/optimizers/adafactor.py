@@ -47,7 +47,7 @@ def scale_by_adafactor(axes: Any) -> optax.GradientTransformation:
         full = [None if is_factored(path, x) else zeros(x) for path, x in flat]
         return AdafactorState(jnp.zeros((), jnp.int32), *map(treedef.unflatten, (rows, columns, full)))
 
-    def update(updates: Any, state: AdafactorState, params: Any = None) -> tuple[Any, AdafactorState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdafactorState]:
         count = state.count + 1
         weight = count.astype(jnp.float32) ** -DECAY
         flat, treedef = jax.tree_util.tree_flatten_with_path(updates)
