@@ -56,7 +56,7 @@ class Layout:
         c = self.config.pipeline
         if self.mesh.shape["stage"] == 1 or c.table:
             return None
-        most = max(2, self.config.model.num_layers)
+        most = max(2, self.config.model.stacked_layers)
         more = f"{c.chunks} chunks on a stage are more than there are layers", f"use {most} or fewer"
         return schedules.wrong_chunks(c.schedule, c.chunks) or (more if c.chunks > most else None)
 

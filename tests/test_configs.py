@@ -33,6 +33,7 @@ def test_short_and_told(file):
 
 @pytest.mark.parametrize("name, overrides, count", [
     ("gpt.py:124m", {"model.vocab_size": 50257}, 124_439_808),
+    ("qwen2p5_0p5b.py", {}, 494_032_768),
     ("qwen3_0p6b.py", {}, 596_049_920),
     ("llama3_1b.py", {}, 1_235_814_400),
     ("gemma3_1b.py", {}, 999_885_952),

@@ -33,6 +33,7 @@ class ModelConfig:
     experts_per_token = 0
     expert_mlp_dim = 0
     dense_layers = 0
+    experts_every = 1
     capacity_factor = 0.0
     router_bias_rate = 0.0
     mtp_loss_weight = 0.0
@@ -59,6 +60,12 @@ class ModelConfig:
     def windows(self) -> dict[int, int]:
         """How many layers have each attention window; 0: none."""
         return {self.window: self.num_layers}
+
+    @property
+    def stacked_layers(self) -> int:
+        """How many entries the stacks of layers have; layers with experts are stacked with the dense ones before them.
+        """
+        return self.dense_layers + (self.num_layers - self.dense_layers) // self.experts_every
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ _SCALING_KEYS = tuple((field.name, field.default, kind) for kind, names in (
 
 @dataclass(frozen=True)
 class LlamaConfig(RotaryConfig):
-    """Llama and Qwen3: rotary positions, scaled for longer rows, and a layer that looks ahead."""
+    """Llama, Qwen2 and Qwen3: rotary positions, scaled for longer rows, and a layer that looks ahead."""
 
     name: str = "llama"
 
@@ -144,6 +151,8 @@ class ExpertsConfig(LlamaConfig):
     shared_experts: int = 0  # experts that every token passes through besides, as one of their summed width
     # pyrefly: ignore[bad-override]
     dense_layers: int = 0  # the first layers, which have a dense MLP of mlp_dim instead
+    # pyrefly: ignore[bad-override]
+    experts_every: int = 1  # of the layers after those, every so many the last one has experts, the others a dense MLP
     router: str = "softmax"  # how logits become scores: "softmax" or "sigmoid"
     normalize_router: bool = True  # whether the weights of a token's experts are made to add up to 1
     router_scale: float = 1.0  # what the weights are then multiplied by
@@ -165,16 +174,19 @@ class ExpertsConfig(LlamaConfig):
 
     def _check_experts(self):
         one_of("model.router", self.router, ("softmax", "sigmoid"))
-        positive(self, "model", "experts_per_token router_scale expert_groups expert_groups_used")
+        positive(self, "model", "experts_per_token experts_every router_scale expert_groups expert_groups_used")
         if not self.num_experts:
             for key, none in (("shared_experts", 0), ("dense_layers", 0), ("router_bias_rate", 0), ("balance_loss", 0),
-                              ("router_z_loss", 0), ("capacity_factor", 0), ("expert_groups", 1)):
+                              ("router_z_loss", 0), ("capacity_factor", 0), ("expert_groups", 1), ("experts_every", 1)):
                 if getattr(self, key) != none:
                     raise UserError(f"model.{key}", "the model has no experts", f"set {key}={none}")
             return
         if self.dense_layers >= self.num_layers:
             raise UserError("model.dense_layers", f"{self.dense_layers} of {self.num_layers} layers leaves no layer "
                             "for the experts", "lower it or set model.num_experts=0")
+        if (layers := self.num_layers - self.dense_layers) % self.experts_every:
+            raise UserError("model.experts_every", f"{self.experts_every} does not divide the {layers} layers after "
+                            f"the first model.dense_layers={self.dense_layers}", "choose a divisor of it")
         if self.num_experts % self.expert_groups:
             raise UserError("model.expert_groups", f"{self.expert_groups} does not divide "
                             f"model.num_experts={self.num_experts}", "choose a divisor of it")
@@ -239,5 +251,5 @@ class Gemma3Config(ModelConfig):
 
 
 FAMILIES: dict[str, type[ModelConfig]] = {
-    "gpt2": Gpt2Config, "llama": LlamaConfig, "qwen3": LlamaConfig, "mixtral": ExpertsConfig,
-    "qwen3_moe": ExpertsConfig, "deepseek_v3": DeepseekV3Config, "gemma3": Gemma3Config}
+    "gpt2": Gpt2Config, "llama": LlamaConfig, "qwen2": LlamaConfig, "qwen3": LlamaConfig,
+    "mixtral": ExpertsConfig, "qwen3_moe": ExpertsConfig, "deepseek_v3": DeepseekV3Config, "gemma3": Gemma3Config}

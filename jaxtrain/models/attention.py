@@ -126,16 +126,16 @@ class Attention(nnx.Module):
     shared_by = ("act_heads", "act_kv_heads")  # output dimensions of its first matmuls
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, out_std: float, rngs: nnx.Rngs,
-                 bias: bool = False, qk_norm: Callable[[], nnx.Module] | None = None, window: int = 0,
-                 backend: str = "auto", context: str = "auto"):
+                 qkv_bias: bool = False, out_bias: bool = False, qk_norm: Callable[[], nnx.Module] | None = None,
+                 window: int = 0, backend: str = "auto", context: str = "auto"):
         self.window, self.backend, self.context = window, backend, context
         kv = (dim, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), KV_HEADS
         q = (dim, heads, head_dim), ("embed", "heads", "head_dim"), HEADS
-        self.q = Linear("btd,dhk->bthk", *q, bias=bias, rngs=rngs)
-        self.k = Linear("btd,dgk->btgk", *kv, bias=bias, rngs=rngs)
-        self.v = Linear("btd,dgk->btgk", *kv, bias=bias, rngs=rngs)
+        self.q = Linear("btd,dhk->bthk", *q, bias=qkv_bias, rngs=rngs)
+        self.k = Linear("btd,dgk->btgk", *kv, bias=qkv_bias, rngs=rngs)
+        self.v = Linear("btd,dgk->btgk", *kv, bias=qkv_bias, rngs=rngs)
         self.out = Linear("bthk,hkd->btd", (heads, head_dim, dim), ("heads", "head_dim", "embed"), RESIDUAL,
-                          bias=bias, std=out_std, rngs=rngs)
+                          bias=out_bias, std=out_std, rngs=rngs)
 
         # Assigned once: NNX decides at the first assignment whether an attribute holds parameters.
         self.q_norm, self.k_norm = (qk_norm(), qk_norm()) if qk_norm else (None, None)

@@ -53,16 +53,19 @@ class Decoder(nnx.Module):
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
                  rotary: Any = None, head: Head | None = None,
                  first: Callable[[nnx.Rngs], Block] | None = None, num_first: int = 0,
-                 ahead: Callable[[nnx.Rngs], MTPHead] | None = None, numbered: bool = False):
-        """`numbered`: the layers of `blocks` are called with their number as the last argument."""
+                 ahead: Callable[[nnx.Rngs], MTPHead] | None = None, numbered: bool = False, grouped: bool = False):
+        """Stack `num_first` layers like `first`, then the rest like `block`.
+
+        `numbered`: those are called with their number as the last argument; `grouped`: each is a `Group` of layers.
+        """
         self.embed, self.positions, self.rotary = embed, positions, rotary
         # Rematerialized layers stay in a loop: unrolled, JAX 0.10's compiler merges both computations.
         unroll = compute.unroll if compute.remat == "none" else 1
-        def stack(block, number):
-            return Stack(block, number, remat=remat(compute.remat), unroll=unroll, numbered=numbered, rngs=rngs)
+        def stack(block, number, policy=compute.remat):
+            return Stack(block, number, remat=remat(policy), unroll=unroll, numbered=numbered, rngs=rngs)
 
         self.first_blocks = stack(first, num_first) if first and num_first else None  # differ from the rest
-        self.blocks = stack(block, num_layers - num_first)
+        self.blocks = stack(block, num_layers - num_first, "none" if grouped else compute.remat)
         self.norm, self.output = norm, head
         self.ahead = ahead(rngs) if ahead else None
 

@@ -15,9 +15,8 @@ def gpt2(c: Gpt2Config, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
     def block(rngs: nnx.Rngs) -> Block:
         return Block(
             LayerNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-            Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, bias=True, out_std=out_std,
-                      window=c.window, backend=compute.attention, context=compute.context,
-                      rngs=rngs),
+            Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, qkv_bias=True, out_bias=True,
+                      out_std=out_std, window=c.window, backend=compute.attention, context=compute.context, rngs=rngs),
             LayerNorm(c.embed_dim, c.norm_eps, rngs=rngs),
             GeluMLP(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
         )

@@ -9,17 +9,20 @@ from jaxtrain.config.families import ExpertsConfig, LlamaConfig, RotaryConfig
 from jaxtrain.models.ahead import MTPHead
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.decoder import Block, Compute, Decoder, remat
+from jaxtrain.models.layer_groups import Group
 from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
 from jaxtrain.models.moe import MoE
 from jaxtrain.models.rotary import Rotary, scaled_frequencies
 
 
-def llama(c: LlamaConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = False) -> Decoder:
-    """Build a Llama decoder, a Mixtral one if it has experts, or, with `qk_norm`, a Qwen3 one."""
+def llama(c: LlamaConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = False,
+          qkv_bias: bool = False) -> Decoder:
+    """Build a Llama decoder, a Mixtral one if it has experts; with `qk_norm` a Qwen3 one, with `qkv_bias` a Qwen2 one.
+    """
     def attention(out_std: float, rngs: nnx.Rngs) -> Attention:
         return Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
                          qk_norm=partial(RMSNorm, c.head_dim, c.norm_eps, axis="head_dim", rngs=rngs)
-                         if qk_norm else None, backend=compute.attention,
+                         if qk_norm else None, qkv_bias=qkv_bias, backend=compute.attention,
                          context=compute.context, rngs=rngs)
 
     return rotary_decoder(c, compute, attention, c.head_dim, rngs=rngs)
@@ -40,12 +43,14 @@ def rotary_decoder(c: RotaryConfig, compute: Compute, attention: Callable[[float
             else SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
         )
 
-    last = partial(block, experts=c.num_experts > 0)
+    last, dense = partial(block, experts=c.num_experts > 0), partial(block, experts=False)
+    group = partial(Group, [dense] * (c.experts_every - 1) + [last], remat(compute.remat))
     return Decoder(
-        Embed(c.vocab_size, c.embed_dim, rngs=rngs), last, c.num_layers, RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
+        Embed(c.vocab_size, c.embed_dim, rngs=rngs), group if c.experts_every > 1 else last, c.stacked_layers,
+        RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
         rotary=Rotary(*scaled_frequencies(c, rotary_width)),
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
-        first=partial(block, experts=False), num_first=c.dense_layers,
+        first=dense, num_first=c.dense_layers, grouped=c.experts_every > 1,
         ahead=(partial(MTPHead, c.embed_dim, c.norm_eps, last, remat=remat(compute.remat))
                if c.mtp_loss_weight else None),
         compute=compute, rngs=rngs,

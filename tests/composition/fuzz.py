@@ -32,7 +32,8 @@ OVERRIDES = [{f"mesh.overrides.{name}": axes for name, axes in table.items()} | 
     ({"seq": "none", "block_seq": "none"}, {"mesh.rules": "data"}),
     ({"seq": "none", "block_seq": "none", "batch": "data+context+fsdp+expert"}, {"mesh.rules": "data"}),
 )]
-DENSE, EXPERTS = ("gpt2", "gpt2", "llama", "qwen3", "gpt2_untied", "gemma3"), ("mixtral", "qwen3_moe", "deepseek_v3")
+DENSE = ("gpt2", "gpt2", "llama", "qwen2", "qwen3", "gpt2_untied", "gemma3")
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
 
 
 def draw(rng: random.Random, devices: int) -> dict[str, Any]:
@@ -66,6 +67,9 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= {"model.capacity_factor": often(0.0, 0.75, 1.25)}
     if family == "deepseek_v3":
         keys |= {"model.value_head_dim": rng.choice((6, 8)), "model.dense_layers": rng.choice((0, 1))}
+    if family in EXPERTS:
+        layers = keys["model.num_layers"] - keys.get("model.dense_layers", family == "qwen3_moe")
+        keys |= {"model.experts_every": often(1, *(every for every in (2, 3, 4) if layers % every == 0), 1)}
     if family == "gemma3":
         keys |= {"model.window": 7, "model.global_every": rng.choice((2, 3))}
     elif not family.startswith("gpt2"):
@@ -76,7 +80,7 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= rng.choice(OVERRIDES[:2] if family in EXPERTS else OVERRIDES)
     keys |= {"evaluate": rng.random() < 0.3}
     keys |= {"optimizer.offload": rng.random() < 0.3}
-    return keys | {"train.freeze": often([], ["embed/*"], ["blocks/layer/attention/*", "norm/*"], ["heads"])}
+    return keys | {"train.freeze": often([], ["embed/*"], ["blocks/layer/*attention/*", "norm/*"], ["heads"])}
 
 
 def config_of(keys: dict[str, Any]):
@@ -157,7 +161,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     off["gradient"], leaf = reference.worst(got, grads, floor=floor * float(norm))
     if bias is not None and precision == "float32":
         p = state.all_params
-        new = [p["blocks"]["layer"]["mlp"]["router"]["bias"],
+        new = [reference.router(config.model, p)["bias"],
                *(p["ahead"]["block"]["mlp"]["router"]["bias"][None] for _ in range("ahead" in p))]
         off["router bias"] = float(np.abs(np.concatenate(new) - bias).max())
     if keys.get("evaluate"):

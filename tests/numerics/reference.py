@@ -27,6 +27,7 @@ FAMILIES = {
     "llama": dict(name="llama", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, tied_embeddings=False,
                   rope_theta=100.0),
     "qwen3": dict(name="qwen3", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, window=5),
+    "qwen2": dict(name="qwen2", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, rope_theta=100.0),
     "gemma3": dict(name="gemma3", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, window=5, global_every=2,
                    rope_theta=400.0, local_rope_theta=50.0, rope_factor=2.0, query_scale=9),
     "gpt2_untied": dict(name="gpt2", num_heads=8, tied_embeddings=False, window=6),
@@ -42,6 +43,8 @@ EXPERTS = {
                         value_head_dim=6, q_rank=16, kv_rank=24, experts_per_token=2, shared_experts=1,
                         router="sigmoid", router_scale=2.5, expert_groups=4, expert_groups_used=2,
                         router_bias_rate=0.01, balance_loss=0.01) | _EXPERTS,
+    "alternating": dict(name="qwen3_moe", num_layers=7, dense_layers=1, experts_every=3, num_kv_heads=8, head_dim=4,
+                        experts_per_token=2, mlp_dim=48, router_bias_rate=0.003, balance_loss=0.01) | _EXPERTS,
 }
 
 
@@ -165,11 +168,25 @@ def through(c, p, b, told):
         x = x + p["positions"]["table"][b["positions"]]
     if c.name == "gemma3":
         x = x * np.float32(np.sqrt(c.embed_dim))
-    for stack, number in ("first_blocks", c.dense_layers), ("blocks", c.num_layers - c.dense_layers):
-        for layer in range(number):
-            w = jax.tree.map(lambda a, layer=layer: a[layer], p[stack]["layer"])
-            x = gemma3_block(c, w, x, b, layer) if c.name == "gemma3" else block(c, w, x, b, told)
+    for layer in range(c.num_layers):
+        w = layer_of(c, p, layer)
+        x = gemma3_block(c, w, x, b, layer) if c.name == "gemma3" else block(c, w, x, b, told)
     return x
+
+
+def layer_of(c, p, layer):
+    """The parameters of a layer; those after the first are stacked in groups, of which the last has experts."""
+    number, within = divmod(layer - c.dense_layers, c.experts_every)
+    w = p["first_blocks" if number < 0 else "blocks"]["layer"]
+    w = w[f"layer_{within}"] if c.experts_every > 1 and number >= 0 else w
+    assert ("router" in w["mlp"]) == (c.num_experts > 0 and number >= 0 and within == c.experts_every - 1)
+    return jax.tree.map(lambda a: a[layer if number < 0 else number], w)
+
+
+def router(c, p):
+    """The parameters of all routers but that of the layer that looks ahead, stacked over the layers with experts."""
+    w = p["blocks"]["layer"]
+    return (w[f"layer_{c.experts_every - 1}"] if c.experts_every > 1 else w)["mlp"]["router"]
 
 
 def block(c, w, x, b, told):
@@ -181,7 +198,7 @@ def block(c, w, x, b, told):
     if latent:
         q, k, v = plain_experts.latent_qkv(c, a, h, b["positions"], rms_norm, rotate)
     else:
-        q, k, v = (jnp.tensordot(h, a[n]["kernel"], 1) + (a[n]["bias"] if gpt2 else 0) for n in "qkv")
+        q, k, v = (jnp.tensordot(h, a[n]["kernel"], 1) + a[n].get("bias", 0) for n in "qkv")
     if c.name in ("qwen3", "qwen3_moe"):
         q, k = rms_norm(a["q_norm"], q, eps), rms_norm(a["k_norm"], k, eps)
     if not gpt2 and not latent:
@@ -316,7 +333,7 @@ def _trained(family, z_loss, layers, steps, rows):
         p, m, v = adamw(config.optimizer, p, clipped, m, v, rate, n)
         if config.model.router_bias_rate:
             sign = jnp.sign(jnp.round(excess, 6))  # even is even, however it rounds
-            p["blocks"]["layer"]["mlp"]["router"]["bias"] -= config.model.router_bias_rate * sign
+            router(config.model, p)["bias"] -= config.model.router_bias_rate * sign
         return p, m, v, value, g, size
 
     losses, biases = [], []
@@ -324,7 +341,7 @@ def _trained(family, z_loss, layers, steps, rows):
         p, m, v, value, g, size = step(p, m, v, jnp.float32(learning_rate(config, n)), jnp.float32(n), batch(n, rows))
         losses.append(float(value))
         if config.model.router_bias_rate:
-            biases.append(np.asarray(p["blocks"]["layer"]["mlp"]["router"]["bias"]))
+            biases.append(np.asarray(router(config.model, p)["bias"]))
         if n == 0:
             first = jax.device_get((g, size))
     return np.array(losses), *first, biases
@@ -354,8 +371,7 @@ def check(run: jt.Run, family: str = "gpt2", steps: int = STEPS, tolerance: floa
             o, size = c.optimizer, float(metrics["grad_norm"])
             got = jax.tree.map(lambda m: np.asarray(m) / (1 - o.b1) / min(1, o.clip_norm / size), moments(state))
             if c.model.router_bias_rate:  # a bias has no moments
-                del gradient["blocks"]["layer"]["mlp"]["router"]["bias"]
-                del got["blocks"]["layer"]["mlp"]["router"]["bias"]
+                del router(c.model, gradient)["bias"], router(c.model, got)["bias"]
             assert size == pytest.approx(float(norm), rel=tolerance), "the gradient's norm differs in the first step"
             # A key's bias shifts all scores of a query alike: its gradient is zero but for rounding, hence the floor.
             error, leaf = worst(got, gradient, floor=1e-3 * float(norm))
@@ -364,7 +380,7 @@ def check(run: jt.Run, family: str = "gpt2", steps: int = STEPS, tolerance: floa
     assert off.max() < tolerance, (f"the loss of step {off.argmax()} is off by {off.max():.1e}; "
                                    f"the first over the tolerance is step {(off > tolerance).argmax()}")
     if c.model.router_bias_rate:
-        bias = np.asarray(state.params["blocks"]["layer"]["mlp"]["router"]["bias"])
+        bias = np.asarray(router(c.model, state.params)["bias"])
         np.testing.assert_allclose(bias, biases[-1], atol=1e-6, err_msg="the biases did not follow the load")
         assert len(np.unique(bias)) > 2
     if steps == STEPS:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.numerics import reference
 
+DEALT = tuple(family for family in reference.FAMILIES if family != "qwen2")  # which has some meshes of its own
 REMAT = ("none", "full", "dots", "attention", "attention_and_dots")
 
 
@@ -23,7 +24,7 @@ def cases():
              for accumulation, unroll in itertools.product((1, 4), (1, 0))]
     deal = random.Random(0)
     columns = []
-    for values in (tuple(reference.FAMILIES), REMAT, (0, 4)):
+    for values in (DEALT, REMAT, (0, 4)):
         column = list(itertools.islice(itertools.cycle(values), len(every)))
         deal.shuffle(column)
         columns.append(column)
@@ -87,6 +88,14 @@ def test_layers_unrolled_in_twos_give_the_numbers_of_one_device(layers):
 @pytest.mark.parametrize("family", reference.FAMILIES)
 def test_one_device_gives_the_numbers_of_the_plain_model(family):
     reference.check(reference.build(family), family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "keys"), [
+    ((2, 2, 2), dict(train__accumulation=2)), ((1, 1, 8), dict(train__remat="dots")),
+    ((1, 1, 2), dict(mesh__stage=2, mesh__context=2, pipeline__schedule="zb_h1"))], ids=str)
+def test_biases_of_queries_keys_and_values_on_a_mesh(mesh, keys):
+    reference.check(reference.build("qwen2", mesh, **keys), "qwen2", FEW)
 
 
 @pytest.mark.parametrize(("cases", "number", "least"), [

@@ -50,14 +50,15 @@ def test_hopper_computes_the_rows_that_are_in_groups():
 MESHES = {"fsdp": 8, "expert": 2}, {"fsdp": 2, "expert": 8}, {"tensor": 2, "expert": 8}, {"fsdp": 16}
 
 
-@pytest.mark.parametrize(("target", "factor", "mesh"), [
-    pytest.param(*target, mesh, marks=[] if i == j else pytest.mark.slow) for j, mesh in enumerate(MESHES)
-    for i, target in enumerate((("h200", 0.0), ("h200", 1.25), ("v5p", 0.0)))], ids=str)
-def test_the_rough_sum_counts_what_is_traced(target, factor, mesh):
+@pytest.mark.parametrize(("target", "factor", "mesh", "every"), [
+    *(pytest.param(*target, mesh, 1, marks=[] if i == j else pytest.mark.slow) for j, mesh in enumerate(MESHES)
+      for i, target in enumerate((("h200", 0.0), ("h200", 1.25), ("v5p", 0.0)))),
+    ("h200", 0.0, MESHES[3], 4)], ids=str)
+def test_the_rough_sum_counts_what_is_traced(target, factor, mesh, every):
     sizes = {f"mesh.{axis}": mesh.get(axis, 1) for axis in AXES}
     config = load_config("configs/mixtral_8x7b.py", {
         **sizes, "data.global_batch_size": 64, "train.accumulation": 1, "train.remat": "full",
-        "model.capacity_factor": factor})
+        "model.capacity_factor": factor, "model.experts_every": every})
     said = rough.work(config, TARGETS[target], sizes, rough.Size.of(config, TARGETS[target].platform))
     assert said == pytest.approx(estimate(config, TARGETS[target], math.prod(mesh.values())).time.flops, rel=0.1)
 

@@ -88,7 +88,7 @@ def work(config: Config, target: Target, mesh: dict[str, int], size: Size) -> fl
     model, tokens = config.model, config.data.global_batch_size * config.data.seq_len
     sizes = {key.removeprefix("mesh."): n for key, n in mesh.items()}
     others = 3 * 6 * model.embed_dim * model.expert_mlp_dim * _masked(config, target, sizes)
-    per_token = size.per_token + others * (model.num_layers - model.dense_layers)
+    per_token = size.per_token + others * (model.stacked_layers - model.dense_layers)
     return 4 / 3 * per_token * tokens / math.prod(mesh.values())
 
 

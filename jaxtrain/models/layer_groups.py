@@ -1,0 +1,28 @@
+"""Groups of layers that differ, to be stacked and scanned where equal layers would be."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from flax import nnx
+
+
+class Group(nnx.Module):
+    """Layers that differ, applied in turn: what is stacked where only every n-th layer has experts."""
+
+    def __init__(self, layers: Sequence[Callable[[nnx.Rngs], nnx.Module]], remat: Callable[[Callable], Callable],
+                 rngs: nnx.Rngs):
+        self.names, self.remat = tuple(f"layer_{number}" for number in range(len(layers))), remat
+        for name, layer in zip(self.names, layers, strict=True):
+            setattr(self, name, layer(rngs))
+
+    def __call__(self, x_BTD: jax.Array, segments_BT, angles) -> tuple[jax.Array, dict[str, jax.Array]]:
+        aux = {}
+        for name in self.names:
+            graphdef, weights = nnx.split(getattr(self, name))
+
+            @self.remat
+            def apply(x, weights, graphdef=graphdef):
+                return nnx.merge(graphdef, weights)(x, segments_BT, angles)
+
+            x_BTD, aux = apply(x_BTD, weights)  # the last layer has experts, which report something
+        return x_BTD, aux
