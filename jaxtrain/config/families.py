@@ -185,8 +185,8 @@ class ExpertsConfig(LlamaConfig):
             raise UserError("model.dense_layers", f"{self.dense_layers} of {self.num_layers} layers leaves no layer "
                             "for the experts", "lower it or set model.num_experts=0")
         if (layers := self.num_layers - self.dense_layers) % self.experts_every:
-            raise UserError("model.experts_every", f"{self.experts_every} does not divide the {layers} layers after "
-                            f"the first model.dense_layers={self.dense_layers}", "choose a divisor of it")
+            raise UserError("model.experts_every", f"{self.experts_every} does not divide the {layers} layers "
+                            f"after model.dense_layers={self.dense_layers}", "choose a divisor of it")
         if self.num_experts % self.expert_groups:
             raise UserError("model.expert_groups", f"{self.expert_groups} does not divide "
                             f"model.num_experts={self.num_experts}", "choose a divisor of it")

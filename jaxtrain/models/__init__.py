@@ -14,9 +14,8 @@ from jaxtrain.models.llama import llama
 from jaxtrain.models.qwen2 import qwen2
 from jaxtrain.models.qwen3 import qwen3
 
-FAMILIES: dict[str, Callable[..., Decoder]] = {
-    "gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3, "mixtral": llama, "qwen3_moe": qwen3,
-    "deepseek_v3": deepseek_v3, "gemma3": gemma3}
+FAMILIES: dict[str, Callable[..., Decoder]] = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
+    "gemma3": gemma3, "mixtral": llama, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3}
 
 
 def make_model(config: ModelConfig, compute: Compute | None = None, *, rngs: nnx.Rngs) -> Decoder:

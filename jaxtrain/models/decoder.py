@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -60,12 +61,10 @@ class Decoder(nnx.Module):
         """
         self.embed, self.positions, self.rotary = embed, positions, rotary
         # Rematerialized layers stay in a loop: unrolled, JAX 0.10's compiler merges both computations.
-        unroll = compute.unroll if compute.remat == "none" else 1
-        def stack(block, number, policy=compute.remat):
-            return Stack(block, number, remat=remat(policy), unroll=unroll, numbered=numbered, rngs=rngs)
+        stack = partial(Stack, unroll=compute.unroll if compute.remat == "none" else 1, numbered=numbered, rngs=rngs)
 
-        self.first_blocks = stack(first, num_first) if first and num_first else None  # differ from the rest
-        self.blocks = stack(block, num_layers - num_first, "none" if grouped else compute.remat)
+        self.first_blocks = stack(first, num_first, remat=remat(compute.remat)) if first and num_first else None
+        self.blocks = stack(block, num_layers - num_first, remat=remat("none" if grouped else compute.remat))
         self.norm, self.output = norm, head
         self.ahead = ahead(rngs) if ahead else None
 

@@ -73,7 +73,7 @@ def test_dense_layers_between_those_with_experts_count_their_own_matrices():
 @pytest.mark.parametrize(("family", "keys", "message"), [
     ("mixtral", dict(model__experts_every=0), "model.experts_every: 0 "),
     ("mixtral", dict(model__num_layers=5, model__experts_every=2),
-     "model.experts_every: 2 does not divide the 5 layers after the first model.dense_layers=0"),
+     "model.experts_every: 2 does not divide the 5 layers after model.dense_layers=0"),
     ("mixtral", dict(model__num_experts=0, model__balance_loss=0.0, model__router_z_loss=0.0, model__experts_every=2),
      "model.experts_every: the model has no experts"),
     ("llama", dict(model__experts_every=2), "model.experts_every: llama has no such key"),
