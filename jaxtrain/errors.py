@@ -5,6 +5,7 @@ import difflib
 import sys
 from collections.abc import Iterable
 
+from jaxtrain.redaction import redacted
 from jaxtrain.synonyms import SYNONYMS
 
 
@@ -12,7 +13,7 @@ class UserError(ValueError):
     """An error that the user can fix; the command line prints it as one line and exits with status 2."""
 
     def __init__(self, key: str, reason: str, fix: str):
-        self.key, self.reason, self.fix = key, reason, fix
+        key, reason, fix = self.key, self.reason, self.fix = redacted((key, reason, fix))
         super().__init__(" ".join(f"{key}: {reason}; {fix}".split()))
 
     def __reduce__(self):  # so that it can be pickled between processes
@@ -20,9 +21,9 @@ class UserError(ValueError):
 
 
 def say(text: object) -> None:
-    """Print a message to stderr; a log on a full disk must not stop the run."""
+    """Print a message to stderr, without credentials; a log on a full disk must not stop the run."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(redacted(f"{text}"), file=sys.stderr, flush=True)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

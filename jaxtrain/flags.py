@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxtrain.errors import UserError, nearest, say
+from jaxtrain.redaction import hide_in_tracebacks
 
 COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and the first line of its docstring
     "train": ("jaxtrain.main", "Train a config, or resume its run."),
@@ -45,6 +46,7 @@ def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], 
     def wrap(do: Callable[[list[str] | None], None]) -> Callable[..., int]:
         @functools.wraps(do)
         def main(argv: list[str] | None = None) -> int:
+            hide_in_tracebacks()
             try:
                 do(argv)
                 return 0

@@ -14,12 +14,14 @@ import warnings
 from jaxtrain.distributed import exit_codes, heartbeat
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import discard_output, training_flags, workdir_of
+from jaxtrain.redaction import hide_in_tracebacks
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse flags, connect processes, load the config and train; `distributed/exit_codes.py` lists the exit statuses.
     """
     heartbeat.hold()
+    hide_in_tracebacks()
     try:
         flags, overrides = training_flags(sys.argv[1:] if argv is None else argv)
         from jaxtrain.trainer.shutdown import before_the_loop

@@ -2,6 +2,9 @@
 
 Temporary errors (timeouts, lost connections, a busy server, a truncated body) are retried with growing pauses;
 permanent ones (no such object, no permission) are reported at once. Paths never use fsspec.
+
+Credentials may stand in a URL: `s3://KEY:SECRET@bucket/...`, `https://USER:PASSWORD@host/...` or the query of a signed
+one. They are used, and hidden in whatever is reported. Those that the storage libraries find by themselves are better.
 """
 
 import builtins
@@ -15,13 +18,15 @@ import random
 import shutil
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.files import bounded_files
+from jaxtrain.redaction import is_hidden, redacted
 
 TRIES = 8
 PAUSE = 0.2, 20.0  # seconds: the first, doubled each time, and the longest
@@ -32,6 +37,7 @@ _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectory
 _LASTING_NUMBERS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, getattr(errno, "EREMCHG", None)}
 _LASTING_NAMES = {"NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "SSOError", "ProfileNotFound",
                   "ParamValidationError", "DefaultCredentialsError"}  # of botocore and google.auth
+_S3 = "s3", "s3a"
 _STAMPS = "ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "updated", "mtime", "created"
 _random = random.Random()  # not the module's own generator, whose state the user may rely on
 T = TypeVar("T")
@@ -55,9 +61,15 @@ def is_url(path: str | Path) -> bool:
     return "://" in str(path)
 
 
+def is_web(path: str | Path) -> bool:
+    """Return whether a path is a URL of the web, which may have a query."""
+    return str(path).lower().startswith(("http://", "https://"))
+
+
 def join(folder: str | Path, name: str) -> str:
-    """Return the path or URL of a file in a folder."""
-    return f"{str(folder).rstrip('/')}/{name}"
+    """Return the path or URL of a file in a folder; the query of a signed URL stays at its end."""
+    place, query, signature = str(folder).partition("?") if is_web(folder) else (str(folder), "", "")
+    return f"{place.rstrip('/')}/{name}{query}{signature}"
 
 
 def size(path: str | Path) -> int:
@@ -88,14 +100,14 @@ def stamp(path: str | Path) -> int | str:
 
 def find(url: str) -> list[Found]:
     """Return all files below a URL, or the one it names, sorted by name and without hidden ones."""
-    fs = _filesystem(url)
-    root = fs._strip_protocol(url).rstrip("/")
-    listed = _tried(url, lambda: fs.find(url, detail=True))
+    fs, plain = _filesystem(url)
+    root = fs._strip_protocol(plain).rstrip("/")
+    listed = _tried(url, lambda: fs.find(plain, detail=True))
     found = []
     for path, info in listed.items():
-        name = path[len(root) + 1:] if path != root else path.rpartition("/")[2]
+        name = path[len(root) + 1:] if path != root else _last(path)
         if info.get("type", "file") == "file" and not any(part.startswith(".") or not part for part in name.split("/")):
-            whole = fs.unstrip_protocol(path)
+            whole = join(url, name) if path != root else url
             found.append(Found(name, whole, info["size"] if info.get("size") is not None else size(whole)))
     return sorted(found, key=lambda file: file.name)
 
@@ -107,10 +119,10 @@ def read(path: str | Path, start: int = 0, stop: int | None = None) -> bytes:
             file.seek(start)
             return file.read(-1 if stop is None else stop - start)
     end = size(path) if stop is None else stop
-    fs = _filesystem(path)
+    fs, plain = _filesystem(path)
 
     def get() -> bytes:
-        content = fs.cat_file(str(path), start=start, end=end) if end > start else b""
+        content = fs.cat_file(plain, start=start, end=end) if end > start else b""
         if len(content) != end - start:
             raise EOFError(f"{len(content)} bytes came instead of {end - start}")
         return content
@@ -155,7 +167,7 @@ def here(path: str | Path) -> Path:
 def _copied(url: str, version: int | str) -> tuple[Path, Any]:
     """Download each version of an object once; the folder is deleted when it is no longer referenced."""
     folder = tempfile.TemporaryDirectory(prefix="jaxtrain-")
-    local = Path(folder.name, url.rpartition("/")[2])
+    local = Path(folder.name, _last(url))
     with builtins.open(local, "wb") as file, open(url) as source:
         shutil.copyfileobj(source, file, BLOCK)
     return local, folder
@@ -163,30 +175,30 @@ def _copied(url: str, version: int | str) -> tuple[Path, Any]:
 
 def put(local: Path, url: str) -> None:
     """Upload a file; stores show an object only when it is complete."""
-    fs = _filesystem(url)
+    fs, plain = _filesystem(url)
 
     def send() -> None:
         if url.startswith(("file:", "local:")):  # where folders must exist first
             fs.makedirs(fs._parent(url), exist_ok=True)
-        fs.put_file(str(local), url)
+        fs.put_file(str(local), plain)
 
     _tried(url, send, "written")
 
 
 def names(url: str) -> list[str]:
     """Return the names of files and folders directly inside a folder's URL; empty if it does not exist."""
-    fs = _filesystem(url)
+    fs, plain = _filesystem(url)
     try:
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in _tried(url, lambda: fs.ls(url, detail=False)))
+        return sorted(_last(path.rstrip("/")) for path in _tried(url, lambda: fs.ls(plain, detail=False)))
     except Gone:
         return []
 
 
 def remove(url: str) -> None:
     """Delete a file, or a folder with its content; it need not exist."""
-    fs = _filesystem(url)
+    fs, plain = _filesystem(url)
     with contextlib.suppress(Gone):
-        _tried(url, lambda: fs.rm(url, recursive=True), "removed")
+        _tried(url, lambda: fs.rm(plain, recursive=True), "removed")
 
 
 class _Object(io.RawIOBase):
@@ -216,20 +228,39 @@ class _Object(io.RawIOBase):
 
 
 def _info(path: str | Path) -> dict[str, Any]:
-    fs = _filesystem(path)
-    return _tried(path, lambda: fs.info(str(path)))
+    fs, plain = _filesystem(path)
+    return _tried(path, lambda: fs.info(plain))
 
 
-def _filesystem(url: str | Path) -> Any:
-    return _of_protocol(str(url).partition("://")[0], str(url))
+def _last(path: str) -> str:
+    """Return the last part of a path or URL, without the query of one of the web."""
+    return (path.partition("?")[0] if is_web(path) else path).rpartition("/")[2]
+
+
+def refuse_hidden(url: str | Path) -> None:
+    """Raise a UserError for a URL without its credentials, as it stands in what a run wrote."""
+    if is_url(url) and is_hidden(str(url)):
+        raise UserError(str(url), "its credentials are not written down", "give the whole URL again")
+
+
+def _filesystem(url: str | Path) -> tuple[Any, str]:
+    """Return the file system that a URL is of, connected by its credentials, and the URL as it takes it."""
+    refuse_hidden(url)
+    protocol, _, rest = str(url).partition("://")
+    has_keys = protocol in _S3 and "@" in rest and ":" in rest.partition("/")[0].partition("@")[0]
+    user, _, place = rest.partition("@") if has_keys else ("", "", rest)
+    key, _, secret = user.partition(":")
+    return _of_protocol(str(url), protocol, *map(urllib.parse.unquote, (key, secret))), f"{protocol}://{place}"
 
 
 @functools.lru_cache(maxsize=8)
-def _connected(protocol: str) -> Any:
+def _connected(protocol: str, key: str = "", secret: str = "") -> Any:
     import fsspec.config
 
     options: dict[str, Any] = {"use_listings_cache": False}  # a cached listing would hide changes
-    if protocol in ("s3", "s3a"):  # the default is ten connections, which threads would wait for
+    if key:
+        options |= {"key": key, "secret": secret}
+    if protocol in _S3:  # the default is ten connections, which threads would wait for
         said = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
         options["config_kwargs"] = {"max_pool_connections": 64, **said}
     asked = inspect.signature(fsspec.get_filesystem_class(protocol).__init__).parameters.values()
@@ -241,9 +272,9 @@ def _connected(protocol: str) -> Any:
     return fs
 
 
-def _of_protocol(protocol: str, url: str) -> Any:
+def _of_protocol(url: str, protocol: str, *credentials: str) -> Any:
     try:
-        return _connected(protocol)
+        return _connected(protocol, *credentials)
     except ImportError as error:
         extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(protocol)
         fix = install_extra(extra) if extra else "install it"
@@ -258,11 +289,12 @@ def _tried(url: str | Path, do: Callable[[], T], what: str = "read") -> T:
         try:
             return do()
         except Exception as error:  # every store has its own exceptions
+            cause = error if redacted(str(url)) == str(url) else None  # a traceback would show what it says
             if _lasts(error):
-                _refuse(url, error, what)
+                raise _refusal(url, error, what) from cause
             if attempt == TRIES - 1:
-                raise UserError(str(url), f"cannot be {what}: {_words(error)}, in {TRIES} attempts",
-                                "check that the store is up, then run again") from error
+                raise UserError(str(url), f"cannot be {what}: {_words(url, error)}, in {TRIES} attempts",
+                                "check that the store is up, then run again") from cause
         time.sleep(min(longest, first * 2**attempt) * _random.uniform(0.5, 1))
     raise AssertionError
 
@@ -274,15 +306,17 @@ def _lasts(error: Exception) -> bool:
     return isinstance(error, _LASTING) or any(cls.__name__ in _LASTING_NAMES for cls in type(error).__mro__)
 
 
-def _refuse(url: str | Path, error: Exception, what: str) -> NoReturn:
+def _refusal(url: str | Path, error: Exception, what: str) -> UserError:
     if isinstance(error, FileNotFoundError):
-        raise Gone(str(url), f"is not there ({_words(error)})", "check its name") from error
-    raise UserError(str(url), f"cannot be {what} ({_words(error)})",
-                    "check the credentials and what they permit") from error
+        return Gone(str(url), f"is not there ({_words(url, error)})", "check its name")
+    return UserError(str(url), f"cannot be {what} ({_words(url, error)})", "check the credentials and what they permit")
 
 
-def _words(error: Exception) -> str:
+def _words(url: str | Path, error: Exception) -> str:
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    for one in (str(url), str(url).partition("://")[2]):  # libraries name it without s3://, too
+        text = text.replace(one, redacted(str(url)))
+    text = redacted(text)  # before it is cut, after which a part of a URL might not be recognized
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 

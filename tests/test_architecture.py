@@ -14,8 +14,8 @@ LAYERS = (
     "__init__ main cli api supervise bench", "trainer", "tuning hub launch", "plan", "own_run", "run",
     "validation rule_checks", "objectives", "checkpoint", "resilience", "doctor", "models", "parallel", "kernels",
     "train_step", "data", "distributed", "observe", "config flags", "sharding",
-    "storage files errors synonyms versions compile_cache")
-BUDGETS = {"LEARNING": 4160, "SURVIVAL": 3270}  # docs/decisions.md says why not 3,500 and 2,500
+    "storage files errors redaction synonyms versions compile_cache")
+BUDGETS = {"LEARNING": 4190, "SURVIVAL": 3270}  # docs/decisions.md says why not 3,500 and 2,500
 
 
 def modules() -> dict[str, Path]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "jaxtrain"
 LEARNING = """
-    __init__ main errors run validation rule_checks
+    __init__ main errors redaction run validation rule_checks
     config/schema config/families config/field_checks config/load
     sharding/rules sharding/mesh
     models/__init__ models/decoder models/layers models/attention models/gpt2

@@ -15,6 +15,7 @@ from typing import Any
 from jaxtrain.errors import UserError, say
 from jaxtrain.files import bounded_files
 from jaxtrain.plan.targets import MEMORY_FRACTION
+from jaxtrain.redaction import redacted
 from jaxtrain.versions import git_commit, version_of
 
 # Settings outside the config that affect how fast a step is. (None of them names a path.)
@@ -89,7 +90,7 @@ def command_line(module: str, argv: Iterable[str]) -> str:
         if not skip and word.partition("=")[0] != "--json":
             words.append(word)
         skip = word == "--json"
-    return shlex.join(["python", *module.split(), *words])
+    return shlex.join(["python", *module.split(), *redacted(words)])
 
 
 def writable(file: str | Path, flag: str = "--json") -> None:
@@ -105,7 +106,7 @@ def writable(file: str | Path, flag: str = "--json") -> None:
 
 def append(file: str | Path, record: Mapping[str, Any]) -> None:
     """Append a record as a line of its own, even if the previous line was cut off."""
-    line = (json.dumps(record) + "\n").encode()
+    line = (json.dumps(redacted(dict(record))) + "\n").encode()
     try:
         with open(file, "a+b", buffering=0) as lines:
             if lines.seek(0, os.SEEK_END):

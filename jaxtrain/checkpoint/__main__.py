@@ -21,7 +21,7 @@ def main(argv: list[str] | None) -> None:
     """Run the command; exits with status 0, 1 if `verify` found damage, or 2 on a user error."""
     flags = parser().parse_args(argv)
     if flags.what == "list":
-        print(show(flags.workdir))
+        print(show(flags.workdir, flags.mirror))
     elif flags.what == "verify":
         right = True
         for line, good in verified(flags.workdir, flags.steps):
@@ -37,7 +37,7 @@ def main(argv: list[str] | None) -> None:
         for line in diff(words[0], int(words[1]), words[2], int(words[3])):
             print(line, flush=True)
     else:
-        print(restore_to(flags.workdir, flags.step))
+        print(restore_to(flags.workdir, flags.step, flags.mirror))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,6 +57,9 @@ def parser() -> argparse.ArgumentParser:
     for each in (lists, verifies, goes):
         each.add_argument("workdir", metavar="WORKDIR", help="the workdir of the run")
     verifies.add_argument("steps", metavar="STEP", type=int, nargs="*", help="only these; default: all")
+    for each in (lists, goes):
+        each.add_argument("--mirror", metavar="URL", default="",
+                          help="the run's mirror, if its URL has a password: config.json does not have it")
     diffs.add_argument("words", metavar="WORKDIR STEP [WORKDIR2] STEP", nargs="+", action="store",
                        help="two checkpoints, of one run or of two")
     goes.add_argument("step", metavar="STEP", type=int, help="the step to go back to")

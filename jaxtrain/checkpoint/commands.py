@@ -20,6 +20,7 @@ from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import misfit, read_json
+from jaxtrain.redaction import is_hidden
 from jaxtrain.resilience.watchdog import heartbeats
 
 _ASIDE = ".set_aside"
@@ -27,24 +28,25 @@ _ENDINGS = {".damaged": "damaged: found by verification and not used", ".abandon
             _ASIDE: "set aside by restore-to", ".fetching": "not complete: being fetched from the mirror",
             ".orbax-checkpoint-tmp": "not complete: being written, or the run ended meanwhile"}
 _ALIVE_S = 60  # a younger heartbeat may come from a run that is still alive
+_HIDDEN = " as --mirror=URL"
 _HEAD = ("step", "state", "where", "size", "age", "loss", "mesh")
 
 
 # ------------------------------------------------------------------------------------------------------- what is there
-def show(workdir: str | Path) -> str:
-    """Return a table of all checkpoints as text."""
+def show(workdir: str | Path, mirror_url: str = "") -> str:
+    """Return a table of all checkpoints as text; `mirror_url` replaces that of the run's config."""
     directory, config = _directory(workdir), _config(workdir)
     if not directory.is_dir() and any(Path(workdir).iterdir()) and not Path(workdir, "config.json").exists():
         raise UserError("WORKDIR", f"{workdir} is not a run's workdir: it has neither checkpoints/ nor config.json",
                         "give the --workdir of a run")
     local, notes = verify.steps(directory), []
     copies: dict[int, Any] = {}
-    if place := config.get("mirror"):
+    if place := mirror_url or config.get("mirror"):
         try:
             mirror = Mirror(directory, place)
             copies = {step: mirror.good(step) for step in mirror.steps()}
         except UserError as error:
-            notes.append(f"the mirror could not be read: {error}")
+            notes.append(f"the mirror could not be read: {error}{_HIDDEN * is_hidden(place)}")
     rows, good, unread = [], [], []
     for step in sorted({*local, *copies}):
         record = verify.good(directory, step)
@@ -182,8 +184,11 @@ def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------- to go back
-def restore_to(workdir: str | Path, step: int) -> str:
-    """Set everything newer than a good checkpoint aside; return what was done and how to undo it."""
+def restore_to(workdir: str | Path, step: int, mirror_url: str = "") -> str:
+    """Set everything newer than a good checkpoint aside; return what was done and how to undo it.
+
+    `mirror_url` replaces that of the run's config.
+    """
     workdir, directory = Path(workdir), _directory(workdir)
     folder = _known(directory, step)
     with locked(workdir, 0) as other:
@@ -194,7 +199,7 @@ def restore_to(workdir: str | Path, step: int) -> str:
             if age < _ALIVE_S and beat.get("phase") != "ended" and not _is_dead(beat):
                 raise UserError("WORKDIR", f"process {process} of this run ({beat.get('host')}) was alive {_age(age)} "
                                 "ago", f"stop it, and run this again {_ALIVE_S} s later")
-        return _turn_back(workdir, directory, folder, step)
+        return _turn_back(workdir, directory, folder, step, mirror_url or _config(workdir).get("mirror", ""))
 
 
 def _is_dead(beat: dict[str, Any]) -> bool:
@@ -210,7 +215,7 @@ def _is_dead(beat: dict[str, Any]) -> bool:
     return False
 
 
-def _turn_back(workdir: Path, directory: Path, folder: Path, step: int) -> str:
+def _turn_back(workdir: Path, directory: Path, folder: Path, step: int, place: str) -> str:
     if problems := verify.verify(directory, step):
         raise UserError("STEP", f"{folder} is damaged ({problems[0]})", "choose another one that `list` calls good")
     said, undo = [], []
@@ -227,12 +232,13 @@ def _turn_back(workdir: Path, directory: Path, folder: Path, step: int) -> str:
         undo.append(f"mv {kept} {metrics}")
     snapshots.turn_back(workdir)
     said.append("snapshots taken in memory before now are no longer used")
-    if place := _config(workdir).get("mirror"):
+    if place:
         try:
             hidden = Mirror(directory, place).hide(above=step)
             said += [f"the mirror's copies of {', '.join(map(str, hidden))} are no longer used"] if hidden else []
         except UserError as error:
-            said.append(f"the mirror could not be updated ({error}); this matters only if the local ones are lost")
+            said.append(f"the mirror could not be updated ({error}{_HIDDEN * is_hidden(place)}); this matters only if "
+                        "the local ones are lost")
     return "\n".join([f"The run goes on from step {step} when it is started again, with the same command as before.",
                       *(f"- {line}" for line in said),
                       *(["To undo this, before the run is started again:", *(f"  {line}" for line in undo)] if undo

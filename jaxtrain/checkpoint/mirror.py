@@ -47,6 +47,7 @@ class Mirror:
 
     def __init__(self, directory: str | Path, place: str, kept: Kept = lambda good: good):
         self._directory = Path(directory).absolute()
+        storage.refuse_hidden(place)
         self.place = place if storage.is_url(place) else f"file://{Path(place).expanduser().absolute()}"
         self._kept = kept
         self.pinned: set[int] = set()  # the step being copied, which must not be deleted meanwhile

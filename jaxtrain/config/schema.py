@@ -9,6 +9,7 @@ from typing import Any
 from jaxtrain.config.families import Gpt2Config, ModelConfig
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
 from jaxtrain.errors import UserError
+from jaxtrain.redaction import redacted
 
 AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")  # as in mesh.py, which imports JAX
 
@@ -262,8 +263,8 @@ class Config:
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain nested dicts, as written to `config.json`."""
-        return dataclasses.asdict(self)
+        """Plain nested dicts, as written to `config.json`: without the credentials in URLs."""
+        return redacted(dataclasses.asdict(self))
 
     def hash(self) -> str:
         """Identifies the resolved config."""

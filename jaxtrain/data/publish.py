@@ -21,6 +21,7 @@ from jaxtrain.data.prepare.prepare_progress import Line
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.flags import command, parser_of
+from jaxtrain.redaction import redacted
 
 THREADS = 8  # concurrent transfers
 AGAIN = 3  # attempts to send a file that does not arrive intact
@@ -93,7 +94,7 @@ def main(argv: list[str] | None) -> None:
     flags = parser.parse_args(argv)
     with Line(sys.stderr) as say:
         sent = publish(flags.corpus, flags.url, say)
-    print(f"{flags.url}: complete; {sent} files were sent")
+    print(f"{redacted(flags.url)}: complete; {sent} files were sent")
 
 
 if __name__ == "__main__":

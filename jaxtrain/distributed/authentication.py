@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import UserError
+from jaxtrain.redaction import redacted
 
 _LEAST = 16  # characters
 _FIX = "put at least 16 random characters into a file of mode 0600, the same on every host"
@@ -90,8 +91,8 @@ def matches(given: Any, wanted: str) -> bool:
 
 
 def sealed(name: str, value: Any) -> str:
-    """Return a value as JSON, after a code of it and of the name under which it is published."""
-    text = json.dumps(value)
+    """Return a value as JSON without credentials, after a code of it and of the name under which it is published."""
+    text = json.dumps(redacted(value))
     return f"{code(derive('value'), name, text) if secret() else '-'} {text}"
 
 

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from jaxtrain.distributed.authentication import Forged, code, matches
+from jaxtrain.redaction import redacted
 
 Message = dict[str, Any]
 LONGEST = 1 << 20  # bytes of a line between processes of a run
@@ -52,7 +53,7 @@ class Line:
 
     def send(self, message: Message) -> None:
         """Send a message."""
-        text = json.dumps(message)
+        text = json.dumps(redacted(message))
         self.connection.sendall(f"{self._code(self._accepts, self._sent, text)} {text}\n".encode())
         self._sent += 1
 

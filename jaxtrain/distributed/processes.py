@@ -23,7 +23,8 @@ from jaxtrain.config.schema import Config
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed.authentication import opened, sealed
 from jaxtrain.distributed.peers import Peers, interface
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
+from jaxtrain.redaction import redacted
 from jaxtrain.versions import version_of
 
 Item = TypeVar("Item")
@@ -173,7 +174,7 @@ def fail(status: int, error: BaseException) -> int:
               "started again", file=sys.stderr)
         status = exit_codes.RESTART
     elif status not in exit_codes.FINAL:
-        traceback.print_exception(error)
+        say("".join(traceback.format_exception(error)))
     sys.stdout.flush()
     sys.stderr.flush()
     if _peers:
@@ -199,7 +200,7 @@ def broken(error: BaseException | None) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return redacted(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
 
 
 # ----------------------------------------------------------------------------------------------------------- the start

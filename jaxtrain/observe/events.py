@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxtrain.errors import say
 from jaxtrain.files.bounded_files import json_lines
+from jaxtrain.redaction import redacted
 
 Event = dict[str, Any]
 
@@ -20,7 +21,7 @@ def record(workdir: str | Path, kind: str, **fields: Any) -> None:
 
     With a full disk or a missing folder the event is lost, but no error is raised.
     """
-    event = {"time": time.time(), "kind": kind, "process": _process(), "host": socket.gethostname(), **fields}
+    event = {"time": time.time(), "kind": kind, "process": _process(), "host": socket.gethostname(), **redacted(fields)}
     with contextlib.suppress(OSError):
         file = os.open(Path(workdir) / "events.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:

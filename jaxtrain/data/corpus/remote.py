@@ -20,6 +20,7 @@ from jaxtrain.data.corpus.shard_writer import CHUNK
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.safe_names import Outside, inside
+from jaxtrain.redaction import redacted
 
 THREADS = 16  # concurrent requests, since each waits for the network
 AGAIN = 3  # attempts to fetch a chunk that arrives corrupt
@@ -30,7 +31,7 @@ class RemoteColumn:
     """The numbers in a remote object, fetched and sliced like a memory map of a file."""
 
     def __init__(self, url: str, dtype: np.dtype, length: int, crc32: str, sha256: str, cache: ChunkCache, spare: bool):
-        self.damage = Damage(url, dtype, length, crc32)
+        self.damage = Damage(redacted(url), dtype, length, crc32)
         self._url, self._sha256, self._cache, self._spare = url, sha256, cache, spare
         self._checked: set[int] = set()  # cached chunks that this process has verified
         self._lock, self._coming = threading.Lock(), dict[int, Future]()
@@ -47,7 +48,7 @@ class RemoteColumn:
 
     def _part(self, number: int, start: int, stop: int) -> bytes:
         if number in self.damage.bad:
-            raise Lost(self._url)
+            raise Lost(self.damage.name)
         key = f"{self._sha256}-{number}"
         if number in self._checked and (part := self._cache.read(key, start, stop)) is not None:
             return part
@@ -82,7 +83,7 @@ class RemoteColumn:
                 return content
         if self._spare:
             self.damage.add([number])
-            raise Lost(self._url)
+            raise Lost(self.damage.name)
         raise UserError("data.source", f"{self._url} is corrupt: bytes {first} to {last} are not what its manifest "
                         f"says, fetched {AGAIN} times", FIX)
 

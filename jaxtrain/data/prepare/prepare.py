@@ -43,6 +43,7 @@ from jaxtrain.data.tokenizers.vocabulary import Vocabulary
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.flags import command, parser_of
+from jaxtrain.redaction import redacted
 
 
 def prepare(sources: Sequence[str], output: str | Path, options: Options, workers: int | Engine = 1,
@@ -291,6 +292,9 @@ def _engine(flags: argparse.Namespace) -> int | Engine:
 
 def _script(flags: argparse.Namespace, options: Options, argv: Sequence[str]) -> str:
     """Return the script to submit, or write it to --script and return how to submit it."""
+    if redacted(list(argv)) != list(argv):
+        raise UserError("--engine", "the script would have the credentials of a URL in it",
+                        "give them in the environment of the jobs, as the storage libraries read them")
     job.folder(flags.output)
     tasks, _, _ = plan_tasks(flags.input, options)  # so that mistakes are reported now
     script = on_slurm.render(argv, min(flags.parts or 16, len(tasks)), flags.workers or 1, flags.deduplicate)

@@ -28,6 +28,7 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer, begun, encode_document
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import opened, read, read_json
+from jaxtrain.redaction import redacted
 
 Task = tuple[Piece, ...]
 ALIKE = ("", "equal to another", "nearly equal to another")
@@ -60,6 +61,7 @@ class Options:
         for name in ("steps", "describe", "eval_input"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
+        object.__setattr__(self, "describe", redacted(tuple(self.describe)))  # the manifest has it
         if self.eval_input and self.eval_fraction == Options.eval_fraction:
             object.__setattr__(self, "eval_fraction", 0.0)
         if self.eval_input and self.eval_fraction:
