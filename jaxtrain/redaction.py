@@ -34,8 +34,8 @@ def is_hidden(url: str) -> bool:
 
 def hide_in_tracebacks() -> None:
     """Hide credentials in the traceback of an error that ends this process."""
-    sys.excepthook = lambda *error: print(redacted("".join(traceback.format_exception(*error))), end="",
-                                          file=sys.stderr)
+    sys.excepthook = lambda _, error, __: print(redacted("".join(traceback.format_exception(error))), end="",
+                                                file=sys.stderr)
 
 
 def _hide(url: re.Match[str]) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import add_process_flags, command, overrides_of, parser_of
+from jaxtrain.redaction import redacted
 
 
 @command()
@@ -113,7 +114,8 @@ def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[st
     if flags.targets is None and (predicted := preflight.check(run)) and jax.process_index() == 0:
         say(predicted)
     record = {"what": "compare" if names else "run", "label": flags.label,
-              "name": flags.name or " ".join([flags.config, *(f"{key}={value}" for key, value in overrides.items())]),
+              "name": flags.name or " ".join([flags.config, *(f"{key}={value}" for key, value in
+                                                              redacted(overrides).items())]),
               **records.about(records.command_line("-m jaxtrain.bench", argv)), **described(run),
               "steps": flags.steps, "warmup": flags.warmup}
     try:

@@ -14,6 +14,7 @@ from jaxtrain.bench import records, tables
 from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, nearest, say
+from jaxtrain.redaction import redacted
 
 
 def combinations(words: Iterable[str]) -> Iterator[dict[str, str]]:
@@ -91,7 +92,7 @@ def measured(argv: list[str], seconds: float, environment: dict[str, str] | None
         compared = any(word.startswith("--compare") for word in argv)
         here = about or records.about_elsewhere(command)
         return {**here, "command": command, "what": "compare" if compared else "run", "failed": why,
-                "name": " ".join(word.partition("config.")[2] for word in argv if word.startswith("--config."))}
+                "name": " ".join(word.partition("config.")[2] for word in redacted(argv) if word.startswith("--config."))}
 
 
 def ranked(found: list[records.Record]) -> str:
