@@ -92,7 +92,8 @@ def measured(argv: list[str], seconds: float, environment: dict[str, str] | None
         compared = any(word.startswith("--compare") for word in argv)
         here = about or records.about_elsewhere(command)
         return {**here, "command": command, "what": "compare" if compared else "run", "failed": why,
-                "name": " ".join(word.partition("config.")[2] for word in redacted(argv) if word.startswith("--config."))}
+                "name": " ".join(word.partition("config.")[2] for word in redacted(argv)
+                                 if word.startswith("--config."))}
 
 
 def ranked(found: list[records.Record]) -> str:
