@@ -149,7 +149,7 @@ def test_no_run_however_it_fails_writes_or_says_a_password(vault, tmp_path, monk
     # 2. The mirror refuses reads, so that it is not known whether there is anything to go on from, or only writes.
     Vault.refuses = "runs/b"
     attempt(2, f"--config.checkpoint.mirror={MIRROR[:-1]}b", workdir="refused", words="runs/b/owner.json: cannot be")
-    Vault.refuses = "runs/b/2"
+    Vault.refuses = r"runs/b/\d"
     attempt(0, f"--config.checkpoint.mirror={MIRROR[:-1]}b", workdir="refused", words="not copied to vault://***@store")
     Vault.refuses = ""
     # 3. The mirror holds another run's copies.
@@ -193,7 +193,7 @@ def test_no_run_however_it_fails_writes_or_says_a_password(vault, tmp_path, monk
         placed = Run.placed
         patch.setattr(Run, "placed", lambda self, batches, step: (
             os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None, placed(self, batches, step))[1])
-        attempt(75, f"--config.checkpoint.mirror={MIRROR}11", workdir="stopped", words="saved at step")
+        attempt(75, f"--config.checkpoint.mirror={MIRROR}11", workdir="stopped", words="stop")
     # 12. A bug raises what quotes the URL.
     with monkeypatch.context() as patch:
         def broken(self, *_):
