@@ -128,13 +128,14 @@ def test_no_run_however_it_fails_writes_or_says_a_password(vault, tmp_path, monk
         """Run, and require this end; keeps what was said of it."""
         where = [f"--workdir={tmp_path / workdir}"] if do is main else []
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 assert do([*where, *given, *flags]) == status
         except RuntimeError:
             assert status is None  # the interpreter would show it like this
             sys.excepthook(*sys.exc_info())
         out, err = capsys.readouterr()
+        err += "".join(f"{warning.message}\n" for warning in caught)
         said.append(out + err)
         assert words in out + err, (words, out + err)
 
