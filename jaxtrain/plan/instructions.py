@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from jaxtrain.kernels.grouped_matmul import DIMENSION, ROWS
 from jaxtrain.plan import hlo
 
 CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")  # their time is that of what they run
@@ -17,6 +18,7 @@ _NOTHING = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "a
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape")
 
+_GROUPED = re.compile(r"grouped_matmul_(\d+)_rows")  # the name of kernels/mosaic_grouped_matmul.py
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _NAMED = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPERATION = re.compile(r"\s*([a-z][a-z0-9\-]*)\(")
@@ -42,6 +44,7 @@ class Instruction:
     flops: float = 0.0
     bytes: float = 0.0
     dtype: str = ""  # of its products' operands; "" without products
+    grouped: bool = False  # whether it is a kernel of `kernels.mosaic_grouped_matmul`
 
     @property
     def path(self) -> str:
@@ -171,6 +174,9 @@ def _count(instruction: Instruction, made: Program) -> None:
         return
     products = [instruction, *(inner for name in instruction.called for inner in made.inside(name))]
     for product in products:
+        if product.target.startswith("mosaic_gpu") and (filled := _GROUPED.search(product.path)):
+            _count_grouped(instruction, product, int(filled[1]), made)
+            return
         if flops := _flops(product, made):
             instruction.flops += flops
             instruction.dtype = instruction.dtype or _operand(product, 0, made)[0]
@@ -185,6 +191,23 @@ def _count(instruction: Instruction, made: Program) -> None:
         read = sum(size(array) for name in instruction.operands if (operand := made.instructions.get(name))
                    for array in operand.arrays)
         instruction.bytes = read + sum(map(size, instruction.useful))
+
+
+def _count_grouped(instruction: Instruction, kernel: Instruction, filled: int, made: Program) -> None:
+    """Count a kernel for a grouped matmul, alone or in a fusion with slices of weights: of the rows that it is named
+    after, which may be a part of the array, and of those in blocks that are computed for two groups.
+    """
+    (dtype, (_, depth)), (other_dtype, other) = (_operand(kernel, index, made) for index in (1, 2))
+    result = kernel.arrays[0]
+    instruction.dtype, instruction.grouped = dtype, True
+    if len(other) == 3:  # rows [R, K] and weights of groups
+        instruction.flops = 2.0 * (filled + other[0] * ROWS) * depth * result[1][1]
+        read = filled * depth * hlo.BYTES[dtype] + size((other_dtype, other))
+    else:  # rows [R, K] and [R, N]
+        groups, _, width = result[1]
+        instruction.flops = 2.0 * (filled + groups * DIMENSION) * depth * width
+        read = filled * (depth + other[1]) * hlo.BYTES[dtype]
+    instruction.bytes = read + size(result)
 
 
 def _operand(instruction: Instruction, index: int, made: Program) -> Array:

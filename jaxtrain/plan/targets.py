@@ -23,12 +23,14 @@ GB, GiB, T = 1e9, 2.0**30, 1e12
 # The reasons given are what would explain the figures; they were not measured.
 GPU = {
     "matmul": 0.68,  # H100, all eight of a machine at their power limit; published for large matmuls alone: 0.73
+    "grouped": 0.46,  # jaxtrain's own kernels for experts: a guess
     "attention": 0.45,  # published for cuDNN alone: 0.6 forward; backward, five of the seven products, is slower
     "memory": 0.75,
     "links": 0.80,  # NCCL's bus bandwidth in large collectives, within machines and across
     "overlap": 0.25,  # NCCL's kernels take processors, memory bandwidth and power from the matmuls that run with them
 }
 TPU = {
+    "grouped": 0.70,
     "matmul": 0.70,  # v6e, whose matrix units are 256 wide and whose memory is slow for its peak
     "attention": 0.40,
     "memory": 0.80,
@@ -134,7 +136,8 @@ TARGETS: dict[str, Target] = {target.name: target for target in (
 # One virtual device on one core: roughly what a matmul in float32 and a copy in memory reached.
 TARGETS["cpu"] = Target("cpu", "cpu", "cpu", {"float32": 6e10, "bfloat16": 3e10}, 4 * GiB, 0.8, 1e10,
                         (Link("memory", 1 << 30, 2e9, 1e-4),), 0.05, "a core of a usual server",
-                        {"matmul": 1.0, "attention": 1.0, "memory": 1.0, "links": 1.0, "overlap": 0.0}, host=5e9)
+                        {"matmul": 1.0, "grouped": 1.0, "attention": 1.0, "memory": 1.0, "links": 1.0,
+                         "overlap": 0.0}, host=5e9)
 _CORES = {"v5p": 2}  # targets whose slices are named by cores: v5p-512 has 256 chips
 
 

@@ -40,9 +40,10 @@ def test_hopper_computes_the_rows_that_are_in_groups():
     def loss(x, weights, sizes):
         return (grouped_matmul(x, weights, sizes, filled=ROWS // 4).astype(jnp.float32) ** 2).sum()
 
-    rows, weights = jnp.zeros((ROWS, WIDTH), jnp.bfloat16), jnp.zeros((COUNT, WIDTH, WIDER), jnp.bfloat16)
+    rows, weights, sizes = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
+        ((ROWS, WIDTH), jnp.bfloat16), ((COUNT, WIDTH, WIDER), jnp.bfloat16), ((COUNT,), jnp.int32)))
     with kernels.stand_ins(), sharding.use(jt.make_mesh(devices=1), sharding.rules(), "cuda:9"):
-        traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(rows, weights, jnp.zeros(COUNT, jnp.int32))
+        traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(rows, weights, sizes)
     block = reader.read(traced, dict.fromkeys(AXES, 1), "cuda")
     assert [op.flops for op, _ in block.all() if op.flops] == [ONE / 4] * 3
 

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from jaxtrain.plan.instructions import CONTAINERS, program
+from jaxtrain.plan.roofline import GROUPED as GROUPED_SHARE
+from jaxtrain.plan.roofline import Roofline
+from jaxtrain.plan.targets import TARGETS
 
 
 def compiled(f, *shapes):
@@ -91,3 +94,41 @@ def test_collectives_name_their_axes():
     code = program(text)
     found = [code.axes(one, sizes) for one in code.instructions.values() if one.collective]
     assert ("tensor",) in found and ("data", "tensor") in found, text
+
+
+KERNEL = ('custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/grouped_matmul_100_rows/mpmd_map"}')
+GROUPED = f"""HloModule jit_f
+
+%sliced (rows: bf16[256,64], stack: bf16[9,4,64,192], at: s32[], of: s32[3,6]) -> bf16[256,192] {{
+  %rows = bf16[256,64]{{1,0}} parameter(0)
+  %stack = bf16[9,4,64,192]{{3,2,1,0}} parameter(1)
+  %at = s32[] parameter(2)
+  %of = s32[3,6]{{1,0}} parameter(3)
+  %zero = s32[] constant(0)
+  %slice = bf16[1,4,64,192]{{3,2,1,0}} dynamic-slice(%stack, %at, %zero, %zero, %zero)
+  %view = bf16[4,64,192]{{2,1,0}} bitcast(%slice)
+  ROOT %kernel = bf16[256,192]{{1,0}} custom-call(%of, %rows, %view), {KERNEL}
+}}
+
+ENTRY %main (r: bf16[256,64], s: bf16[9,4,64,192], a: s32[], o: s32[3,6], d: bf16[256,192]) -> bf16[4,64,192] {{
+  %r = bf16[256,64]{{1,0}} parameter(0)
+  %s = bf16[9,4,64,192]{{3,2,1,0}} parameter(1)
+  %a = s32[] parameter(2)
+  %o = s32[3,6]{{1,0}} parameter(3)
+  %d = bf16[256,192]{{1,0}} parameter(4)
+  %forward = bf16[256,192]{{1,0}} fusion(%r, %s, %a, %o), kind=kCustom, calls=%sliced
+  ROOT %weights = bf16[4,64,192]{{2,1,0}} custom-call(%o, %r, %d), {KERNEL}
+}}
+"""
+
+
+def test_a_grouped_matmul_counts_the_rows_that_exist():
+    """Those that its kernel is named after, and a block for each of four groups: 128 rows, or 64 of a sum over rows."""
+    code = program(GROUPED)
+    forward, weights = code.instructions["forward"], code.instructions["weights"]
+    assert (forward.flops, weights.flops) == (2 * (100 + 4 * 128) * 64 * 192, 2 * (100 + 4 * 64) * 64 * 192)
+    assert forward.bytes == 2 * (100 * 64 + 4 * 64 * 192 + 256 * 192)
+    assert weights.bytes == 2 * (100 * (64 + 192) + 4 * 64 * 192)
+    h100, mesh = TARGETS["h100"], {"data": 1}
+    rates = [kind.flops / Roofline(h100, code, mesh).computing(kind) for kind in (forward, weights)]
+    assert rates == pytest.approx([GROUPED_SHARE * h100.peak["bfloat16"]] * 2)

@@ -152,7 +152,8 @@ def _own(op: Op, reads: "Reads", target: Target) -> tuple[str, float]:
     dtype = np.dtype(op.inputs[0].dtype).name
     peak = target.peak.get(dtype, target.peak.get("float32", 1.0))
     kind = "attention" if op.name.startswith("attention") else "matmul"
-    return kind, max(op.flops / (peak * target.efficiency[kind]), at_memory)
+    share = target.efficiency["grouped" if op.name.startswith("grouped_matmul") else kind]
+    return kind, max(op.flops / (peak * share), at_memory)
 
 
 def _loose(block: Block) -> set[int]:
