@@ -4,10 +4,21 @@
 `jaxtrain train`; `flags.py` defines its flags.
 """
 
-import argparse
-import json
+# ruff: noqa: E402
 import os
 import signal
+
+
+def _stop_at_once(*_):
+    os.write(2, b"stopped outside of the loop; run the same command again to resume\n")
+    os._exit(75)  # exit_codes.SAVED
+
+
+if __name__ == "__main__":  # before other imports; and for a second signal while the first one ends the run
+    signal.signal(signal.SIGTERM, _stop_at_once)
+
+import argparse
+import json
 import sys
 import warnings
 

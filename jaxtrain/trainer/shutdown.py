@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import NoReturn
 
 from jaxtrain.distributed import exit_codes
@@ -13,6 +14,7 @@ from jaxtrain.distributed import exit_codes
 _calls = itertools.count(1)  # all processes make the same calls
 _complete = threading.Event()
 _early = 0  # a signal that came before the loop
+_AGAIN_S = 0.05  # after which a signal that came during an import is looked at again
 
 
 def complete() -> None:
@@ -24,17 +26,25 @@ def complete() -> None:
 def before_the_loop() -> Iterator[None]:
     """A context in which, outside of an `Interrupt`, Ctrl-C and SIGTERM end at once, each with its own exit status.
 
+    They are held back during imports: an exception there may crash modules that are not written in Python.
+
     In a multi-process run JAX takes SIGTERM over once the processes are connected, and the loop handles it after step
     one.
     """
     global _early
+    held: list[threading.Timer] = []
 
     def stop(number, frame):
         global _early
         if _complete.is_set() and number == signal.SIGTERM:
             return
         _early = number
-        _end(number)
+        if not _is_importing(frame):
+            _end(number)
+        if not (held and held[-1].is_alive()):
+            held.append(threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)))
+            held[-1].daemon = True
+            held[-1].start()
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -50,8 +60,16 @@ def before_the_loop() -> Iterator[None]:
         raise
     finally:
         _early = 0
+        for timer in held[-1:]:
+            timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _end(number: int, cause: Exception | None = None) -> NoReturn:

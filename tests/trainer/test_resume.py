@@ -557,6 +557,67 @@ sys.exit(main())
     assert err == "stopped outside of the loop; run the same command again to resume\n"
 
 
+INSIDE = {  # a module that is about to be imported, as part of what
+    "json": "jaxtrain.main", "jaxtrain.flags": "jaxtrain.main", "jaxtrain.trainer.shutdown": "jaxtrain.main",
+    "numpy._core._multiarray_umath": "jaxlib, which is not written in Python", "contextvars": "numpy, likewise",
+    "jax._src.xla_bridge": "jax", "tensorstore._tensorstore": "tensorstore", "flax.nnx": "flax", "optax": "the loop",
+    "grain": "the loop", "jaxtrain.trainer.session": "the loop", "jaxtrain.run": "the loop",
+}
+
+
+@pytest.mark.parametrize("module", [
+    name if name == "numpy._core._multiarray_umath" else pytest.param(name, marks=pytest.mark.slow) for name in INSIDE])
+def test_ten_sigterms_during_an_import_end_with_75(tmp_path, module):
+    """Not by a signal: an exception in the middle of an import may crash a module that is not written in Python."""
+    code = f"""
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.write(1, b"here")
+            for _ in range(10):
+                signal.raise_signal(signal.SIGTERM)
+
+for name in ("json", "contextvars"):
+    sys.modules.pop(name, None)
+sys.meta_path.insert(0, Finder())
+runpy.run_module("jaxtrain.main", run_name="__main__")
+"""
+    ended = subprocess.run([sys.executable, "-c", code, f"--config={ROOT}/configs/gpt.py:tiny",
+                            f"--config.data.source={__file__}", f"--workdir={tmp_path}"],
+                           env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "here", ended.stderr
+    assert ended.returncode == exit_codes.SAVED, ended.stderr
+    assert ended.stderr.count("stopped outside of the loop; run the same command again to resume\n") == 1
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_signal_waits_for_the_end_of_an_import(tmp_path, monkeypatch, uncollected):
+    (tmp_path / "held_module.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nos.kill(os.getpid(), signal.SIGTERM)\nwhole = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as ended, before_the_loop():
+        held = importlib.import_module("held_module")
+        threading.Event().wait(60)
+        pytest.fail("the signal is lost")
+    assert ended.value.code == exit_codes.SAVED and held.whole
+
+
+def test_a_held_signal_is_forgotten_with_what_it_was_to_end(monkeypatch):
+    """It is looked at again after the import, but not when the run has ended."""
+    shutdown, sent = importlib.import_module("jaxtrain.trainer.shutdown"), []
+    monkeypatch.setattr(shutdown, "_is_importing", lambda frame: True)
+    with before_the_loop():
+        os.kill(os.getpid(), signal.SIGTERM)
+        timer = next(thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert sum(isinstance(thread, threading.Timer) for thread in threading.enumerate()) == 1
+        assert not sent
+    timer.join(60)
+    assert timer.finished.is_set()
+
+
 @pytest.mark.slow
 def test_sigterm_behind_the_last_step_changes_nothing(flags, tmp_path, monkeypatch):
     """As from a supervisor that has just decided to start with more processes: there is nothing to start again."""
