@@ -6,7 +6,6 @@ text is encoded at once, as at inference, and an id is trained on if any part of
 
 import datetime
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -153,6 +152,7 @@ class Chat:
     def _text(self, messages: Messages, tools: Any, add_generation_prompt: bool = False) -> str:
         if not self._template:  # not needed for records of plain text
             raise UserError("--chat_template", f"{self.tokenizer.name} comes without a chat template", FIX)
+        self._template.environment.used = 0
         try:
             return self._template.render(messages=messages, tools=tools, documents=None,
                                          add_generation_prompt=add_generation_prompt, **self.variables)
@@ -237,8 +237,9 @@ def _compile(name: str, source: str) -> Any:
     """Compile a template in jinja2's sandbox with the functions that Hugging Face offers, except for a fixed date."""
     try:
         from jinja2 import TemplateError, TemplateSyntaxError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from jinja2.ext import Extension
+
+        from jaxtrain.data.chat import sandbox
     except ImportError as error:
         raise UserError("--format", "chat templates need the package jinja2",
                         install_extra("chat")) from error
@@ -257,15 +258,12 @@ def _compile(name: str, source: str) -> Any:
     def raise_exception(message):
         raise TemplateError(message)
 
-    def tojson(value, ensure_ascii=False, **keys):
-        return json.dumps(value, ensure_ascii=ensure_ascii, **keys).replace("\\ufdd2", BREAK)
+    def tojson(*args: Any, **keys: Any) -> str:
+        return sandbox.tojson(*args, **keys).replace("\\ufdd2", BREAK)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=[Generation, loopcontrols])
+    environment = sandbox.Sandbox(Generation, {"raise_exception": raise_exception, "strftime_now": TODAY.strftime})
     environment.filters["tojson"] = tojson
-    given: dict[str, Any] = environment.globals
-    given.update(raise_exception=raise_exception, strftime_now=TODAY.strftime)
     try:
-        return environment.from_string(source)
+        return environment.compiled(source)
     except TemplateSyntaxError as error:
         raise UserError("--chat_template", f"{name} is not a template (line {error.lineno}: {error})", FIX) from error

@@ -318,6 +318,33 @@ def test_a_template_cannot_reach_out(characters):
     assert "SecurityError" in one(chat(characters, "{{ messages.append(1) }}"), TALK)
 
 
+@pytest.mark.parametrize(("source", "why"), [
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 200,000 steps"),
+    ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "200,000 steps"),
+    ("{{ lipsum(n=100000000) }}", "'lipsum' is undefined"), ("{{ messages | tojson(cls=range) }}", "'cls'"),
+    ("{{ messages | tojson(indent=2000000000) }}", "indent is too large"), ("{{ 'x' * 9999999999 }}", "too large"),
+    ("{{ [1] * 9999999999 }}", "too large"), ("{{ 9 ** (9 ** 9) }}", "too large"),
+    ("{{ '%9999999999d' % 1 }}", "too large"), ("{{ '%*d' % (9999999999, 1) }}", "too large"),
+    ("{% set n = namespace(x='x') %}{% for _ in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "too large"),
+    ("{% set n = namespace(x='x') %}{% for _ in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}", "too large"),
+], ids=lambda value: value[:30])
+def test_a_template_without_end_leaves_its_record_out(characters, source, why):
+    """By a count, not by the clock: the same records on every machine."""
+    reason = in_time(lambda: one(chat(characters, source), TALK), 60)
+    assert reason.startswith("the chat template fails") and why in reason
+
+
+def test_bounds_change_nothing_of_what_templates_say(characters):
+    source = ("{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{{ loop.revindex0 }}"
+              "{% else %}none{% endfor %}{% for x in nothing %}{% else %}{{ 1 ~ none ~ 'a' ~ 2.5 }}{% endfor %}"
+              "{{ 'a' * 3 + 'b' }}{{ 2 ** 10 }}{{ 7 % 4 }}{{ '%s-%d' % ('x', 3) }}"
+              "{{ {'b': 1, 'a': [2]} | tojson(indent=1, sort_keys=true) }}"
+              "{% for k in 'ab' if k != 'a' %}{{ k }}{% endfor %}")
+    made = chat(characters, source)
+    assert made._text([{"role": "user", "content": "x"}] * 2, None) == (
+        '1/2,12/201Nonea2.5aaab10243x-3{\n "a": [\n  2\n ],\n "b": 1\n}b')
+
+
 # ----------------------------------------------------------------------------------------------- where templates lie
 
 @pytest.mark.parametrize("found", [
