@@ -101,6 +101,9 @@ MISTAKES = {
                           "'bfloat16'?"),
     "no such backend here": ("train.attention=cudnn", "train.attention: the cudnn backend cannot do this: it runs on "
                              "NVIDIA GPUs only; use 'auto' or 'xla'"),
+    "no such metric": ("checkpoint.best=accuracy", "checkpoint.best: there is no metric 'accuracy'; known: eval_loss, "
+                       "eval_perplexity, eval_bits_per_byte, cross_entropy, grad_norm, grad_norm_z, learning_rate, "
+                       "loss, loss_z, perplexity, skipped, skipped_in_a_row, spike"),
     "an unwritable cache": ("data.cache_dir=short.txt", "data.cache_dir: short.txt/data cannot be written (Not a "
                             "directory); name a writable folder with room, here or in $JAXTRAIN_CACHE"),
 }

@@ -103,6 +103,10 @@ class DataConfig:
         one_of("data.tokenizer", self.tokenizer, ("bytes",))
 
 
+# The moments' keys that each optimizer reads.
+READ_BY = {"adamw": "b1 b2 eps", "adafactor": "", "lion": "b1 b2", "sgd": "b1", "muon": "b1 b2 eps momentum"}
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The optax optimizer, its schedule, and how its state is sharded over the data axis."""
@@ -115,15 +119,18 @@ class OptimizerConfig:
     final_fraction: float = 0.1  # of learning_rate, where the decay ends: behind the last step
     weight_decay: float = 0.1  # of matrices, times the learning rate
     clip_norm: float = 1.0  # 0: no clipping
-    b1: float = 0.9  # decay of the first moment
-    b2: float = 0.95  # decay of the second moment
+    b1: float = 0.9  # decay of the first moment; of adamw, lion, sgd (its momentum) and muon
+    b2: float = 0.95  # decay of the second moment; of adamw, lion and muon
     momentum: float = 0.95  # of the matrices that muon updates; b1 and b2 are for what it leaves to AdamW
-    eps: float = 1e-8  # added to the root of the second moment
+    eps: float = 1e-8  # added to the root of the second moment, of adamw and muon
     zero_stage: int = 0  # over mesh.data, spread the optimizer's state (1), gradients too (2), parameters too (3)
     offload: bool = False  # between steps its state lies in the hosts' memory: slower, and less of the devices'
 
     def __post_init__(self):
-        one_of("optimizer.name", self.name, ("adamw", "adafactor", "lion", "sgd", "muon"))
+        one_of("optimizer.name", self.name, tuple(READ_BY))
+        for name in {"b1", "b2", "momentum", "eps"}.difference(READ_BY[self.name].split()):
+            if getattr(self, name) != (default := getattr(OptimizerConfig, name)):
+                raise UserError(f"optimizer.{name}", f"{self.name} does not read it", f"leave it out, or at {default}")
         one_of("optimizer.schedule", self.schedule, ("cosine", "linear", "wsd", "constant"))
         positive(self, "optimizer", "learning_rate eps")
         not_negative(self, "optimizer", "warmup_steps weight_decay clip_norm final_fraction")

@@ -29,14 +29,23 @@ def cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, w
     A weight of 0 ignores a token; weights have gradients too. `chunks` is into how many pieces the tokens on one device
     are split; 0 chooses by size.
     """
+    return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0)[0]
+
+
+@jax.named_scope("loss_head")
+def penalized_cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, *,
+                            z_loss: float, chunks: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Return what `cross_entropy` returns, and the same sum without the z-loss, which has no gradient."""
     return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0)
 
 
 @jax.named_scope("loss_head")
 def distillation_loss(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array,
                       teacher_BTC: jax.Array, teacher_head_CV: jax.Array, *, soft: float, temperature: float = 1.0,
-                      z_loss: float = 0.0, chunks: int = 0) -> jax.Array:
+                      z_loss: float = 0.0, chunks: int = 0) -> tuple[jax.Array, jax.Array]:
     """Return the sum over tokens of weight x ((1 - soft) x cross-entropy + soft x temperature squared x KL divergence).
+
+    The second value is the sum of weight x cross-entropy alone, without the z-loss; it has no gradient.
 
     The divergence is that of the student's prediction from the teacher's, both softened by `temperature`: Hinton,
     Vinyals and Dean (arXiv 1503.02531). The teacher, whose final activations (of width C) and output projection are
@@ -59,17 +68,18 @@ def default_chunks(tokens: int, vocab: int) -> int:
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def _summed(x, head, targets, weights, teacher, *options):
-    return _run(x, head, targets, weights, teacher, options, gradients=False)[0]
+    sums_2, = _run(x, head, targets, weights, teacher, options, gradients=False)
+    return sums_2[0], sums_2[1]
 
 
 def _forward(x, head, targets, weights, teacher, *options):
-    loss, dx, dhead, dweights = _run(x, head, targets, weights, teacher, options, gradients=True)
+    sums_2, dx, dhead, dweights = _run(x, head, targets, weights, teacher, options, gradients=True)
     dweights = dweights.astype(weights.dtype) if jnp.issubdtype(weights.dtype, jnp.inexact) else None
-    return loss, (dx, dhead, jnp.zeros((), head.dtype), dweights)
+    return (sums_2[0], sums_2[1]), (dx, dhead, jnp.zeros((), head.dtype), dweights)
 
 
 def _backward(z_loss, chunks, soft, temperature, saved, g):
-    dx, dhead, head, dweights = saved
+    (dx, dhead, head, dweights), (g, _) = saved, g
     dweights = None if dweights is None else (g * dweights).astype(dweights.dtype)
     return (g * dx).astype(dx.dtype), (g * dhead).astype(head.dtype), None, dweights, None
 
@@ -108,13 +118,15 @@ def _local(x_BTD, head_DV, targets_BT, weights_BT, teacher, batch_axes, vocab_ax
         return top_N + jnp.log(over_vocab(jnp.exp(logits_NV - top_N[:, None]).sum(-1)))
 
     def against_tokens(logits_NV, target_N, weight_N):
-        """Return the loss of each token, and the gradient of their weighted sum with respect to the logits."""
+        """Return each token's loss with and without z-loss, and the former's gradient with respect to the logits."""
         lse_N = log_partition(logits_NV)
         hit_NV = (target_N - first)[:, None] == jnp.arange(V)
         correct_N = over_vocab(jnp.where(hit_NV, logits_NV, 0).sum(-1))
-        loss_N = lse_N - correct_N + z_loss * jnp.square(lse_N)
+        entropy_N = lse_N - correct_N
+        loss_N = entropy_N + z_loss * jnp.square(lse_N)
         pull_N = weight_N * (1 + 2 * z_loss * lse_N)
-        return loss_N, pull_N[:, None] * jnp.exp(logits_NV - lse_N[:, None]) - jnp.where(hit_NV, weight_N[:, None], 0)
+        probability_NV = jnp.exp(logits_NV - lse_N[:, None])
+        return loss_N, entropy_N, pull_N[:, None] * probability_NV - jnp.where(hit_NV, weight_N[:, None], 0)
 
     def against_teacher(logits_NV, teacher_NV, weight_N):
         """Return the same for the divergence."""
@@ -125,33 +137,33 @@ def _local(x_BTD, head_DV, targets_BT, weights_BT, teacher, batch_axes, vocab_ax
         return temperature**2 * divergence_N, pull_N[:, None] * (jnp.exp(q_NV) - jnp.exp(p_NV))
 
     def chunk(carry, inputs) -> Any:
-        loss, dhead_DV = carry
+        sums_2, dhead_DV = carry
         x_ND, target_N, weight_N, *teacher_NC = inputs
         logits_NV = jnp.dot(x_ND, head_DV, preferred_element_type=F32)
-        loss_N, dlogits_NV = against_tokens(logits_NV, target_N, weight_N)
+        loss_N, entropy_N, dlogits_NV = against_tokens(logits_NV, target_N, weight_N)
         for y_NC in teacher_NC:
             teacher_NV = jnp.dot(y_NC, teacher[1], preferred_element_type=F32)
             other_N, dother_NV = against_teacher(logits_NV, teacher_NV, weight_N)
             loss_N, dlogits_NV = (1 - soft) * loss_N + soft * other_N, (1 - soft) * dlogits_NV + soft * dother_NV
-        loss += (weight_N * loss_N).sum()
+        sums_2 += jnp.stack([(weight_N * loss_N).sum(), (weight_N * entropy_N).sum()])
         if not gradients:
-            return (loss, dhead_DV), None
+            return (sums_2, dhead_DV), None
         dlogits_NV = dlogits_NV.astype(x_ND.dtype)
         dx_ND = over_vocab(jnp.dot(dlogits_NV, head_DV.T, preferred_element_type=F32)).astype(x_ND.dtype)
         dhead_DV = dhead_DV + jnp.dot(x_ND.T, dlogits_NV, preferred_element_type=F32)
-        return (loss, dhead_DV), (dx_ND, loss_N)
+        return (sums_2, dhead_DV), (dx_ND, loss_N)
 
     inputs = (x_BTD.reshape(chunks, -1, D), targets_BT.reshape(chunks, -1), weights_BT.reshape(chunks, -1),
               *(y_BTC.reshape(chunks, -1, y_BTC.shape[-1]) for y_BTC in teacher[:1]))
-    start: Any = (jnp.zeros((), F32), jnp.zeros((D, V), F32) if gradients else None)
+    start: Any = (jnp.zeros(2, F32), jnp.zeros((D, V), F32) if gradients else None)
     if chunks == 1:  # no loop, which is faster for small models on CPU
-        (loss, dhead_DV), each = chunk(start, jax.tree.map(lambda a: a[0], inputs))
+        (sums_2, dhead_DV), each = chunk(start, jax.tree.map(lambda a: a[0], inputs))
     else:
-        (loss, dhead_DV), each = lax.scan(chunk, start, inputs)
+        (sums_2, dhead_DV), each = lax.scan(chunk, start, inputs)
     if not gradients:
-        return (over_batch(loss),)
+        return (over_batch(sums_2),)
     dx, loss_N = each
     # A sum over tokens may be too large for float16 until the backward pass has divided it.
     dtype = F32 if head_DV.dtype == jnp.float16 else head_DV.dtype
-    return (over_batch(loss), dx.reshape(x_BTD.shape), over_batch(dhead_DV).astype(dtype),
+    return (over_batch(sums_2), dx.reshape(x_BTD.shape), over_batch(dhead_DV).astype(dtype),
             loss_N.reshape(weights_BT.shape))

@@ -47,8 +47,8 @@ class Distillation(NextToken):
         head = {key: value for key, value in params[TEACHER].items() if key not in Decoder.STACKS}
         return own | {TEACHER: head}, batch | {TEACHER: jax.lax.stop_gradient(model.finish(x_BTD))}
 
-    def head_loss(self, params: Any, x_BTD: jax.Array, head_DV: jax.Array, batch: Any) -> jax.Array:
-        """The summed loss of final activations, against tokens and teacher."""
+    def head_loss(self, params: Any, x_BTD: jax.Array, head_DV: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """The summed loss of final activations, against tokens and teacher, and their cross-entropy alone."""
         return distillation_loss(
             x_BTD, head_DV, batch["targets"], batch["weights"], batch[TEACHER],
             self.teacher.merge(params[TEACHER]).head(), soft=self.soft, temperature=self.temperature,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.schema import Config
-from jaxtrain.kernels.cross_entropy import cross_entropy
+from jaxtrain.kernels.cross_entropy import cross_entropy, penalized_cross_entropy
 from jaxtrain.models import Decoder, moe
 from jaxtrain.models.ahead import with_second_targets
 from jaxtrain.observe.own_parts import describe
@@ -53,8 +53,11 @@ class NextToken:
         return self.pipeline_parts.loss(params, batch)
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the metrics of routers, if there are any."""
-        return moe.metrics(sums, self.experts_per_token) if sums else {}
+        """Return the cross-entropy without penalties, in nats per token, its exponential, and the metrics of routers.
+        """
+        entropy = sums["cross_entropy"] / jnp.maximum(sums["weight"], 1e-8)
+        plain = {"cross_entropy": entropy, "perplexity": jnp.exp(entropy)}
+        return plain | (moe.metrics(sums, self.experts_per_token) if "load" in sums else {})
 
     @property
     def pipeline_parts(self) -> Parts:
@@ -78,21 +81,25 @@ class NextToken:
         penalty = _weighted(aux.pop("penalty", None), batch)
         return x_BTD, penalty if self.penalties else jnp.zeros_like(penalty), aux
 
-    def end(self, params: Any, x_BTD: jax.Array, batch: Any) -> jax.Array:
-        """The summed loss of the head, and that of predicting the token after the next where the batch has it."""
+    def end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The summed loss of the head, and that of predicting the token after the next where the batch has it.
+
+        The further sum is the cross-entropy of the head without any penalty.
+        """
         model = self.model.merge(params)
         head_DV = model.head()
-        loss = self.head_loss(params, model.finish(x_BTD), head_DV, batch)
+        loss, plain = self.head_loss(params, model.finish(x_BTD), head_DV, batch)
         if "second_targets" in batch:
             y_BTD, aux = model.look_ahead(x_BTD, batch["targets"], batch["segments"], batch["positions"])
             entropy = partial(cross_entropy, z_loss=self.z_loss, chunks=self.chunks)
             second = entropy(y_BTD, head_DV, batch["second_targets"], batch["second_weights"])
             loss += self.mtp_loss_weight * second + _weighted(aux.get("penalty"), batch)
-        return loss
+        return loss, {"cross_entropy": plain}
 
-    def head_loss(self, params: Any, x_BTD: jax.Array, head_DV: jax.Array, batch: Any) -> jax.Array:
-        """The summed loss of final activations."""
-        return cross_entropy(x_BTD, head_DV, batch["targets"], batch["weights"], z_loss=self.z_loss, chunks=self.chunks)
+    def head_loss(self, params: Any, x_BTD: jax.Array, head_DV: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """The summed loss of final activations, and their cross-entropy alone."""
+        return penalized_cross_entropy(x_BTD, head_DV, batch["targets"], batch["weights"], z_loss=self.z_loss,
+                                       chunks=self.chunks)
 
     @property
     def frozen_axes(self) -> dict:

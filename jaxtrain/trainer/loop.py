@@ -25,6 +25,7 @@ from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.resilience.stragglers import Stragglers
 from jaxtrain.run import Run, build
 from jaxtrain.train_step.state import TrainState
+from jaxtrain.trainer import best_metric
 from jaxtrain.trainer.evaluate import Evaluator
 from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run
@@ -90,6 +91,8 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         LocalCheckpoints(workdir, c.local_checkpoint_every, c.local_dir)))
     found = find_start(run, session, checkpoints, local)
     about, parts = check_workdir(run, session, checkpoints, found)
+    if c.best:
+        best_metric.check(run)
     start, data = found.step, remaining(run.train_batches, found.skipped)
     if start < t.steps:
         ledger.open(t.steps)

@@ -65,6 +65,11 @@ def test_text_becomes_what_the_field_is(key, text, value):
     ({}, {"train.steps": "ten"}, "train.steps: 'ten' is not a whole number; give a whole number"),
     ({}, {"optimizer.learning_rate": "1e999"}, "optimizer.learning_rate: 'inf' is not a finite number; give a finite "
      "number"),
+    ({}, {"optimizer.momentum": 0.9}, "optimizer.momentum: adamw does not read it; leave it out, or at 0.95"),
+    ({"optimizer": {"b2": 0.99}}, {"optimizer.name": "sgd"}, "optimizer.b2: sgd does not read it; leave it out, or at "
+     "0.95"),
+    ({}, {"optimizer.name": "adafactor", "optimizer.eps": 1e-6}, "optimizer.eps: adafactor does not read it; leave it "
+     "out, or at 1e-08"),
     ({}, {"model.num_heads": 3}, "model.num_heads: 3 does not divide model.embed_dim=128; choose a divisor or set "
      "model.head_dim"),
     ({}, {"model.rope_theta": 3.0}, "model.rope_theta: gpt2 has no such key; remove it, or use llama or qwen2 or qwen3 "

@@ -74,20 +74,20 @@ class Pipeline:
         """
         given, batch = self.parts.prepare(partition.merge(params, frozen), batch)
         weight = self.parts.weight(batch)
-        (loss, penalty), sums, layers, outer = self._run(self.schedule, partition.like(given, params),
-                                                         partition.without(given, params), batch,
-                                                         scale / jnp.maximum(weight, 1e-8))
+        loss, sums, layers, outer = self._run(self.schedule, partition.like(given, params),
+                                              partition.without(given, params), batch,
+                                              scale / jnp.maximum(weight, 1e-8))
         placement = Placement.of(self.parts.stacks, self.schedule.position)
         grads = {key: jax.tree.map(partial(placement.from_stages, key), layers[key], self.at_rest[key])
                  for key in layers}
-        return (loss + penalty, weight, sums), grads | outer
+        return (loss, weight, self.parts.all_sums(batch, sums)), grads | outer
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
         """Return the summed loss with penalties, its weight, and further sums; `params` holds trained and frozen ones.
         """
         params, batch = self.parts.prepare(params, batch)
-        (loss, penalty), sums, *_ = self._run(self.evaluation, {}, params, batch, jnp.zeros((), F32))
-        return loss + penalty, self.parts.weight(batch), sums
+        loss, sums, *_ = self._run(self.evaluation, {}, params, batch, jnp.zeros((), F32))
+        return loss, self.parts.weight(batch), self.parts.all_sums(batch, sums)
 
     def _run(self, schedule: Schedule, params: Any, frozen: Any, batch: Any, seed: jax.Array) -> Any:
         placement, all_axes = Placement.of(self.parts.stacks, schedule.position), partition.merge(
@@ -117,23 +117,25 @@ class Pipeline:
             work = Stage(self.parts, schedule, stage, placement.slots(stage), mine, outer, (frozen_mine, frozen_outer),
                          batch, seed, self._products())
             done = work.run()
-            losses = [_island(lambda x: _sum(x, (*different, "stage")), done[key]) for key in ("loss", "penalty")]
+            loss, further = done["end"]
+            ends = jax.tree.map(partial(_island, lambda x: _sum(x, (*different, "stage"))),
+                                (loss + done["penalty"], further))
             sums = jax.tree.map(partial(_island, lambda x: _sum(x, different)[None], new=1), done["sums"])
             if "B" not in schedule.kinds:
-                return losses, sums, {}, {}
-            return (losses, sums, jax.tree.map(_reduced, work.layer_gradients(done), layer_plan),
+                return ends, sums, {}, {}
+            return (ends, sums, jax.tree.map(_reduced, work.layer_gradients(done), layer_plan),
                     jax.tree.map(_reduced, done["outer_grads"], outer_plan))
 
         outs = [jax.tree.map(lambda plan: plan.manual_at_rest, part) for part in (layer_plan, outer_plan)]
         tokens = P(None, *(_manual(sharding.split_by(name)) for name in ("batch", "seq")))
-        losses, sums, layers, outer = jax.shard_map(
+        (loss, further), sums, layers, outer = jax.shard_map(
             on_device, axis_names=set(MANUAL), check_vma=False,
             in_specs=(*(jax.tree.map(lambda plan: plan.manual_in_use, part) for part in (plans, frozen_plans)),
                       tokens, P()),
             out_specs=(P(), P("stage"), *(outs if "B" in schedule.kinds else ({}, {}))))(trained, frozen, batch, seed)
         last = list(self.parts.stacks)[-1]
         sums = jax.tree.map(lambda x: placement.from_stages(last, x, P(*(None,) * (x.ndim - 2))), sums)
-        return losses, sums, layers, outer
+        return loss, sums | further, layers, outer
 
     def _products(self) -> frozenset:
         """Return the paths of plain products' weights (`layers.Linear`), whose gradients a schedule may defer."""

@@ -32,13 +32,19 @@ class Parts:
     # parameters, activations, batch, the slots of each stack -> activations, summed penalty, further sums for each
     # layer of the last stack
     middle: Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, jax.Array, Sums]]
-    end: Callable[[Any, jax.Array, Any], jax.Array]  # parameters, activations, batch -> summed loss
+    # parameters, activations, batch -> summed loss and further sums
+    end: Callable[[Any, jax.Array, Any], tuple[jax.Array, Sums]]
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
         """Run all parts without a pipeline; return the summed loss, its weight and further sums."""
         params, batch = self.prepare(params, batch)
         x, penalty, sums = self.middle(params, self.begin(params, batch), batch, None)
-        return self.end(params, x, batch) + penalty, self.weight(batch), sums
+        loss, further = self.end(params, x, batch)
+        return loss + penalty, self.weight(batch), self.all_sums(batch, sums, further)
+
+    def all_sums(self, batch: Any, *parts: Sums) -> Sums:
+        """Return the further sums of all parts, and the weight of the batch, which makes means of them."""
+        return {name: value for part in (*parts, {"weight": self.weight(batch)}) for name, value in part.items()}
 
 
 class Stage:
@@ -79,7 +85,8 @@ class Stage:
 
         micro, none = pick(self.batch, 0), jnp.zeros((), F32)
         sums = jax.eval_shape(lambda: self.middle(0, pick(self.layers, 0), self.empty, micro)[2])
-        carry = dict(acts=slots(self.empty, "acts"), right=self.empty, left=self.empty, loss=none, penalty=none,
+        carry = dict(acts=slots(self.empty, "acts"), right=self.empty, left=self.empty, penalty=none,
+                     end=self.no_end(0, pick(self.layers, 0), micro),
                      sums=jax.tree.map(lambda a: jnp.zeros((self.position.size, *a.shape), F32), sums))
         if "B" in self.kinds:
             rest, kernels = take(jax.tree.map(lambda w: jnp.zeros_like(w, F32), self.layers), self.rooms())
@@ -117,7 +124,7 @@ class Stage:
             y, penalty, sums = self.middle(chunk, weights, x, micro)
             end = lax.cond(here == self.last,
                            lambda: self.parts.end(self.all_of(chunk, weights, self.outer), y, micro),
-                           lambda: jnp.zeros((), F32))
+                           lambda: self.no_end(chunk, weights, micro))
             carry |= self.told(carry, chunk, end, penalty, sums)
         return self.send(carry, "F", y, row)
 
@@ -138,13 +145,13 @@ class Stage:
                                            has_aux=True)
 
         def at_the_end(grads):
-            end, pull = jax.vjp(lambda outer, y: self.parts.end(self.all_of(chunk, weights, outer), y, micro),
-                                self.outer, y)
+            loss, pull, further = jax.vjp(lambda outer, y: self.parts.end(self.all_of(chunk, weights, outer), y, micro),
+                                          self.outer, y, has_aux=True)
             d_outer, dy = pull(self.seed)
-            return end, add(grads, d_outer), dy
+            return (loss, further), add(grads, d_outer), dy
 
         def elsewhere(grads):
-            return jnp.zeros((), F32), grads, pick(carry["grads"], row[Column.B_GRAD])
+            return self.no_end(chunk, weights, micro), grads, pick(carry["grads"], row[Column.B_GRAD])
 
         end, outer_grads, dy = lax.cond(here == self.last, at_the_end, elsewhere, carry["outer_grads"])
         d_rest, pairs, dx = pull((dy, self.seed))
@@ -170,9 +177,14 @@ class Stage:
             grads |= ledger.gradients({path: kernels[path] for path in mine}, {path: pairs[path] for path in mine})
         return carry | dict(kernel_grads=add_at(carry["kernel_grads"], chunk, grads))
 
-    def told(self, carry: Carry, chunk: Any, end: jax.Array, penalty: jax.Array, sums: Sums) -> Carry:
+    def no_end(self, chunk: Any, weights: Any, micro: Any) -> Any:
+        """Return zeros in place of the end's loss and sums."""
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, F32), jax.eval_shape(
+            lambda: self.parts.end(self.all_of(chunk, weights, self.outer), self.empty, micro)))
+
+    def told(self, carry: Carry, chunk: Any, end: Any, penalty: jax.Array, sums: Sums) -> Carry:
         """Return the totals with what a chunk adds to them."""
-        return dict(loss=carry["loss"] + end, penalty=carry["penalty"] + penalty,
+        return dict(end=add(carry["end"], end), penalty=carry["penalty"] + penalty,
                     sums=add_at(carry["sums"], chunk, sums))
 
     # -------------------------------------------------------------------------------------------- slots and neighbours

@@ -1,0 +1,25 @@
+"""What the steps of next-token prediction say beside the loss: the cross-entropy without what is added to it."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.numerics import reference
+
+
+@pytest.mark.parametrize(("family", "keys"), [
+    ("gpt2", {"train__accumulation": 2}),
+    pytest.param("mixtral", {"mesh__data": 2, "mesh__tensor": 2, "model__mtp_loss_weight": 0.3,
+                             "train__loss_chunks": 4}, marks=pytest.mark.slow),
+    pytest.param("mixtral", {"mesh__data": 2, "mesh__stage": 2, "mesh__tensor": 2, "train__accumulation": 2,
+                             "pipeline__microbatches": 2}, marks=pytest.mark.slow)])
+def test_cross_entropy_is_the_loss_without_penalties(family, keys):
+    run = reference.build(family, train__z_loss=1e-2, **keys)
+    params, batch = reference.initial(family), reference.batch(0)
+    if "model__mtp_loss_weight" in keys:
+        params = jax.device_get(run.init().all_params)
+    _, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
+    want = float(reference.evaluation(run.config.model, params, batch))
+    assert float(metrics["cross_entropy"]) == pytest.approx(want, rel=1e-5)
+    assert float(metrics["perplexity"]) == pytest.approx(np.exp(want), rel=1e-4)
+    assert float(metrics["loss"]) > want + 0.01, "the case proves little: nothing is added"
