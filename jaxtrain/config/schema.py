@@ -123,6 +123,7 @@ class OptimizerConfig:
     b2: float = 0.95  # decay of the second moment; of adamw, lion and muon
     momentum: float = 0.95  # of the matrices that muon updates; b1 and b2 are for what it leaves to AdamW
     eps: float = 1e-8  # added to the root of the second moment, of adamw and muon
+    moment_dtype: str = "float32"  # of matrices' moments between steps; int8: with a scale for each 128 elements
     zero_stage: int = 0  # over mesh.data, spread the optimizer's state (1), gradients too (2), parameters too (3)
     offload: bool = False  # between steps its state lies in the hosts' memory: slower, and less of the devices'
 
@@ -131,6 +132,10 @@ class OptimizerConfig:
         for name in {"b1", "b2", "momentum", "eps"}.difference(READ_BY[self.name].split()):
             if getattr(self, name) != (default := getattr(OptimizerConfig, name)):
                 raise UserError(f"optimizer.{name}", f"{self.name} does not read it", f"leave it out, or at {default}")
+        one_of("optimizer.moment_dtype", self.moment_dtype, ("float32", "bfloat16", "int8"))
+        if self.name == "adafactor" and self.moment_dtype != "float32":
+            raise UserError("optimizer.moment_dtype", "adafactor keeps means of rows and columns, not moments",
+                            "leave it out, or use adamw")
         one_of("optimizer.schedule", self.schedule, ("cosine", "linear", "wsd", "constant"))
         positive(self, "optimizer", "learning_rate eps")
         not_negative(self, "optimizer", "warmup_steps weight_decay clip_norm final_fraction")

@@ -63,7 +63,8 @@ def by_pieces(layout: Layout, updates: Any, optimizer: Callable[[Any, Any], opta
             def one(i, carry, paths=paths):
                 mine = [{key: jax.lax.dynamic_slice_in_dim(x, i, 1) for key, x in tree.items()}
                         for tree in (*carry, {path: slopes[path] for path in paths})]
-                new, back = piece(paths, mine[0], state | mine[1], mine[2])
+                at = {key: i for key in state if key.endswith(".first_layer")}  # RoundedState: which layer it is
+                new, back = piece(paths, mine[0], state | mine[1] | at, mine[2])
                 return tuple({key: jax.lax.dynamic_update_slice_in_dim(x, layer[key], i, 0) for key, x in tree.items()}
                              for tree, layer in zip(carry, (new, back), strict=True))
 

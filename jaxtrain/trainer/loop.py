@@ -84,6 +84,8 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
 
     # Everything that can be refused is refused before anything expensive begins.
     watchdog.start()
+    if c.best:
+        best_metric.check(run)
     checkpoints = opened.enter_context(CheckpointManager(
         workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best, verify=c.verify, mirror=c.mirror,
         extras=run.extras))
@@ -91,8 +93,6 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         LocalCheckpoints(workdir, c.local_checkpoint_every, c.local_dir)))
     found = find_start(run, session, checkpoints, local)
     about, parts = check_workdir(run, session, checkpoints, found)
-    if c.best:
-        best_metric.check(run)
     start, data = found.step, remaining(run.train_batches, found.skipped)
     if start < t.steps:
         ledger.open(t.steps)

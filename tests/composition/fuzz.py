@@ -3,10 +3,11 @@
     python -m tests.composition.fuzz --cases=100 --seed=7 --devices=16
 
 draws meshes of all six axes, rules, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions,
-offloading, frozen parameters, packing, model families, tied and untied tables, scanned and unrolled layers; training,
-and of some evaluation. What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.validation
-documents. A case fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the
-config that shows it again.
+optimizers and the dtypes of their moments, offloading, frozen parameters, packing, rows without a valid token, model
+families, tied and untied tables, scanned and unrolled layers; training, and of some evaluation and `value_and_grad`.
+What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.validation documents. A case
+fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it
+again.
 """
 
 import argparse
@@ -23,6 +24,10 @@ AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 ROWS, SEQ = 32, 32
 # Relative to the largest element of a leaf; coarser dtypes are compared with float32 too.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.06, "float16": 0.02}
+# Between two neighbours of a rounded first moment, from which the gradient is read.
+MOMENTS = {"float32": 0.0, "bfloat16": 2**-7, "int8": 4 / 127}
+# Rows of which no token is valid: those of some devices, or all of one micro-batch.
+EMPTY = {"": slice(0), "block": slice(8), "stride": slice(0, None, 4)}
 # Rules of one's own. Where an axis no longer splits tokens, nothing may rest on it either: hence the preset.
 OVERRIDES = [{f"mesh.overrides.{name}": axes for name, axes in table.items()} | more for table, more in (
     ({"block_seq": "context"}, {}),
@@ -78,7 +83,11 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= {"model.embed_dim": 40, "model.head_dim": 8}
     if rng.random() < 0.3:
         keys |= rng.choice(OVERRIDES[:2] if family in EXPERTS else OVERRIDES)
-    keys |= {"evaluate": rng.random() < 0.3}
+    keys |= {"evaluate": rng.random() < 0.3, "value_and_grad": rng.random() < 0.2, "empty": often("", *EMPTY)}
+    name = often("adamw", "adamw", "muon", "adafactor")
+    keys |= {"optimizer.name": name}
+    if name != "adafactor":
+        keys |= {"optimizer.moment_dtype": often(*MOMENTS)}
     keys |= {"optimizer.offload": rng.random() < 0.3}
     return keys | {"train.freeze": often([], ["embed/*"], ["blocks/layer/*attention/*", "norm/*"], ["heads"])}
 
@@ -87,13 +96,13 @@ def config_of(keys: dict[str, Any]):
     """The case's config; raises UserError where it is refused."""
     from tests.numerics import reference
 
-    own = ("family", "packing", "evaluate")
+    own = ("family", "packing", "evaluate", "value_and_grad", "empty")
     rest = {key.replace(".", "__"): value for key, value in keys.items() if key not in own}
     return reference.tiny(keys["family"], **rest)
 
 
-def batch_of(packing: bool) -> dict[str, Any]:
-    """A batch whose rows hold several segments, or one each."""
+def batch_of(packing: bool, empty: str = "") -> dict[str, Any]:
+    """A batch whose rows hold several segments, or one each; some are empty."""
     import numpy as np
 
     from tests.numerics import reference
@@ -102,12 +111,15 @@ def batch_of(packing: bool) -> dict[str, Any]:
     if not packing:
         batch |= {"segments": np.ones_like(batch["segments"]),
                   "positions": np.broadcast_to(np.arange(SEQ, dtype=np.int32), (ROWS, SEQ)).copy()}
+    for name in ("segments", "weights"):
+        batch[name][EMPTY[empty]] = 0
     return batch
 
 
 @functools.lru_cache(maxsize=32)
-def _truth(model: Any, packing: bool, z_loss: float) -> tuple[Any, ...]:
-    """Of the plain model: initial parameters, loss, gradient, its norm, and the new biases of routers."""
+def _truth(model: Any, packing: bool, empty: str, z_loss: float) -> tuple[Any, ...]:
+    """Of the plain model: initial parameters, loss, gradient, its norm, cross-entropy, and the new biases of routers.
+    """
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -121,12 +133,13 @@ def _truth(model: Any, packing: bool, z_loss: float) -> tuple[Any, ...]:
         jax.random.key(0)))
 
     def value(params):
-        return reference.loss_and_excess(model, params, batch_of(packing), z_loss)
+        loss, excess = reference.loss_and_excess(model, params, batch_of(packing, empty), z_loss)
+        return loss, (excess, reference.evaluation(model, params, batch_of(packing, empty)))
 
-    ((loss, excess), grads) = jax.jit(jax.value_and_grad(value, has_aux=True)).lower(params).compile(
+    ((loss, (excess, entropy)), grads) = jax.jit(jax.value_and_grad(value, has_aux=True)).lower(params).compile(
         {"xla_backend_optimization_level": 0})(params)
     bias = jnp.sign(jnp.round(excess, 6)) * -model.router_bias_rate if model.router_bias_rate else None
-    return params, *jax.device_get((loss, grads, reference.norm_of(grads), bias))
+    return params, *jax.device_get((loss, grads, reference.norm_of(grads), entropy, bias))
 
 
 def check(keys: dict[str, Any]) -> dict[str, float]:
@@ -142,23 +155,31 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     config = config_of(keys)
     devices = int(np.prod([keys[f"mesh.{axis}"] for axis in AXES]))
     run = jt.build(config, devices=jax.devices()[:devices])
-    batch, precision = batch_of(keys["packing"]), keys["train.precision"]
-    params, loss, grads, norm, bias = _truth(config.model, keys["packing"], config.train.z_loss)
+    batch, precision = batch_of(keys["packing"], keys["empty"]), keys["train.precision"]
+    params, loss, grads, norm, entropy, bias = _truth(config.model, keys["packing"], keys["empty"], config.train.z_loss)
     grads = partition.like(grads, run.layout.axes)  # those of what is trained
     norm = norm if not keys.get("train.freeze") else reference.norm_of(grads)
-    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
+    state, by_call = reference.start_from(run, params), None
+    if keys["value_and_grad"] or config.optimizer.name != "adamw":
+        by_call = jax.device_get(run.value_and_grad(state, batch))
+    state, metrics = reference.compiled(run)(state, run.place(batch))
     metrics = jax.device_get(metrics)
 
     tolerance = TOLERANCE[precision]
     c = config.optimizer
     off = {what: abs(float(metrics[key]) / float(want) - 1)
-           for what, key, want in (("loss", "loss", loss), ("norm", "grad_norm", norm))}
-    mu = next(s.mu for s in jax.tree.leaves(state.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
-    clipped = (1 - c.b1) * min(1, c.clip_norm / float(metrics["grad_norm"]))
-    is_none = lambda x: not isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, dict)  # noqa: E731
-    got = jax.tree.map(lambda m, g: g if is_none(m) else np.asarray(m) / clipped, mu, grads, is_leaf=is_none)
-    floor = 1e-3 if precision == "float32" else 3e-2
-    off["gradient"], leaf = reference.worst(got, grads, floor=floor * float(norm))
+           for what, key, want in (("loss", "loss", loss), ("norm", "grad_norm", norm),
+                                   ("cross-entropy", "cross_entropy", entropy))}
+    floor, leaf = (1e-3 if precision == "float32" else 3e-2) * float(norm), ""
+    if config.optimizer.name == "adamw":
+        got = _from_moments(state, grads, c, float(metrics["grad_norm"]))
+        off["gradient"], leaf = reference.worst(got, grads, floor)
+    if by_call is not None:
+        off["value of value_and_grad"] = abs(float(by_call[0]) / float(loss) - 1)
+        got = jax.tree_util.tree_map_with_path(  # that of a router's bias is its experts' excess of load
+            lambda path, g, want: want if "['router']['bias']" in jax.tree_util.keystr(path) else g, by_call[1], grads)
+        off["gradient of value_and_grad"], leaf = reference.worst(got, grads, floor)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state.params))), "a parameter is lost"
     if bias is not None and precision == "float32":
         p = state.all_params
         new = [reference.router(config.model, p)["bias"],
@@ -173,9 +194,25 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
         off["evaluation"] = abs(float(total) / float(weight) / float(want) - 1)
     assert int(metrics["skipped"]) == 0, "the step was skipped: something was not finite"
     for what, error in off.items():
-        limit = tolerance if what == "gradient" or precision == "float32" else tolerance / 5
-        assert error < limit, f"{what} is off by {error:.1e}{f', at {leaf}' if what == 'gradient' else ''}"
+        limit = tolerance if what.startswith("gradient") or precision == "float32" else tolerance / 5
+        limit += MOMENTS[c.moment_dtype] if what == "gradient" else 0
+        assert error < limit, f"{what} is off by {error:.1e}{f', at {leaf}' if what.startswith('gradient') else ''}"
     return off
+
+
+def _from_moments(state: Any, grads: Any, c: Any, norm: float) -> Any:
+    """Return the gradient of the first step, from AdamW's first moments; of what has none, `grads`."""
+    import jax
+    import numpy as np
+
+    from jaxtrain.train_step.optimizers import moments
+
+    found = jax.tree.map(lambda s: moments.in_float32(s) if isinstance(s, moments.RoundedState) else s,
+                         jax.device_get(state.opt_state), is_leaf=lambda s: isinstance(s, moments.RoundedState))
+    mu = next(s.mu for s in jax.tree.leaves(found, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
+    clipped = (1 - c.b1) * min(1, c.clip_norm / norm)
+    is_none = lambda x: not isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, dict)  # noqa: E731
+    return jax.tree.map(lambda m, g: g if is_none(m) else np.asarray(m) / clipped, mu, grads, is_leaf=is_none)
 
 
 def main(argv: list[str] | None = None) -> int:

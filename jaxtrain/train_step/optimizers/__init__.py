@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.config.schema import OptimizerConfig
+from jaxtrain.train_step.optimizers import moments
 from jaxtrain.train_step.optimizers.adafactor import scale_by_adafactor
 from jaxtrain.train_step.optimizers.matrices import is_matrix, map_names
 from jaxtrain.train_step.optimizers.muon import scale_by_muon
@@ -61,6 +62,11 @@ UPDATE_RULES = {"balance_load": _balance_load}
 def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> optax.GradientTransformation:
     """Return the optimizer for parameters with logical names `axes` (a tree of tuples, structured like the parameters).
     """
+    made = _named(c, schedule, axes)
+    return made if c.moment_dtype == "float32" else moments.rounded(made, c.moment_dtype, axes)
+
+
+def _named(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> optax.GradientTransformation:
     decays = map_names(is_matrix, axes)
     decay = dict(weight_decay=c.weight_decay, mask=decays)
     if c.name == "adamw":
