@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -104,6 +105,30 @@ def callable_loss(model, batch):
     return weighted(model(features(batch)), batch)
 
 
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Layered:
+    """As an Equinox module is a pytree: fields are children whether arrays or not, but for those that it calls static."""
+
+    layers: list
+    activation: Any  # a leaf that is a function
+    rate: float  # a leaf that is a number, as a dropout layer has
+    scaled: bool
+
+    def tree_flatten(self):
+        return (self.layers, self.activation, self.rate), self.scaled
+
+    @classmethod
+    def tree_unflatten(cls, scaled, children):
+        return cls(*children, scaled)
+
+    def __call__(self, x):
+        assert callable(self.activation) and isinstance(self.rate, float)
+        first, second = self.layers
+        x = self.activation(x @ first["kernel"] + first["bias"])
+        return (self.rate if self.scaled else 1.0) * (x @ second["kernel"] + second["bias"])
+
+
 def keyed_loss(params, batch, key):
     x = features(batch)
     return weighted(logits(params["layers"], x * jax.random.bernoulli(key, 0.8, x.shape)), batch)
@@ -114,6 +139,7 @@ KINDS = {
     "pytree": dict(model=make_tree(), loss_fn=tree_loss),
     "linen": dict(model=linen_parameters, loss_fn=linen_loss),
     "callable": dict(model=lambda: Callable(make_tree()["layers"]), loss_fn=callable_loss),
+    "equinox": dict(model=lambda: Layered(make_tree()["layers"], jax.nn.relu, 0.5, True), loss_fn=callable_loss),
     "key": dict(model=make_tree, loss_fn=keyed_loss, with_key=True),
 }
 MESHES = {"one": dict(data=1), "eight": dict(data=2, fsdp=2, tensor=2)}
@@ -171,10 +197,10 @@ def test_a_run_that_was_stopped_is_to_the_bit_the_one_that_was_not(kind, tmp_pat
     same(jt.train(again, tmp_path / "stopped"), straight)
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight") and len(lines(tmp_path / "straight")) == STEPS
     module = run.module(straight)
-    assert type(module) is {"module": Module, "callable": Callable}.get(kind, dict)
+    assert type(module) is {"module": Module, "callable": Callable, "equinox": Layered}.get(kind, dict)
 
 
-@pytest.mark.parametrize("kind", ["module", "pytree", pytest.param("linen", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["module", "pytree", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("linen", "equinox"))])
 def test_any_mesh_gives_the_numbers_of_one_device(kind, tmp_path):
     jt.train(shared(kind), tmp_path / "one")
     jt.train(build(kind, "eight", train__accumulation=2, optimizer__zero_stage=1), tmp_path / "eight")

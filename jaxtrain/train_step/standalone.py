@@ -38,6 +38,7 @@ from jaxtrain.train_step.state import (
     make_layout,
     with_shardings,
 )
+from jaxtrain.train_step.static_leaves import StaticLeaves
 from jaxtrain.train_step.step import make_step
 
 
@@ -125,7 +126,8 @@ class TrainStep:
         """The state at step 0 around an NNX module or a pytree of parameters, which is copied and stays usable.
 
         `x` may be a function without arguments that returns either: it is compiled with sharded outputs, so that
-        nothing is ever whole on one device.
+        nothing is ever whole on one device. Leaves of a pytree that are not arrays, such as an Equinox module's
+        functions and rates, are no parameters; `loss_fn` gets them as they are.
         """
         abstract = self.abstract(x)
         finish = partial(initial_state, optimizer=self.optimizer, loss_scaling=self.precision == "float16",
@@ -225,8 +227,7 @@ class TrainStep:
         return self._plan
 
     def _make_plan(self, x: Any) -> "_Plan":
-        with nnx.use_eager_sharding(False):  # Flax would take the logical names for mesh axes
-            x = nnx.eval_shape(x) if _is_function(x) else x
+        static, x = self._shapes(x)
         # Mesh axes speak for themselves where Flax's metadata names them.
         rules = Rules({axis: (axis,) for axis in AXES} | dict(self.rules.table))
         skeleton = _without_arrays(Skeleton.of(x)) if isinstance(x, nnx.Module) else None
@@ -250,9 +251,26 @@ class TrainStep:
                                  seed=self.seed)
         make = partial(make_step, gradient, self.optimizer, layout, clip_norm=self.clip_norm, describe=mean_metrics,
                        **self._settings)
-        return _Plan(type(x).__qualname__, skeleton, ShardedStep(
+        return _Plan(type(x).__qualname__, skeleton, static, ShardedStep(
             make, gradient, self._evaluation, with_shardings(abstract, layout.state), layout, self.rules,
             self.precision, self.accumulation))
+
+    @staticmethod
+    def _shapes(x: Any) -> tuple[StaticLeaves | None, Any]:
+        """Return the static leaves of a pytree, and what is trained: of a function's result, as shapes."""
+        if not _is_function(x):
+            return (None, x) if isinstance(x, nnx.Module) else StaticLeaves.split(x)
+        found = None
+
+        def trained():
+            nonlocal found
+            made = x()
+            found, made = (None, made) if isinstance(made, nnx.Module) else StaticLeaves.split(made)
+            return made
+
+        with nnx.use_eager_sharding(False):  # Flax would take the logical names for mesh axes
+            shapes = nnx.eval_shape(trained)
+        return found, shapes
 
     def _warn_of_idle_axes(self, layout: Layout) -> None:
         used = {axis for leaf in jax.tree.leaves((layout.state.params, layout.batch(1)))
@@ -283,8 +301,10 @@ class TrainStep:
         return total, weight, {"metrics": sums, "weight": weight}
 
     def _restore(self, params: Any) -> Any:
-        skeleton = self._planned.skeleton
-        return params if skeleton is None else skeleton.merge(params)
+        plan = self._planned
+        if plan.skeleton is not None:
+            return plan.skeleton.merge(params)
+        return params if plan.static is None else plan.static.merge(params)
 
     @property
     def _in_use(self) -> Any:
@@ -305,13 +325,14 @@ class _Plan:
 
     name: str  # of the class of what is trained
     skeleton: Skeleton | None  # of an NNX module; None for a pytree, which is its own
+    static: StaticLeaves | None  # of a pytree that has any
     sharded: ShardedStep
 
     @property
     def identity(self) -> Any:
         """Equal plans run the same executables."""
         leaves, treedef = jax.tree.flatten(self.sharded.abstract)
-        return self.skeleton and self.skeleton.graphdef, treedef, leaves
+        return self.skeleton and self.skeleton.graphdef, self.static, treedef, leaves
 
 
 def _is_function(x: Any) -> bool:
@@ -320,7 +341,7 @@ def _is_function(x: Any) -> bool:
 
 
 def _parameters(x: Any) -> Any:
-    return Skeleton.of(x).params() if isinstance(x, nnx.Module) else x
+    return Skeleton.of(x).params() if isinstance(x, nnx.Module) else StaticLeaves.split(x)[1]
 
 
 def _without_arrays(skeleton: Skeleton) -> Skeleton:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import warnings
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -363,6 +364,67 @@ def test_any_pytree_and_a_prefix_of_axes():
     state, _ = step(state, np.ones((2, 4), np.float32))
     assert [str(leaf.sharding.spec) for leaf in jax.tree.leaves(state.params)] == [
         "P('fsdp', 'tensor')", "P('tensor', 'fsdp')", "P('tensor', 'fsdp')"]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A pytree as Equinox modules are: a function, a number and a flag are leaves; what is called static is structure."""
+
+    weights: list
+    activation: Any
+    rate: float
+    training: bool
+    name: str
+
+    def tree_flatten_with_keys(self):
+        fields = ("weights", "activation", "rate", "training")
+        return [(jax.tree_util.GetAttrKey(field), getattr(self, field)) for field in fields], self.name
+
+    @classmethod
+    def tree_unflatten(cls, name, children):
+        return cls(*children, name)
+
+    def __call__(self, x):
+        assert self.training is True and isinstance(self.rate, float) and self.name == "net"
+        return self.activation(x @ self.weights[0]) @ self.weights[1] * self.rate
+
+
+@pytest.mark.parametrize("as_function", [True, False])
+def test_leaves_that_are_no_arrays_stay_as_they_are(as_function):
+    """On a mesh, with the gradient of the arrays alone, and more steps than one."""
+    def model():
+        one, two = jax.random.split(jax.random.key(0))
+        return Scaled([jax.random.normal(one, (4, 8)), jax.random.normal(two, (8, 2))], jnp.tanh, 0.5, True, "net")
+
+    def loss(net, x):
+        return jnp.square(net(x) - x[:, :2]).mean()
+
+    x, rate = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32), 0.1
+    step = jt.make_train_step(loss, optax.sgd(rate), mesh=jt.make_mesh(data=2, tensor=2),
+                              axes=Scaled([("embed", "mlp"), ("mlp", "embed")], None, None, None, "net"))
+    state, weights = step.init(model if as_function else model()), model().weights
+    assert len(jax.tree.leaves(state.params)) == 2 and step.name == "Scaled"
+    for _ in range(2):
+        value, gradient = jax.value_and_grad(lambda w: loss(dataclasses.replace(model(), weights=w), x))(weights)
+        weights = [w - rate * g for w, g in zip(weights, gradient, strict=True)]
+        state, metrics = step(state, x)
+        assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
+    trained = step.module(state)
+    assert (trained.activation, trained.rate, trained.name) == (jnp.tanh, 0.5, "net")
+    close(trained.weights, weights)
+
+
+def test_floats_are_parameters_in_dicts_and_static_in_classes():
+    def loss(p, x):
+        return jnp.square(x * p["slope"] + p["net"].rate).mean()
+
+    step = jt.make_train_step(loss, optax.sgd(0.1), mesh=jt.make_mesh())
+    state = step.init({"slope": 2.0, "net": Scaled([], None, 0.5, True, "net")})
+    state, metrics = step(state, np.ones((2,), np.float32))
+    assert float(metrics["loss"]) == 2.5**2 and len(jax.tree.leaves(state.params)) == 1
+    np.testing.assert_allclose(state.params["slope"], 2.0 - 0.1 * 5)
+    assert step.module(state)["net"].rate == 0.5
 
 
 def test_tuples_of_parameters_are_not_taken_for_names():
