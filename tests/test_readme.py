@@ -1,6 +1,7 @@
 """Every command and every Python block that the documentation shows is run, made small."""
 
 import itertools
+import json
 import os
 import re
 import shlex
@@ -24,6 +25,8 @@ SMALL = ["--config.train.steps=2", "--config.optimizer.warmup_steps=1", "--confi
          "--config.train.eval_batches=1", "--config.train.sample_tokens=8", "--config.checkpoint.every=0"]
 QUICK = re.compile(r"jaxtrain\.main --config=configs/gpt\.py$|--print_config|jaxtrain\.doctor$")
 LONG = ("README.md", 0), ("planner.md", 0), ("api.md", 0), *(("objectives.md", number) for number in (1, 2, 3))
+PYTHON = re.compile(r"^```python\n(?!# \S+\.py\n)(.*?)^```", re.M | re.S)
+FILE = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```", re.M | re.S)  # a file to write, not a script to run
 SETUP = re.compile(r"^python3 -m venv \.venv && \.venv/bin/pip install -q -e \S+ && (\.venv/bin/python .*)$", re.M)
 
 
@@ -36,7 +39,7 @@ def shown() -> list[str]:
         for command in [*SETUP.findall(text), *COMMAND.findall(text)]:
             command = command.split("  ")[0]  # what stands apart explains
             is_template = TEMPLATE.search(re.sub(r"^([A-Z_]+=\S+ )*", "", command))
-            if not is_template:
+            if not is_template and not any(name in command for name, _ in FILE.findall(text)):
                 found.setdefault(re.sub(r"\S*python3?", "python", command.strip(), count=1), command.strip())
     return list(found.values())
 
@@ -125,10 +128,37 @@ def test_shown_output_is_what_the_command_prints(command, output):
     assert done.stdout == output, done.stderr[-3000:]
 
 
+@pytest.mark.slow
+def test_a_family_outside_the_repository_trains_on_any_mesh(tmp_path):
+    """As docs/models.md shows it: the files are written to a folder of their own, where the command is run."""
+    text = (ROOT / "docs" / "models.md").read_text()
+    for name, content in FILE.findall(text):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    command, = (command for command in COMMAND.findall(text) if "--config=squared_relu/tiny.py" in command)
+    words = [sys.executable, *shlex.split(command.replace("/path/to/text", str(ROOT / "jaxtrain")))[1:]]
+    losses = []
+    for mesh in ({}, {"fsdp": 2, "tensor": 2, "data": 2}):
+        workdir = tmp_path / f"on {len(mesh)} axes"
+        done = subprocess.run(
+            [*words, "--config.train.steps=4", "--config.train.eval_every=0", f"--workdir={workdir}",
+             *(f"--config.mesh.{axis}={size}" for axis, size in mesh.items())],
+            cwd=tmp_path, capture_output=True, text=True, timeout=300,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": virtual_devices(8 if mesh else 1)})
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert json.loads((workdir / "config.json").read_text())["model"]["relu_power"] == 3
+        lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 4
+    wrong = subprocess.run([*words, "--config.model.relu_powr=3"], cwd=tmp_path, capture_output=True, text=True,
+                           timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert wrong.returncode == 2 and "did you mean model.relu_power" in wrong.stderr, wrong.stderr
+
+
 @pytest.mark.parametrize("path,number", [
     pytest.param(path, number, marks=pytest.mark.slow if (path.name, number) in LONG else ())
-    for path in DOCS for number in range(len(re.findall(r"^```python\n", path.read_text(), re.M)))],
+    for path in DOCS for number in range(len(PYTHON.findall(path.read_text())))],
     ids=lambda value: value.name if isinstance(value, Path) else str(value))
 def test_shown_python_runs(path, number):
-    block = re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)[number]
+    block = PYTHON.findall(path.read_text())[number]
     run([sys.executable, "-c", block], {"XLA_FLAGS": virtual_devices(2)})

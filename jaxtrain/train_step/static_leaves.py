@@ -1,4 +1,4 @@
-"""Pytrees with leaves that are not arrays, such as Equinox modules: the arrays are trained, the rest is kept as it is."""
+"""Pytrees with leaves that are not arrays, such as Equinox modules: the arrays are trained, the rest is kept."""
 
 from dataclasses import dataclass
 from typing import Any

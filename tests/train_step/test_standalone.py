@@ -369,7 +369,7 @@ def test_any_pytree_and_a_prefix_of_axes():
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A pytree as Equinox modules are: a function, a number and a flag are leaves; what is called static is structure."""
+    """A pytree as Equinox modules are: a function, a number and a flag are leaves; a static field is structure."""
 
     weights: list
     activation: Any
