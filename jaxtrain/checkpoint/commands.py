@@ -142,22 +142,28 @@ def verified(workdir: str | Path, steps: list[int]) -> Iterator[tuple[str, bool]
 def diff(workdir: str | Path, step: int, other: str | Path, other_step: int) -> Iterator[str]:
     """Yield a line for each difference between two checkpoints; arrays are read piece by piece."""
     one, two = (_known(_directory(place), at) for place, at in ((workdir, step), (other, other_step)))
-    metas = [_flat(verify.saved_meta(folder)) for folder in (one, two)]
-    for key in sorted({*metas[0], *metas[1]}):
-        values = [json.dumps(meta[key]) if key in meta else "missing" for meta in metas]
-        if values[0] != values[1]:
-            yield f"{key}: {values[0]} -> {values[1]}"
-    shapes = [{path: what for path, (what, _) in verify.saved_fingerprint(folder).items()} for folder in (one, two)]
-    same = 0
-    for path in [*shapes[0], *(path for path in shapes[1] if path not in shapes[0])]:
-        ours, theirs = (shape.get(path, "missing") for shape in shapes)
-        if ours != theirs:
-            yield f"array {path}: {ours} -> {theirs}"
-        elif difference := _difference(one / "state", two / "state", path):
-            yield f"array {path} {ours}: {difference}"
-        else:
-            same += 1
-    yield f"{same} of {len({*shapes[0], *shapes[1]})} arrays are the same, bit by bit"
+    try:
+        metas = [_flat(verify.saved_meta(folder)) for folder in (one, two)]
+        for key in sorted({*metas[0], *metas[1]}):
+            values = [json.dumps(meta[key]) if key in meta else "missing" for meta in metas]
+            if values[0] != values[1]:
+                yield f"{key}: {values[0]} -> {values[1]}"
+        shapes = [{path: what for path, (what, _) in verify.saved_fingerprint(folder).items()} for folder in (one, two)]
+        same = 0
+        for path in [*shapes[0], *(path for path in shapes[1] if path not in shapes[0])]:
+            ours, theirs = (shape.get(path, "missing") for shape in shapes)
+            if ours != theirs:
+                yield f"array {path}: {ours} -> {theirs}"
+            elif difference := _difference(one / "state", two / "state", path):
+                yield f"array {path} {ours}: {difference}"
+            else:
+                same += 1
+        yield f"{same} of {len({*shapes[0], *shapes[1]})} arrays are the same, bit by bit"
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError("STEP", f"a checkpoint cannot be read ({f'{error}'.splitlines()[0][:300]})",
+                        "see with `verify` what is damaged") from error
 
 
 def _difference(one: Path, two: Path, path: str) -> str:

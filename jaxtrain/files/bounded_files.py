@@ -19,6 +19,7 @@ SMALL = 2**26  # bytes: settings and records
 LARGE = 2**30  # bytes: lists of files, of which a large run or corpus has many
 PART = 2**20  # bytes that are read at a time
 LINE = 2**24  # bytes: a line of a log
+HOLE = 2**27  # bytes: what is not lines, in the middle of a log
 DEPTH = 100  # levels of nested JSON
 _NAMES = {dict: "an object", list: "a list", str: "text", int: "a whole number", float: "a number"}
 
@@ -60,11 +61,26 @@ def read(path: str | Path, limit: int = SMALL) -> bytes:
 
 
 def whole_lines(path: str | Path, start: int = 0) -> Iterator[bytes]:
-    """Yield a log's lines with their ends from byte `start` on, up to the first that is cut off or too long."""
+    """Yield a log's lines with their ends from byte `start` on, without those that are cut off or too long."""
+    yield from (line for line, _ in lines_with_ends(path, start) if line)
+
+
+def lines_with_ends(path: str | Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
+    """Yield a log's lines from byte `start` on, and at which byte each ends; b"" in place of one that is too long.
+
+    Stops at a line that is cut off, or has no end within `HOLE` bytes, as in a sparse file.
+    """
     with opened(path) as file:
         file.seek(start)
-        while (line := file.readline(LINE)).endswith(b"\n"):
-            yield line
+        while line := file.readline(LINE):
+            part, size = line, len(line)
+            while not part.endswith(b"\n"):
+                part = file.readline(LINE)
+                size += len(part)
+                if not part or size > HOLE:
+                    return
+            start += size
+            yield line if size == len(line) else b"", start
 
 
 def parsed(content: bytes | str, form: Any = dict) -> Any:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.files.bounded_files import appended, parsed, whole_lines
+from jaxtrain.files.bounded_files import appended, lines_with_ends, parsed, whole_lines
 from jaxtrain.observe import events
 from jaxtrain.observe.flops import mfu
 
@@ -286,9 +286,8 @@ class _JsonLines:
 def _end_of_step(path: Path, step: int) -> tuple[int, int]:
     """Return the byte offset at which the complete lines of steps up to `step` end, and how many before it are damaged.
     """
-    end = damaged = at = unreadable = 0
-    for line in whole_lines(path):
-        at += len(line)
+    end = damaged = unreadable = 0
+    for line, at in lines_with_ends(path):
         try:
             if parsed(line, {"step": int})["step"] > step:
                 break

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -196,6 +197,14 @@ def test_a_heartbeat_tells_of_a_run_that_locks_do_not_show(work, capsys, beat, r
         assert f"process 0 of this run ({beat['host']}) was alive" in err and "60 s later" in err
         os.utime(work / "heartbeats" / "process-0", (1e9, 1e9))
         assert ran(capsys, "restore-to", work, 10)[0] == 0
+
+
+@pytest.mark.parametrize("part", ["meta/metadata", "fingerprint/metadata", "state/manifest.ocdbt"])
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_bytes(b"nonsense")], ids=["gone", "nonsense"])
+def test_a_difference_from_a_damaged_one_is_one_line(work, capsys, part, harm):
+    harm(work / "checkpoints/10" / part)
+    status, _, err = ran(capsys, "diff", work, 10, 20)
+    assert status == 2 and err.count("\n") == 1 and "see with `verify` what is damaged" in err
 
 
 def test_list_says_where_the_run_goes_on(work, tmp_path, capsys):

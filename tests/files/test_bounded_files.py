@@ -95,9 +95,10 @@ def test_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(bounded_files, "LINE", 8)
     path = tmp_path / "log"
     path.write_bytes(b'{"a":1}\n[1]\n{\n{}\n' + b"9" * 8 + b"\n{}\n")
-    assert list(whole_lines(path)) == [b'{"a":1}\n', b"[1]\n", b"{\n", b"{}\n"]
-    assert list(whole_lines(path, 8)) == [b"[1]\n", b"{\n", b"{}\n"]
-    assert list(bounded_files.json_lines(path)) == [{"a": 1}, {}]
+    assert list(whole_lines(path)) == [b'{"a":1}\n', b"[1]\n", b"{\n", b"{}\n", b"{}\n"]
+    assert list(whole_lines(path, 8)) == [b"[1]\n", b"{\n", b"{}\n", b"{}\n"]
+    assert list(bounded_files.lines_with_ends(path, 14)) == [(b"{}\n", 17), (b"", 26), (b"{}\n", 29)]
+    assert list(bounded_files.json_lines(path)) == [{"a": 1}, {}, {}]
     assert list(bounded_files.json_lines(path, {"a": int})) == [{"a": 1}]
 
 

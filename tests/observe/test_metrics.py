@@ -215,6 +215,14 @@ def test_lines_behind_damaged_ones_stay(tmp_path, capsys, damage):
     assert [event["kind"] for event in events(tmp_path)] == ["metrics_damaged"]
 
 
+def test_lines_behind_a_long_hole_stay(tmp_path, capsys):
+    text = b'{"step": 1}\n' + bytes(2**24 + 5) + b'{"step": 2}\n{"step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(text + b'{"step": 4}\n')
+    open_writer(tmp_path, start_step=3).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == text
+    assert "(1 of them)" in capsys.readouterr().err
+
+
 def test_a_file_that_is_gone_is_told(tmp_path, capsys):
     open_writer(tmp_path).close()
     assert capsys.readouterr().err == ""
