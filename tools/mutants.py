@@ -41,8 +41,8 @@ MUTANTS = {
         "models/attention.py", "mask &= segments_BT[:, :, None] == segments_BT[:, None, :]", "pass",
         (ATTENTION, EQUAL)),
     "rotary_turned_backwards": Mutant(
-        "models/attention.py", "[a * cos - b * sin, b * cos + a * sin]", "[a * cos + b * sin, b * cos - a * sin]",
-        (ATTENTION, EQUAL)),
+        "models/rotary.py", "[a * cos - b * sin, b * cos + a * sin]", "[a * cos + b * sin, b * cos - a * sin]",
+        ("tests/models/test_rotary.py", EQUAL)),
     "loss_not_summed_over_vocabulary_shards": Mutant(
         "kernels/cross_entropy.py", "correct_N = over_vocab(jnp.where(hit_NV, logits_NV, 0).sum(-1))",
         "correct_N = jnp.where(hit_NV, logits_NV, 0).sum(-1)", ("tests/kernels", EQUAL)),

@@ -159,7 +159,7 @@ class TrainConfig:
     check_memory: bool = True  # refuse, before anything is compiled, what the planner says cannot fit
     expert_exchange: str = "auto"  # how tokens reach their experts: "gather" all, or "ragged" all-to-all
     grouped_matmul: str = "auto"  # the kernel of experts: auto chooses by device, dtype and shapes
-    remat: str = "none"  # what the backward pass computes again: docs/training.md says what each policy keeps
+    remat: str = "none"  # kept of a layer: "none" all; "full" its input, "dots" matmuls too, "attention" its output too
     unroll: int = 1  # layers per scan iteration; 0: all of them. With remat always 1
     loss_chunks: int = 0  # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
     z_loss: float = 0.0  # coefficient of the squared log-partition of the logits
