@@ -119,7 +119,8 @@ def _named(worst: memory.Peak, run: Run) -> Counter:
             named["saved activations"] += value.bytes
         else:
             named["working memory"] += value.bytes
-    named["working memory"] += worst.bytes - named.total()
+    rest = worst.bytes - named.total()  # below 0 where a loop hands on parameters that are updated in place
+    named["working memory" if rest >= 0 else "gradients"] += rest
     return named
 
 

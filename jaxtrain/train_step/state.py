@@ -104,6 +104,7 @@ class Layout:
     state: TrainState
     gradients: Any
     frozen_axes: Any = field(default_factory=dict)
+    layerwise: bool = False  # the optimizer's state is updated one layer at a time (offload.py)
 
     def batch(self, ndim: int) -> NamedSharding:
         """Of a batch array whose first dimension is the example."""
@@ -136,11 +137,13 @@ def initial_state(params: Any, optimizer: optax.GradientTransformation, loss_sca
 
 
 def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, zero_stage: int = 0, *,
-                pipeline: bool = False, offload: bool = False, frozen_axes: Any = None) -> Layout:
+                pipeline: bool = False, offload: bool = False, layerwise: bool = False,
+                frozen_axes: Any = None) -> Layout:
     """Shardings for a state whose parameters have logical names `axes` (a matching tree of tuples or None).
 
     ZeRO over the data axis: stage 1 spreads the optimizer's state, 2 the gradients too, 3 the parameters as well.
-    `offload`: the optimizer's state lies in the hosts' memory. `frozen_axes`: logical names of the frozen parameters.
+    `offload`: the optimizer's state lies in the hosts' memory, which implies `layerwise`: it is updated one layer at a
+    time. `frozen_axes`: logical names of the frozen parameters.
     """
     replicated = NamedSharding(mesh, P())
 
@@ -163,7 +166,8 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
     # Layers are taken from their stack one by one: of parameters always, of the optimizer's state if it is elsewhere.
     split = [sharding.spread(s, leaf.shape, first=int("layers" in (name or ())))
              for s, (_, leaf), name in zip(base, flat, names, strict=True)]
-    wide = split if offload else [sharding.spread(s, leaf.shape) for s, (_, leaf) in zip(base, flat, strict=True)]
+    layerwise = layerwise or offload
+    wide = split if layerwise else [sharding.spread(s, leaf.shape) for s, (_, leaf) in zip(base, flat, strict=True)]
     by_path = {path: (leaf.shape, wide[i] if zero_stage >= 1 else base[i]) for i, (path, leaf) in enumerate(flat)}
 
     def optimizer_leaf(path, leaf):
@@ -177,7 +181,8 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
     state = TrainState(
         replicated, params, jax.tree_util.tree_map_with_path(optimizer_leaf, abstract.opt_state), replicated,
         loss_scale, extras, frozen_treedef.unflatten(frozen))
-    return Layout(mesh, rules, axes, state, treedef.unflatten(wide if zero_stage >= 2 else base), frozen_axes or {})
+    return Layout(mesh, rules, axes, state, treedef.unflatten(wide if zero_stage >= 2 else base), frozen_axes or {},
+                  layerwise)
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:

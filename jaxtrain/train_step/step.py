@@ -42,7 +42,7 @@ def make_step(gradient: StateGradient, optimizer: optax.GradientTransformation, 
                 # Under ZeRO each device updates the piece whose moments it holds; then it is laid out as at rest.
                 updates, new_state = optimizer.update(grads, opt_state, params)
                 return optax.apply_updates(params, updates), new_state
-            if layout.offloads:  # of several branches XLA would make one, which wants all of the state at once
+            if layout.layerwise:  # of several branches XLA would make one, which wants all of the state at once
                 return jax.tree.map(lambda new, old: jnp.where(taken, new, old), apply(), (params, opt_state))
             return jax.lax.cond(taken, apply, lambda: (params, opt_state))
 
@@ -51,8 +51,8 @@ def make_step(gradient: StateGradient, optimizer: optax.GradientTransformation, 
         # Any optax transformation must work, so here the compiler finds the shardings of what lies between.
         return cast(Any, jax.sharding.auto_axes(update, out_sharding=jax.tree.map(lambda s: s.spec, shardings)))
 
-    if layout.offloads:
-        assert optimizer_of, "an offloaded layout needs an optimizer for its pieces"
+    if layout.layerwise:
+        assert optimizer_of, "a layout by layers needs an optimizer for its pieces"
         update = by_pieces(layout, updates, optimizer_of, updating)
     else:
         update = updating(optimizer, (layout.state.params, layout.state.opt_state))

@@ -165,6 +165,17 @@ def test_the_planner_knows_their_size(dtype, bytes_each):
     assert bytes_each <= found / count < bytes_each + 0.06
 
 
+@pytest.mark.slow
+def test_the_peak_of_a_step_falls_too():
+    """Layers are updated one by one, so that float32 copies exist of one layer's moments only."""
+    def peak(dtype):
+        run = reference.build("llama", model__mlp_dim=512, model__embed_dim=128, model__num_layers=8,
+                              optimizer__moment_dtype=dtype, data__global_batch_size=1)
+        memory = reference.compiled(run).memory_analysis()
+        return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    assert peak("int8") < 0.9 * peak("float32")
+
+
 def test_adafactor_has_no_moments_to_round():
     with pytest.raises(ValueError, match=r"^optimizer.moment_dtype: adafactor keeps means of rows and columns, not "):
         OptimizerConfig(name="adafactor", moment_dtype="int8")
