@@ -158,6 +158,7 @@ class TrainConfig:
     attention: str = "auto"  # the kernel: auto chooses by device, dtype and shapes
     check_memory: bool = True  # refuse, before anything is compiled, what the planner says cannot fit
     expert_exchange: str = "auto"  # how tokens reach their experts: "gather" all, or "ragged" all-to-all
+    expert_buffer: float = 2.0  # of the rows of experts' buffers at an even load: more take further passes; 0: no limit
     grouped_matmul: str = "auto"  # the kernel of experts: auto chooses by device, dtype and shapes
     remat: str = "none"  # kept of a layer: "none" all; "full" its input, "dots" matmuls too, "attention" its output too
     unroll: int = 1  # layers per scan iteration; 0: all of them. With remat always 1
@@ -179,7 +180,7 @@ class TrainConfig:
                 raise UserError(f"train.{key}", f"{wrong[0]!r} is not text", "give paths or logical axis names")
         one_of("train.frozen_dtype", self.frozen_dtype, ("", "float32", "bfloat16", "float16"))
         positive(self, "train", "accumulation log_every eval_batches")
-        not_negative(self, "train", "steps unroll loss_chunks z_loss eval_every sample_tokens")
+        not_negative(self, "train", "steps unroll expert_buffer loss_chunks z_loss eval_every sample_tokens")
         for name in ("steps", "seed"):
             if not -(2**31) <= getattr(self, name) < 2**31:
                 raise UserError(f"train.{name}", f"{getattr(self, name)} is more than 32 bits hold",

@@ -34,12 +34,26 @@ def grouped_matmul(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Arra
         filled: the number of rows that are usually in groups, if fewer than all; it only names kernels, so that
             profiles and `jaxtrain plan` know what they compute.
     """
-    (R, K), (_, _, N) = rows_RK.shape, weights_GKN.shape
+    if _backend(backend, rows_RK, weights_GKN) == "xla":
+        return lax.ragged_dot(rows_RK, weights_GKN, sizes_G)
+    return _mosaic(min(filled or len(rows_RK), len(rows_RK)), rows_RK, weights_GKN, sizes_G)
+
+
+def grouped_matmul_gradients(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Array, dy_RN: jax.Array, *,
+                             backend: str = "auto", filled: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of a grouped matmul by rows and weights, for backward passes that are written by hand."""
+    if _backend(backend, rows_RK, weights_GKN) == "mosaic":
+        return _backward(min(filled or len(rows_RK), len(rows_RK)), (rows_RK, weights_GKN, sizes_G), dy_RN)[:2]
+    by_rows = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    by_weights = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    return (lax.ragged_dot_general(dy_RN, weights_GKN, sizes_G, by_rows),
+            lax.ragged_dot_general(rows_RK, dy_RN, sizes_G, by_weights))
+
+
+def _backend(asked: str, rows_RK: jax.Array, weights_GKN: jax.Array) -> str:
     mesh = jax.sharding.get_abstract_mesh()
     split = any(size > 1 and axis not in mesh.manual_axes for axis, size in mesh.shape.items())  # by the compiler
-    if choose_backend("xla" if split else backend, rows_RK.dtype, R, K, N) == "xla":
-        return lax.ragged_dot(rows_RK, weights_GKN, sizes_G)
-    return _mosaic(min(filled or R, R), rows_RK, weights_GKN, sizes_G)
+    return choose_backend("xla" if split else asked, rows_RK.dtype, len(rows_RK), *weights_GKN.shape[1:])
 
 
 def choose_backend(asked: str, dtype: jnp.dtype, rows: int, *dimensions: int) -> str:

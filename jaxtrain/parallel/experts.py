@@ -1,22 +1,25 @@
 """Expert parallelism: send tokens to the devices that hold their experts and back, exactly, whatever the imbalance.
 
 Called inside a manual region: arrays are one device's own. Experts are split over one mesh axis of n devices, each of
-which has N tokens of its own. Shapes are static, so a buffer must hold what one device may receive in the worst case:
-with K experts per token and L experts per device, n N min(K, L) rows (`limit` lowers that where experts have a
-capacity). Only rows that hold tokens are multiplied. There are two exchanges with the same result:
+which has N tokens of its own. Shapes are static, but how many rows a device receives is known only when tokens are
+routed: N K at an even load with K experts per token, n N min(K, L) in the worst case with L experts per device
+(`limit` lowers that where experts have a capacity). Buffers have `buffer` times the rows of an even load. What is more
+goes through them in further passes, which all devices make together, so that nothing is dropped. There are two
+exchanges with the same result:
 
 * "gather": every device sees all n N tokens, computes those of its own experts, and the results are summed. It moves 2
 (n - 1) N rows per device in the forward pass, and is the only one that works on CPU.
 * "ragged": each token goes only to its experts' devices, 2 K N (n - 1) / n rows when load is even.
 
-Shape suffixes: N tokens, D embedding, F expert width, K experts of a token, L experts held here, R rows of assignments,
-P devices that exchange.
+Shape suffixes: N tokens, D embedding, F expert width, K experts of a token, L experts held here, A assignments of
+tokens to experts, R rows of a buffer, P devices that exchange.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +29,7 @@ from jaxtrain.config.families import ModelConfig
 from jaxtrain.config.schema import Config, TrainConfig
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.functions import swiglu
-from jaxtrain.kernels.grouped_matmul import choose_backend, grouped_matmul
+from jaxtrain.kernels.grouped_matmul import ROWS, choose_backend, grouped_matmul, grouped_matmul_gradients
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import precision
 
@@ -37,14 +40,16 @@ class Options:
 
     exchange: str = "auto"
     grouped_matmul: str = "auto"
+    buffer: float = 2.0
 
     @classmethod
     def of(cls, t: TrainConfig) -> "Options":
         """Return what a config asks for."""
-        return cls(t.expert_exchange, t.grouped_matmul)
+        return cls(t.expert_exchange, t.grouped_matmul, t.expert_buffer)
 
 
 DEFAULT = Options()
+OVERFLOW = "experts_overflow"  # scope of the passes that an even load does not need
 
 
 def check(config: Config, mesh: sharding.AnyMesh, rules: sharding.Rules, dtype: jnp.dtype, platform: str) -> None:
@@ -78,11 +83,24 @@ def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Arra
     """Return the weighted sum of each token's experts; `limit` caps the rows that a device receives from one other."""
     n, held = (lax.axis_size(axis) if axis else 1), gate_LDF.shape[0]
     tokens, choices = experts_NK.shape
-    rows = n * min(tokens * min(choices, held), limit or tokens * choices)
-    way = {"one": _alone, "gather": _gather, "ragged": _ragged}[choose_exchange(options.exchange, n, choices)]
+    worst, even = n * min(tokens * min(choices, held), limit or tokens * choices), tokens * choices
+    way = choose_exchange(options.exchange, n, choices)
     experts_NK = jnp.where(kept_NK, experts_NK, n * held)  # an expert that no device holds
-    product = partial(grouped_matmul, backend=options.grouped_matmul, filled=tokens * choices)  # at an even load
-    return way(x_ND, experts_NK, weights_NK, partial(_mlp, product, gate_LDF, up_LDF, down_LFD), held, rows, axis)
+    how: dict[str, Any] = {"backend": options.grouped_matmul, "filled": min(even, worst)}
+    p = _Passes(partial(grouped_matmul, **how), partial(grouped_matmul_gradients, **how),
+                buffer_rows(even, worst, options.buffer), worst, axis if way == "ragged" else (), held)
+    if way == "gather":
+        x_ND, experts_NK, weights_NK = (lax.all_gather(a, axis, tiled=True) for a in (x_ND, experts_NK, weights_NK))
+        experts_NK = experts_NK - lax.axis_index(axis) * held
+        experts_NK = jnp.where((experts_NK >= 0) & (experts_NK < held), experts_NK, held)
+    y_ND = _in_passes(p, p.routes(experts_NK), x_ND, weights_NK, gate_LDF, up_LDF, down_LFD)
+    return lax.psum_scatter(y_ND, axis, tiled=True) if way == "gather" else y_ND
+
+
+def buffer_rows(even: int, worst: int, factor: float) -> int:
+    """Return the rows of a buffer: `factor` times those of an even load, but never more than in the worst case."""
+    rows = math.ceil(factor * even) if factor else worst
+    return min(worst, -(-rows // ROWS) * ROWS if rows > ROWS else rows)
 
 
 def choose_exchange(asked: str, devices: int, choices: int) -> str:
@@ -93,86 +111,185 @@ def choose_exchange(asked: str, devices: int, choices: int) -> str:
     return ("ragged" if fewer else "gather") if asked == "auto" else asked
 
 
-def buffered(c: ModelConfig, devices: int) -> float:
+def buffered(c: ModelConfig, devices: int, factor: float) -> float:
     """Return the rows of a device's buffer per token, where experts are split over this many devices."""
     capacity = c.capacity_factor * c.experts_per_token / devices if c.capacity_factor and devices > 1 else math.inf
-    return devices * min(c.experts_per_token, c.num_experts // devices, capacity)
+    worst = devices * min(c.experts_per_token, c.num_experts // devices, capacity)
+    return min(worst, factor * c.experts_per_token) if factor else worst
 
 
-def filled(c: ModelConfig, devices: int) -> float:
+def filled(c: ModelConfig, devices: int, factor: float) -> float:
     """Return the share of these rows that hold tokens when load is even."""
-    return min(1.0, c.experts_per_token / buffered(c, devices)) if c.num_experts else 1.0
+    return min(1.0, c.experts_per_token / buffered(c, devices, factor)) if c.num_experts else 1.0
 
 
-def _mlp(product, gate_LDF, up_LDF, down_LFD, x_RD, weights_R, sizes_L):
-    """Apply each row's expert and multiply by its weight; rows are sorted by expert."""
-    act_RF = swiglu(*(product(x_RD, w_LDF, sizes_L) for w_LDF in (gate_LDF, up_LDF)))
-    # Weighted here and not after `down`, whose result then need not be kept for the backward pass.
-    return product((act_RF * weights_R[:, None]).astype(act_RF.dtype), down_LFD, sizes_L)
+# --------------------------------------------------------------------------------------------------- rows in passes
+@dataclass(frozen=True)
+class _Passes:
+    """How rows pass through a buffer: from each token to rows sorted by expert, and back."""
+
+    product: Callable[..., jax.Array]
+    gradients: Callable[..., tuple[jax.Array, jax.Array]]  # of the product
+    rows: int  # of the buffer
+    worst: int  # number of rows that there may be
+    axis: tuple[str, ...]  # of the devices to which rows are sent; () if all of them are here
+    held: int  # experts
+
+    def routes(self, experts_NK: jax.Array) -> dict[str, jax.Array]:
+        """Sort assignments by expert; return what the passes read, and how many there must be."""
+        count = self.held * (lax.axis_size(self.axis) if self.axis else 1)
+        routes = dict(zip(("order_A", "place_NK", "sizes_E"), _sorted(experts_NK, count), strict=True))
+        mine = routes["sizes_E"]
+        if self.axis:
+            routes["sizes_PE"] = lax.all_gather(mine, self.axis)  # each device's number of rows for each expert
+            mine = self._mine(routes["sizes_PE"])
+        passes = -(-mine.sum() // self.rows)
+        # All devices that may meet in a collective make the same number of passes.
+        axes = tuple({axis: 0 for name in ("batch", "seq", "experts") for axis in sharding.axes_over(name)})
+        return routes | {"passes": lax.pmax(passes, axes) if axes else passes}
+
+    def _mine(self, sizes_PE: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(sizes_PE, lax.axis_index(self.axis) * self.held, self.held, 1)
+
+    def forward(self, number: Any, routes: dict[str, jax.Array], x_ND: jax.Array, weights_NK: jax.Array,
+                gate_LDF: jax.Array, up_LDF: jax.Array, down_LFD: jax.Array) -> tuple[jax.Array, Any]:
+        """Return each token's sum over those of its experts that compute in this pass, and what SwiGLU reads."""
+        at = self._route(number, routes)
+        x_RD = at.enter(x_ND)
+        gate_RF, up_RF = (self.product(x_RD, w_LDF, at.sizes) for w_LDF in (gate_LDF, up_LDF))
+        # Weighted here and not after `down`, whose result then need not be kept for the backward pass.
+        act_RF = _weighted(gate_RF, up_RF, at.weights(weights_NK))
+        return at.leave(self.product(act_RF, down_LFD, at.sizes)), (gate_RF, up_RF)
+
+    def backward(self, number: Any, routes: dict[str, jax.Array], x_ND: jax.Array, weights_NK: jax.Array,
+                 gate_LDF: jax.Array, up_LDF: jax.Array, down_LFD: jax.Array, dy_ND: jax.Array,
+                 both_RF: Any = None) -> tuple[jax.Array, ...]:
+        """Return the gradients of all arrays by `forward`, which is not computed again if it left `both_RF`."""
+        at = self._route(number, routes)
+        x_RD = at.enter(x_ND)
+        both_RF = both_RF or tuple(self.product(x_RD, w_LDF, at.sizes) for w_LDF in (gate_LDF, up_LDF))
+        act_RF, back = jax.vjp(_weighted, *both_RF, at.weights(weights_NK))
+        dact_RF, ddown_LFD = self.gradients(act_RF, down_LFD, at.sizes, at.enter(dy_ND))
+        dgate_RF, dup_RF, dweights_R = back(dact_RF)
+        dx_RD, dgate_LDF = self.gradients(x_RD, gate_LDF, at.sizes, dgate_RF)
+        more_RD, dup_LDF = self.gradients(x_RD, up_LDF, at.sizes, dup_RF)
+        return at.leave(dx_RD + more_RD), at.weights_back(dweights_R), dgate_LDF, dup_LDF, ddown_LFD
+
+    def _route(self, number: Any, routes: dict[str, jax.Array]) -> "_Route":
+        """Return the route of a pass."""
+        order_A, place_NK = routes["order_A"], routes["place_NK"]
+        if not self.axis:
+            return _Route(*self._window(number, order_A, place_NK, routes["sizes_E"]))
+        n, here, sizes_PE = lax.axis_size(self.axis), lax.axis_index(self.axis), routes["sizes_PE"]
+        sent_PP = sizes_PE.reshape(n, n, self.held).sum(-1)  # from, to
+        starts_PP, begin_PP = jnp.cumsum(sent_PP, 1) - sent_PP, jnp.cumsum(sent_PP, 0) - sent_PP  # in sender, receiver
+        first = number * self.rows
+        low_PP, high_PP = (jnp.clip(bound, begin_PP, begin_PP + sent_PP) for bound in (first, first + self.rows))
+        starts_PP, to_PP, sent_PP = starts_PP + low_PP - begin_PP, low_PP - first, high_PP - low_PP
+        there = starts_PP[here], sent_PP[here], to_PP[here], sent_PP[:, here]
+        back = to_PP[:, here], sent_PP[:, here], starts_PP[:, here], sent_PP[here]
+
+        def send(route, length, a):
+            return lax.ragged_all_to_all(a, jnp.zeros((length, *a.shape[1:]), a.dtype), *route, axis_name=self.axis)
+
+        # Rows arrive by sender, and by expert within each sender.
+        ends = jnp.cumsum(self._mine(sizes_PE).reshape(-1))
+        row_R = first + jnp.arange(self.rows)
+        experts_R = jnp.where(row_R < ends[-1], (ends <= row_R[:, None]).sum(1) % self.held, self.held)
+        return _Route(*_sorted(experts_R[:, None], self.held), order_A, place_NK, partial(send, there, self.rows),
+                      partial(send, back, order_A.size))
+
+    def _window(self, number: Any, order_A: jax.Array, place_NK: jax.Array, sizes_L: jax.Array) -> tuple[Any, ...]:
+        """Return which assignments are in the rows of a pass; behind the last, the first one stands in every row."""
+        first, ends = number * self.rows, jnp.cumsum(sizes_L)
+        order_A = jnp.pad(order_A, (0, max(0, -(-self.worst // self.rows) * self.rows - order_A.size)))
+        inside = (place_NK >= first) & (place_NK < jnp.minimum(ends[-1], first + self.rows))
+        return (lax.dynamic_slice_in_dim(order_A, first, self.rows), jnp.where(inside, place_NK - first, self.rows),
+                jnp.diff(jnp.clip(ends - first, 0, self.rows), prepend=0))
 
 
-def _alone(x_ND, experts_NK, weights_NK, mlp, held, rows, axis):
-    """Apply local experts only (0 to `held`); assignments to others contribute nothing."""
-    order_R, place_NK, sizes_L = _sorted(experts_NK, held, rows)
-    weights_R = weights_NK.reshape(-1).at[order_R].get(unique_indices=True)
-    return _collect(mlp(_spread(x_ND, order_R, place_NK), weights_R, sizes_L), order_R, place_NK)
+@dataclass(frozen=True)
+class _Route:
+    """The way from tokens to rows sorted by expert, and back; each way is the other's transpose.
 
-
-def _gather(x_ND, experts_NK, weights_NK, mlp, held, rows, axis):
-    x_ND, experts_NK, weights_NK = (lax.all_gather(a, axis, tiled=True) for a in (x_ND, experts_NK, weights_NK))
-    mine_NK = experts_NK - lax.axis_index(axis) * held
-    mine_NK = jnp.where((mine_NK >= 0) & (mine_NK < held), mine_NK, held)
-    return lax.psum_scatter(_alone(x_ND, mine_NK, weights_NK, mlp, held, rows, axis), axis, tiled=True)
-
-
-def _ragged(x_ND, experts_NK, weights_NK, mlp, held, rows, axis):
-    n, here = lax.axis_size(axis), lax.axis_index(axis)
-    order_R, place_NK, sizes_E = _sorted(experts_NK, n * held, experts_NK.size)
-    sizes_PE = lax.all_gather(sizes_E, axis)  # each device's number of rows for each expert
-    sent_PP = sizes_PE.reshape(n, n, held).sum(-1)  # from, to
-    starts_PP, ends_PP = jnp.cumsum(sent_PP, 1) - sent_PP, jnp.cumsum(sent_PP, 0) - sent_PP  # in the sender, receiver
-    there = starts_PP[here], sent_PP[here], ends_PP[here], sent_PP[:, here]
-    back = ends_PP[:, here], sent_PP[:, here], starts_PP[:, here], sent_PP[here]
-
-    def send(a, route, length):
-        return lax.ragged_all_to_all(a, jnp.zeros((length, *a.shape[1:]), a.dtype), *route, axis_name=axis)
-
-    # Rows arrive by sender, and by expert within each sender.
-    x_RD = send(_spread(x_ND, order_R, place_NK), there, rows)
-    weights_R = send(weights_NK.reshape(-1).at[order_R].get(unique_indices=True), there, rows)
-    mine_PL = lax.dynamic_slice_in_dim(sizes_PE, here * held, held, 1)
-    experts_R = jnp.repeat(jnp.tile(jnp.arange(held), n), mine_PL.reshape(-1), total_repeat_length=rows)
-    experts_R = jnp.where(jnp.arange(rows) < mine_PL.sum(), experts_R, held)
-    y_RD = _alone(x_RD, experts_R[:, None], weights_R[:, None], mlp, held, rows, axis)
-    return _collect(send(y_RD, back, order_R.size), order_R, place_NK)
-
-
-def _sorted(experts_NK, count, rows):
-    """Sort assignments by expert; return the assignment in each row, the row of each (`rows`: none), and group sizes.
+    All only read (gather), so that no sum depends on the order of writes.
     """
+
+    order: jax.Array  # the assignment in each row
+    place: jax.Array  # the row of each assignment; none if beyond the last
+    sizes: jax.Array  # rows of each expert
+    order_A: Any = None  # the same of all assignments, by device, where rows are sent to others
+    place_NK: Any = None
+    there: Callable[[jax.Array], jax.Array] | None = None
+    back: Callable[[jax.Array], jax.Array] | None = None
+
+    def enter(self, a_ND: jax.Array) -> jax.Array:
+        """Return the token of each row."""
+        if self.there:
+            a_ND = self.there(a_ND[self.order_A // self.place_NK.shape[1]])
+        return a_ND[self.order // self.place.shape[1]]
+
+    def leave(self, a_RD: jax.Array) -> jax.Array:
+        """Return the sum over each token's rows."""
+        a_ND = _sums(a_RD, self.place)
+        return _sums(self.back(a_ND), self.place_NK) if self.back else a_ND
+
+    def weights(self, weights_NK: jax.Array) -> jax.Array:
+        """Return the weight of each row."""
+        if self.there:
+            weights_NK = self.there(weights_NK.reshape(-1)[self.order_A])
+        return weights_NK.reshape(-1)[self.order]
+
+    def weights_back(self, weights_R: jax.Array) -> jax.Array:
+        """Return the value of each assignment's row; 0 if it has none."""
+        weights_NK = weights_R.at[self.place].get(mode="fill", fill_value=0)
+        if self.back:
+            weights_NK = self.back(weights_NK[:, 0]).at[self.place_NK].get(mode="fill", fill_value=0)
+        return weights_NK
+
+
+def _weighted(gate_RF: jax.Array, up_RF: jax.Array, weights_R: jax.Array) -> jax.Array:
+    return (swiglu(gate_RF, up_RF) * weights_R[:, None]).astype(up_RF.dtype)
+
+
+def _sums(a_RD: jax.Array, place_NK: jax.Array) -> jax.Array:
+    return a_RD.at[place_NK].get(mode="fill", fill_value=0).sum(1, dtype=jnp.float32).astype(a_RD.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_passes(p, routes, x_ND, weights_NK, gate_LDF, up_LDF, down_LFD):
+    """Return each token's sum over its experts; only the first pass keeps what the backward pass reads."""
+    return _forward(p, routes, x_ND, weights_NK, gate_LDF, up_LDF, down_LFD)[0]
+
+
+def _forward(p, routes, *arrays):
+    y_ND, both_RF = p.forward(0, routes, *arrays)
+    y_ND = _further(p, routes, lambda number: p.forward(number, routes, *arrays)[0], y_ND)
+    return y_ND, (routes, arrays, both_RF)
+
+
+def _backward(p, saved, dy_ND):
+    routes, arrays, both_RF = saved
+    first = p.backward(0, routes, *arrays, dy_ND, both_RF)
+    return None, *_further(p, routes, lambda number: p.backward(number, routes, *arrays, dy_ND), first)
+
+
+_in_passes.defvjp(_forward, _backward)
+
+
+def _further(p, routes, one, first):
+    """Add the results of further passes to those of the first one."""
+    if p.rows >= p.worst:
+        return first
+    with jax.named_scope(OVERFLOW):
+        return lax.fori_loop(1, jnp.maximum(1, routes["passes"]),
+                             lambda number, before: jax.tree.map(jnp.add, before, one(number)), first)
+
+
+def _sorted(experts_NK, count):
+    """Sort assignments by expert; return the assignment in each row, the row of each, and group sizes."""
     flat = experts_NK.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
-    place = jnp.where(flat < count, place, rows).reshape(experts_NK.shape)
-    return order[:rows], place, jnp.bincount(flat, length=count).astype(jnp.int32)
-
-
-# Each is the other's transpose. Both only read (gather), so that no sum depends on the order of writes.
-
-@jax.custom_vjp
-def _spread(x_ND, order_R, place_NK):
-    """Return each assignment's token."""
-    return x_ND[order_R // place_NK.shape[1]]
-
-
-@jax.custom_vjp
-def _collect(y_RD, order_R, place_NK):
-    """Return the sum over each token's assignments."""
-    y_NKD = y_RD.at[place_NK].get(mode="fill", fill_value=0)
-    return y_NKD.sum(1, dtype=jnp.float32).astype(y_RD.dtype)
-
-
-_spread.defvjp(lambda x, order, place: (_spread(x, order, place), (order, place)),
-               lambda saved, dy: (_collect(dy, *saved), None, None))
-_collect.defvjp(lambda y, order, place: (_collect(y, order, place), (order, place)),
-                lambda saved, dx: (_spread(dx, *saved), None, None))
+    place = jnp.where(flat < count, place, order.size).reshape(experts_NK.shape)
+    return order, place, jnp.bincount(flat, length=count).astype(jnp.int32)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxtrain.parallel.experts import OVERFLOW
 from jaxtrain.plan.trace.device_groups import Groups, device_groups
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
@@ -81,7 +82,12 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def trips(line: str, computations: dict[str, list[str]]) -> int:
-    """Return the trip count of a loop, from the compiler's note or from its condition (TPU), counting up from 0."""
+    """Return the trip count of a loop, from the compiler's note or from its condition (TPU), counting up from 0.
+
+    Experts' further passes count as none: those of an even load.
+    """
+    if OVERFLOW in line:
+        return 0
     if known := _TRIPS.search(line):
         return int(known[1])
     named = re.search(r"condition=%?([\w.\-]+)", line)

@@ -145,6 +145,8 @@ class _Simulation:
     def _loop(self, one: Instruction, times: float) -> None:
         trips = hlo.trips(one.text, self._lines())
         body = _named(one, "body")
+        if not trips:
+            return
         self.computation(body, times)
         if trips > 1:
             before = dict(self.clock)

@@ -80,6 +80,15 @@ def test_rows_behind_the_last_group_do_not_count(interpreted):
         np.testing.assert_allclose(a, want, atol=2e-6 * max(1, np.abs(want).max()))
 
 
+def test_gradients_alone_are_those_of_the_product():
+    """With XLA; with kernels they are the same function."""
+    rows, weights, pull = arrays(jnp.float32)
+    sizes = jnp.asarray(SIZES[0])
+    got = jax.jit(kernels.grouped_matmul_gradients)(rows, weights, sizes, pull)
+    for a, want in zip(got, plain(rows, weights, pull, np.asarray(sizes))[1:], strict=True):
+        np.testing.assert_allclose(a, want, atol=2e-6 * max(1, np.abs(want).max()))
+
+
 H100, A100 = "cuda:9", "cuda:8"
 
 

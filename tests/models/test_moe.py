@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtrain as jt
 from jaxtrain.models import make_model, moe
 from jaxtrain.parallel.context import balanced_order
-from jaxtrain.parallel.experts import Options
+from jaxtrain.parallel.experts import OVERFLOW, Options
 from jaxtrain.plan import hlo
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import optimizers, precision
@@ -36,8 +36,8 @@ CONFIGS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "capacity": CAPPED}
 QUICK = [("sigmoid", "fsdp_expert_context"), ("capacity", "expert")]
 
 
-def layer(c, exchange="auto"):
-    return moe.MoE(c, out_std=0.02, options=Options(exchange), rngs=nnx.Rngs(params=0))
+def layer(c, exchange="auto", buffer=2.0):
+    return moe.MoE(c, out_std=0.02, options=Options(exchange, buffer=buffer), rngs=nnx.Rngs(params=0))
 
 
 def inputs():
@@ -223,6 +223,22 @@ def test_nothing_is_dropped_when_all_tokens_want_the_same_device(sizes, exchange
     with sharding.use(mesh, rules):
         result = jax.jit(gradients(rigged_module))(*placed(rigged_module, mesh, rules, params, arguments))
         close(in_order(result, mesh), want)
+
+
+@pytest.mark.parametrize("buffer", [0.3, pytest.param(1.0, marks=SLOW), pytest.param(0.0, marks=SLOW)])
+@pytest.mark.parametrize(("name", "exchange", "sizes"), [
+    ("softmax", "auto", {}), ("sigmoid", "gather", dict(expert=4, tensor=2)),
+    pytest.param("softmax", "ragged", dict(expert=4, fsdp=2), marks=SLOW),
+    pytest.param("capacity", "ragged", dict(expert=8), marks=SLOW)], ids=str)
+def test_rows_that_the_buffer_does_not_hold_take_further_passes(name, exchange, sizes, buffer, monkeypatch):
+    """Value, totals and all gradients are those of one pass; 0.3 needs at least four passes, 0 has room for all."""
+    monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
+    want, rules, mesh = alone(name), sharding.rules(), jt.make_mesh(**sizes)
+    module = Skeleton.of(layer(CONFIGS[name], exchange, buffer))
+    with sharding.use(mesh, rules):
+        step = jax.jit(gradients(module)).lower(*placed(module, mesh, rules))
+        assert (OVERFLOW in step.as_text(debug_info=True)) == (buffer == 0.3) or buffer == 1
+        close(in_order(step.compile()(*placed(module, mesh, rules)), mesh), want)
 
 
 @pytest.mark.parametrize("factor", [0.8, *(pytest.param(factor, marks=SLOW) for factor in (0.25, 1.0, 3.9))])

@@ -66,28 +66,29 @@ def test_the_rough_sum_counts_what_is_traced(target, factor, mesh, every):
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("factor", [0.0, 1.25])
-def test_rows_that_hold_tokens(devices, factor):
+@pytest.mark.parametrize("buffer", [0.0, 2.0])
+def test_rows_that_hold_tokens(devices, factor, buffer):
     """Of the buffer that is made, where every expert is chosen as often as every other."""
     choices, count, tokens = 2, 8, 64
     model = load_config("configs/mixtral_8x7b.py", {"model.num_experts": count, "model.experts_per_token": choices,
                                                     "model.capacity_factor": factor}).model
     seen = []
 
-    def way(x, chosen, weights, mlp, held, rows, axis):
-        seen.append(rows)
-        return x
+    def product(rows, weights, sizes, **_):
+        seen.append(rows.shape[0])
+        return jnp.zeros((rows.shape[0], weights.shape[-1]))
 
     held = count // devices
     limit = int(factor * tokens * choices / count) * held if factor else None
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_alone", "_gather", "_ragged"):
-            patch.setattr(experts, name, way)
+        patch.setattr(experts, "grouped_matmul", product)
         mesh = jax.sharding.AbstractMesh((devices,), ("expert",))
         inner = jax.shard_map(
             lambda x, chosen, weights, kept, *w: experts.through_experts(
-                x, chosen, weights, kept, *w, axis=("expert",) if devices > 1 else (), limit=limit),
+                x, chosen, weights, kept, *w, axis=("expert",) if devices > 1 else (), limit=limit,
+                options=experts.Options(buffer=buffer)),
             mesh=mesh, in_specs=jax.sharding.PartitionSpec(), out_specs=jax.sharding.PartitionSpec(), check_vma=False)
         full = jnp.zeros((tokens, choices))
         jax.eval_shape(inner, jnp.zeros((tokens, 4)), full.astype(int), full, full > 0,
                        *[jnp.zeros((held, 4, 4))] * 3)
-    assert experts.filled(model, devices) == pytest.approx(min(1, tokens * choices / seen[0]))
+    assert experts.filled(model, devices, buffer) == pytest.approx(min(1, tokens * choices / seen[0]))

@@ -97,4 +97,5 @@ def _masked(config: Config, target: Target, mesh: dict[str, int]) -> float:
     if not experts.masks(config, mesh, target.described):
         return 0.0
     model, devices = config.model, mesh["expert"]
-    return experts.buffered(model, devices) * model.num_experts / devices - model.experts_per_token
+    rows = experts.buffered(model, devices, config.train.expert_buffer)
+    return rows * model.num_experts / devices - model.experts_per_token

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, subjaxprs
 
+from jaxtrain.parallel.experts import OVERFLOW
 from jaxtrain.plan.trace import kernels
 from jaxtrain.plan.trace.layouts import LINEAR, VIEWS, Placing, explicit, flat, splits_more
 from jaxtrain.plan.trace.program import Block, Collective, Value
@@ -275,7 +276,8 @@ class _Reader(Placing):
         inputs = [self.summed(value) for value in inputs]
         body = self.block(eqn.params["body_jaxpr"].jaxpr)
         outputs = [self.of_aval(var.aval) for var in eqn.outvars]
-        return self.emit("while", "real", inputs, outputs, bodies=[body], carried=len(outputs), consts=consts)
+        return self.emit("while", "real", inputs, outputs, bodies=[body], carried=len(outputs), consts=consts,
+                         times=int(OVERFLOW not in str(eqn.source_info.name_stack)))
 
     def branches(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         inputs = [self.summed(value) for value in inputs]
