@@ -128,7 +128,11 @@ class Ledger:
         with contextlib.suppress(OSError):  # without the folder the run goes on, and its time is not recorded
             folder.mkdir(exist_ok=True)
         numbers = [int(path.stem) for path in folder.glob("[0-9]*.json") if path.stem.isdecimal()]
-        self._file = folder / f"{max(numbers, default=0) + 1:04}.json"
+        number = max(numbers, default=0) + 1
+        with contextlib.suppress(OSError):
+            while not _made(folder / f"{number:04}.json"):  # another process made it, where locks do not work
+                number += 1
+        self._file = folder / f"{number:04}.json"
         self.write()
         if self._every:
             self._thread = threading.Thread(target=self._keep_writing, name="ledger", daemon=True)
@@ -167,3 +171,12 @@ class Ledger:
         category = "step" if self._dispatched > self._completed else self._doing[-1]
         self._own.seconds[category] += now - self._since
         self._since = now
+
+
+def _made(path: Path) -> bool:
+    """Make an empty file; return False if it exists already."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
