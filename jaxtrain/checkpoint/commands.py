@@ -142,6 +142,9 @@ def verified(workdir: str | Path, steps: list[int]) -> Iterator[tuple[str, bool]
 def diff(workdir: str | Path, step: int, other: str | Path, other_step: int) -> Iterator[str]:
     """Yield a line for each difference between two checkpoints; arrays are read piece by piece."""
     one, two = (_known(_directory(place), at) for place, at in ((workdir, step), (other, other_step)))
+    for folder in (one, two):
+        if problems := verify.list_files(folder)[1]:  # reading a pipe would never end
+            raise UserError("STEP", f"{folder}: {problems[0]}", "see with `verify` what is damaged")
     try:
         metas = [_flat(verify.saved_meta(folder)) for folder in (one, two)]
         for key in sorted({*metas[0], *metas[1]}):

@@ -200,10 +200,12 @@ def test_a_heartbeat_tells_of_a_run_that_locks_do_not_show(work, capsys, beat, r
 
 
 @pytest.mark.parametrize("part", ["meta/metadata", "fingerprint/metadata", "state/manifest.ocdbt"])
-@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_bytes(b"nonsense")], ids=["gone", "nonsense"])
+@pytest.mark.parametrize("harm", [
+    Path.unlink, lambda path: path.write_bytes(b"nonsense"), lambda path: (path.unlink(), os.mkfifo(path))],
+    ids=["gone", "nonsense", "pipe"])
 def test_a_difference_from_a_damaged_one_is_one_line(work, capsys, part, harm):
     harm(work / "checkpoints/10" / part)
-    status, _, err = ran(capsys, "diff", work, 10, 20)
+    status, _, err = in_time(lambda: ran(capsys, "diff", work, 10, 20))
     assert status == 2 and err.count("\n") == 1 and "see with `verify` what is damaged" in err
 
 
