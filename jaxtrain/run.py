@@ -20,12 +20,13 @@ from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import BatchSpec
 from jaxtrain.data.loading.placement import place_batch
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.kernels.attention import choose_backend
 from jaxtrain.models import Compute, make_model
-from jaxtrain.models.attention import choose_backend
 from jaxtrain.objectives import MakeObjective, NextToken, Objective
 from jaxtrain.objectives.next_token import stacks
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
 from jaxtrain.parallel import experts
+from jaxtrain.parallel.context import choose_strategy
 from jaxtrain.parallel.pipeline.pipeline import Pipeline, count_microbatches, make_schedules
 from jaxtrain.parallel.pipeline.stage_placement import Placement
 from jaxtrain.parallel.schedules import Schedule
@@ -479,9 +480,12 @@ def _checked(config: Config, mesh: AnyMesh, rules: Rules, compute: str,
     microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
     validation.check(config, mesh, rules, microbatches)
     dtype, kind = jnp.dtype(precision.DTYPES[compute]), sharding.platform_of(mesh, platform).partition(":")[0]
+    strategy = choose_strategy(config.mesh.context_strategy, stages, sharding.shards(rules["seq"], mesh))
     choose_backend(config.train.attention, kind, dtype, config.data.seq_len,
-                   config.model.head_dim + config.model.rope_head_dim, sharding.shards(rules["seq"], mesh))
+                   config.model.head_dim + config.model.rope_head_dim, strategy)
     experts.check(config, mesh, rules, dtype, platform)
+    if config.train.expert_exchange == "ragged" and kind == "cpu" and mesh.shape["expert"] > 1:
+        raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")
     return make_schedules(config.pipeline, stages, microbatches) if stages > 1 else None
 
 

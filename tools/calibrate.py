@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from jaxtrain.errors import UserError, say  # noqa: E402
 from jaxtrain.flags import Parser, command  # noqa: E402
-from jaxtrain.models import attention  # noqa: E402
+from jaxtrain.kernels import attention  # noqa: E402
 from jaxtrain.plan import targets  # noqa: E402
 from jaxtrain.plan.trace import kernels  # noqa: E402
 

@@ -19,7 +19,7 @@ LEARNING = """
     config/schema config/families config/field_checks config/load
     sharding/rules sharding/mesh
     models/__init__ models/decoder models/layers models/attention models/gpt2
-    kernels/functions kernels/cross_entropy
+    kernels/functions kernels/cross_entropy kernels/attention/__init__ kernels/attention/xla_attention
     objectives/objective objectives/next_token
     train_step/state train_step/gradients
     train_step/step train_step/sharded_step train_step/optimizers/__init__ train_step/precision

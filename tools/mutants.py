@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TIERS = {"quick": ("not slow and not exhaustive",), "all": ("not slow and not exhaustive", "slow", "exhaustive")}
 EQUAL, STEP = "tests/numerics/test_equality.py", "tests/numerics/test_step.py"
-ATTENTION = "tests/models/test_attention.py"
+ATTENTION = "tests/kernels/attention/test_xla_attention.py"
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,10 @@ class Mutant:
 
 MUTANTS = {
     "causal_mask_shifted": Mutant(
-        "models/attention.py", "mask = (behind >= 0)[None]", "mask = (behind >= -1)[None]", (ATTENTION, EQUAL)),
+        "kernels/attention/xla_attention.py", "mask = (behind >= 0)[None]", "mask = (behind >= -1)[None]",
+        (ATTENTION, EQUAL)),
     "documents_see_each_other": Mutant(
-        "models/attention.py", "mask &= segments_BT[:, :, None] == segments_BT[:, None, :]", "pass",
+        "kernels/attention/xla_attention.py", "mask &= segments_BT[:, :, None] == segments_BT[:, None, :]", "pass",
         (ATTENTION, EQUAL)),
     "rotary_turned_backwards": Mutant(
         "models/rotary.py", "[a * cos - b * sin, b * cos + a * sin]", "[a * cos + b * sin, b * cos - a * sin]",

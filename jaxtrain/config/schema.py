@@ -155,7 +155,7 @@ class TrainConfig:
     seed: int = 0  # of the initial parameters
     accumulation: int = 1  # micro-batches per step
     precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU
-    attention: str = "auto"  # the kernel: auto chooses by device, dtype and shapes
+    attention: str = "auto"  # the kernel: auto chooses by device, dtype and shapes; docs/training.md
     check_memory: bool = True  # refuse, before anything is compiled, what the planner says cannot fit
     expert_exchange: str = "auto"  # how tokens reach their experts: "gather" all, or "ragged" all-to-all
     expert_buffer: float = 2.0  # of the rows of experts' buffers at an even load: more take further passes; 0: no limit
@@ -186,7 +186,7 @@ class TrainConfig:
                 raise UserError(f"train.{name}", f"{getattr(self, name)} is more than 32 bits hold",
                                 "use less than 2^31")
         one_of("train.precision", self.precision, ("auto", "float32", "bfloat16", "float16"))
-        one_of("train.attention", self.attention, ("auto", "xla", "cudnn"))
+        one_of("train.attention", self.attention, ("auto", "xla", "cudnn", "splash"))
         one_of("train.expert_exchange", self.expert_exchange, ("auto", "gather", "ragged"))
         one_of("train.grouped_matmul", self.grouped_matmul, ("auto", "xla", "mosaic"))
         one_of("train.remat", self.remat, ("none", "full", "dots", "attention", "attention_and_dots"))

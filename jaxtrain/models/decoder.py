@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.kernels.attention.cudnn_attention import kept_results
 from jaxtrain.models.ahead import MTPHead
-from jaxtrain.models.attention import kept_results
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.moe import MoE, totals
 from jaxtrain.parallel.experts import DEFAULT, Options

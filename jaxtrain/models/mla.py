@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.models.attention import HEADS, attend
+from jaxtrain.kernels.attention import HEADS
+from jaxtrain.models.attention import attend
 from jaxtrain.models.layers import RESIDUAL, Linear, RMSNorm
 from jaxtrain.models.rotary import Rotary
 

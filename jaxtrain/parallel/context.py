@@ -5,7 +5,9 @@ holds chunks i and 2n-1-i: an early and a late one, the same work for all. Three
 
 - `ring`: blocks of keys and values circulate; every device works on one while the next is in transit.
 - `gather`: each device gathers keys and values for its own queries, a bounded part of the sequence at a time.
-- `ulysses`: an all-to-all from sequence shards to head shards, attention over the whole sequence, and back.
+- `ulysses`: an all-to-all from sequence shards to head shards, attention over the whole sequence, and back. As the
+  sequence is whole and in its own order, the platform's kernel (`train.attention`) computes it. The other two have
+  tiles in plain operations (parallel/tiles.py) on every platform.
 
 Collectives name the axis, so all of this also runs where a surrounding `shard_map` (a pipeline's) made it manual.
 
@@ -19,10 +21,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.kernels.attention import by_device, choose_backend
 from jaxtrain.parallel import tiles
 from jaxtrain.parallel.tiles import Tokens, merge
 from jaxtrain.sharding import rules as sharding
@@ -43,8 +47,13 @@ def size() -> int:
     return here[0].shape[AXIS]
 
 
-def choose_strategy(asked: str, stages: int) -> str:
-    """Return the strategy that `mesh.context_strategy` means here; jaxtrain/validation.py refuses what cannot work."""
+def choose_strategy(asked: str, stages: int, parts: int = 2) -> str:
+    """Return the strategy that `mesh.context_strategy` means here, "" for whole sequences.
+
+    jaxtrain/validation.py refuses what cannot work.
+    """
+    if parts == 1:
+        return ""
     # Pipeline stages attend at different times, and a permutation waits for the whole mesh; a gather does not.
     return ("gather" if stages > 1 else "ring") if asked == "auto" else asked
 
@@ -85,7 +94,7 @@ def _everywhere(n: int, tokens: int) -> jax.Array:
 # ----------------------------------------------------------------------------------------------------------- attention
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, *, window: int,
-           strategy: str) -> jax.Array:
+           strategy: str, backend: str = "auto") -> jax.Array:
     """Compute `models.attention.attend` for a sequence in balanced order."""
     n, heads, mesh = size(), sharding.split_by("act_heads"), jax.sharding.get_abstract_mesh()
     split, G = sharding.shards(heads, mesh), k_BSGK.shape[2]
@@ -97,12 +106,14 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT:
     # Within a pipeline the axis is already manual.
     stages = 1 if AXIS in sharding.free_axes(mesh) else mesh.shape["stage"]
     strategy = choose_strategy(strategy, stages)
+    backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], strategy)
     if strategy != "ulysses":
         return _attend(strategy, window, q_BTHK, k_BSGK, v_BSGK, segments_BT)
     repeats = math.lcm(k_BSGK.shape[2] // split, n) * split // k_BSGK.shape[2]
-    out = _attend(strategy, window, _fewer_heads(1, q_BTHK), _fewer_heads(repeats, k_BSGK),
-                  _fewer_heads(repeats, v_BSGK), None if segments_BT is None else _whole(segments_BT))
-    return _fewer_tokens(1, out)
+    kernel = by_device(backend, *_specs("ulysses"), window) if backend != "xla" else partial(_attend, strategy, window)
+    return _fewer_tokens(1, kernel(
+        _fewer_heads(1, q_BTHK), _fewer_heads(repeats, k_BSGK), _fewer_heads(repeats, v_BSGK),
+        None if segments_BT is None else _whole(segments_BT)))
 
 
 def _specs(strategy: str) -> tuple[P, P]:
@@ -270,9 +281,13 @@ def _all(tree: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fewer_heads(repeats: int, x: jax.Array) -> jax.Array:
-    """Switch from sequence shards with all heads to head shards with the whole sequence, after repeating the heads."""
+    """Switch from sequence shards with all heads to head shards with the whole sequence, after repeating the heads.
+
+    The whole sequence is in its own order, a shard in balanced order.
+    """
     def exchange(x):
-        return lax.all_to_all(jnp.repeat(x, repeats, axis=2), AXIS, split_axis=2, concat_axis=1, tiled=True)
+        x = lax.all_to_all(jnp.repeat(x, repeats, axis=2), AXIS, split_axis=2, concat_axis=1, tiled=True)
+        return _chunks(x, np.argsort(_chunks_of(lax.axis_size(AXIS))))
 
     return sharding.manual_region(exchange, in_specs=_specs("")[0], out_specs=_specs("ulysses")[0])(x)
 
@@ -281,6 +296,7 @@ def _fewer_heads(repeats: int, x: jax.Array) -> jax.Array:
 def _fewer_tokens(repeats: int, x: jax.Array) -> jax.Array:
     """Switch back, summing repeated heads: the transpose of `_fewer_heads`."""
     def exchange(x):
+        x = _chunks(x, _chunks_of(lax.axis_size(AXIS)))
         x = lax.all_to_all(x, AXIS, split_axis=1, concat_axis=2, tiled=True)
         return x.reshape(*x.shape[:2], -1, repeats, x.shape[3]).sum(3) if repeats > 1 else x
 
@@ -294,17 +310,29 @@ _fewer_tokens.defvjp(lambda repeats, x: (_fewer_tokens(repeats, x), None), lambd
 
 
 def _whole(x_BT: jax.Array) -> jax.Array:
-    gather = partial(lax.all_gather, axis_name=AXIS, axis=1, tiled=True)
+    def gather(x):
+        return _chunks(_all(x), np.argsort(_chunks_of(lax.axis_size(AXIS))))
     return sharding.manual_region(gather, in_specs=_specs("")[1], out_specs=_specs("ulysses")[1])(x_BT)
 
 
+def _chunks_of(n: int) -> np.ndarray:
+    """Return the chunks of a sequence in the order in which n devices hold them."""
+    return np.stack([np.arange(n), 2 * n - 1 - np.arange(n)], 1).ravel()
+
+
+def _chunks(x: jax.Array, order: np.ndarray) -> jax.Array:
+    """Put the chunks of sequences [B, T, ...] into this order."""
+    each = jnp.split(x, len(order), axis=1)
+    return jnp.concatenate([each[i] for i in order], axis=1)
+
+
 def _whole_forward(q, k, v, segments, window):
-    mine = Tokens(_everywhere(lax.axis_size(AXIS), q.shape[1]).reshape(-1), segments)
+    mine = Tokens(jnp.arange(q.shape[1]), segments)
     return tiles.forward(q, k, v, mine, mine, window)
 
 
 def _whole_backward(q, k, v, segments, dout, lse, delta, window):
-    mine = Tokens(_everywhere(lax.axis_size(AXIS), q.shape[1]).reshape(-1), segments)
+    mine = Tokens(jnp.arange(q.shape[1]), segments)
     return tiles.backward(q, k, v, dout, lse, delta, mine, mine, window)
 
 

@@ -4,13 +4,17 @@ They are parsed from the text of optimised HLO (`compiled.as_text()`). Costs are
 know how often an instruction runs, for example from a trace.
 """
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxtrain.kernels.grouped_matmul import DIMENSION, ROWS
 from jaxtrain.plan import hlo
+from jaxtrain.plan.trace.kernels import splash_flops, splash_phase
 
 CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")  # their time is that of what they run
 _NOTHING = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "iota",
@@ -66,6 +70,14 @@ class Instruction:
         return found[1] if found else ""
 
     @property
+    def attention(self) -> str:
+        """Whether it is a kernel of attention: "attention", "attention backward", or "" for all others."""
+        phase = splash_phase(self.path) if self.target == "tpu_custom_call" else ""
+        if phase or "fmha" in self.target:
+            return "attention backward" if phase in ("dkv", "dq") or "Backward" in self.target else "attention"
+        return ""
+
+    @property
     def collective(self) -> str:
         """The kind of a collective; "" for any other instruction."""
         kind = self.opcode.removesuffix("-start").removesuffix("-done")
@@ -114,6 +126,7 @@ def program(text: str) -> Program:
     """Parse a program's text and count the cost of its instructions."""
     devices = re.search(r"num_partitions=(\d+)", text)
     made, computation = Program(devices=int(devices[1]) if devices else 1), ""
+    text = re.sub(r'\n(?="|\}\})', "", text)  # the metadata of Pallas kernels is broken over lines
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
         if not line.startswith(" "):
             if header := _HEADER.match(line):
@@ -179,7 +192,8 @@ def _count(instruction: Instruction, made: Program) -> None:
             return
         if flops := _flops(product, made):
             instruction.flops += flops
-            instruction.dtype = instruction.dtype or _operand(product, 0, made)[0]
+            first = 2 if product.target == "tpu_custom_call" else 0  # behind the tables of blocks
+            instruction.dtype = instruction.dtype or _operand(product, first, made)[0]
     if instruction.opcode in ("fusion", "fusion-start"):
         body = made.computations.get(instruction.called[0], [])
         instruction.bytes = _read_by_fusion(body, made) + _written_by_fusion(body, made)
@@ -223,6 +237,13 @@ def _flops(instruction: Instruction, made: Program) -> float:
         summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.text)
     elif "matmul" in target or "gemm" in target:  # cuBLAS, oneDNN
         summed = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.text)
+    elif instruction.opcode == "convolution":
+        return _convolution(instruction, made)
+    elif target == "tpu_custom_call" and instruction.attention:
+        arrays = [made.instructions[name].arrays[0] for name in instruction.operands if name in made.instructions]
+        rows = [dims for dtype, dims in arrays if len(dims) > 2 and dtype in ("bf16", "f32")]
+        window = re.search(r"\bwindow_(\d+)", instruction.path)
+        return splash_flops(splash_phase(instruction.path), rows, int(window[1]) if window else 0)
     elif "fmha" in target:
         (_, queries), (_, keys) = (_operand(instruction, index, made) for index in (0, 1))
         if len(queries) != 4 or len(keys) != 4:
@@ -237,6 +258,39 @@ def _flops(instruction: Instruction, made: Program) -> float:
         return 0.0
     depth = math.prod(left[int(index.strip('"'))] for index in summed[1].split(",") if index)
     return 2.0 * math.prod(instruction.arrays[0][1]) * depth
+
+
+def _convolution(instruction: Instruction, made: Program) -> float:
+    """Return the FLOP of a convolution, the form that matrix products have on TPUs, without those on padding.
+
+    Dimensions that both operands share are spatial ones, dilated and padded so that one position of each pair is not
+    padding.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.text)
+    left, right = (_operand(instruction, index, made)[1] for index in (0, 1))
+    if not labels or not instruction.arrays or not left or not right:
+        return 0.0
+    out, fields = instruction.arrays[0][1], dict(re.findall(r"(\w+)=([\dx_\-]+)", _window(instruction.text)))
+    products = 2.0 * out[labels[3].index("b")] * out[labels[3].index("f")] * right[labels[2].index("i")]
+    for d in range(len(left) - 2):
+        def of(name: str, default: str, d: int = d) -> str:
+            return fields[name].split("x")[d] if name in fields else default
+        low = int(of("pad", "0_0").split("_")[0])
+        products *= _pairs(out[labels[3].index(str(d))], right[labels[2].index(str(d))], left[labels[1].index(str(d))],
+                           int(of("stride", "1")), low, int(of("lhs_dilate", "1")), int(of("rhs_dilate", "1")))
+    return products
+
+
+def _window(text: str) -> str:
+    found = re.search(r"window=\{([^}]*)\}", text)
+    return found[1] if found else ""
+
+
+@functools.cache
+def _pairs(out: int, kernel: int, given: int, stride: int, low: int, dilate: int, kernel_dilate: int) -> int:
+    """Return how many pairs of a result's and a kernel's position meet a value rather than padding."""
+    at = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * kernel_dilate - low
+    return int(((at >= 0) & (at <= (given - 1) * dilate) & (at % dilate == 0)).sum())
 
 
 def _read_by_fusion(body: list[Instruction], made: Program) -> float:

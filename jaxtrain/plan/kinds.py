@@ -27,7 +27,7 @@ def kind_of(instruction: Instruction, program: Program, mesh: Mapping[str, int])
         return CONTROL
     if scope := _SCOPE.search(program.path(instruction)):
         return _SCOPES[scope[1]]
-    if "fmha" in instruction.target:
+    if instruction.attention:
         return ATTENTION
     if instruction.flops:
         return MATMUL

@@ -50,10 +50,7 @@ class Roofline:
             return 0.0
         if instruction.grouped:
             return instruction.flops / (self._peak(instruction.dtype) * GROUPED)
-        kind = "matmul"
-        if "fmha" in instruction.target:
-            kind = "attention backward" if "Backward" in instruction.target else "attention"
-        return instruction.flops / (self._peak(instruction.dtype) * self.shares[kind])
+        return instruction.flops / (self._peak(instruction.dtype) * self.shares[instruction.attention or "matmul"])
 
     def talking(self, collective: Instruction) -> float:
         """Return the seconds of a collective at the bandwidth of the slowest link that it crosses."""

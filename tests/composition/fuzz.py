@@ -89,7 +89,11 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     if name != "adafactor":
         keys |= {"optimizer.moment_dtype": often(*MOMENTS)}
     keys |= {"optimizer.offload": rng.random() < 0.3}
-    return keys | {"train.freeze": often([], ["embed/*"], ["blocks/layer/*attention/*", "norm/*"], ["heads"])}
+    keys |= {"train.freeze": often([], ["embed/*"], ["blocks/layer/*attention/*", "norm/*"], ["heads"])}
+    whole = sizes["context"] == 1 or keys["mesh.context_strategy"] == "ulysses"
+    if whole and keys["train.precision"] != "float16" and rng.random() < 0.3:  # the TPU's kernel, interpreted
+        keys |= {"train.attention": "splash"}
+    return keys
 
 
 def config_of(keys: dict[str, Any]):

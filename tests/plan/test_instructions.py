@@ -46,6 +46,43 @@ def test_bytes_of_an_elementwise_operation():
     assert sum(one.bytes for one in run) == 3 * 4 * 256 * 64
 
 
+# As XLA for TPUs writes them: a product of matrices; one with a batch dimension of 8, of which each pair of positions
+# shares one; and splash attention's kernels, whose metadata are broken over lines.
+TPU = """HloModule jit_f
+
+ENTRY %main (a: bf16[64,32], b: bf16[32,16], c: bf16[8,64,32], d: bf16[8,32,16]) -> f32[64,16] {
+  %a = bf16[64,32]{1,0} parameter(0)
+  %b = bf16[32,16]{1,0} parameter(1)
+  %c = bf16[8,64,32]{2,1,0} parameter(2)
+  %d = bf16[8,32,16]{2,1,0} parameter(3)
+  %e = s8[1,2,2]{2,1,0} parameter(4)
+  %q = bf16[2,4,2048,64]{3,2,1,0} parameter(5)
+  %k = bf16[2,1,2048,64]{3,2,1,0} parameter(6)
+  %ids = s32[2,2048,128]{2,1,0} parameter(7)
+  %many = f32[8,64,16]{2,1,0} convolution(%c, %d), window={size=8 stride=7 pad=0_0 lhs_dilate=8}, dim_labels=0bf_0io->0bf
+  %attention.1 = (bf16[2,4,2048,64]{3,2,1,0}, f32[2,4,2048,128]{3,2,1,0}) custom-call(%e, %e, %q, %k, /*index=5*/%k, %ids), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 1024}"
+}}, metadata={op_name="jit(f)/attention/window_0/splash_mha_fwd_segmented_residuals/pallas_call"}
+  %attention.2 = bf16[2,4,2048,64]{3,2,1,0} custom-call(%e, %e, %q, %k, %k, %ids), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 1024}"
+}}, metadata={op_name="jit(f)/transpose(jvp(attention))/window_128/splash_mha_dq_segmented_no_residuals/pallas_call"}
+  ROOT %one = f32[64,16]{1,0} convolution(%a, %b), dim_labels=bf_io->bf
+}
+"""  # noqa: E501
+
+
+def test_products_and_attention_of_tpus():
+    code = program(TPU)
+    flops = {name: one.flops for name, one in code.instructions.items() if one.flops}
+    assert flops.pop("one") == 2 * 64 * 32 * 16
+    assert flops.pop("many") == 8 * 2 * 64 * 32 * 16
+    assert flops.pop("attention.1") == 2 * 2 * 4 * (64 + 64) * 3 * 1024**2  # three of four blocks
+    assert flops.pop("attention.2") == 2 * 2 * 4 * (2 * 64 + 64) * 31 * 128**2  # those of the diagonal and before it
+    assert not flops
+    assert [code.instructions[f"attention.{n}"].attention for n in (1, 2)] == ["attention", "attention backward"]
+    assert code.instructions["attention.1"].dtype == "bf16"
+
+
 TEXT = """HloModule jit_f
 
 %sliced (p: f32[16,8,4], at: s32[]) -> f32[8,4] {

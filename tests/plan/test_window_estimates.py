@@ -1,4 +1,4 @@
-"""Sliding windows in estimates: attention on a GPU costs what a window lets it see, for as many layers as have it."""
+"""Sliding windows in estimates: a kernel costs what a window lets it see, for as many layers as have it."""
 
 import math
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.load import load_config
+from jaxtrain.kernels.attention import splash_attention
 from jaxtrain.plan.cost import rough
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import TARGETS
@@ -15,10 +16,11 @@ from jaxtrain.sharding.mesh import AXES
 ROWS, LONG = 8, 32768
 
 
-def estimated(mesh, target="h200", **keys):
+def estimated(mesh, target="h200", attention="auto", **keys):
     sizes = {f"mesh.{axis}": mesh.get(axis, 1) for axis in AXES}
     config = load_config("configs/gemma3_1b.py", {
         **sizes, "data.global_batch_size": ROWS, "data.seq_len": LONG, "model.max_seq_len": LONG,
+        "train.attention": attention,
         **{f"model.{key}": value for key, value in keys.items()}})
     return config, sizes, estimate(config, TARGETS[target], math.prod(mesh.values()))
 
@@ -43,14 +45,27 @@ def test_the_rough_sum_counts_what_is_traced(every):
     assert said == pytest.approx(made.time.flops, rel=0.1)
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 4, "stage": 2}], ids=str)
-def test_attention_takes_the_time_of_the_mean_layer(mesh):
+@pytest.mark.parametrize("T", [512, 2048])
+@pytest.mark.parametrize("window", [0, 1, 128, 129, 300])
+def test_splash_attention_computes_the_blocks_that_show_something(T, window):
+    H, K, V, side = 3, 8, 4, splash_attention.block_of(T, window)
+    behind = np.arange(T)[:, None] - np.arange(T)
+    shown = (behind >= 0) & (behind < (window or T))
+    blocks = shown.reshape(T // side, side, T // side, side).any((1, 3)).sum()
+    shapes, fused = [(2, H, T, K), (2, 1, T, K), (2, 1, T, V)], splash_attention.is_fused(T, window)
+    for phase, widths in (("fwd", K + V), ("dq", 2 * K + V), ("dkv", 2 * K + 2 * V + fused * K)):
+        assert kernels.splash_flops(phase, shapes, window) == 2 * 2 * H * blocks * side**2 * widths
+
+
+@pytest.mark.parametrize(("mesh", "target"), [({"fsdp": 8}, "h200"), ({"fsdp": 4, "stage": 2}, "h200"),
+                                              pytest.param({"fsdp": 8}, "v5p", marks=pytest.mark.slow)], ids=str)
+def test_attention_takes_the_time_of_the_mean_layer(mesh, target):
     """Of 26 layers 22 are local."""
-    far, mixed, near = (estimated(mesh, global_every=every)[2].time.parts["attention"] for every in (1, 6, 27))
+    far, mixed, near = (estimated(mesh, target, global_every=every)[2].time.parts["attention"] for every in (1, 6, 27))
     assert mixed == pytest.approx((22 * near + 4 * far) / 26) and near < far / 5
 
 
 def test_where_all_scores_are_computed_a_window_saves_nothing():
-    """XLA masks scores after it has computed them, which is how TPUs attend here."""
-    far, near = (estimated({"fsdp": 8}, "v5p", global_every=every)[2].time.flops for every in (1, 27))
+    """XLA masks scores after it has computed them."""
+    far, near = (estimated({"fsdp": 8}, "v5p", "xla", global_every=every)[2].time.flops for every in (1, 27))
     assert near == pytest.approx(far)

@@ -1,8 +1,9 @@
-"""Stand-ins for kernels that only the target has: they can be traced anywhere, have a known cost, and are never run."""
+"""Costs of attention kernels, and stand-ins for those of cuDNN, which can be traced anywhere and are never run."""
 
 import contextlib
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels import grouped_matmul
-from jaxtrain.models import attention
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.kernels import attention, grouped_matmul
+from jaxtrain.kernels.attention import splash_attention
 
 FORWARD, BACKWARD = "attention_forward", "attention_backward"
 ROWS_BY_GROUP, GROUP_BY_GROUP = "grouped_matmul_of_rows", "grouped_matmul_of_groups"
@@ -24,13 +24,13 @@ def stand_ins() -> Iterator[None]:
     """Replace cuDNN attention by one operation per direction, which keeps operands, result and a row of sums; and each
     product of a grouped matmul by one operation.
     """
-    before = attention._BACKENDS["cudnn"], grouped_matmul._product, grouped_matmul._products_of_groups
-    attention._BACKENDS["cudnn"] = _attention
+    before = attention.BACKENDS["cudnn"], grouped_matmul._product, grouped_matmul._products_of_groups
+    attention.BACKENDS["cudnn"] = _attention
     grouped_matmul._product, grouped_matmul._products_of_groups = _product, _products_of_groups
     try:
         yield
     finally:
-        attention._BACKENDS["cudnn"], grouped_matmul._product, grouped_matmul._products_of_groups = before
+        attention.BACKENDS["cudnn"], grouped_matmul._product, grouped_matmul._products_of_groups = before
 
 
 def flops(name: str, shapes: list[tuple[int, ...]], window: int = 0, filled: int = 0) -> float:
@@ -59,19 +59,33 @@ def _products_of_groups(filled: int, rows_RK: jax.Array, others_RN: jax.Array, s
     return jax.ffi.ffi_call(GROUP_BY_GROUP, out)(rows_RK, others_RN, sizes_G, filled=np.int32(filled))
 
 
-def _attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: Any, window: int) -> jax.Array:
-    def local(q, k, v, segments):
-        if segments is None:
-            return _kernel(window, q, k, v)
-        same = segments[:, None, :, None] == segments[:, None, None, :]
-        return _kernel(window, q, k, v, jnp.where(same, jnp.zeros((), q.dtype), -1e30))  # like JAX's mask for cuDNN
+def splash_phase(name: str) -> str:
+    """Return which of splash attention's kernels has this name: "fwd", "dkv" or "dq"; "" for any other."""
+    found = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", name)
+    return found[1] if found else ""
 
-    spec = sharding.activation_spec(*attention.HEADS)
-    if spec is None:
-        return local(q_BTHK, k_BSGK, v_BSGK, segments_BT)
-    rows = None if segments_BT is None else sharding.activation_spec("batch", "seq")
-    region = sharding.manual_region(local, in_specs=(spec,) * 3 + (rows,), out_specs=spec)
-    return region(q_BTHK, k_BSGK, v_BSGK, segments_BT)
+
+def splash_flops(phase: str, shapes: Sequence[tuple[int, ...]], window: int = 0) -> float:
+    """Return the FLOP of a kernel on queries, keys and values of these shapes, [..., heads, T, width].
+
+    It computes whole blocks: those in which some query sees some key.
+    """
+    (*heads, T, K), _, (*_, V) = shapes[:3]
+    side = splash_attention.block_of(T, window)
+    back = T // side if not window else -(-(window - 1) // side)  # blocks before its own that a query may see
+    pairs = side**2 * sum(min(row, back) + 1 for row in range(T // side))
+    widths = {"fwd": K + V, "dq": 2 * K + V, "dkv": 2 * K + 2 * V + (K if splash_attention.is_fused(T, window) else 0)}
+    return 2.0 * math.prod(heads) * pairs * widths[phase]
+
+
+def _attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: Any, window: int,
+               soft_cap: float) -> jax.Array:
+    assert not soft_cap, "refused before"
+    if segments_BT is None:
+        return _kernel(window, q_BTHK, k_BSGK, v_BSGK)
+    same = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
+    mask = jnp.where(same, jnp.zeros((), q_BTHK.dtype), -1e30)  # like JAX's mask for cuDNN
+    return _kernel(window, q_BTHK, k_BSGK, v_BSGK, mask)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -84,7 +98,7 @@ def _forward(window, q, k, v, *mask):
     out = jax.ShapeDtypeStruct((B, T, H, v.shape[-1]), q.dtype)
     rows = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
     result, sums = jax.ffi.ffi_call(FORWARD, (out, rows))(q, k, v, *mask, window=np.int32(window))
-    # Policies keep all that the kernel returns, as `models.attention.kept_results` does.
+    # Policies keep all that the kernel returns, as `cudnn_attention.kept_results` does.
     result, sums = checkpoint_name(result, "attention"), checkpoint_name(sums, "attention")
     return result, (q, k, v, *mask, result, sums)
 

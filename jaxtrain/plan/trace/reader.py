@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, subjaxprs
 
@@ -43,6 +44,8 @@ def read(traced: ClosedJaxpr, sizes: Mapping[str, int], platform: str, rings: fl
 
 
 class _Reader(Placing):
+    window = 0  # that of the attention being read
+
     def block(self, jaxpr: Jaxpr, inputs: Sequence[Value] | None = None) -> Block:
         """Return a separate block, with new values for its arguments (in the layout of given ones, if any)."""
         outer, self.ops = self.ops, []
@@ -70,12 +73,16 @@ class _Reader(Placing):
 
     def equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         name, params = eqn.primitive.name, eqn.params
+        if name in CALLS and not eqn.outvars:  # JAX 0.10 leaves calls whose results nobody needs, which XLA removes
+            return []
         if name in CALLS:
-            inner, outer = params[CALLS[name]], self.same
+            inner, outer, around = params[CALLS[name]], self.same, self.window
+            if scope := re.search(r"\bwindow_(\d+)", str(eqn.source_info.name_stack)):
+                self.window = int(scope[1])
             if name in ("remat2", "checkpoint"):  # recomputed values are not shared with the first computation
                 self.same = {}
             outputs = self.inline(getattr(inner, "jaxpr", inner), inputs)
-            self.same = outer
+            self.same, self.window = outer, around
             return outputs
         if name == "shard_map":
             return self.manual_region(eqn, inputs)
@@ -117,6 +124,10 @@ class _Reader(Placing):
             told = {key: int(number) for key, number in dict(eqn.params["attributes"]).items()}
             return self.emit(called, "real", inputs, outputs, flops=kernels.flops(
                 called, [v.shape for v in inputs], **told))
+        if name == "pallas_call" and (phase := kernels.splash_phase(str(eqn.params.get("name")))):
+            inputs = sorted(inputs, key=lambda v: not jnp.issubdtype(v.dtype, jnp.floating))  # tables of blocks last
+            return self.emit(f"attention_{phase}", "real", inputs, outputs, flops=kernels.splash_flops(
+                phase, [value.shape for value in inputs], self.window))
         inputs = [self.summed(value) for value in inputs]
         if name in ("scatter-add", "scatter_add"):
             return self.scattered(eqn, inputs, outputs[0])

@@ -14,7 +14,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 import jaxtrain as jt
-from jaxtrain.models import attention
+from jaxtrain.kernels import attention
 from jaxtrain.models.decoder import remat
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import change, estimate

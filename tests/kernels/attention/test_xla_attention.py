@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.attention import attend, choose_backend
+from jaxtrain.kernels.attention import attend, choose_backend
 
 B, T, K = 2, 12, 8
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
@@ -105,7 +105,7 @@ def test_cudnn_refuses_by_name_what_it_cannot_do(arguments, word):
     with pytest.raises(UserError, match=word) as refusal:
         choose_backend("cudnn", *arguments)
     assert refusal.value.key == "train.attention"
-    assert choose_backend("auto", *arguments) == "xla"
+    assert choose_backend("auto", *arguments) == ("splash" if arguments[0] == "tpu" else "xla")
 
 
 @pytest.mark.parametrize(("capability", "chosen"), [("8.0", "xla"), ("8.9", "xla"), ("9.0", "cudnn"),

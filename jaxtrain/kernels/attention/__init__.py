@@ -1,0 +1,78 @@
+"""Causal attention: one entry point with a backend per platform; an unsupported request is refused by name.
+
+`attend` works alone on arrays; on an explicit mesh it keeps the layout of heads and rows that the rules give it.
+
+Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K head width.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.errors import UserError
+from jaxtrain.kernels.attention import cudnn_attention, splash_attention, xla_attention
+from jaxtrain.sharding import rules as sharding
+
+HEADS = ("batch", "seq", "act_heads", "act_head_dim")
+KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
+# Of a device's own arrays: attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap).
+BACKENDS: dict[str, Callable[..., jax.Array]] = {
+    "xla": xla_attention.attention, "cudnn": cudnn_attention.attention, "splash": splash_attention.attention}
+_REFUSALS = {"cudnn": cudnn_attention.refusal, "splash": splash_attention.refusal}
+_KERNELS = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}  # what auto chooses if it can
+
+
+def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
+           window: int = 0, soft_cap: float = 0.0, backend: str = "auto") -> jax.Array:
+    """Return causal attention over keys of the same segment and, with `window`, of the last `window` tokens.
+
+    Args:
+        q_BTHK: queries; they are divided by the square root of K here.
+        k_BSGK: keys, of as many heads or fewer (grouped-query attention).
+        v_BSGK: values, which may have another width.
+        segments_BT: the document of each token, in rows of several; tokens see only their own.
+        window: how many tokens a query looks back on, itself included; 0: all.
+        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`; 0: they stay.
+        backend: `auto`, `xla`, `cudnn` (NVIDIA GPUs) or `splash` (TPUs; interpreted on CPUs, to check its numbers).
+    """
+    backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3],
+                             soft_cap=soft_cap)
+    if sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
+        # Fewer key/value heads than devices: each device takes those that its query heads attend to.
+        repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
+        k_BSGK, v_BSGK = (sharding.constrain(jnp.repeat(x, repeats, axis=2), *HEADS) for x in (k_BSGK, v_BSGK))
+    if backend == "xla":
+        return checkpoint_name(BACKENDS["xla"](q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap), "attention")
+    heads = sharding.activation_spec(*HEADS)  # the kernels name what policies keep themselves
+    return by_device(backend, heads, sharding.activation_spec("batch", "seq"), window, soft_cap)(
+        q_BTHK, k_BSGK, v_BSGK, segments_BT)
+
+
+def by_device(backend: str, heads: jax.P | None, rows: jax.P | None, window: int,
+              soft_cap: float = 0.0) -> Callable[..., jax.Array]:
+    """Return a backend's attention for arrays with these specs by head and by token; None: without a mesh."""
+    def local(q, k, v, segments):
+        return BACKENDS[backend](q, k, v, segments, window, soft_cap)
+
+    specs = (heads, heads, heads, rows)
+    return local if heads is None else sharding.manual_region(local, in_specs=specs, out_specs=heads)
+
+
+def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, strategy: str = "",
+                   soft_cap: float = 0.0) -> str:
+    """Return the backend that `train.attention` selects here; raises UserError if it cannot do this.
+
+    `strategy`: how attention crosses the parts of a sequence; "" if every device has whole ones.
+    """
+    name = _KERNELS.get(platform, "xla") if asked == "auto" else asked
+    if name == "xla":
+        return name
+    tiled = strategy not in ("", "ulysses") and f"mesh.context_strategy={strategy} has tiles; ulysses uses the kernel"
+    reason = _REFUSALS[name](platform, dtype, seq_len, head_dim, soft_cap) or tiled
+    if asked == "auto":
+        return "xla" if reason or (name == "splash" and seq_len < splash_attention.LANES) else name
+    if reason:
+        raise UserError("train.attention", f"the {name} backend cannot do this: {reason}", "use 'auto' or 'xla'")
+    return name

@@ -1,0 +1,48 @@
+"""cuDNN's attention, for NVIDIA GPUs.
+
+Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K head width.
+"""
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+
+
+def refusal(platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, soft_cap: float) -> str:
+    """Return why it cannot compute this; "" if it can."""
+    reasons = {
+        "it runs on NVIDIA GPUs only": platform not in ("gpu", "cuda"),
+        f"it computes in bfloat16 or float16, not {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
+        f"head_dim={head_dim} is not a multiple of 8 up to 256": head_dim % 8 or head_dim > 256,
+        f"head_dim={head_dim} is over 128, which needs compute capability 9.0 or more":
+            head_dim > 128 and platform == "gpu" and _compute_capability() < 9,
+        f"seq_len={seq_len} is odd": seq_len % 2,
+        "it does not cap scores": soft_cap,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def _compute_capability() -> float:
+    """Return the compute capability of the local GPU; unknown ones count as the newest."""
+    return float(getattr(jax.local_devices()[0], "compute_capability", "inf"))
+
+
+def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, window: int,
+              soft_cap: float) -> jax.Array:
+    """Return causal attention of one device's arrays."""
+    assert not soft_cap, "refused before"
+    mask = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
+    width = v_BSGK.shape[-1]  # where values are narrower than keys, the kernel needs them padded
+    v_BSGK = jnp.pad(v_BSGK, ((0, 0),) * 3 + ((0, q_BTHK.shape[-1] - width),))
+    return jax.nn.dot_product_attention(
+        q_BTHK, k_BSGK, v_BSGK, mask=mask, is_causal=True, implementation="cudnn",
+        local_window_size=(window - 1, 0) if window else None)[..., :width]
+
+
+def kept_results(primitive: jax.extend.core.Primitive, *_, **__) -> bool:
+    """Keep what cuDNN's forward kernel returns, as a policy of `jax.checkpoint`.
+
+    Its backward kernel reads the output and the log-sum-exp of every row. A name around the call reaches only the
+    output, so that for the log-sum-exp the whole kernel would run again. The other backends name what they keep.
+    """
+    return primitive.name == "dot_product_attention_fwd_wrapper"

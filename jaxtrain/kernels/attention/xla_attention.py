@@ -1,0 +1,41 @@
+"""Attention in plain operations, for any platform: all scores [B, H, T, T] at once, in float32.
+
+Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, R query heads per group (H = G R), K head
+width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.kernels.functions import softmax
+
+
+def visible(q_len: int, k_len: int, segments_BT: jax.Array | None, window: int) -> jax.Array:
+    """Return which keys each query may attend to, as a mask [1 or B, T, S]."""
+    behind = jnp.arange(q_len)[:, None] - jnp.arange(k_len)[None, :]
+    mask = (behind >= 0)[None]
+    if window:
+        mask &= (behind < window)[None]
+    if segments_BT is not None:
+        mask &= segments_BT[:, :, None] == segments_BT[:, None, :]
+    return mask
+
+
+def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, window: int,
+              soft_cap: float) -> jax.Array:
+    """Return causal attention; the compiler places it on a mesh."""
+    B, T, H, K = q_BTHK.shape
+    S, G = k_BSGK.shape[1:3]
+    R = H // G
+    # Heads before sequence, so that the matmuls need no transposes inside. The R query heads that share a key head are
+    # concatenated into one long sequence, which keeps the arrays four-dimensional (faster in XLA on CPU).
+    q_BGNK = (q_BTHK * K**-0.5).reshape(B, T, G, R, K).transpose(0, 2, 3, 1, 4).reshape(B, G, R * T, K)
+    k_BGSK, v_BGSK = k_BSGK.transpose(0, 2, 1, 3), v_BSGK.transpose(0, 2, 1, 3)
+    scores = jnp.einsum("bgnk,bgsk->bgns", q_BGNK, k_BGSK, preferred_element_type=jnp.float32)
+    if soft_cap:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    # Every query sees at least itself, so a large finite number masks as well as -inf and has zero gradient.
+    mask_BNS = jnp.tile(jnp.where(visible(T, S, segments_BT, window), 0.0, -1e30), (1, R, 1))
+    weights = softmax(scores + mask_BNS[:, None]).astype(v_BSGK.dtype)
+    out_BGNK = jnp.einsum("bgns,bgsk->bgnk", weights, v_BGSK)
+    return out_BGNK.reshape(B, G, R, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, H, -1)
