@@ -126,7 +126,8 @@ class Run:
     def sharded(self) -> ShardedStep:
         """What compiles the step, places its batches and evaluates."""
         return ShardedStep(self._make_step, self._gradient, self._eval, self.abstract, self.layout, self.rules,
-                           self.precision, self.config.train.accumulation, self.platform)
+                           self.precision, self.config.train.accumulation, self.platform,
+                           self.config.train.compiler_options)
 
     @cached_property
     def compiled_step(self) -> jax.stages.Compiled:

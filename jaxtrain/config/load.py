@@ -74,10 +74,11 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
         if not name:
             raise UserError(section, "it is a section, not a key",
                             f"give {section}.KEY=VALUE{' or mesh=auto' * (section == 'mesh')}")
-        if section == "mesh" and name.startswith("overrides."):
-            before = sections[section].get("overrides", {})
-            sections[section]["overrides"] = {**(before if isinstance(before, dict) else {}),
-                                              name.removeprefix("overrides."): str(value)}
+        table, _, entry = name.partition(".")
+        if entry and (section, table) in _TABLES:
+            before = sections[section].get(table, {})
+            sections[section][table] = {**(before if isinstance(before, dict) else {}),
+                                        entry: value if section == "train" else str(value)}
         elif section == "data" and name.startswith("mixture."):
             sections[section]["mixture"] = _mixed(sections[section].get("mixture", {}), key, name.split(".")[1:], value)
         else:
@@ -170,6 +171,7 @@ def _literal(text: Any) -> Any:
         return str(text)
 
 
+_TABLES = {("mesh", "overrides"), ("train", "compiler_options")}  # keys whose entries can be given one by one
 _FRACTIONS = (("optimizer", "warmup_steps"), ("train", "eval_every"), ("checkpoint", "every"))
 _KIND = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", dict: "a mapping",
          list: "a list"}

@@ -26,7 +26,7 @@ _FREE: dict[str, Set[str] | None] = {
     "optimizer": {"zero_stage", "offload"},
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
               "eval_batches", "sample_tokens", "progress", "tensorboard", "check_memory", "expert_exchange",
-              "grouped_matmul", "expert_buffer"},
+              "grouped_matmul", "expert_buffer", "compiler_options"},
 }
 # What a resumed run may change where `--may_change` names it: it shapes the steps to come, not the state.
 MAY_CHANGE = frozenset(
@@ -181,7 +181,8 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
                     data_manifest_hash: str | None, manifests: Mapping[str, str] | None = None, done: int = 0,
                     parts: Mapping[str, Any] | None = None, keys: Mapping[str, Any] | None = None,
                     saved: Mapping[str, Any] | None = None, known: Mapping[str, Any] | None = None,
-                    may_change: Collection[str] = ()) -> dict[str, Any]:
+                    may_change: Collection[str] = (), compiler_options: Mapping[str, Any] | None = None,
+                    ) -> dict[str, Any]:
     """Check `workdir` as `check_workdir` does, then (in process 0) write `config.json` and `run.json` into it.
 
     `known`: the identity of the run.
@@ -207,6 +208,7 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
         "data_manifest_hash": data_manifest_hash,
         "data_manifests": dict(manifests),
         "own_parts": dict(parts or {}),
+        "compiler_options": dict(compiler_options or {}),
     }
     if jax.process_index() != 0:
         return run

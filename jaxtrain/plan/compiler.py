@@ -20,6 +20,7 @@ from jaxtrain.plan import hlo
 from jaxtrain.plan.targets import Target
 from jaxtrain.run import Run, build
 from jaxtrain.sharding.mesh import AXES, make_mesh
+from jaxtrain.train_step import compiler_options
 from jaxtrain.train_step.report import in_hosts
 
 # The compiler's description of a chip, in the text form of XLA's GpuTargetConfigProto.
@@ -61,7 +62,7 @@ def compile_step(config: Config, target: Target, devices: int) -> Compiled:
     # Described GPUs have no host memory: shardings on them would lose the memory kind of arrays.
     run = build(config, mesh=mesh.abstract_mesh, platform=target.described)
     try:
-        compiled = run.lower(mesh).compile()
+        compiled = compiler_options.compiled(run.lower(mesh), run.sharded.compiler_options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in f"{error}":
             raise

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtrain.errors import UserError
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
+from jaxtrain.train_step.compiler_options import Options, compiled, compiler_options
 from jaxtrain.train_step.gradients import StateGradient
 from jaxtrain.train_step.state import Layout, TrainState
 from jaxtrain.train_step.step import Step
@@ -36,6 +37,7 @@ class ShardedStep:
     precision: str
     accumulation: int = 1
     platform: str = ""  # that an abstract mesh stands for; "": the one here
+    changed_options: Options = field(default_factory=dict)  # of the compiler, from train.compiler_options
     _steps: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
     _evaluations: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
     _gradients: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
@@ -44,6 +46,12 @@ class ShardedStep:
     def mesh(self) -> AnyMesh:
         """The mesh that the state and the batches lie on."""
         return self.layout.mesh
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """The compiler's options for the platform of the mesh."""
+        here = self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
+        return compiler_options(self.platform or here, self.changed_options)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Make one optimizer step. `state` is donated: use the returned one."""
@@ -82,7 +90,7 @@ class ShardedStep:
         """Return the step for batches of this shape, compiled when first wanted; it takes (state, placed batch)."""
         key = shape_of(batch)
         if key not in self._steps:
-            self._steps[key] = self.lower(batch).compile()
+            self._steps[key] = compiled(self.lower(batch), self.compiler_options)
         return self._steps[key]
 
     def compiled_evaluation(self, batch: Any) -> jax.stages.Compiled:
@@ -91,7 +99,8 @@ class ShardedStep:
         if key not in self._evaluations:
             abstract = self.abstract_batch(batch)
             with self.context():
-                self._evaluations[key] = jax.jit(self.evaluation).lower(self.abstract.all_params, abstract).compile()
+                lowered = jax.jit(self.evaluation).lower(self.abstract.all_params, abstract)
+            self._evaluations[key] = compiled(lowered, self.compiler_options)
         return self._evaluations[key]
 
     def evaluate(self, state: TrainState, batch: Any) -> Any:
@@ -108,7 +117,8 @@ class ShardedStep:
         if key not in self._gradients:
             abstract = self.abstract_batch(batch, self.accumulation)
             with self.context():
-                self._gradients[key] = jax.jit(mean).lower(self.abstract, abstract).compile()
+                lowered = jax.jit(mean).lower(self.abstract, abstract)
+            self._gradients[key] = compiled(lowered, self.compiler_options)
         return self.run(self._gradients[key], state, self.place(batch))
 
     def lower(self, batch: Any, on: Mesh | None = None) -> jax.stages.Lowered:

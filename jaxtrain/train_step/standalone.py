@@ -26,6 +26,7 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES, with_auto_axes
 from jaxtrain.sharding.rules import AnyMesh, Names, Rules
 from jaxtrain.train_step import precision as precisions
+from jaxtrain.train_step.compiler_options import Options
 from jaxtrain.train_step.gradients import make_gradient
 from jaxtrain.train_step.sharded_step import ShardedStep
 from jaxtrain.train_step.state import (
@@ -62,7 +63,7 @@ LossFunction = Callable[..., "jax.Array | Weighted"]
 def make_train_step(
     loss_fn: LossFunction, optimizer: optax.GradientTransformation, *, mesh: AnyMesh, rules: Rules | None = None,
     axes: Any = None, accumulation: int = 1, clip_norm: float = 0.0, precision: str = "float32", zero_stage: int = 0,
-    gather: bool = True, seed: int | None = None,
+    gather: bool = True, seed: int | None = None, compiler_options: Options | None = None,
 ) -> "TrainStep":
     """A train step for any mesh with the numbers of one device.
 
@@ -89,6 +90,7 @@ def make_train_step(
             once: where that is too large give False and `jt.constrain` the activations between layers.
         seed: call `loss_fn(x, batch, key)` with a key for dropout and the like, which follows from the seed, the number
             of the step and the micro-batch: a run that resumes draws what it would have drawn.
+        compiler_options: XLA's options for the step beside jaxtrain's preset for the platform; "" leaves one to XLA.
     """
     if not set(AXES) <= set(getattr(mesh, "axis_names", ())):
         raise UserError("mesh", f"{mesh} has not the axes {', '.join(AXES)}", "make it by jt.make_mesh(...)")
@@ -105,7 +107,8 @@ def make_train_step(
         raise UserError("clip_norm", f"{clip_norm} is not a norm", "give a number above 0, or 0 for no clipping")
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "abstract"
     return TrainStep(loss_fn, optimizer, with_auto_axes(mesh), rules or sharding.rules(), axes, int(accumulation),
-                     clip_norm, precisions.resolve(precision, platform), zero_stage, gather, seed)
+                     clip_norm, precisions.resolve(precision, platform), zero_stage, gather, seed,
+                     compiler_options or {})
 
 
 class TrainStep:
@@ -113,12 +116,13 @@ class TrainStep:
 
     def __init__(self, loss_fn: LossFunction, optimizer: optax.GradientTransformation, mesh: AnyMesh, rules: Rules,
                  axes: Any, accumulation: int, clip_norm: float, precision: str, zero_stage: int, gather: bool,
-                 seed: int | None = None):
+                 seed: int | None = None, compiler_options: Options | None = None):
         self._extras: Extras = {}
         self._settings: dict[str, Any] = {}
         self.loss_fn, self.optimizer, self.mesh, self.rules, self.axes = loss_fn, optimizer, mesh, rules, axes
         self.accumulation, self.clip_norm, self.precision = accumulation, clip_norm, precision
         self.zero_stage, self.gather, self.seed = zero_stage, gather, seed
+        self.compiler_options = compiler_options or {}
         self._plan: _Plan | None = None
 
     # ------------------------------------------------------------------------------------------------- the state
@@ -253,7 +257,7 @@ class TrainStep:
                        **self._settings)
         return _Plan(type(x).__qualname__, skeleton, static, ShardedStep(
             make, gradient, self._evaluation, with_shardings(abstract, layout.state), layout, self.rules,
-            self.precision, self.accumulation))
+            self.precision, self.accumulation, changed_options=self.compiler_options))
 
     @staticmethod
     def _shapes(x: Any) -> tuple[StaticLeaves | None, Any]:

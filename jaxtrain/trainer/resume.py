@@ -67,7 +67,8 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     about = observe.write_run_files(
         session.workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
         data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash, manifests=run.manifests,
-        done=reach, parts=parts, keys=run.settings, saved=saved, known=known, may_change=session.may_change)
+        done=reach, parts=parts, keys=run.settings, saved=saved, known=known, may_change=session.may_change,
+        compiler_options=run.sharded.compiler_options)
     if run.data is None and jax.process_index() == 0:
         tokenizer_folder.save(run.corpus.tokenizer, session.workdir / "tokenizer")
     say(describe_changes(run, changes, start.step))

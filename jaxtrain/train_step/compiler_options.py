@@ -1,0 +1,47 @@
+"""The compiler's options for a step: a preset for each platform, and what `train.compiler_options` changes in it.
+
+They are passed with the program (`compile(compiler_options=...)`), so that XLA_FLAGS in the environment stay the
+user's. What each option of the preset gains is in docs/performance.md, by the compiler's own programs for described
+devices (`tools/bench_hlo.py`); none was measured on a GPU.
+"""
+
+from collections.abc import Mapping
+
+import jax
+
+from jaxtrain.errors import UserError
+
+Options = Mapping[str, str | bool | int | float]
+
+_GPU: Options = {
+    # Near the memory limit this pass clones matmuls and leaves the originals scheduled, for no less memory.
+    "xla_disable_hlo_passes": "rematerialization",
+    # The scheduler gives up overlap above this percentage of what it takes for the device's memory, a cautious share.
+    "xla_gpu_memory_limit_slop_factor": 115,
+    # cuBLAS reads slices of stacked weights in place, where Triton's fusions are fed with copies.
+    "xla_gpu_enable_triton_gemm": False,
+}
+PRESETS: Mapping[str, Options] = {"gpu": _GPU, "cuda": _GPU}
+
+
+def compiler_options(platform: str, changes: Options) -> dict[str, str | bool | int | float]:
+    """Return the preset of a platform with these changes; the value "" leaves an option to the compiler."""
+    options = {**PRESETS.get(platform, {}), **{name: _parsed(value) for name, value in changes.items()}}
+    return {name: value for name, value in options.items() if value != ""}
+
+
+def compiled(lowered: jax.stages.Lowered, options: Options) -> jax.stages.Compiled:
+    """Compile a program with these options, and refuse in one sentence those that the compiler does not take."""
+    try:
+        return lowered.compile(compiler_options=dict(options) or None)
+    except jax.errors.JaxRuntimeError as error:
+        sentence = f"{error}".splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+        if "compile option" not in sentence and "While setting option" not in sentence:
+            raise
+        raise UserError("train.compiler_options", f"XLA of JAX {jax.__version__} does not take it ({sentence})",
+                        "correct it, or leave it out") from None
+
+
+def _parsed(value: str | bool | int | float) -> str | bool | int | float:
+    """Return text from the command line as a boolean where it is one; XLA parses numbers itself."""
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value

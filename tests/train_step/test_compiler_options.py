@@ -1,0 +1,48 @@
+"""The options that a step is compiled with: the preset of its platform, changed by name."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.train_step.compiler_options import PRESETS, compiled, compiler_options
+from tests.numerics import reference
+
+
+def test_a_preset_is_changed_by_name():
+    assert compiler_options("cpu", {}) == {}
+    preset = compiler_options("cuda", {})
+    assert preset == PRESETS["gpu"]
+    changed = compiler_options("gpu", {"xla_disable_hlo_passes": "", "xla_gpu_enable_triton_gemm": "true", "xla_x": "7"})
+    assert changed == {name: value for name, value in preset.items() if name != "xla_disable_hlo_passes"} | {
+        "xla_gpu_enable_triton_gemm": True, "xla_x": "7"}
+
+
+@pytest.mark.parametrize("platform", PRESETS)
+def test_this_jax_takes_every_preset(platform):
+    """XLA knows the options of all platforms on each of them."""
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(()))
+    assert compiled(lowered, compiler_options(platform, {}))(jnp.ones(())) == 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("xla_no_such_option", True), ("xla_gpu_enable_triton_gemm", "perhaps")])
+def test_what_the_compiler_does_not_take_is_told_in_a_sentence(name, value):
+    run = jt.build(reference.tiny("gpt2", mesh__data=8, train__compiler_options={name: value}))
+    with pytest.raises(jt.UserError, match=rf"^train.compiler_options: XLA of JAX .* does not take it \(.*{name}"):
+        run.sharded.compiled(reference.batch(0))
+
+
+def test_options_reach_the_compiler_from_the_command_line_and_from_python(monkeypatch):
+    seen = []
+    compile_ = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, compiler_options=None: (
+        seen.append(compiler_options), compile_(lowered, compiler_options))[1])
+    config = jt.make_config(reference.tiny("gpt2", mesh__data=8).to_dict(), {
+        "train.compiler_options.xla_gpu_enable_triton_gemm": False, "train.compiler_options.xla_disable_hlo_passes": "dce"})
+    options = {"xla_gpu_enable_triton_gemm": False, "xla_disable_hlo_passes": "dce"}
+    assert config.train.compiler_options == options
+    jt.build(config).sharded.compiled(reference.batch(0))
+    step = jt.make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), mesh=jt.make_mesh(data=8), compiler_options=options)
+    step(step.init(jnp.ones(())), jnp.ones(8))
+    assert seen == [options, options]
