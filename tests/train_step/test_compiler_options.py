@@ -39,7 +39,8 @@ def test_options_reach_the_compiler_from_the_command_line_and_from_python(monkey
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, compiler_options=None: (
         seen.append(compiler_options), compile_(lowered, compiler_options))[1])
     config = jt.make_config(reference.tiny("gpt2", mesh__data=8).to_dict(), {
-        "train.compiler_options.xla_gpu_enable_triton_gemm": False, "train.compiler_options.xla_disable_hlo_passes": "dce"})
+        "train.compiler_options.xla_disable_hlo_passes": "dce",
+        "train.compiler_options.xla_gpu_enable_triton_gemm": False})
     options = {"xla_gpu_enable_triton_gemm": False, "xla_disable_hlo_passes": "dce"}
     assert config.train.compiler_options == options
     jt.build(config).sharded.compiled(reference.batch(0))
