@@ -173,7 +173,7 @@ class TrainConfig:
     freeze: list[str] = field(default_factory=list, hash=False)  # paths with wildcards, or logical axes, of parameters
     trainable: list[str] = field(default_factory=list, hash=False)  # the same, of the only ones that are trained
     frozen_dtype: str = ""  # in which frozen parameters rest; "": as the others
-    compiler_options: dict[str, Any] = field(default_factory=dict, hash=False)  # of XLA, beside the preset; "": drop one
+    compiler_options: dict[str, Any] = field(default_factory=dict, hash=False)  # of XLA, beside the preset; "": none
 
     def __post_init__(self):
         for key in ("freeze", "trainable"):

@@ -14,7 +14,8 @@ def test_a_preset_is_changed_by_name():
     assert compiler_options("cpu", {}) == {}
     preset = compiler_options("cuda", {})
     assert preset == PRESETS["gpu"]
-    changed = compiler_options("gpu", {"xla_disable_hlo_passes": "", "xla_gpu_enable_triton_gemm": "true", "xla_x": "7"})
+    changed = compiler_options("gpu", {
+        "xla_disable_hlo_passes": "", "xla_gpu_enable_triton_gemm": "true", "xla_x": "7"})
     assert changed == {name: value for name, value in preset.items() if name != "xla_disable_hlo_passes"} | {
         "xla_gpu_enable_triton_gemm": True, "xla_x": "7"}
 
@@ -44,6 +45,7 @@ def test_options_reach_the_compiler_from_the_command_line_and_from_python(monkey
     options = {"xla_gpu_enable_triton_gemm": False, "xla_disable_hlo_passes": "dce"}
     assert config.train.compiler_options == options
     jt.build(config).sharded.compiled(reference.batch(0))
-    step = jt.make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), mesh=jt.make_mesh(data=8), compiler_options=options)
+    step = jt.make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), mesh=jt.make_mesh(data=8),
+                              compiler_options=options)
     step(step.init(jnp.ones(())), jnp.ones(8))
     assert seen == [options, options]
