@@ -53,7 +53,8 @@ def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200,
         def extend(i, tokens):
             x_BTD = model.hidden(tokens)
             last_BD = jax.lax.dynamic_index_in_dim(x_BTD, i - 1, axis=1, keepdims=False)
-            logits_BV = jnp.einsum("bd,dv->bv", last_BD, model.head(), preferred_element_type=jnp.float32,
+            head_DV = sharding.gather(model.head(), "embed", "vocab")
+            logits_BV = jnp.einsum("bd,dv->bv", last_BD, head_DV, preferred_element_type=jnp.float32,
                                    out_sharding=sharding.activation_spec("batch", None))
             noise = jax.random.gumbel(jax.random.fold_in(key, i), logits_BV.shape[-1:])
             next_B = jnp.argmax(logits_BV + temperature * noise, axis=-1).astype(jnp.int32)

@@ -2,7 +2,8 @@
 
 Tokens pass through the head in chunks. When a gradient is wanted, each chunk's gradient is computed while its logits
 exist: three matmuls in all, nothing computed twice, nothing of size tokens x vocabulary kept. The vocabulary may be
-split over mesh axes; weight gradients are summed over the batch's devices once, after the last chunk.
+split over mesh axes. The weight's gradient is accumulated in float32, and summed over the batch's devices once, after
+the last chunk: directly into the layout that the weight has at rest.
 
 Shape suffixes: B batch, T sequence, N tokens, D embedding, V vocabulary.
 """
@@ -26,8 +27,8 @@ def cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, w
                   z_loss: float = 0.0, chunks: int = 0) -> jax.Array:
     """Return the sum over tokens of weight x (cross-entropy + z_loss x log-partition squared), in float32.
 
-    A weight of 0 ignores a token; weights have gradients too. `chunks` is into how many pieces the tokens on one device
-    are split; 0 chooses by size.
+    A weight of 0 ignores a token; weights have gradients too. `head_DV` may be laid out as at rest. `chunks` is into
+    how many pieces the tokens on one device are split; 0 chooses by size.
     """
     return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0)[0]
 
@@ -56,11 +57,11 @@ def distillation_loss(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Arra
 
 
 def default_chunks(tokens: int, vocab: int) -> int:
-    """Return one chunk where logits are small, else enough for under 2 % of all logits each, but at least 256 tokens.
+    """Return into how many chunks of at most 512 MiB of logits to split tokens, but of at least 1,024 tokens.
+
+    With fewer tokens the matmul that makes the weight's gradient would be bound by memory.
     """
-    if tokens * vocab * 4 <= 2**26:
-        return 1
-    wanted = max(1, min(64, tokens // 256))
+    wanted = max(1, tokens // max(1024, 2**27 // vocab))
     above = next(n for n in range(wanted, tokens + 1) if tokens % n == 0)
     # Lengths with few divisors: prefer larger chunks to very many tiny ones.
     return above if above <= 4 * wanted else next(n for n in range(wanted, 0, -1) if tokens % n == 0)
@@ -90,20 +91,52 @@ _summed.defvjp(_forward, _backward)
 def _run(x, head, targets, weights, teacher, options, gradients) -> Any:
     local = partial(_local, options=options, gradients=gradients)
     if sharding.activation_spec() is None:
-        return local(x, head, targets, weights, teacher, (), ())
+        return local(x, targets, weights, (head, *teacher[1:]), teacher[:1])
     batch, seq, vocab = map(sharding.split_by, ("batch", "seq", "act_vocab"))
-    tokens, x_spec, head_spec = P(batch, seq), P(batch, seq, None), P(None, vocab)
-    batch_axes = sharding.axes_of(batch) + sharding.axes_of(seq)
-    return sharding.manual_region(
-        partial(local, batch_axes=batch_axes, vocab_axes=sharding.axes_of(vocab)),
-        in_specs=(x_spec, head_spec, tokens, tokens, (x_spec, head_spec)[:len(teacher)]),
-        out_specs=(P(), x_spec, head_spec, tokens) if gradients else (P(),),
-    )(x, head, targets, weights, teacher)
+    batch_axes, vocab_axes = sharding.axes_of(batch) + sharding.axes_of(seq), sharding.axes_of(vocab)
+    tokens, x_spec = P(batch, seq), P(batch, seq, None)
+
+    def spec_of(head):
+        """Return the layout at rest, if the devices that split the batch can gather it among themselves."""
+        rows, columns = jax.typeof(head).sharding.spec
+        at_rest = set(sharding.axes_of(rows)) <= set(batch_axes) and columns == vocab
+        return P(rows if at_rest else None, vocab)
+
+    heads = (head, *teacher[1:])  # the teacher's too, if there is one
+    specs = [*map(spec_of, heads)]
+    sums_2, *more = sharding.manual_region(
+        partial(local, batch_axes=batch_axes, vocab_axes=vocab_axes,
+                row_axes=[sharding.axes_of(spec[0]) for spec in specs]),
+        in_specs=(x_spec, tokens, tokens, tuple(specs), (x_spec,) * len(teacher[:1])),
+        out_specs=(P(), x_spec, specs[0], tokens) if gradients else (P(),),
+    )(x, targets, weights, tuple(map(jax.reshard, heads, specs)), teacher[:1])
+    if gradients:
+        more[1] = jax.reshard(more[1], jax.typeof(head).sharding.spec)
+    return sums_2, *more
 
 
-def _local(x_BTD, head_DV, targets_BT, weights_BT, teacher, batch_axes, vocab_axes, *, options, gradients) -> Any:
+def _statistics(logits_NV: jax.Array, hit_NV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return each token's largest logit, the sum of the exponentials below it, and the logit of its target."""
+    wanted_NV = jnp.where(hit_NV, logits_NV, 0)
+    if sharding.platform() == "cpu":  # a reduction of several values at once is slower there
+        top_N = logits_NV.max(-1)
+        return top_N, jnp.exp(logits_NV - top_N[:, None]).sum(-1), wanted_NV.sum(-1)
+
+    def combine(a, b):
+        top = jnp.maximum(a[0], b[0])
+        return top, a[1] * jnp.exp(a[0] - top) + b[1] * jnp.exp(b[0] - top), a[2] + b[2]
+
+    # One pass over the logits instead of three.
+    start = jnp.finfo(F32).min, F32(0), F32(0)
+    return lax.reduce((logits_NV, jnp.ones_like(logits_NV), wanted_NV), start, combine, (1,))
+
+
+def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_axes=(), row_axes=((), ()), *,
+           options, gradients) -> Any:
     """Compute one device's share: its tokens against its part of the vocabulary."""
     z_loss, chunks, soft, temperature = options
+    head_DV, *teacher_head = (lax.all_gather(w, axes, tiled=True) if axes else w
+                              for w, axes in zip(heads, row_axes, strict=False))
     N, D, V = targets_BT.size, *head_DV.shape
     chunks = chunks or default_chunks(N, V)
     if N % chunks:
@@ -111,17 +144,17 @@ def _local(x_BTD, head_DV, targets_BT, weights_BT, teacher, batch_axes, vocab_ax
     first = lax.axis_index(vocab_axes) * V if vocab_axes else 0
     over_vocab = partial(lax.psum, axis_name=vocab_axes) if vocab_axes else lambda value: value
     largest = partial(lax.pmax, axis_name=vocab_axes) if vocab_axes else lambda value: value
-    over_batch = partial(lax.psum, axis_name=batch_axes) if batch_axes else lambda value: value
 
-    def log_partition(logits_NV):
-        top_N = largest(logits_NV.max(-1))
-        return top_N + jnp.log(over_vocab(jnp.exp(logits_NV - top_N[:, None]).sum(-1)))
+    def log_partition(logits_NV, hit_NV):
+        """Return the logarithm of the sum of exponentials, and the logit of the target."""
+        own_N, sum_N, correct_N = _statistics(logits_NV, hit_NV)
+        top_N = largest(own_N)
+        return top_N + jnp.log(over_vocab(sum_N * jnp.exp(own_N - top_N))), over_vocab(correct_N)
 
     def against_tokens(logits_NV, target_N, weight_N):
         """Return each token's loss with and without z-loss, and the former's gradient with respect to the logits."""
-        lse_N = log_partition(logits_NV)
         hit_NV = (target_N - first)[:, None] == jnp.arange(V)
-        correct_N = over_vocab(jnp.where(hit_NV, logits_NV, 0).sum(-1))
+        lse_N, correct_N = log_partition(logits_NV, hit_NV)
         entropy_N = lse_N - correct_N
         loss_N = entropy_N + z_loss * jnp.square(lse_N)
         pull_N = weight_N * (1 + 2 * z_loss * lse_N)
@@ -130,7 +163,7 @@ def _local(x_BTD, head_DV, targets_BT, weights_BT, teacher, batch_axes, vocab_ax
 
     def against_teacher(logits_NV, teacher_NV, weight_N):
         """Return the same for the divergence."""
-        q_NV, p_NV = (x_NV / temperature - log_partition(x_NV / temperature)[:, None]
+        q_NV, p_NV = (x_NV / temperature - log_partition(x_NV / temperature, False)[0][:, None]
                       for x_NV in (logits_NV, teacher_NV))
         divergence_N = over_vocab((jnp.exp(p_NV) * (p_NV - q_NV)).sum(-1))
         pull_N = weight_N * temperature
@@ -142,7 +175,7 @@ def _local(x_BTD, head_DV, targets_BT, weights_BT, teacher, batch_axes, vocab_ax
         logits_NV = jnp.dot(x_ND, head_DV, preferred_element_type=F32)
         loss_N, entropy_N, dlogits_NV = against_tokens(logits_NV, target_N, weight_N)
         for y_NC in teacher_NC:
-            teacher_NV = jnp.dot(y_NC, teacher[1], preferred_element_type=F32)
+            teacher_NV = jnp.dot(y_NC, teacher_head[0], preferred_element_type=F32)
             other_N, dother_NV = against_teacher(logits_NV, teacher_NV, weight_N)
             loss_N, dlogits_NV = (1 - soft) * loss_N + soft * other_N, (1 - soft) * dlogits_NV + soft * dother_NV
         sums_2 += jnp.stack([(weight_N * loss_N).sum(), (weight_N * entropy_N).sum()])
@@ -154,16 +187,21 @@ def _local(x_BTD, head_DV, targets_BT, weights_BT, teacher, batch_axes, vocab_ax
         return (sums_2, dhead_DV), (dx_ND, loss_N)
 
     inputs = (x_BTD.reshape(chunks, -1, D), targets_BT.reshape(chunks, -1), weights_BT.reshape(chunks, -1),
-              *(y_BTC.reshape(chunks, -1, y_BTC.shape[-1]) for y_BTC in teacher[:1]))
+              *(y_BTC.reshape(chunks, -1, y_BTC.shape[-1]) for y_BTC in teacher))
     start: Any = (jnp.zeros(2, F32), jnp.zeros((D, V), F32) if gradients else None)
     if chunks == 1:  # no loop, which is faster for small models on CPU
         (sums_2, dhead_DV), each = chunk(start, jax.tree.map(lambda a: a[0], inputs))
     else:
         (sums_2, dhead_DV), each = lax.scan(chunk, start, inputs)
+    if batch_axes:
+        sums_2 = lax.psum(sums_2, batch_axes)
     if not gradients:
-        return (over_batch(sums_2),)
+        return (sums_2,)
     dx, loss_N = each
     # A sum over tokens may be too large for float16 until the backward pass has divided it.
-    dtype = F32 if head_DV.dtype == jnp.float16 else head_DV.dtype
-    return (over_batch(sums_2), dx.reshape(x_BTD.shape), over_batch(dhead_DV).astype(dtype),
-            loss_N.reshape(weights_BT.shape))
+    dhead_DV = dhead_DV.astype(F32 if head_DV.dtype == jnp.float16 else head_DV.dtype)
+    if row_axes[0]:
+        dhead_DV = lax.psum_scatter(dhead_DV, row_axes[0], tiled=True)
+    if others := tuple(axis for axis in batch_axes if axis not in row_axes[0]):
+        dhead_DV = lax.psum(dhead_DV, others)
+    return sums_2, dx.reshape(x_BTD.shape), dhead_DV, loss_N.reshape(weights_BT.shape)

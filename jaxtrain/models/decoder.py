@@ -109,14 +109,15 @@ class Decoder(nnx.Module):
         return self.ahead(x_BTD, self.embed(jnp.maximum(next_BT, 0)), segments_BT, angles)
 
     def head(self) -> jax.Array:
-        """Return the output projection w_DV: a separate one, or the tied embedding table."""
+        """Return the output projection w_DV, laid out as at rest: a separate one, or the tied embedding table."""
         return (self.embed if self.output is None else self.output).head()
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,
                  positions_BT: jax.Array | None = None) -> jax.Array:
         """Return float32 logits for every token, for inspection and sampling."""
         x_BTD = self.hidden(tokens_BT, segments_BT, positions_BT)
-        return jnp.einsum("btd,dv->btv", x_BTD, self.head(), preferred_element_type=jnp.float32,
+        head_DV = sharding.gather(self.head(), "embed", "vocab")
+        return jnp.einsum("btd,dv->btv", x_BTD, head_DV, preferred_element_type=jnp.float32,
                           out_sharding=sharding.activation_spec("batch", "seq", "act_vocab"))
 
 

@@ -131,8 +131,8 @@ class Embed(nnx.Module):
         return lookup(sharding.gather(self.table[...], "vocab", "embed"), tokens_BT)
 
     def head(self) -> jax.Array:
-        """Return the table as an output projection w_DV, gathered for use."""
-        return sharding.gather(self.table[...], "vocab", "embed").T
+        """Return the table as an output projection w_DV."""
+        return self.table[...].T
 
 
 class Head(nnx.Module):
@@ -142,8 +142,8 @@ class Head(nnx.Module):
         self.kernel = param(rngs, (dim, vocab), ("embed", "vocab"))
 
     def head(self) -> jax.Array:
-        """Return w_DV, gathered for use."""
-        return sharding.gather(self.kernel[...], "embed", "vocab")
+        """Return w_DV."""
+        return self.kernel[...]
 
 
 class LearnedPositions(nnx.Module):

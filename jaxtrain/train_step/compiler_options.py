@@ -11,20 +11,20 @@ import jax
 
 from jaxtrain.errors import UserError
 
-Options = Mapping[str, str | bool | int | float]
+Options = Mapping[str, str | bool]
 
 _GPU: Options = {
     # Near the memory limit this pass clones matmuls and leaves the originals scheduled, for no less memory.
     "xla_disable_hlo_passes": "rematerialization",
     # The scheduler gives up overlap above this percentage of what it takes for the device's memory, a cautious share.
-    "xla_gpu_memory_limit_slop_factor": 115,
+    "xla_gpu_memory_limit_slop_factor": "115",
     # cuBLAS reads slices of stacked weights in place, where Triton's fusions are fed with copies.
     "xla_gpu_enable_triton_gemm": False,
 }
 PRESETS: Mapping[str, Options] = {"gpu": _GPU, "cuda": _GPU}
 
 
-def compiler_options(platform: str, changes: Options) -> dict[str, str | bool | int | float]:
+def compiler_options(platform: str, changes: Options) -> dict[str, str | bool]:
     """Return the preset of a platform with these changes; the value "" leaves an option to the compiler."""
     options = {**PRESETS.get(platform, {}), **{name: _parsed(value) for name, value in changes.items()}}
     return {name: value for name, value in options.items() if value != ""}
@@ -42,6 +42,7 @@ def compiled(lowered: jax.stages.Lowered, options: Options) -> jax.stages.Compil
                         "correct it, or leave it out") from None
 
 
-def _parsed(value: str | bool | int | float) -> str | bool | int | float:
-    """Return text from the command line as a boolean where it is one; XLA parses numbers itself."""
-    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+def _parsed(value: str | bool | float) -> str | bool:
+    """Return what XLA takes: booleans as such, and numbers as text, which it parses itself."""
+    text = f"{value}"
+    return {"true": True, "false": False}.get(text.lower(), text)
