@@ -17,7 +17,8 @@ WeightedLoss = Callable[..., tuple[jax.Array, jax.Array, dict[str, Any]]]
 # Trained and frozen parameters as they compute, batch, scale -> what a loss returns, and the gradient of the mean loss
 # with respect to the trained ones, times the scale.
 Gradient = Callable[[Any, Any, Any, Any], tuple[tuple[Any, ...], Any]]
-# What a loss returns for a batch, and the gradient of the mean loss with respect to the state's trained parameters.
+# What a loss returns for a batch, and the gradient of the mean loss with respect to the state's trained parameters, in
+# the dtype that they compute in, or in float32.
 StateGradient = Callable[[TrainState, Any], tuple[tuple[Any, ...], Any]]
 
 
@@ -49,10 +50,10 @@ def make_gradient(loss: WeightedLoss, layout: Layout, *, accumulation: int = 1, 
             return sums, place(grads, layout.gradients)
 
         def scaled(params):
-            total, weight, sums = loss(partition.merge(computing(params, params), frozen), batch, *key)
+            total, weight, sums = loss(partition.merge(params, frozen), batch, *key)
             mean = total / jnp.maximum(weight, 1e-8)
             return mean if scale is None else mean * scale, (total, weight, sums)
-        grads, sums = jax.grad(scaled, has_aux=True)(params)
+        grads, sums = jax.grad(scaled, has_aux=True)(computing(params, params))
         return sums, place(grads, layout.gradients)
 
     def accumulate(params, frozen, batch, scale, *key):

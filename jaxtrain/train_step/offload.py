@@ -14,8 +14,8 @@ import optax
 from jaxtrain.sharding.host_memory import HOST, fetched
 from jaxtrain.train_step.state import Layout
 
-# (parameters, their state, their gradients, whether to take the step) -> new parameters and state.
-Update = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+# (parameters, their state, gradients, a factor for each, whether to take the step) -> new parameters and state.
+Update = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
 
 
 def by_pieces(layout: Layout, updates: Any, optimizer: Callable[[Any, Any], optax.GradientTransformation],
@@ -37,8 +37,8 @@ def by_pieces(layout: Layout, updates: Any, optimizer: Callable[[Any, Any], opta
             stacks[path.partition("]")[0]].append(path)
     stacked = {path for paths in stacks.values() for path in paths}
 
-    def update(params, opt_state, grads, taken):
-        flat, state, slopes = _flat(params), _flat(opt_state), _flat(grads)
+    def update(params, opt_state, grads, factors, taken):
+        flat, state, slopes, factors = _flat(params), _flat(opt_state), _flat(grads), _flat(factors)
         after = dict(state)
 
         def piece(paths, params, state, slopes):
@@ -48,7 +48,8 @@ def by_pieces(layout: Layout, updates: Any, optimizer: Callable[[Any, Any], opta
             keys, treedef = _keys(jax.eval_shape(part.init, own))  # named as in the whole tree
             here = treedef.unflatten([fetched(state[key]) for key in keys])
             places = (_nested({path: where[path] for path in paths}), treedef.unflatten([homes[key] for key in keys]))
-            new, here = updating(part, places)(own, here, _nested({path: slopes[path] for path in paths}), taken)
+            slope, factor = (_nested({path: of[path] for path in paths}) for of in (slopes, factors))
+            new, here = updating(part, places)(own, here, slope, factor, taken)
             back = [jax.device_put(x, jax.memory.Space.Host) if homes[key].memory_kind == HOST else x
                     for key, x in zip(keys, jax.tree.leaves(here), strict=True)]
             return _flat(new), dict(zip(keys, back, strict=True))

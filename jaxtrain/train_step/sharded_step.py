@@ -111,7 +111,7 @@ class ShardedStep:
         """Return the mean loss of a batch, and its gradient with respect to the trained parameters, before clipping."""
         def mean(state, batch):
             (total, weight, _), grads = self.gradient(state, batch)
-            return total / jnp.maximum(weight, 1e-8), grads
+            return total / jnp.maximum(weight, 1e-8), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
 
         key = shape_of(batch)
         if key not in self._gradients:

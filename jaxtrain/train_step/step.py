@@ -37,10 +37,13 @@ def make_step(gradient: StateGradient, optimizer: optax.GradientTransformation, 
     explicit = sharding.is_explicit(layout.mesh)
 
     def updating(optimizer, shardings):
-        def update(params, opt_state, grads, taken):
+        def update(params, opt_state, grads, factors, taken):
             def apply():
+                # Clipped here, in the pass over the optimizer's state, not in one of its own.
+                clipped = jax.tree.map(lambda g, f, p: (g.astype(jnp.float32) * f).astype(p.dtype),
+                                       grads, factors, params)
                 # Under ZeRO each device updates the piece whose moments it holds; then it is laid out as at rest.
-                updates, new_state = optimizer.update(grads, opt_state, params)
+                updates, new_state = optimizer.update(clipped, opt_state, params)
                 return optax.apply_updates(params, updates), new_state
             if layout.layerwise:  # of several branches XLA would make one, which wants all of the state at once
                 return jax.tree.map(lambda new, old: jnp.where(taken, new, old), apply(), (params, opt_state))
@@ -68,10 +71,8 @@ def make_step(gradient: StateGradient, optimizer: optax.GradientTransformation, 
         leaves, treedef = jax.tree.flatten(grads)
         own_rule = treedef.flatten_up_to(ruled)
         norm = global_norm([g for g, own in zip(leaves, own_rule, strict=True) if not own])
-        if clip_norm:
-            factor = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
-            grads = treedef.unflatten([g if own else (g * factor).astype(g.dtype)
-                                       for g, own in zip(leaves, own_rule, strict=True)])
+        factor = jnp.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm else 1.0
+        factors = treedef.unflatten([1.0 if own else factor for own in own_rule])
         mean = total / jnp.maximum(weight, 1e-8)
         finite = jnp.isfinite(norm) & jnp.isfinite(mean)
         empty = weight <= 0  # no token counts: the parameters must not decay, nor the schedule advance
@@ -80,7 +81,7 @@ def make_step(gradient: StateGradient, optimizer: optax.GradientTransformation, 
             overflow = False if scale is None else jnp.isfinite(mean) & ~jnp.isfinite(norm) & (scale > 1)
             taken, history, judged = extras["history"].judge(mean, norm, taken, overflow | empty, spike_z, skip_spikes)
             extras = extras | {"history": history}
-        params, opt_state = update(state.params, state.opt_state, grads, taken)
+        params, opt_state = update(state.params, state.opt_state, grads, factors, taken)
         skipped = state.skipped + ~taken
         metrics = {"loss": mean, "grad_norm": norm, "skipped": skipped, **judged}
         if schedule is not None:

@@ -58,6 +58,10 @@ def expected(run):
     if fsdp > 1:  # every weight is gathered for the forward pass; a layer's again where that is computed again
         again = 2 if t.remat != "none" else 1
         gather += sum(size * (again if layer else 1) for _, layer, size, split in parameters(run) if split)
+        gather += table if tied else 0  # once to look up, once as the head
+        # The head's gradient is summed directly into the pieces that devices hold, then over `data`.
+        scatter += table // fsdp
+        reduce += (table // fsdp if sizes["data"] > 1 else 0) - table
     if shards > 1:  # every gradient is summed over the batch's devices; a tied table's twice: as a lookup and as a head
         reduce += sum(size for *_, size, _ in parameters(run)) + (table if tied else 0)
     if tensor > 1:
