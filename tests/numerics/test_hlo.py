@@ -120,7 +120,9 @@ def test_nothing_is_gathered_but_weights_and_the_sequence_at_the_entrances(famil
     names = jax.tree.structure(run.abstract.params).flatten_up_to(run.layout.axes)
     for leaf, axes in zip(jax.tree.leaves(run.abstract.params), names, strict=True):
         cut = {axis: sizes["tensor"] for axis in ("heads", "kv_heads", "mlp", "vocab")}
-        allowed.add(tuple(n // cut.get(axis, 1) for n, axis in zip(leaf.shape, axes, strict=True) if axis != "layers"))
+        shape = tuple(n // cut.get(axis, 1) for n, axis in zip(leaf.shape, axes, strict=True) if axis != "layers")
+        matrices = {(math.prod(shape[:d]), math.prod(shape[d:])) for d in range(1, len(shape))}
+        allowed |= {shape, shape[::-1], *matrices}  # a tied table is transposed for the head
     for collective in (c for c in found if c.kind == "all-gather"):
         for _, shape in collective.arrays:
             assert shape in allowed, f"gathered, but neither a weight nor [batch, sequence, embed]: {collective}"
