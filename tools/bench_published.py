@@ -7,9 +7,8 @@ carries. They do not say it quite cleanly: their errors under the first, uncalib
 helped to see that GPUs hide little talk. So there are rows called later, which were written down and predicted after
 the last constant. No accelerator is needed.
 
-Predicted is what jaxtrain's own code would do there. On GPUs attention is cuDNN's kernel, one like theirs. On TPUs it
-is plain XLA, which writes all scores to memory, while these runs have a kernel; the constants of TPUs were chosen for
-predictions with such a kernel. So errors on TPUs are the gap between jaxtrain and these runs, and are summed up apart.
+Predicted is what jaxtrain's own code would do there: attention is cuDNN's kernel on GPUs and splash attention on TPUs,
+kernels like theirs.
 
 `--rows=v6e` takes those whose name contains it, `--half=calibrated` one half; `--parts` says where time goes.
 """
@@ -202,7 +201,7 @@ def main() -> int:
         predicted = row.seq_len * row.rows / statistics.mean(guess.seconds for guess in guesses)
         published = row.published(guesses[0])
         error = predicted / published - 1
-        errors["gap on TPUs" if row.target.platform == "tpu" else half].append(error)
+        errors[half].append(error)
         fits = "" if all(guess.fits for guess in guesses) else ", does not fit"
         source = f"{row.source}; assumed: {row.assumed}" if row.assumed else row.source
         print(f"| {row.name} | {row.seq_len} | {row.rows:g} | {row.remat} | {row.printed:g} {row.unit} | "

@@ -25,8 +25,11 @@ PRESETS: Mapping[str, Options] = {"gpu": _GPU, "cuda": _GPU}
 
 
 def compiler_options(platform: str, changes: Options) -> dict[str, str | bool]:
-    """Return the preset of a platform with these changes; the value "" leaves an option to the compiler."""
-    options = {**PRESETS.get(platform, {}), **{name: _parsed(value) for name, value in changes.items()}}
+    """Return the preset of a platform with these changes; the value "" leaves an option to the compiler.
+
+    Devices that are described to the compiler call their platform "cuda:9", with the version of its compute.
+    """
+    options = {**PRESETS.get(platform.partition(":")[0], {}), **{name: _parsed(value) for name, value in changes.items()}}
     return {name: value for name, value in options.items() if value != ""}
 
 

@@ -75,11 +75,14 @@ class Placing:
         parts = _parts(value)
         if self.platform == "tpu":  # TPUs first convert it, if that makes it smaller
             parts = min((value, *(op.inputs[0] for op in _since(value))), key=lambda one: one.bytes)
-        if (key := (id(parts), value.shape, str(value.dtype))) not in self.sums:
-            out = self.value(value.shape, value.dtype, value.spec)
+        if (key := (id(parts), value.shape)) not in self.sums:
+            out = self.value(value.shape, parts.dtype, value.spec)
             self.sums[key] = self.emit("sum", "real", [value], [out], collectives=(
                 Collective("all-reduce", value.pending, parts.bytes),))[0]
-        return self.sums[key]
+        whole = self.sums[key]
+        if whole.dtype == value.dtype:
+            return whole
+        return self.emit("convert_element_type", "fused", [whole], [self.value(value.shape, value.dtype, value.spec)])[0]
 
     def move(self, value: Value, aval: Any) -> Value:
         """Move a value to the layout of a type; values in the region that the compiler places stay as they are."""

@@ -125,4 +125,5 @@ def test_what_users_write_down_counts(config, tmp_path):
         file.write_text(json.dumps({"ours": {"like": "h100", "efficiency": {what: theirs[what] / 2}}}))
         ours = targets.read(file)["ours"]
         assert ours.efficiency == {**theirs, what: theirs[what] / 2}
-        assert step(config, ours) > 1.01 * before, what
+        if what != "grouped":  # the products of experts, which this model does not have
+            assert step(config, ours) > 1.01 * before, what
