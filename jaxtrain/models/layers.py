@@ -128,7 +128,7 @@ class Embed(nnx.Module):
         self.table = param(rngs, (vocab, dim), ("vocab", "embed"))
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return lookup(sharding.gather(self.table[...], "vocab", "embed"), tokens_BT)
+        return lookup(self.table[...], tokens_BT)
 
     def head(self) -> jax.Array:
         """Return the table as an output projection w_DV."""

@@ -52,16 +52,17 @@ def expected(run):
     L, D, K = c.num_layers, c.embed_dim, c.head_dim
     tokens = run.config.data.global_batch_size * run.config.data.seq_len // shards // t.accumulation
     A, table = tokens * D * F32, c.vocab_size * D * F32 // tensor
-    gpt2, tied = c.name == "gpt2", c.tied_embeddings
+    tied = c.tied_embeddings
     gather = reduce = scatter = 0
 
     if fsdp > 1:  # every weight is gathered for the forward pass; a layer's again where that is computed again
         again = 2 if t.remat != "none" else 1
         gather += sum(size * (again if layer else 1) for _, layer, size, split in parameters(run) if split)
         gather += table if tied else 0  # once to look up, once as the head
-        # The head's gradient is summed directly into the pieces that devices hold, then over `data`.
-        scatter += table // fsdp
-        reduce += (table // fsdp if sizes["data"] > 1 else 0) - table
+        # The gradients of the lookup and the head are summed directly into the pieces that devices hold, then over
+        # `data`.
+        scatter += 2 * (table // fsdp)
+        reduce += 2 * ((table // fsdp if sizes["data"] > 1 else 0) - table)
     if shards > 1:  # every gradient is summed over the batch's devices; a tied table's twice: as a lookup and as a head
         reduce += sum(size for *_, size, _ in parameters(run)) + (table if tied else 0)
     if tensor > 1:
@@ -70,8 +71,8 @@ def expected(run):
         gather += L * 4 * A
         reduce += L * (2 + 2) * A
         # The end of the stack is gathered for the head, whose input gradient is summed. The lookup sums and splits its
-        # rows in one; its gradient is gathered. Learned positions are looked up whole: their gradient is gathered too.
-        gather += A + A + (A if gpt2 else 0)
+        # rows in one; its gradient is gathered, once for learned positions too.
+        gather += A + A
         reduce += A
         scatter += A // tensor
         # Scales and biases between blocks are whole on each device and see a part of the sequence.
