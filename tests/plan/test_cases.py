@@ -11,7 +11,11 @@ KEPT = {line["name"]: line for line in map(json.loads, bench_plan.KEPT.read_text
 CASES = {case["name"]: case for case in bench_plan.CASES}
 SOON = ("8B h200 fsdp8 full", "8B h200 {'tensor': 8}", "8B h200 {'data': 4, 'stage': 2, 'microbatches': 4}",
         "70B h200 256 {'fsdp': 256}", "8B v5p fsdp8 full", "8B v6e {'tensor': 8, 'fsdp': 2}")
-OFF = ("70B v5p 256 {'fsdp': 8, 'tensor': 4, 'stage': 8}",)  # in whose collectives XLA finds more to leave out
+OFF = {  # in whose collectives XLA finds more to leave out
+    "70B v5p 256 {'fsdp': 8, 'tensor': 4, 'stage': 8}": 0.09,
+    # The backward pass fetches the experts' rows for two uses, of which XLA makes one.
+    "mixtral h200 {'fsdp': 4, 'expert': 8}": 0.09, "mixtral h200 {'fsdp': 4, 'expert': 4, 'tensor': 2}": 0.11,
+}
 
 
 def test_all_cases_are_kept():
@@ -26,7 +30,7 @@ def test_what_is_predicted_is_near_what_the_compiler_says(name):
     guess = bench_plan.predicted(CASES[name])
     assert guess.bytes == pytest.approx(KEPT[name]["bytes"], rel=0.15)
     talked = sum(size for _, _, size in KEPT[name]["talked"])
-    assert guess.talked.total() == pytest.approx(talked, rel=0.09 if name in OFF else 0.02)
+    assert guess.talked.total() == pytest.approx(talked, rel=OFF.get(name, 0.02))
 
 
 def test_the_table_in_the_docs_is_of_these_cases():

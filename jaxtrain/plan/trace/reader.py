@@ -253,8 +253,12 @@ class _Reader(Placing):
             for out in outputs:
                 out.pending = axes
             return self.emit(name, "view", [self.summed(value) for value in inputs], outputs)
-        found = tuple(Collective(kind, axes, out.bytes) for out in outputs)
-        return self.emit(name, "real", [self.summed(value) for value in inputs], outputs, collectives=found)
+        inputs = [self.summed(value) for value in inputs]
+        if kind == "reduce-scatter" and self.platform == "tpu" and self.shards(axes) == math.prod(self.sizes.values()):
+            found = [Collective("all-reduce", axes, inputs[0].bytes)]  # over all devices XLA sums, and takes a slice
+        else:
+            found = [Collective(kind, axes, out.bytes) for out in outputs]
+        return self.emit(name, "real", inputs, outputs, collectives=tuple(found))
 
     def manual_region(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         body, outer = eqn.params["jaxpr"], []
