@@ -70,6 +70,7 @@ class DataConfig:
     stages: list[Any] = field(default_factory=list, hash=False)  # what changes at which step: docs/data-mixtures.md
     packing: str = "concat"  # documents end to end, cut at rows; "best_fit": few are cut; "bucket": a document a row
     buckets: list[int] = field(default_factory=list, hash=False)  # lengths of rows in buckets; none: chosen
+    cross_document_attention: bool = False  # attend to all earlier tokens of a row, as many published recipes do
     seq_len: int = 256  # tokens in a row
     global_batch_size: int = 16  # rows in a step, over all devices
     seed: int = 0  # of the order of the data

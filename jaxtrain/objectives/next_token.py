@@ -29,13 +29,15 @@ class NextToken:
     z_loss: float = 0.0
     mtp_loss_weight: float = 0.0  # of predicting the token after the next; 0: the model does not
     experts_per_token: int = 0
+    cross_documents: bool = False  # a row is one text: attention and positions run on where a document ends
     penalties: bool = True  # add what the model reports, such as its routers' load-balance loss
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "NextToken":
         """As a config describes it."""
         t, m = config.train, config.model
-        return cls(model, t.loss_chunks, t.z_loss, m.mtp_loss_weight, m.experts_per_token)
+        return cls(model, t.loss_chunks, t.z_loss, m.mtp_loss_weight, m.experts_per_token,
+                   config.data.cross_document_attention)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:
@@ -67,8 +69,11 @@ class NextToken:
 
     def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
         """The model's own parameters, and the batch as its devices share it."""
-        batch = arrange(with_second_targets(batch) if self.mtp_loss_weight else batch)
-        return partition.like(params, self.model.params()), batch
+        batch = with_second_targets(batch) if self.mtp_loss_weight else batch
+        if self.cross_documents:
+            positions_BT = jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1]), batch["tokens"].shape)
+            batch = {key: x for key, x in batch.items() if key != "segments"} | {"positions": positions_BT}
+        return partition.like(params, self.model.params()), arrange(batch)
 
     def begin(self, params: Any, batch: Any) -> jax.Array:
         """Embeddings."""
@@ -77,7 +82,7 @@ class NextToken:
     def middle(self, params: Any, x_BTD: jax.Array, batch: Any,
                slots: Any = None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """All layers that `params` holds -> activations, summed penalties, and what else is summed for metrics."""
-        x_BTD, aux = self.model.merge(params).through(x_BTD, batch["segments"], batch["positions"], slots)
+        x_BTD, aux = self.model.merge(params).through(x_BTD, batch.get("segments"), batch["positions"], slots)
         penalty = _weighted(aux.pop("penalty", None), batch)
         return x_BTD, penalty if self.penalties else jnp.zeros_like(penalty), aux
 
@@ -90,7 +95,7 @@ class NextToken:
         head_DV = model.head()
         loss, plain = self.head_loss(params, model.finish(x_BTD), head_DV, batch)
         if "second_targets" in batch:
-            y_BTD, aux = model.look_ahead(x_BTD, batch["targets"], batch["segments"], batch["positions"])
+            y_BTD, aux = model.look_ahead(x_BTD, batch["targets"], batch.get("segments"), batch["positions"])
             entropy = partial(cross_entropy, z_loss=self.z_loss, chunks=self.chunks)
             second = entropy(y_BTD, head_DV, batch["second_targets"], batch["second_weights"])
             loss += self.mtp_loss_weight * second + _weighted(aux.get("penalty"), batch)
