@@ -28,7 +28,7 @@ def test_cross_entropy_is_the_loss_without_penalties(family, keys):
 
 
 @pytest.mark.parametrize(("family", "keys"), [
-    ("gpt2", {"mesh__data": 2, "mesh__context": 2}),
+    ("gpt2", {"mesh__fsdp": 2}),
     pytest.param("llama", {"mesh__fsdp": 2, "mesh__tensor": 2, "mesh__context": 2}, marks=pytest.mark.slow),
     pytest.param("gpt2", {"mesh__data": 2, "mesh__stage": 2, "pipeline__microbatches": 2}, marks=pytest.mark.slow),
     pytest.param("mixtral", {"mesh__fsdp": 2, "mesh__expert": 2, "train__remat": "full"}, marks=pytest.mark.slow)])
