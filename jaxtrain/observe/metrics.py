@@ -232,8 +232,8 @@ class _JsonLines:
             # Steps never decrease in the file, so the lines to drop are a tail, and cutting a tail off is atomic.
             end, damaged = _end_of_step(path, start_step)
             if damaged:
-                events.tell(path.parent, "metrics_damaged", f"lines in the middle of {path} cannot be read ({damaged} "
-                            "of them), as after a power failure; they are left as they are", lines=damaged)
+                events.tell(path.parent, "metrics_damaged", f"lines in the middle of {path} are damaged ({damaged} of "
+                            "them), as after a power failure; they are left as they are", lines=damaged)
             if whole := list(whole_lines(path, end)):
                 with appended(path.with_name("metrics.rolled_back.jsonl")) as kept:
                     kept.write(b"".join(whole))
@@ -285,15 +285,20 @@ class _JsonLines:
 
 def _end_of_step(path: Path, step: int) -> tuple[int, int]:
     """Return the byte offset at which the complete lines of steps up to `step` end, and how many before it are damaged.
+
+    A step whose digits are damaged may stand on the wrong side: the place that fits most lines is taken.
     """
-    end = damaged = unreadable = 0
+    end = damaged = seen = fit = best = 0
     for line, at in lines_with_ends(path):
         try:
-            if parsed(line, {"step": int})["step"] > step:
-                break
-            end, damaged = at, unreadable
+            belongs = parsed(line, {"step": int})["step"] <= step
         except ValueError:
-            unreadable += 1
+            seen += 1
+            continue
+        fit += 1 if belongs else -1
+        seen += not belongs
+        if belongs and fit >= best:
+            end, damaged, best = at, seen, fit
     return end, damaged
 
 

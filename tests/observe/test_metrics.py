@@ -210,9 +210,18 @@ def test_lines_behind_damaged_ones_stay(tmp_path, capsys, damage):
     open_writer(tmp_path, start_step=3).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == text
     assert (tmp_path / "metrics.rolled_back.jsonl").read_bytes() == damage + b'{"step": 4}\n'
-    assert capsys.readouterr().err == (f"lines in the middle of {tmp_path}/metrics.jsonl cannot be read (1 of them), "
-                                       "as after a power failure; they are left as they are\n")
+    assert capsys.readouterr().err == (f"lines in the middle of {tmp_path}/metrics.jsonl are damaged (1 of them), as "
+                                       "after a power failure; they are left as they are\n")
     assert [event["kind"] for event in events(tmp_path)] == ["metrics_damaged"]
+
+
+def test_steps_with_damaged_digits_take_no_others_along(tmp_path):
+    before = b'{"step": 1}\n{"step": 92}\n{"step": 3}\n'
+    after = b'{"step": 4}\n{"step": 5}\n{"step": 0}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(before + after)
+    open_writer(tmp_path, start_step=3).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert (tmp_path / "metrics.rolled_back.jsonl").read_bytes() == after
 
 
 def test_lines_behind_a_long_hole_stay(tmp_path, capsys):

@@ -15,6 +15,8 @@ OFF = {  # in whose collectives XLA finds more to leave out
     "70B v5p 256 {'fsdp': 8, 'tensor': 4, 'stage': 8}": 0.09,
     # The backward pass fetches the experts' rows for two uses, of which XLA makes one.
     "mixtral h200 {'fsdp': 4, 'expert': 8}": 0.09, "mixtral h200 {'fsdp': 4, 'expert': 4, 'tensor': 2}": 0.11,
+    "mixtral v5p {'fsdp': 4, 'expert': 8}": 0.22,
+    "qwen3 0.6B v5e fsdp4": 0.05,
 }
 
 

@@ -255,10 +255,13 @@ class _Reader(Placing):
             return self.emit(name, "view", [self.summed(value) for value in inputs], outputs)
         inputs = [self.summed(value) for value in inputs]
         if kind == "reduce-scatter" and self.platform == "tpu" and self.shards(axes) == math.prod(self.sizes.values()):
-            found = [Collective("all-reduce", axes, inputs[0].bytes)]  # over all devices XLA sums, and takes a slice
-        else:
-            found = [Collective(kind, axes, out.bytes) for out in outputs]
-        return self.emit(name, "real", inputs, outputs, collectives=tuple(found))
+            # Over all devices XLA sums everywhere, and takes a slice.
+            whole = self.value(inputs[0].shape, inputs[0].dtype, inputs[0].spec)
+            summed = self.emit(name, "real", inputs, [whole], collectives=(
+                Collective("all-reduce", axes, inputs[0].bytes),))
+            return self.emit("slice", "fused", summed, outputs)
+        found = tuple(Collective(kind, axes, out.bytes) for out in outputs)
+        return self.emit(name, "real", inputs, outputs, collectives=found)
 
     def manual_region(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         body, outer = eqn.params["jaxpr"], []
