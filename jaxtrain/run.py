@@ -441,7 +441,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     frozen |= jax.eval_shape(goal.init_frozen, jax.random.key(0))
     own_dtype = model.metadata("compute_dtype", "") | goal.frozen_metadata("compute_dtype")
     frozen = _frozen_dtype(config, frozen, partition.like(own_dtype, frozen))
-    schedule, rounds = None, optimizer is None and config.optimizer.moment_dtype != "float32"
+    # Moments of 8 bits pass through float32 as whole arrays, which are kept to one layer.
+    schedule, layerwise = None, optimizer is None and config.optimizer.moment_dtype == "int8" and schedules is None
     if optimizer is None:
         schedule = optimizers.make_schedule(config.optimizer, config.train.steps)
         optimizer = optimizers.make_optimizer(config.optimizer, schedule, axes)
@@ -454,7 +455,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         if not Placement.of(stacks(model.params()), schedules[0].position).even:
             rules = sharding.Rules({**rules.table, "layers": ()})  # spread otherwise in make_layout
     layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=schedules is not None,
-                         offload=config.optimizer.offload, layerwise=rounds and schedules is None,
+                         offload=config.optimizer.offload, layerwise=layerwise,
                          frozen_axes=frozen_axes | goal.frozen_axes)
     if schedules:
         _warn_of_waste(abstract.all_params, layout.state.all_params, schedules[0])

@@ -29,10 +29,10 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _lookup(table_VD: jax.Array, tokens_BT: jax.Array, at_rest: tuple[int, Any, P | None]) -> jax.Array:
-    if at_rest[2] is None:
+    out = sharding.activation_spec("batch", "block_seq", "act_embed")
+    if out is None:
         return table_VD[tokens_BT]
     table_VD = sharding.gather(table_VD, "vocab", "embed")
-    out = sharding.activation_spec("batch", "block_seq", "act_embed")
     axes, tokens_spec = sharding.split_by("act_vocab"), P(*map(sharding.split_by, ("batch", "seq")))
     if axes is None:
         whole = sharding.activation_spec("batch", "seq", "act_embed")

@@ -24,12 +24,16 @@ _GPU: Options = {
 PRESETS: Mapping[str, Options] = {"gpu": _GPU, "cuda": _GPU}
 
 
-def compiler_options(platform: str, changes: Options) -> dict[str, str | bool]:
+def compiler_options(platform: str, changes: Options, tensor: int = 1) -> dict[str, str | bool]:
     """Return the preset of a platform with these changes; the value "" leaves an option to the compiler.
 
-    Devices that are described to the compiler call their platform "cuda:9", with the version of its compute.
+    Where `tensor` parallelism splits products, Triton's fusions stay, which were faster there. Devices that are described
+    to the compiler call their platform "cuda:9", with their compute capability.
     """
-    options = {**PRESETS.get(platform.partition(":")[0], {}), **{name: _parsed(value) for name, value in changes.items()}}
+    preset = PRESETS.get(platform.partition(":")[0], {})
+    if tensor > 1:
+        preset = {name: value for name, value in preset.items() if name != "xla_gpu_enable_triton_gemm"}
+    options = {**preset, **{name: _parsed(value) for name, value in changes.items()}}
     return {name: value for name, value in options.items() if value != ""}
 
 

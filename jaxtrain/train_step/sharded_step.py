@@ -49,9 +49,9 @@ class ShardedStep:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """The compiler's options for the platform of the mesh."""
+        """The compiler's options for the platform and the shape of the mesh."""
         here = self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
-        return compiler_options(self.platform or here, self.changed_options)
+        return compiler_options(self.platform or here, self.changed_options, dict(self.mesh.shape).get("tensor", 1))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Make one optimizer step. `state` is donated: use the returned one."""

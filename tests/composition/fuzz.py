@@ -159,12 +159,13 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     config = config_of(keys)
     devices = int(np.prod([keys[f"mesh.{axis}"] for axis in AXES]))
     run = jt.build(config, devices=jax.devices()[:devices])
-    batch, precision = batch_of(keys["packing"], keys["empty"]), keys["train.precision"]
-    params, loss, grads, norm, entropy, bias = _truth(config.model, keys["packing"], keys["empty"], config.train.z_loss)
+    empty = keys.get("empty", "")
+    batch, precision = batch_of(keys["packing"], empty), keys["train.precision"]
+    params, loss, grads, norm, entropy, bias = _truth(config.model, keys["packing"], empty, config.train.z_loss)
     grads = partition.like(grads, run.layout.axes)  # those of what is trained
     norm = norm if not keys.get("train.freeze") else reference.norm_of(grads)
     state, by_call = reference.start_from(run, params), None
-    if keys["value_and_grad"] or config.optimizer.name != "adamw":
+    if keys.get("value_and_grad") or config.optimizer.name != "adamw":
         by_call = jax.device_get(run.value_and_grad(state, batch))
     state, metrics = reference.compiled(run)(state, run.place(batch))
     metrics = jax.device_get(metrics)

@@ -14,6 +14,7 @@ def test_a_preset_is_changed_by_name():
     assert compiler_options("cpu", {}) == {}
     preset = compiler_options("cuda", {})
     assert preset == PRESETS["gpu"]
+    assert compiler_options("cuda:9", {}, tensor=2).keys() == preset.keys() - {"xla_gpu_enable_triton_gemm"}
     changed = compiler_options("gpu", {
         "xla_disable_hlo_passes": "", "xla_gpu_enable_triton_gemm": "true", "xla_x": "7"})
     assert changed == {name: value for name, value in preset.items() if name != "xla_disable_hlo_passes"} | {

@@ -79,10 +79,10 @@ class Placing:
             out = self.value(value.shape, parts.dtype, value.spec)
             self.sums[key] = self.emit("sum", "real", [value], [out], collectives=(
                 Collective("all-reduce", value.pending, parts.bytes),))[0]
-        whole = self.sums[key]
+        whole, wanted = self.sums[key], self.value(value.shape, value.dtype, value.spec)
         if whole.dtype == value.dtype:
             return whole
-        return self.emit("convert_element_type", "fused", [whole], [self.value(value.shape, value.dtype, value.spec)])[0]
+        return self.emit("convert_element_type", "fused", [whole], [wanted])[0]
 
     def move(self, value: Value, aval: Any) -> Value:
         """Move a value to the layout of a type; values in the region that the compiler places stay as they are."""
