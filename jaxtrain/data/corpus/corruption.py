@@ -18,6 +18,8 @@ from jaxtrain.data.corpus.shard_writer import CHUNK
 from jaxtrain.data.loading.loader import take
 from jaxtrain.errors import UserError
 
+MANY = 1000  # rows that are enough to judge a source
+
 
 class Lost(Exception):
     """Raised when a row cannot be read because a part of it is corrupt."""
@@ -86,10 +88,13 @@ class DamagedColumn:
 
 
 class SparedRows:
-    """Rows of which the corrupt ones are replaced by padding: end-of-document ids with weight 0."""
+    """Rows of which the corrupt ones are replaced by padding: end-of-document ids with weight 0.
+
+    A source is refused if all of its rows are corrupt, or all of the first thousand that are read.
+    """
 
     def __init__(self, rows: Any, seq_len: int, end: int):
-        self._rows, self._lock = rows, threading.Lock()
+        self._rows, self._lock, self._asked = rows, threading.Lock(), 0
         self.lost: set[int] = set()  # the rows that were requested and could not be read
         ends, none = np.full(seq_len, end, np.int32), np.zeros(seq_len, np.int32)
         self._empty = {"tokens": ends, "targets": ends, "segments": none, "positions": none,
@@ -99,6 +104,7 @@ class SparedRows:
         return len(self._rows) if hasattr(self._rows, "__len__") else len(self.lengths)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        self._asked += 1  # approximate among threads
         try:
             return self._rows[i]
         except Lost:
@@ -110,6 +116,9 @@ class SparedRows:
             fresh = i not in self.lost
             self.lost.add(int(i))
             count = len(self.lost)
+        if count == min(MANY, len(self)) and self._asked <= count:
+            raise UserError("data.source", f"all {count:,} rows that were read are corrupt",
+                            "prepare the corpus again, or copy it anew")
         if fresh and count & (count - 1) == 0:  # 1, 2, 4, 8, ...
             warnings.warn(f"data.corrupt: {count} of {len(self)} rows carry no loss, so far", stacklevel=3)
 
@@ -125,6 +134,7 @@ class SparedRows:
 
     def row(self, i: int, length: int) -> dict[str, np.ndarray]:
         """Return a row padded to `length`."""
+        self._asked += 1
         try:
             return self._rows.row(i, length)
         except Lost:
@@ -134,7 +144,9 @@ class SparedRows:
     def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Return several rows stacked; they are read one by one only if some are corrupt."""
         try:
-            return take(self._rows, np.asarray(numbers))
+            rows = take(self._rows, np.asarray(numbers))
+            self._asked += len(numbers)
+            return rows
         except Lost:
             rows = [self[int(number)] for number in numbers]
             return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

@@ -9,6 +9,7 @@ import pytest
 from jaxtrain import storage
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import load_corpus
+from jaxtrain.data.corpus.corruption import Lost, SparedRows
 from jaxtrain.data.corpus.shard_writer import CHUNK
 from jaxtrain.data.loading.batches import rows, train_batches
 from jaxtrain.data.publish import publish
@@ -195,3 +196,22 @@ def test_values_that_cannot_be_are_refused(keys, words):
     with pytest.raises(UserError) as caught:
         DataConfig(**keys)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("whole_length", [40, 5000])
+def test_a_source_that_is_corrupt_all_over_is_refused(whole_length):
+    """In object storage this is seen when rows are read, unlike in files of this machine."""
+
+    class Corrupt(list):
+        def __len__(self):
+            return whole_length
+
+        def __getitem__(self, i):
+            raise Lost("train-00000.bin")
+
+    found = SparedRows(Corrupt(), 8, 256)
+    with pytest.warns(UserWarning, match="rows carry no loss, so far"), pytest.raises(
+            UserError, match=r"^data.source: all (40|1,000) rows that were read are corrupt; prepare the corpus again"):
+        for start in range(0, 5000, 10):
+            found.take(range(start, start + 10))
+    assert len(found.lost) == min(1000, whole_length)
