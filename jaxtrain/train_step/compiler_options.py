@@ -27,8 +27,8 @@ PRESETS: Mapping[str, Options] = {"gpu": _GPU, "cuda": _GPU}
 def compiler_options(platform: str, changes: Options, tensor: int = 1) -> dict[str, str | bool]:
     """Return the preset of a platform with these changes; the value "" leaves an option to the compiler.
 
-    Where `tensor` parallelism splits products, Triton's fusions stay, which were faster there. Devices that are described
-    to the compiler call their platform "cuda:9", with their compute capability.
+    Where `tensor` parallelism splits products, Triton's fusions stay, which were faster there. Devices that are
+    described to the compiler call their platform "cuda:9", with their compute capability.
     """
     preset = PRESETS.get(platform.partition(":")[0], {})
     if tensor > 1:
