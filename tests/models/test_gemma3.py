@@ -42,6 +42,7 @@ def logits(tokens, **fields):
     return np.asarray(made.compile({"xla_backend_optimization_level": 0})(tokens))
 
 
+@pytest.mark.slow
 def test_a_global_layer_sees_what_local_layers_do_not():
     tokens = np.arange(12)[None] % 32
     other = tokens.copy()

@@ -12,8 +12,8 @@ from tests.numerics import reference
 T, D = 24, 16
 
 
-@pytest.mark.parametrize("experts_per_token", [
-    pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("experts_per_token", [1, 2, 4])
 def test_the_balance_loss_beside_those_of_other_frameworks(experts_per_token):
     """docs/parallelism.md gives the factors between published coefficients and ours."""
     config = reference.tiny("mixtral", model__experts_per_token=experts_per_token).model

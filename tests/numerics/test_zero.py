@@ -49,6 +49,7 @@ def test_stage_2_splits_the_accumulated_gradients():
     assert one - two >= 0.8 * saved, f"temporary memory falls by {one - two:,} bytes of {saved:,} to be had"
 
 
+@pytest.mark.slow
 def test_losses_are_the_same_in_every_stage():
     """To the last bit where the order of sums is the same; 1e-6 allows for the compiler to choose another."""
     losses = []

@@ -1,11 +1,14 @@
 """What the steps of next-token prediction say beside the loss: the cross-entropy without what is added to it."""
 
 import functools
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.objectives.next_token import NextToken
 from tests.numerics import reference
 
 
@@ -27,8 +30,16 @@ def test_cross_entropy_is_the_loss_without_penalties(family, keys):
     assert float(metrics["loss"]) > want + 0.01, "the case proves little: nothing is added"
 
 
+def test_a_row_as_one_text():
+    batch = {key: jnp.asarray(x) for key, x in reference.batch(0).items()}
+    model = types.SimpleNamespace(params=dict)
+    _, one = NextToken(model, cross_documents=True).prepare({}, batch)
+    assert one.keys() == batch.keys() - {"segments"} and (one["positions"] == np.arange(reference.SEQ)).all()
+    _, several = NextToken(model).prepare({}, batch)
+    assert (several["positions"] == batch["positions"]).all() and "segments" in several
+
+
 @pytest.mark.parametrize(("family", "keys"), [
-    ("gpt2", {"mesh__fsdp": 2}),
     pytest.param("llama", {"mesh__fsdp": 2, "mesh__tensor": 2, "mesh__context": 2}, marks=pytest.mark.slow),
     pytest.param("gpt2", {"mesh__data": 2, "mesh__stage": 2, "pipeline__microbatches": 2}, marks=pytest.mark.slow),
     pytest.param("mixtral", {"mesh__fsdp": 2, "mesh__expert": 2, "train__remat": "full"}, marks=pytest.mark.slow)])

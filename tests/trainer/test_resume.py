@@ -417,7 +417,7 @@ def test_metrics_that_are_damaged_in_the_middle(flags, straight, halfway, capsys
     lines = (halfway / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (halfway / "metrics.jsonl").write_bytes(b"".join([*lines[:3], b"\0" * 50 + b"\xff\n", *lines[4:]]))
     assert main([*flags, f"--workdir={halfway}"]) == 0
-    assert "cannot be read (1 of them), as after a power failure" in capsys.readouterr().err
+    assert "are damaged (1 of them), as after a power failure" in capsys.readouterr().err
     kept = (halfway / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     assert kept[:3] == lines[:3] and kept[4:12] == lines[4:12]
 

@@ -6,6 +6,8 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from jaxtrain.config.load import load_config
 from jaxtrain.data import open_corpus
 from jaxtrain.data.prepare.prepare import main as prepare
@@ -17,6 +19,7 @@ SMALL = ["model.num_layers=1", "model.embed_dim=16", "model.num_heads=2", "model
          "optimizer.learning_rate=0.01", "checkpoint.every=0"]
 
 
+@pytest.mark.slow
 def test_the_documented_commands_train_on_nine_tenths_of_the_text(tmp_path, monkeypatch):
     section = (ROOT / "docs/data.md").read_text().split("## Character-level Shakespeare")[1]
     block = re.search(r"```text\n(.*?)```", section, re.S)[1].replace("FOLDER", str(tmp_path))

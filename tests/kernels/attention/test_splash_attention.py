@@ -123,7 +123,8 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=SLOW) for name in list(STEPS)[1:])])
+@SLOW
+@pytest.mark.parametrize("name", STEPS)
 def test_steps_have_the_numbers_of_one_device(name):
     from tests.composition import fuzz
 
