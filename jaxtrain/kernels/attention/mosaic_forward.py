@@ -1,0 +1,131 @@
+"""The forward kernel of `mosaic_attention`: tiles of scores in registers, an online softmax in float32.
+
+A block of threads computes 128 queries of one head: two groups of warps take 64 each, and share the tiles of keys and
+values that a third one copies to shared memory. It starts at the first key that any of the queries sees and ends at
+their diagonal, so that other documents cost nothing.
+
+Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K head width, Q queries and S keys of a tile.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as gpu
+
+from jaxtrain.kernels.attention.mosaic_tiles import (
+    COMPUTING,
+    HEIGHT,
+    ROWS,
+    across,
+    drain,
+    filled,
+    load,
+    product,
+    scores_to_log2,
+    staging,
+    swizzled,
+    visible,
+)
+
+KEYS, STAGES = 128, 2  # of a tile, and tiles in shared memory
+LOWEST = -1e30  # the greatest score of a query that has seen no key yet: finite, so that differences are numbers
+
+
+def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, first_BT: jax.Array, *, soft_cap: float, name: str,
+            interpret: Any = None) -> tuple[jax.Array, jax.Array]:
+    """Return attention over the keys from `first` to the query itself, and the log-sum-exp [B, H, T] to base 2."""
+    (B, T, H, K), G, dtype = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype
+    rows, blocks = COMPUTING * HEIGHT, T // (COMPUTING * HEIGHT)
+    tile, log2_of = (HEIGHT, KEYS), partial(scores_to_log2, scale=K**-0.5, soft_cap=soft_cap)
+
+    def body(q, k, v, first, out, lse, q_tiles, k_tiles, v_tiles, lse_tiles, q_came, k_came, v_came, k_done, v_done,
+             turn, *staged):
+        b, h, me = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
+        block = blocks - 1 - lax.axis_index("block")  # late ones are the longest
+        lowest = lax.div(first[b, block * rows], jnp.int32(KEYS))
+        steps = lax.div((block + 1) * rows - 1, jnp.int32(KEYS)) + 1 - lowest
+
+        @pl.when(me < COMPUTING)
+        def _():
+            gpu.set_max_registers(232, action="increase")
+            begin = block * rows + me * HEIGHT
+            own, q_tile, lse_tile = pl.ds(begin, HEIGHT), q_tiles.at[me], lse_tiles.at[me]
+            gpu.copy_gmem_to_smem(q.at[b, own, h], q_tile, q_came.at[me])
+            first_Q = load(first.at[b, own], ROWS, optimized=False)
+            complete = first[b, begin + HEIGHT - 1]  # all queries see the keys from here to `begin`
+            gpu.barrier_wait(q_came.at[me])
+
+            def next_turn():
+                """Let one group use the tensor cores while the other computes its softmax."""
+                gpu.barrier_arrive(turn)
+                gpu.barrier_wait(turn)
+
+            def step(i, carry):
+                out_QK, top_Q, sum_Q = carry
+                slot, at = lax.rem(i, jnp.int32(STAGES)), (lowest + i) * KEYS
+                gpu.barrier_wait(k_came.at[slot])
+
+                def multiply(total):
+                    gpu.wgmma(total, q_tile, k_tiles.at[slot].transpose((1, 0)))
+                    next_turn()
+                    return total[...]
+
+                scores_QS = log2_of(pl.run_scoped(multiply, gpu.ACC(tile)))
+                gpu.barrier_arrive(k_done.at[slot])
+                scores_QS = lax.cond(
+                    (at < complete) | (at + KEYS - 1 > begin),
+                    lambda scores: jnp.where(visible(begin, at, first_Q, tile), scores, -jnp.inf),
+                    lambda scores: scores, scores_QS)
+                new_Q = jnp.maximum(top_Q, scores_QS.max(axis=1))
+                less_Q = jnp.exp2(top_Q - new_Q)
+                weights_QS = jnp.exp2(scores_QS - across(new_Q, tile))
+                sum_Q = sum_Q * less_Q + weights_QS.sum(axis=1)
+                narrow_QS = weights_QS.astype(dtype)
+                next_turn()
+                gpu.barrier_wait(v_came.at[slot])
+                more_QK = product(narrow_QS, v_tiles.at[slot], (HEIGHT, K), *(x.at[me] for x in staged))
+                gpu.barrier_arrive(v_done.at[slot])
+                return out_QK * across(less_Q, (HEIGHT, K)) + more_QK, new_Q, sum_Q
+
+            pl.when(me == 1)(next_turn)
+            out_QK, top_Q, sum_Q = lax.fori_loop(0, steps, step, (
+                filled(0.0, (HEIGHT, K)), filled(LOWEST, (HEIGHT,), ROWS), filled(0.0, (HEIGHT,), ROWS)))
+            pl.when(me == 0)(next_turn)
+            q_tile[...] = (out_QK * across(1.0 / sum_Q, (HEIGHT, K))).astype(dtype)
+            lse_tile[...] = top_Q + jnp.log2(sum_Q)
+            gpu.commit_smem()
+            gpu.copy_smem_to_gmem(q_tile, out.at[b, own, h])
+            gpu.copy_smem_to_gmem(lse_tile, lse.at[b, h, own])
+            gpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(me == COMPUTING)
+        def _():
+            gpu.set_max_registers(40, action="decrease")
+            g = lax.div(h, jnp.int32(H // G))
+
+            def send(i, _):
+                slot, there = lax.rem(i, jnp.int32(STAGES)), pl.ds((lowest + i) * KEYS, KEYS)
+                for given, tiles, came, done in ((k, k_tiles, k_came, k_done), (v, v_tiles, v_came, v_done)):
+                    @pl.when(i >= STAGES)
+                    def _(done=done):
+                        gpu.barrier_wait(done.at[slot])
+                    gpu.copy_gmem_to_smem(given.at[b, there, g], tiles.at[slot], came.at[slot])
+
+            lax.fori_loop(0, steps, send, None)
+            drain(steps, k_done, v_done)
+
+    return gpu.kernel(
+        body, out_type=(jax.ShapeDtypeStruct(q_BTHK.shape, dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)),
+        grid=(H, blocks, B), grid_names=("head", "block", "batch"), num_threads=COMPUTING + 1, thread_name="group",
+        scratch_types=(
+            swizzled((COMPUTING, HEIGHT, K), dtype), swizzled((STAGES, KEYS, K), dtype),
+            swizzled((STAGES, KEYS, K), dtype), gpu.SMEM((COMPUTING, HEIGHT), jnp.float32),
+            gpu.Barrier(num_barriers=COMPUTING), gpu.Barrier(num_barriers=STAGES), gpu.Barrier(num_barriers=STAGES),
+            *(gpu.Barrier(num_arrivals=COMPUTING, num_barriers=STAGES),) * 2, gpu.Barrier(num_arrivals=COMPUTING),
+            *staging(tile, dtype, interpret)),
+        kernel_name=name, interpret=interpret, compiler_params=gpu.CompilerParams(approx_math=True),
+    )(q_BTHK, k_BTGK, v_BTGK, first_BT)

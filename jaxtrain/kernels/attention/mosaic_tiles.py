@@ -1,0 +1,95 @@
+"""Tiles of scores in the registers of a group of warps: what the kernels of `mosaic_attention` have in common.
+
+Shape suffixes: Q queries and S keys of a tile.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as gpu
+
+HEIGHT = 64  # rows of a tile: of one product of the tensor cores
+COMPUTING = 2  # groups of warps of a block of threads that compute, each on rows of its own; one more copies
+LOG2E = math.log2(math.e)
+TILE = gpu.Layout.WGMMA  # how a group's registers hold a tile, and one number for each of its rows or columns
+ROWS, COLUMNS = TILE.reduce(1), TILE.reduce(0)
+
+
+def scores_to_log2(scores: jax.Array, scale: float, soft_cap: float) -> jax.Array:
+    """Scale and cap scores, and return them to base 2, for which there is an instruction."""
+    if soft_cap:
+        return jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * LOG2E)
+    return scores * (scale * LOG2E)
+
+
+def visible(begin: jax.Array, at: jax.Array, first_Q: jax.Array, tile: tuple[int, int]) -> jax.Array:
+    """Return which keys from `at` on the queries from `begin` on see."""
+    queries = begin + gpu.broadcasted_iota(jnp.int32, tile, 0, layout=TILE)
+    keys = at + gpu.broadcasted_iota(jnp.int32, tile, 1, layout=TILE)
+    return (keys <= queries) & (keys >= across(first_Q, tile))
+
+
+def load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
+    """Return what a reference to memory holds; from that of the device as a whole, only `optimized=False` can."""
+    read: Any = gpu.load  # of which JAX 0.10, without these kernels, had other arguments
+    return read(ref, layout=layout, optimized=optimized)
+
+
+def product(a: Any, b: Any, shape: tuple[int, int], *staged: Any) -> jax.Array:
+    """Return the product of two matrices, see `multiply`."""
+    def compute(total):
+        multiply(total, a, b, *staged)
+        return total[...]
+    return pl.run_scoped(compute, gpu.ACC(shape))
+
+
+def multiply(total: Any, a: Any, b: Any, *staged: Any) -> None:
+    """Begin to add the product of two matrices in shared memory to an accumulator; `a` may be in registers.
+
+    The interpreter takes none from registers: it has shared memory for `a`.
+    """
+    for ref in staged:
+        ref[...], a = a, ref
+        gpu.commit_smem()
+    gpu.wgmma(total, a, b)
+
+
+def staging(shape: tuple[int, ...], dtype: Any, interpret: Any) -> list[Any]:
+    """Return the shared memory that the interpreter needs for `multiply`."""
+    return [gpu.SMEM((COMPUTING, *shape), dtype)] if interpret else []
+
+
+def hidden(number: jax.Array) -> jax.Array:
+    """Return the same number, of which the compiler does not know that it is the same in each step of a loop.
+
+    Addresses that depend on it are then computed in each step, and do not fill registers all the time.
+    """
+    return lax.optimization_barrier(number)
+
+
+def drain(steps: jax.Array, *barriers: Any) -> None:
+    """Wait until the last tile in each place of shared memory was used, as each of the tiles before."""
+    for barrier in barriers:
+        for slot in range(barrier.shape[0]):
+            pl.when(slot < steps)(partial(gpu.barrier_wait, barrier.at[slot]))
+
+
+def across(numbers: jax.Array, tile: tuple[int, int], dimension: int = 0) -> jax.Array:
+    """Broadcast a number for each row (dimension 0) or column of a tile."""
+    return lax.broadcast_in_dim(numbers, tile, [dimension])
+
+
+def filled(value: float, shape: tuple[int, ...], layout: Any = TILE) -> jax.Array:
+    """Return registers with one value."""
+    return gpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return tiles in shared memory as the tensor cores read them: rows of 128 bytes, eight of them permuted."""
+    width = 128 // jnp.dtype(dtype).itemsize
+    return gpu.SMEM(shape, dtype, transforms=(gpu.TilingTransform((8, width)), gpu.SwizzleTransform(128)))
