@@ -1,0 +1,248 @@
+"""The backward kernels of `mosaic_attention`: one for the gradient by queries, one for those by keys and values.
+
+Both compute tiles of weights again, from scores and the log-sum-exp of the forward kernel, and only those in which some
+query sees some key. As there, two groups of warps compute and a third one copies. Gradients by keys and values are
+sums over all query heads that share them, in registers.
+
+Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K head width, Q queries and S keys of a tile.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as gpu
+
+from jaxtrain.kernels.attention.mosaic_tiles import (
+    COLUMNS,
+    COMPUTING,
+    HEIGHT,
+    LOG2E,
+    ROWS,
+    TILE,
+    across,
+    drain,
+    hidden,
+    load,
+    multiply,
+    scores_to_log2,
+    staging,
+    swizzled,
+    visible,
+)
+
+# Of a tile, and tiles in shared memory; as large as registers allow.
+DQ_KEYS, DQ_STAGES = 128, 2
+CAPPED_DQ_KEYS, CAPPED_DQ_STAGES = 64, 4
+DKV_QUERIES, DKV_STAGES = 64, 3
+
+
+def by_queries(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTHK: jax.Array, lse_BHT: jax.Array,
+               delta_BHT: jax.Array, first_BT: jax.Array, *, soft_cap: float, name: str,
+               interpret: Any = None) -> jax.Array:
+    """Return the gradient by queries.
+
+    pull_BTHK: the gradient by the result; delta_BHT: for each row, the sum of its products with the result.
+    """
+    (B, T, H, K), G, dtype = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype
+    rows, blocks = COMPUTING * HEIGHT, T // (COMPUTING * HEIGHT)
+    keys, stages = (CAPPED_DQ_KEYS, CAPPED_DQ_STAGES) if soft_cap else (DQ_KEYS, DQ_STAGES)
+    tile, log2_of = (HEIGHT, keys), partial(scores_to_log2, scale=K**-0.5, soft_cap=soft_cap)
+
+    def body(q, k, v, pull, lse, delta, first, dq, q_tiles, pull_tiles, k_tiles, v_tiles, own_came, k_came, v_came,
+             k_done, v_done, *staged):
+        b, h, me = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
+        block = blocks - 1 - lax.axis_index("block")  # late ones are the longest
+        lowest = lax.div(first[b, block * rows], jnp.int32(keys))
+        steps = lax.div((block + 1) * rows - 1, jnp.int32(keys)) + 1 - lowest
+
+        def compute(total):
+            begin = block * rows + me * HEIGHT
+            own, q_tile, pull_tile = pl.ds(begin, HEIGHT), q_tiles.at[me], pull_tiles.at[me]
+            gpu.copy_gmem_to_smem(q.at[b, own, h], q_tile, own_came.at[me])
+            gpu.copy_gmem_to_smem(pull.at[b, own, h], pull_tile, own_came.at[me])
+            lse_Q, delta_Q = (load(ref.at[b, h, own], ROWS, optimized=False) for ref in (lse, delta))
+            first_Q = load(first.at[b, own], ROWS, optimized=False)
+            complete = first[b, begin + HEIGHT - 1]  # all queries see the keys from here to `begin`
+            gpu.barrier_wait(own_came.at[me])
+
+            def step(i, _):
+                slot, at = lax.rem(i, jnp.int32(stages)), (lowest + i) * keys
+                q_tile, pull_tile = q_tiles.at[hidden(me)], pull_tiles.at[hidden(me)]
+                gpu.barrier_wait(k_came.at[slot])
+                gpu.barrier_wait(v_came.at[slot])
+                raw_QS, pull_QS = two_products((q_tile, k_tiles.at[slot].transpose((1, 0))),
+                                               (pull_tile, v_tiles.at[slot].transpose((1, 0))), tile)
+                gpu.barrier_arrive(v_done.at[slot])
+                scores_QS = log2_of(raw_QS)
+                weights_QS = jnp.exp2(scores_QS - across(lse_Q, tile))
+                weights_QS = lax.cond(
+                    (at < complete) | (at + keys - 1 > begin),
+                    lambda weights: jnp.where(visible(begin, at, first_Q, tile), weights, 0.0),
+                    lambda weights: weights, weights_QS)
+                dscores_QS = slope(weights_QS, scores_QS, soft_cap) * (pull_QS - across(delta_Q, tile))
+                multiply(total, dscores_QS.astype(dtype), k_tiles.at[slot], *(x.at[me] for x in staged))
+                gpu.wgmma_wait(0)
+                gpu.barrier_arrive(k_done.at[slot])
+
+            lax.fori_loop(0, steps, step, None)
+            q_tile[...] = (total[...] * K**-0.5).astype(dtype)
+            gpu.commit_smem()
+            gpu.copy_smem_to_gmem(q_tile, dq.at[b, own, h])
+            gpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(me < COMPUTING)
+        def _():
+            gpu.set_max_registers(240, action="increase")
+            pl.run_scoped(compute, gpu.ACC((HEIGHT, K)))
+
+        @pl.when(me == COMPUTING)
+        def _():
+            gpu.set_max_registers(24, action="decrease")
+            g = lax.div(h, jnp.int32(H // G))
+
+            def send(i, _):
+                slot, there = lax.rem(i, jnp.int32(stages)), pl.ds((lowest + i) * keys, keys)
+                for given, tiles, came, done in ((k, k_tiles, k_came, k_done), (v, v_tiles, v_came, v_done)):
+                    @pl.when(i >= stages)
+                    def _(done=done):
+                        gpu.barrier_wait(done.at[slot])
+                    gpu.copy_gmem_to_smem(given.at[b, there, g], tiles.at[slot], came.at[slot])
+
+            lax.fori_loop(0, steps, send, None)
+            drain(steps, k_done, v_done)
+
+    own, sent = swizzled((COMPUTING, HEIGHT, K), dtype), swizzled((stages, keys, K), dtype)
+    return gpu.kernel(
+        body, out_type=jax.ShapeDtypeStruct(q_BTHK.shape, dtype), grid=(H, blocks, B),
+        grid_names=("head", "block", "batch"), num_threads=COMPUTING + 1, thread_name="group",
+        scratch_types=(
+            own, own, sent, sent, gpu.Barrier(num_arrivals=2, num_barriers=COMPUTING),
+            *(gpu.Barrier(num_barriers=stages),) * 2,
+            *(gpu.Barrier(num_arrivals=COMPUTING, num_barriers=stages),) * 2, *staging(tile, dtype, interpret)),
+        kernel_name=name, interpret=interpret, compiler_params=gpu.CompilerParams(approx_math=True),
+    )(q_BTHK, k_BTGK, v_BTGK, pull_BTHK, lse_BHT, delta_BHT, first_BT)
+
+
+def by_keys_and_values(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTHK: jax.Array,
+                       lse_BHT: jax.Array, delta_BHT: jax.Array, last_BT: jax.Array, *, soft_cap: float, name: str,
+                       interpret: Any = None) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients by keys and values; `last` is the last query that sees each key."""
+    (B, T, H, K), G, dtype = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype
+    rows, blocks = COMPUTING * HEIGHT, T // (COMPUTING * HEIGHT)
+    tile, log2_of = (HEIGHT, DKV_QUERIES), partial(scores_to_log2, scale=K**-0.5, soft_cap=soft_cap)
+
+    def body(q, k, v, pull, lse, delta, last, token, dk, dv, k_tiles, v_tiles, q_tiles, pull_tiles, lse_tiles,
+             delta_tiles, own_came, q_came, pull_came, q_done, pull_done, *staged):
+        b, g, me = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
+        block = lax.axis_index("block")  # early ones are the longest
+        lowest = lax.div(block * rows, jnp.int32(DKV_QUERIES))
+        steps = lax.div(last[b, (block + 1) * rows - 1], jnp.int32(DKV_QUERIES)) + 1 - lowest  # of each head
+
+        def place(i):
+            """Return the head and the first query of a step."""
+            return g * (H // G) + lax.div(i, steps), (lowest + lax.rem(i, steps)) * DKV_QUERIES
+
+        def compute(dk_total, dv_total):
+            begin = block * rows + me * HEIGHT
+            own, k_tile, v_tile = pl.ds(begin, HEIGHT), k_tiles.at[me], v_tiles.at[me]
+            gpu.copy_gmem_to_smem(k.at[b, own, g], k_tile, own_came.at[me])
+            gpu.copy_gmem_to_smem(v.at[b, own, g], v_tile, own_came.at[me])
+            last_S = load(last.at[b, own], ROWS, optimized=False)
+            complete = last[b, begin]  # all queries from the end of these keys to here see them all
+            gpu.barrier_wait(own_came.at[me])
+
+            def step(i, _):
+                slot, (_, at) = lax.rem(i, jnp.int32(DKV_STAGES)), place(i)
+                q_tile, pull_tile = q_tiles.at[slot], pull_tiles.at[slot]
+                k_tile, v_tile = k_tiles.at[hidden(me)], v_tiles.at[hidden(me)]
+
+                def seen(weights):
+                    keys = begin + gpu.broadcasted_iota(jnp.int32, tile, 0, layout=TILE)
+                    # Loaded, since the compiler would keep numbers that it computes in registers all the time.
+                    at_Q = load(token.at[pl.ds(at, DKV_QUERIES)], COLUMNS, optimized=False)
+                    queries = across(at_Q, tile, 1)
+                    return jnp.where((queries >= keys) & (queries <= across(last_S, tile)), weights, 0.0)
+
+                gpu.barrier_wait(q_came.at[slot])
+                gpu.barrier_wait(pull_came.at[slot])
+                raw_SQ, pull_SQ = two_products((k_tile, q_tile.transpose((1, 0))),
+                                               (v_tile, pull_tile.transpose((1, 0))), tile)
+                scores_SQ = log2_of(raw_SQ)
+                lse_Q = load(lse_tiles.at[slot], COLUMNS)
+                weights_SQ = jnp.exp2(scores_SQ - across(lse_Q, tile, 1))
+                weights_SQ = lax.cond((at < begin + HEIGHT - 1) | (at + DKV_QUERIES - 1 > complete), seen,
+                                      lambda weights: weights, weights_SQ)
+                delta_Q = load(delta_tiles.at[slot], COLUMNS)
+                dscores_SQ = slope(weights_SQ, scores_SQ, soft_cap) * (pull_SQ - across(delta_Q, tile, 1))
+                # Both at once, when only their narrow operands and the sums have to be in registers.
+                multiply(dv_total, weights_SQ.astype(dtype), pull_tile, *(x.at[me] for x in staged[:1]))
+                multiply(dk_total, dscores_SQ.astype(dtype), q_tile, *(x.at[me] for x in staged[1:]))
+                gpu.wgmma_wait(0)
+                gpu.barrier_arrive(q_done.at[slot])
+                gpu.barrier_arrive(pull_done.at[slot])
+
+            lax.fori_loop(0, steps * (H // G), step, None)
+            k_tile[...] = (dk_total[...] * K**-0.5).astype(dtype)
+            v_tile[...] = dv_total[...].astype(dtype)
+            gpu.commit_smem()
+            gpu.copy_smem_to_gmem(k_tile, dk.at[b, own, g])
+            gpu.copy_smem_to_gmem(v_tile, dv.at[b, own, g])
+            gpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(me < COMPUTING)
+        def _():
+            gpu.set_max_registers(240, action="increase")
+            pl.run_scoped(compute, gpu.ACC((HEIGHT, K)), gpu.ACC((HEIGHT, K)))
+
+        @pl.when(me == COMPUTING)
+        def _():
+            gpu.set_max_registers(24, action="decrease")
+
+            def send(i, _):
+                slot, (h, at) = lax.rem(i, jnp.int32(DKV_STAGES)), place(i)
+                there = pl.ds(at, DKV_QUERIES)
+                for given, tiles, numbers, number_tiles, came, done in (
+                        (q, q_tiles, lse, lse_tiles, q_came, q_done),
+                        (pull, pull_tiles, delta, delta_tiles, pull_came, pull_done)):
+                    @pl.when(i >= DKV_STAGES)
+                    def _(done=done):
+                        gpu.barrier_wait(done.at[slot])
+                    gpu.copy_gmem_to_smem(given.at[b, there, h], tiles.at[slot], came.at[slot])
+                    gpu.copy_gmem_to_smem(numbers.at[b, h, there], number_tiles.at[slot], came.at[slot])
+
+            lax.fori_loop(0, steps * (H // G), send, None)
+            drain(steps * (H // G), q_done, pull_done)
+
+    own, sent = swizzled((COMPUTING, HEIGHT, K), dtype), swizzled((DKV_STAGES, DKV_QUERIES, K), dtype)
+    numbers = gpu.SMEM((DKV_STAGES, DKV_QUERIES), jnp.float32)
+    return gpu.kernel(
+        body, out_type=(jax.ShapeDtypeStruct(k_BTGK.shape, dtype),) * 2, grid=(G, blocks, B),
+        grid_names=("head", "block", "batch"), num_threads=COMPUTING + 1, thread_name="group",
+        scratch_types=(
+            own, own, sent, sent, numbers, numbers, gpu.Barrier(num_arrivals=2, num_barriers=COMPUTING),
+            *(gpu.Barrier(num_arrivals=2, num_barriers=DKV_STAGES),) * 2,
+            *(gpu.Barrier(num_arrivals=COMPUTING, num_barriers=DKV_STAGES),) * 2,
+            *2 * staging(tile, dtype, interpret)),
+        kernel_name=name, interpret=interpret, compiler_params=gpu.CompilerParams(approx_math=True),
+    )(q_BTHK, k_BTGK, v_BTGK, pull_BTHK, lse_BHT, delta_BHT, last_BT, jnp.arange(T, dtype=jnp.int32))
+
+
+def two_products(first: tuple[Any, Any], second: tuple[Any, Any], tile: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """Return two products of matrices in shared memory, begun together."""
+    def compute(one, other):
+        gpu.wgmma(one, *first)
+        gpu.wgmma(other, *second)
+        return one[...], other[...]
+    return pl.run_scoped(compute, gpu.ACC(tile), gpu.ACC(tile))
+
+
+def slope(weights: jax.Array, scores_log2: jax.Array, soft_cap: float) -> jax.Array:
+    """Return weights times the derivative of capped scores by those before."""
+    if not soft_cap:
+        return weights
+    tanh = scores_log2 * (1 / (soft_cap * LOG2E))
+    return weights * (1.0 - tanh * tanh)
