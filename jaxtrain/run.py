@@ -483,8 +483,9 @@ def _checked(config: Config, mesh: AnyMesh, rules: Rules, compute: str,
     validation.check(config, mesh, rules, microbatches)
     dtype, kind = jnp.dtype(precision.DTYPES[compute]), sharding.platform_of(mesh, platform).partition(":")[0]
     strategy = choose_strategy(config.mesh.context_strategy, stages, sharding.shards(rules["seq"], mesh))
-    choose_backend(config.train.attention, kind, dtype, config.data.seq_len,
-                   config.model.head_dim + config.model.rope_head_dim, strategy)
+    with sharding.use(mesh, rules, platform):
+        choose_backend(config.train.attention, kind, dtype, config.data.seq_len,
+                       config.model.head_dim + config.model.rope_head_dim, strategy, packed=True)
     experts.check(config, mesh, rules, dtype, platform)
     if config.train.expert_exchange == "ragged" and kind == "cpu" and mesh.shape["expert"] > 1:
         raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")

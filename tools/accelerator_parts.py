@@ -36,8 +36,8 @@ def attention(session: Session) -> None:
                    for n, count in enumerate((heads, groups, groups)))
         work = kernels.flops(kernels.FORWARD, [x.shape for x in (q, k, v)])
         back = kernels.flops(kernels.BACKWARD, [x.shape for x in (q, k, v)])
-        for backend in ("cudnn", "xla") if gpu else ("xla",):
-            for documents in (True, False) if backend == "cudnn" else (True,):
+        for backend in ("mosaic", "cudnn", "xla") if gpu else ("xla",):
+            for documents in (True, False) if backend != "xla" else (True,):
                 def forward(q, k, v, backend=backend, seen=segments if documents else None):
                     return attend(q, k, v, segments_BT=seen, backend=backend)
 

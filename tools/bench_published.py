@@ -95,6 +95,8 @@ class Row:
         for remat in self.remat.split("/"):
             train = {"train.accumulation": 1, "train.precision": "bfloat16", "train.remat": remat,
                      "train.loss_chunks": 1}  # most of them hold all logits
+            if self.target.platform == "cuda":
+                train["train.attention"] = "cudnn"  # their rows are not of documents
             config = load_config(ROOT / "configs" / f"{file}.py", {
                 **changes, **{f"mesh.{axis}": size for axis, size in axes.items()}, **batch, **train, **self.more})
             found.append(estimate(config, self.target, self.devices))

@@ -188,7 +188,7 @@ class TrainConfig:
                 raise UserError(f"train.{name}", f"{getattr(self, name)} is more than 32 bits hold",
                                 "use less than 2^31")
         one_of("train.precision", self.precision, ("auto", "float32", "bfloat16", "float16"))
-        one_of("train.attention", self.attention, ("auto", "xla", "cudnn", "splash"))
+        one_of("train.attention", self.attention, ("auto", "xla", "cudnn", "mosaic", "splash"))
         one_of("train.expert_exchange", self.expert_exchange, ("auto", "gather", "ragged"))
         one_of("train.grouped_matmul", self.grouped_matmul, ("auto", "xla", "mosaic"))
         one_of("train.remat", self.remat, ("none", "full", "dots", "attention", "attention_and_dots"))

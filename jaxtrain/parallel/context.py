@@ -106,7 +106,8 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT:
     # Within a pipeline the axis is already manual.
     stages = 1 if AXIS in sharding.free_axes(mesh) else mesh.shape["stage"]
     strategy = choose_strategy(strategy, stages)
-    backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], strategy)
+    backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], strategy,
+                             packed=segments_BT is not None)
     if strategy != "ulysses":
         return _attend(strategy, window, q_BTHK, k_BSGK, v_BSGK, segments_BT)
     repeats = math.lcm(k_BSGK.shape[2] // split, n) * split // k_BSGK.shape[2]

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtrain.kernels.grouped_matmul import DIMENSION, ROWS
 from jaxtrain.plan import hlo
-from jaxtrain.plan.trace.kernels import splash_flops, splash_phase
+from jaxtrain.plan.trace.kernels import mosaic_flops, phase_of, splash_flops
 
 CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")  # their time is that of what they run
 _NOTHING = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "iota",
@@ -49,6 +49,7 @@ class Instruction:
     bytes: float = 0.0
     dtype: str = ""  # of its products' operands; "" without products
     grouped: bool = False  # whether it is a kernel of `kernels.mosaic_grouped_matmul`
+    inner: "Instruction | None" = None  # the kernel of attention in a fusion with slices
 
     @property
     def path(self) -> str:
@@ -70,9 +71,16 @@ class Instruction:
         return found[1] if found else ""
 
     @property
+    def own(self) -> bool:
+        """Whether it is a kernel of jaxtrain's for GPUs."""
+        return (self.inner or self).target.startswith("mosaic_gpu")
+
+    @property
     def attention(self) -> str:
         """Whether it is a kernel of attention: "attention", "attention backward", or "" for all others."""
-        phase = splash_phase(self.path) if self.target == "tpu_custom_call" else ""
+        if self.inner is not None:
+            return self.inner.attention
+        phase = phase_of(self.path) if self.target == "tpu_custom_call" or self.own else ""
         if phase or "fmha" in self.target:
             return "attention backward" if phase in ("dkv", "dq") or "Backward" in self.target else "attention"
         return ""
@@ -187,11 +195,13 @@ def _count(instruction: Instruction, made: Program) -> None:
         return
     products = [instruction, *(inner for name in instruction.called for inner in made.inside(name))]
     for product in products:
-        if product.target.startswith("mosaic_gpu") and (filled := _GROUPED.search(product.path)):
+        if product.own and (filled := _GROUPED.search(product.path)):
             _count_grouped(instruction, product, int(filled[1]), made)
             return
         if flops := _flops(product, made):
             instruction.flops += flops
+            if product is not instruction and product.attention:
+                instruction.inner = product
             first = 2 if product.target == "tpu_custom_call" else 0  # behind the tables of blocks
             instruction.dtype = instruction.dtype or _operand(product, first, made)[0]
     if instruction.opcode in ("fusion", "fusion-start"):
@@ -239,11 +249,12 @@ def _flops(instruction: Instruction, made: Program) -> float:
         summed = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.text)
     elif instruction.opcode == "convolution":
         return _convolution(instruction, made)
-    elif target == "tpu_custom_call" and instruction.attention:
+    elif instruction.attention and "fmha" not in target:
         arrays = [made.instructions[name].arrays[0] for name in instruction.operands if name in made.instructions]
-        rows = [dims for dtype, dims in arrays if len(dims) > 2 and dtype in ("bf16", "f32")]
+        rows = [dims for dtype, dims in arrays if len(dims) > 2 and dtype in ("bf16", "f16", "f32")]
         window = re.search(r"\bwindow_(\d+)", instruction.path)
-        return splash_flops(splash_phase(instruction.path), rows, int(window[1]) if window else 0)
+        count = mosaic_flops if instruction.own else splash_flops
+        return count(phase_of(instruction.path), rows, int(window[1]) if window else 0)
     elif "fmha" in target:
         (_, queries), (_, keys) = (_operand(instruction, index, made) for index in (0, 1))
         if len(queries) != 4 or len(keys) != 4:

@@ -21,7 +21,9 @@ ALONE: Mapping[str, Mapping[str, float]] = {
     "tpu": {"matmul": 0.90, "attention": 0.60, "attention backward": 0.50, "memory": 0.85, "links": 0.90},
     "cpu": {"matmul": 1.0, "attention": 1.0, "attention backward": 1.0, "memory": 1.0, "links": 1.0},
 }
-GROUPED = 0.50  # of the peak, in our kernels for grouped matmuls: not measured
+# Of the peak, in our own kernels for GPUs: not measured.
+GROUPED = 0.50
+MOSAIC: Mapping[str, float] = {"attention": 0.50, "attention backward": 0.40}
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Roofline:
             return 0.0
         if instruction.grouped:
             return instruction.flops / (self._peak(instruction.dtype) * GROUPED)
-        return instruction.flops / (self._peak(instruction.dtype) * self.shares[instruction.attention or "matmul"])
+        shares = MOSAIC if instruction.own and instruction.attention else self.shares
+        return instruction.flops / (self._peak(instruction.dtype) * shares[instruction.attention or "matmul"])
 
     def talking(self, collective: Instruction) -> float:
         """Return the seconds of a collective at the bandwidth of the slowest link that it crosses."""

@@ -54,7 +54,7 @@ def test_text_becomes_what_the_field_is(key, text, value):
     ({}, {"train.precision": "bf16"}, "train.precision: 'bf16' is not supported; did you mean 'bfloat16'?"),
     ({}, {"pipeline.schedule": "dualpipe"}, "pipeline.schedule: 'dualpipe' is not supported; did you mean 'zb_v'?"),
     ({}, {"pipeline.schedule": "pipe"}, "pipeline.schedule: 'pipe' is not supported; did you mean 'gpipe'?"),
-    ({}, {"train.attention": "xl"}, "train.attention: 'xl' is not supported; known: auto, cudnn, splash, xla"),
+    ({}, {"train.attention": "xl"}, "train.attention: 'xl' is not supported; known: auto, cudnn, mosaic, splash, xla"),
     ({}, {"optimizer.learning_rate": "1,5"}, "optimizer.learning_rate: '1,5' is not a finite number; give a finite "
      "number"),
     ({"optimiser": {}}, {}, "optimiser: there is no such key; did you mean 'optimizer'?"),

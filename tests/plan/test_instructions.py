@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain.plan.instructions import CONTAINERS, program
 from jaxtrain.plan.roofline import GROUPED as GROUPED_SHARE
-from jaxtrain.plan.roofline import Roofline
+from jaxtrain.plan.roofline import MOSAIC, Roofline
 from jaxtrain.plan.targets import TARGETS
 
 
@@ -81,6 +81,37 @@ def test_products_and_attention_of_tpus():
     assert not flops
     assert [code.instructions[f"attention.{n}"].attention for n in (1, 2)] == ["attention", "attention backward"]
     assert code.instructions["attention.1"].dtype == "bf16"
+
+
+# Attention of jaxtrain's for packed documents, in a fusion with the slice of what was kept of a layer.
+OWN = """HloModule jit_f
+
+%sliced (kept: bf16[9,2,256,4,64], k: bf16[2,256,2,64], at: s32[]) -> bf16[2,256,4,64] {
+  %kept = bf16[9,2,256,4,64]{4,3,2,1,0} parameter(0)
+  %k = bf16[2,256,2,64]{3,2,1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %slice = bf16[1,2,256,4,64]{4,3,2,1,0} dynamic-slice(%kept, %at, %zero, %zero, %zero, /*index=5*/%zero), dynamic_slice_sizes={1,2,256,4,64}
+  %q = bf16[2,256,4,64]{3,2,1,0} bitcast(%slice)
+  ROOT %kernel = bf16[2,256,4,64]{3,2,1,0} custom-call(%q, %k, %k, %q), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/transpose(jvp(attention))/window_100/mosaic_attention_dq/mpmd_map"}
+}
+
+ENTRY %main (a: bf16[9,2,256,4,64], b: bf16[2,256,2,64], i: s32[]) -> bf16[2,256,4,64] {
+  %a = bf16[9,2,256,4,64]{4,3,2,1,0} parameter(0)
+  %b = bf16[2,256,2,64]{3,2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %fusion = bf16[2,256,4,64]{3,2,1,0} fusion(%a, %b, %i), kind=kCustom, calls=%sliced
+}
+"""  # noqa: E501
+
+
+def test_attention_in_a_fusion():
+    code = program(OWN)
+    made = code.instructions["fusion"]
+    assert made.flops == code.instructions["kernel"].flops == 2 * 2 * 4 * 3 * 64 * 3 * 128**2  # three of four blocks
+    assert (made.attention, made.own, made.dtype) == ("attention backward", True, "bf16")
+    seconds = Roofline(TARGETS["h100"], code, {}).computing(made)
+    assert seconds == made.flops / (TARGETS["h100"].peak["bfloat16"] * MOSAIC["attention backward"])
 
 
 TEXT = """HloModule jit_f

@@ -12,16 +12,19 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import UserError
-from jaxtrain.kernels.attention import cudnn_attention, splash_attention, xla_attention
+from jaxtrain.kernels.attention import cudnn_attention, mosaic_attention, splash_attention, xla_attention
 from jaxtrain.sharding import rules as sharding
 
 HEADS = ("batch", "seq", "act_heads", "act_head_dim")
 KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
 # Of a device's own arrays: attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap).
 BACKENDS: dict[str, Callable[..., jax.Array]] = {
-    "xla": xla_attention.attention, "cudnn": cudnn_attention.attention, "splash": splash_attention.attention}
-_REFUSALS = {"cudnn": cudnn_attention.refusal, "splash": splash_attention.refusal}
-_KERNELS = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}  # what auto chooses if it can
+    "xla": xla_attention.attention, "cudnn": cudnn_attention.attention, "mosaic": mosaic_attention.attention,
+    "splash": splash_attention.attention}
+_REFUSALS = {"cudnn": cudnn_attention.refusal, "mosaic": mosaic_attention.refusal, "splash": splash_attention.refusal}
+_GPU = ("mosaic", "cudnn")
+_KERNELS = {"gpu": _GPU, "cuda": _GPU, "tpu": ("splash",)}  # of which auto chooses the first that can
+_PADDING = {"mosaic": mosaic_attention.BLOCK, "splash": splash_attention.LANES}  # to a multiple of so many tokens
 
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
@@ -35,10 +38,11 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
         segments_BT: the document of each token, in rows of several; tokens see only their own.
         window: how many tokens a query looks back on, itself included; 0: all.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`; 0: they stay.
-        backend: `auto`, `xla`, `cudnn` (NVIDIA GPUs) or `splash` (TPUs; interpreted on CPUs, to check its numbers).
+        backend: `auto`, `xla`, `cudnn` (NVIDIA GPUs), `mosaic` (H100 and H200) or `splash` (TPUs; interpreted on CPUs,
+            to check its numbers).
     """
     backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3],
-                             soft_cap=soft_cap)
+                             soft_cap=soft_cap, packed=segments_BT is not None)
     if sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
         # Fewer key/value heads than devices: each device takes those that its query heads attend to.
         repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
@@ -61,18 +65,20 @@ def by_device(backend: str, heads: jax.P | None, rows: jax.P | None, window: int
 
 
 def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, strategy: str = "",
-                   soft_cap: float = 0.0) -> str:
+                   soft_cap: float = 0.0, packed: bool = False) -> str:
     """Return the backend that `train.attention` selects here; raises UserError if it cannot do this.
 
-    `strategy`: how attention crosses the parts of a sequence; "" if every device has whole ones.
+    `strategy`: how attention crosses the parts of a sequence; "" if every device has whole ones. `packed`: whether rows
+    may hold several documents; without, `auto` leaves to cuDNN what it computes faster than `mosaic`.
     """
-    name = _KERNELS.get(platform, "xla") if asked == "auto" else asked
-    if name == "xla":
-        return name
     tiled = strategy not in ("", "ulysses") and f"mesh.context_strategy={strategy} has tiles; ulysses uses the kernel"
-    reason = _REFUSALS[name](platform, dtype, seq_len, head_dim, soft_cap) or tiled
+
+    def reason(name):
+        return _REFUSALS[name](platform, dtype, seq_len, head_dim, soft_cap) or tiled
+
     if asked == "auto":
-        return "xla" if reason or (name == "splash" and seq_len < splash_attention.LANES) else name
-    if reason:
-        raise UserError("train.attention", f"the {name} backend cannot do this: {reason}", "use 'auto' or 'xla'")
-    return name
+        able = (name for name in _KERNELS.get(platform, ()) if seq_len >= _PADDING.get(name, 0) and not reason(name))
+        return next((name for name in able if packed or name != "mosaic"), "xla")
+    if asked != "xla" and (why := reason(asked)):
+        raise UserError("train.attention", f"the {asked} backend cannot do this: {why}", "use 'auto' or 'xla'")
+    return asked

@@ -13,24 +13,31 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels import attention, grouped_matmul
-from jaxtrain.kernels.attention import splash_attention
+from jaxtrain.kernels.attention import mosaic_attention, splash_attention
 
 FORWARD, BACKWARD = "attention_forward", "attention_backward"
+MOSAIC = {phase: f"attention_mosaic_{phase}" for phase in ("fwd", "dq", "dkv")}
 ROWS_BY_GROUP, GROUP_BY_GROUP = "grouped_matmul_of_rows", "grouped_matmul_of_groups"
 
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
     """Replace cuDNN attention by one operation per direction, which keeps operands, result and a row of sums; and each
-    product of a grouped matmul by one operation.
+    kernel of mosaic attention and of a grouped matmul by one operation.
     """
-    before = attention.BACKENDS["cudnn"], grouped_matmul._product, grouped_matmul._products_of_groups
-    attention.BACKENDS["cudnn"] = _attention
-    grouped_matmul._product, grouped_matmul._products_of_groups = _product, _products_of_groups
+    functions = {grouped_matmul: (_product, _products_of_groups),
+                 mosaic_attention: (_results, _by_queries, _by_keys_and_values)}
+    before = [(module, one.__name__, getattr(module, one.__name__)) for module, own in functions.items() for one in own]
+    cudnn, attention.BACKENDS["cudnn"] = attention.BACKENDS["cudnn"], _attention
+    for module, own in functions.items():
+        for one in own:
+            setattr(module, one.__name__, one)
     try:
         yield
     finally:
-        attention.BACKENDS["cudnn"], grouped_matmul._product, grouped_matmul._products_of_groups = before
+        attention.BACKENDS["cudnn"] = cudnn
+        for saved in before:
+            setattr(*saved)
 
 
 def flops(name: str, shapes: list[tuple[int, ...]], window: int = 0, filled: int = 0) -> float:
@@ -41,6 +48,8 @@ def flops(name: str, shapes: list[tuple[int, ...]], window: int = 0, filled: int
     """
     if name in (ROWS_BY_GROUP, GROUP_BY_GROUP):
         return 2.0 * filled * math.prod(shapes[1][1:]) * (shapes[0][1] if name == GROUP_BY_GROUP else 1)
+    if phase := next((phase for phase, called in MOSAIC.items() if called == name), ""):
+        return mosaic_flops(phase, shapes, window)
     (B, T, H, K), (_, S, _, _), (_, _, _, V) = shapes[:3]
     window = min(window or S, S)
     # Causal: queries 0..window-1 see half a window on average, the later ones all of it.
@@ -59,10 +68,36 @@ def _products_of_groups(filled: int, rows_RK: jax.Array, others_RN: jax.Array, s
     return jax.ffi.ffi_call(GROUP_BY_GROUP, out)(rows_RK, others_RN, sizes_G, filled=np.int32(filled))
 
 
-def splash_phase(name: str) -> str:
-    """Return which of splash attention's kernels has this name: "fwd", "dkv" or "dq"; "" for any other."""
-    found = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", name)
+def _results(options, q_BTHK, k_BTGK, v_BTGK, first_BT):
+    B, T, H, _ = q_BTHK.shape
+    out = jax.ShapeDtypeStruct(q_BTHK.shape, q_BTHK.dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
+    return jax.ffi.ffi_call(MOSAIC["fwd"], out)(q_BTHK, k_BTGK, v_BTGK, first_BT, window=np.int32(options[0]))
+
+
+def _by_queries(options, q_BTHK, *others):
+    out = jax.ShapeDtypeStruct(q_BTHK.shape, q_BTHK.dtype)
+    return jax.ffi.ffi_call(MOSAIC["dq"], out)(q_BTHK, *others, window=np.int32(options[0]))
+
+
+def _by_keys_and_values(options, q_BTHK, k_BTGK, v_BTGK, *others):
+    out = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BTGK, v_BTGK))
+    return jax.ffi.ffi_call(MOSAIC["dkv"], out)(q_BTHK, k_BTGK, v_BTGK, *others, window=np.int32(options[0]))
+
+
+def phase_of(name: str) -> str:
+    """Return which kernel of splash or mosaic attention has this name: "fwd", "dkv" or "dq"; "" for any other."""
+    found = re.search(r"(?:splash_m[hq]a|mosaic_attention)_(fwd|dkv|dq)", name)
     return found[1] if found else ""
+
+
+def mosaic_flops(phase: str, shapes: Sequence[tuple[int, ...]], window: int = 0) -> float:
+    """Return the FLOP of a kernel of mosaic attention on queries, keys and values of these shapes.
+
+    Whole blocks count, as if each row were one document, since documents are not known before a run.
+    """
+    (B, T, H, K), _, (*_, V) = shapes[:3]
+    pairs = _pairs(T, mosaic_attention.BLOCK, window)
+    return 2.0 * B * H * pairs * {"fwd": K + V, "dq": 2 * K + V, "dkv": 2 * K + 2 * V}[phase]
 
 
 def splash_flops(phase: str, shapes: Sequence[tuple[int, ...]], window: int = 0) -> float:
@@ -71,11 +106,15 @@ def splash_flops(phase: str, shapes: Sequence[tuple[int, ...]], window: int = 0)
     It computes whole blocks: those in which some query sees some key.
     """
     (*heads, T, K), _, (*_, V) = shapes[:3]
-    side = splash_attention.block_of(T, window)
-    back = T // side if not window else -(-(window - 1) // side)  # blocks before its own that a query may see
-    pairs = side**2 * sum(min(row, back) + 1 for row in range(T // side))
+    pairs = _pairs(T, splash_attention.block_of(T, window), window)
     widths = {"fwd": K + V, "dq": 2 * K + V, "dkv": 2 * K + 2 * V + (K if splash_attention.is_fused(T, window) else 0)}
     return 2.0 * math.prod(heads) * pairs * widths[phase]
+
+
+def _pairs(T: int, side: int, window: int) -> int:
+    """Return the pairs of tokens in blocks in which some query sees some key."""
+    back = T // side if not window else -(-(window - 1) // side)  # blocks before its own that a query may see
+    return side**2 * sum(min(row, back) + 1 for row in range(T // side))
 
 
 def _attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: Any, window: int,

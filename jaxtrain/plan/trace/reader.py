@@ -124,7 +124,7 @@ class _Reader(Placing):
             told = {key: int(number) for key, number in dict(eqn.params["attributes"]).items()}
             return self.emit(called, "real", inputs, outputs, flops=kernels.flops(
                 called, [v.shape for v in inputs], **told))
-        if name == "pallas_call" and (phase := kernels.splash_phase(str(eqn.params.get("name")))):
+        if name == "pallas_call" and (phase := kernels.phase_of(str(eqn.params.get("name")))):
             inputs = sorted(inputs, key=lambda v: not jnp.issubdtype(v.dtype, jnp.floating))  # tables of blocks last
             return self.emit(f"attention_{phase}", "real", inputs, outputs, flops=kernels.splash_flops(
                 phase, [value.shape for value in inputs], self.window))

@@ -84,7 +84,8 @@ def test_what_layers_keep_on_a_mesh(cudnn, config, branches):
 
 @cache
 def predicted(policy):
-    config = jt.load_config("configs/llama3_8b.py", {"mesh.fsdp": 8, "data.global_batch_size": 8})
+    config = jt.load_config("configs/llama3_8b.py", {
+        "mesh.fsdp": 8, "data.global_batch_size": 8, "train.attention": "cudnn"})
     return estimate(change(config, {"train.remat": policy, "train.accumulation": 1}), targets.TARGETS["h200"], 8)
 
 
