@@ -24,6 +24,7 @@ BACKENDS: dict[str, Callable[..., jax.Array]] = {
 _REFUSALS = {"cudnn": cudnn_attention.refusal, "mosaic": mosaic_attention.refusal, "splash": splash_attention.refusal}
 _GPU = ("mosaic", "cudnn")
 _KERNELS = {"gpu": _GPU, "cuda": _GPU, "tpu": ("splash",)}  # of which auto chooses the first that can
+_LONG = 16_384  # tokens of a row from which the mask that cuDNN reads, 2 bytes for each pair, is 512 MiB and more
 _PADDING = {"mosaic": mosaic_attention.BLOCK, "splash": splash_attention.LANES}  # to a multiple of so many tokens
 
 
@@ -69,7 +70,7 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
     """Return the backend that `train.attention` selects here; raises UserError if it cannot do this.
 
     `strategy`: how attention crosses the parts of a sequence; "" if every device has whole ones. `packed`: whether rows
-    may hold several documents; without, `auto` leaves to cuDNN what it computes faster than `mosaic`.
+    may hold several documents; `auto` takes `mosaic` for long ones, and for those that cuDNN cannot compute.
     """
     tiled = strategy not in ("", "ulysses") and f"mesh.context_strategy={strategy} has tiles; ulysses uses the kernel"
 
@@ -77,8 +78,10 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
         return _REFUSALS[name](platform, dtype, seq_len, head_dim, soft_cap) or tiled
 
     if asked == "auto":
-        able = (name for name in _KERNELS.get(platform, ()) if seq_len >= _PADDING.get(name, 0) and not reason(name))
-        return next((name for name in able if packed or name != "mosaic"), "xla")
+        able = [name for name in _KERNELS.get(platform, ()) if seq_len >= _PADDING.get(name, 0) and not reason(name)]
+        if "mosaic" in able and not (packed and (seq_len >= _LONG or "cudnn" not in able)):
+            able.remove("mosaic")
+        return next(iter(able), "xla")
     if asked != "xla" and (why := reason(asked)):
         raise UserError("train.attention", f"the {asked} backend cannot do this: {why}", "use 'auto' or 'xla'")
     return asked

@@ -151,7 +151,7 @@ def test_two_numbers_of_a_token_say_who_sees_whom(window, more):
 
 
 # ----------------------------------------------------------------------------------------------- where it is the choice
-H100 = "cuda:9"
+H100, LONG = "cuda:9", 16_384
 
 
 def chosen(asked, platform, dtype=BF16, seq_len=4096, head_dim=128, strategy="", packed=True, soft_cap=0.0):
@@ -175,12 +175,12 @@ def test_it_refuses_by_name_what_it_cannot_do(platform, keys, word, instead):
 
 
 @needs_mosaic
-def test_auto_takes_it_for_packed_documents_on_hopper():
-    assert chosen("auto", H100) == chosen("mosaic", H100) == chosen("auto", H100, F16, 4000, 64, "ulysses") == "mosaic"
-    assert chosen("auto", H100, soft_cap=30.0) == "mosaic"
-    assert chosen("auto", H100, packed=False) == chosen("cudnn", H100) == "cudnn"
+def test_auto_takes_it_for_long_packed_rows_on_hopper():
+    assert chosen("auto", H100, seq_len=LONG) == chosen("auto", H100, F16, LONG, 64, "ulysses") == "mosaic"
+    assert chosen("auto", H100, seq_len=LONG, packed=False) == chosen("cudnn", H100, seq_len=LONG) == "cudnn"
+    assert chosen("auto", H100) == "cudnn" and chosen("mosaic", H100) == "mosaic"
+    assert chosen("auto", H100, soft_cap=30.0) == "mosaic"  # which cuDNN does not compute
     assert chosen("mosaic", H100, packed=False) == "mosaic"
-    assert chosen("auto", H100, seq_len=64) == "cudnn"  # half of a tile would be padding
 
 
 @needs_mosaic
@@ -188,12 +188,12 @@ def test_auto_takes_it_for_packed_documents_on_hopper():
     (12060, "mosaic"), (12080, "cudnn"), (12090, "cudnn"), (13000, "mosaic")])
 def test_a_compiler_that_is_known_to_be_wrong_is_not_used(monkeypatch, cuda, instead):
     monkeypatch.setattr(mosaic_attention, "_cuda_version", lambda: cuda)
-    assert chosen("auto", H100) == instead
+    assert chosen("auto", H100, seq_len=LONG) == instead
 
 
 def test_older_versions_of_jax_refuse(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert chosen("auto", H100) == "cudnn"
+    assert chosen("auto", H100, seq_len=LONG) == "cudnn"
     with pytest.raises(UserError, match=r"it needs JAX 0\.11 or newer"):
         chosen("mosaic", H100)
 
@@ -213,7 +213,7 @@ def layers(policy):
     """Return the gradient of a stack of three layers of attention."""
     def layer(x, segments):
         q = sharding.constrain(x * 1.5, *attention.HEADS)
-        return attention.attend(q, q, q, segments_BT=segments)
+        return attention.attend(q, q, q, segments_BT=segments, backend="mosaic")
 
     def loss(x, segments):
         kept = remat(policy)(layer)
@@ -245,7 +245,7 @@ def test_what_policies_compute_again(policy, forwards):
 
 
 @functools.cache
-def predicted(policy, kernel="auto"):
+def predicted(policy, kernel="mosaic"):
     config = jt.load_config("configs/llama3_8b.py", {
         "mesh.fsdp": 8, "data.global_batch_size": 8, "train.attention": kernel, "train.remat": policy})
     return estimate(change(config, {"train.accumulation": 1}), targets.TARGETS["h200"], 8)
