@@ -441,8 +441,10 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     frozen |= jax.eval_shape(goal.init_frozen, jax.random.key(0))
     own_dtype = model.metadata("compute_dtype", "") | goal.frozen_metadata("compute_dtype")
     frozen = _frozen_dtype(config, frozen, partition.like(own_dtype, frozen))
-    # Moments of 8 bits pass through float32 as whole arrays, which are kept to one layer.
-    schedule, layerwise = None, optimizer is None and config.optimizer.moment_dtype == "int8" and schedules is None
+    # Where blocks or matrices are computed with, moments pass through float32 as whole arrays: of one layer at a time.
+    own = config.optimizer if optimizer is None and schedules is None else None
+    layerwise = own is not None and (own.moment_dtype == "int8" or (own.moment_dtype, own.name) == ("bfloat16", "muon"))
+    schedule = None
     if optimizer is None:
         schedule = optimizers.make_schedule(config.optimizer, config.train.steps)
         optimizer = optimizers.make_optimizer(config.optimizer, schedule, axes)

@@ -20,8 +20,11 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
            window: int = 0, backend: str = "auto", context: str = "auto") -> jax.Array:
     """Return causal attention over keys of the same segment and, with `window`, of the last `window` tokens.
 
-    Where a mesh shards the sequence over `context`, the tokens are in balanced order (parallel/context.py).
+    Segments that are booleans only say which tokens are not padding: each row is one text then. Where a mesh shards the
+    sequence over `context`, the tokens are in balanced order (parallel/context.py).
     """
+    if segments_BT is not None and segments_BT.dtype == bool:
+        segments_BT = None
     if parallel.size() > 1:
         return parallel.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT, window=window, strategy=context, backend=backend)
     return attention.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT=segments_BT, window=window, backend=backend)

@@ -42,7 +42,7 @@ class Distillation(NextToken):
         """The student's parameters and the teacher's output projection; the batch with its final activations."""
         own, batch = super().prepare(params, batch)
         model = self.teacher.merge(params[TEACHER])
-        x_BTD, _ = model.through(model.begin(batch["tokens"], batch["positions"]), batch.get("segments"),
+        x_BTD, _ = model.through(model.begin(batch["tokens"], batch["positions"]), batch["segments"],
                                  batch["positions"])
         head = {key: value for key, value in params[TEACHER].items() if key not in Decoder.STACKS}
         return own | {TEACHER: head}, batch | {TEACHER: jax.lax.stop_gradient(model.finish(x_BTD))}
@@ -57,7 +57,7 @@ class Distillation(NextToken):
     @property
     def evaluation(self) -> NextToken:
         """The cross-entropy alone, without the teacher."""
-        return NextToken(self.model, self.chunks, penalties=False)
+        return NextToken(self.model, self.chunks, cross_documents=self.cross_documents, penalties=False)
 
     @property
     def frozen_axes(self) -> dict:

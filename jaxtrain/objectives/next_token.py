@@ -72,7 +72,7 @@ class NextToken:
         batch = with_second_targets(batch) if self.mtp_loss_weight else batch
         if self.cross_documents:
             positions_BT = jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1]), batch["tokens"].shape)
-            batch = {key: x for key, x in batch.items() if key != "segments"} | {"positions": positions_BT}
+            batch = batch | {"positions": positions_BT, "segments": batch["segments"] > 0}
         return partition.like(params, self.model.params()), arrange(batch)
 
     def begin(self, params: Any, batch: Any) -> jax.Array:
@@ -82,7 +82,7 @@ class NextToken:
     def middle(self, params: Any, x_BTD: jax.Array, batch: Any,
                slots: Any = None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """All layers that `params` holds -> activations, summed penalties, and what else is summed for metrics."""
-        x_BTD, aux = self.model.merge(params).through(x_BTD, batch.get("segments"), batch["positions"], slots)
+        x_BTD, aux = self.model.merge(params).through(x_BTD, batch["segments"], batch["positions"], slots)
         penalty = _weighted(aux.pop("penalty", None), batch)
         return x_BTD, penalty if self.penalties else jnp.zeros_like(penalty), aux
 
@@ -95,7 +95,7 @@ class NextToken:
         head_DV = model.head()
         loss, plain = self.head_loss(params, model.finish(x_BTD), head_DV, batch)
         if "second_targets" in batch:
-            y_BTD, aux = model.look_ahead(x_BTD, batch["targets"], batch.get("segments"), batch["positions"])
+            y_BTD, aux = model.look_ahead(x_BTD, batch["targets"], batch["segments"], batch["positions"])
             entropy = partial(cross_entropy, z_loss=self.z_loss, chunks=self.chunks)
             second = entropy(y_BTD, head_DV, batch["second_targets"], batch["second_weights"])
             loss += self.mtp_loss_weight * second + _weighted(aux.get("penalty"), batch)

@@ -288,17 +288,17 @@ def _end_of_step(path: Path, step: int) -> tuple[int, int]:
 
     A step whose digits are damaged may stand on the wrong side: the place that fits most lines is taken.
     """
-    end = damaged = seen = fit = best = 0
+    end = damaged = seen = fit = best = last = 0
     for line, at in lines_with_ends(path):
         try:
-            belongs = parsed(line, {"step": int})["step"] <= step
+            found = parsed(line, {"step": int})["step"]
         except ValueError:
             seen += 1
             continue
-        fit += 1 if belongs else -1
-        seen += not belongs
-        if belongs and fit >= best:
-            end, damaged, best = at, seen, fit
+        fit += 1 if found <= step else -1
+        seen += found > step
+        if found <= step and (fit > best or (fit == best and found >= last)):
+            end, damaged, best, last = at, seen, fit, found
     return end, damaged
 
 

@@ -24,7 +24,7 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     `table_VD` is laid out as at rest.
     """
     spec = None if sharding.activation_spec() is None else jax.typeof(table_VD).sharding.spec
-    return _lookup(table_VD, tokens_BT, (table_VD.shape[0], table_VD.dtype, spec))
+    return _lookup(table_VD, tokens_BT.astype(jnp.int32), (table_VD.shape[0], table_VD.dtype, spec))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -74,7 +74,7 @@ def _backward(at_rest, tokens_BT, dx_BTD) -> tuple[jax.Array, None]:
 
     dtable_VD = sharding.manual_region(
         local, in_specs=(P(batch, seq, None), P(batch, seq)), out_specs=P(axes, column_axes or None),
-    )(sharding.constrain(dx_BTD, "batch", "seq", "act_embed"), tokens_BT)
+    )(sharding.constrain(dx_BTD, "batch", "seq", "act_embed"), sharding.constrain(tokens_BT, "batch", "seq"))
     return jax.reshard(dtable_VD, spec), None
 
 
@@ -83,7 +83,8 @@ _lookup.defvjp(_forward, _backward)
 
 def _own_rows(tokens: jax.Array, vocab_axes: Any, held: int) -> tuple[jax.Array, jax.Array]:
     """Return where tokens are among the rows that a device holds, and whether they are there at all."""
-    rows = tokens - (lax.axis_index(vocab_axes) * held if vocab_axes else 0)
+    # Where a device holds all rows, indexing counts negative ones from the end.
+    rows = tokens - lax.axis_index(vocab_axes) * held if vocab_axes else jnp.where(tokens < 0, tokens + held, tokens)
     return rows, (rows >= 0) & (rows < held)
 
 

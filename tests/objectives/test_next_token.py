@@ -33,10 +33,27 @@ def test_cross_entropy_is_the_loss_without_penalties(family, keys):
 def test_a_row_as_one_text():
     batch = {key: jnp.asarray(x) for key, x in reference.batch(0).items()}
     model = types.SimpleNamespace(params=dict)
-    _, one = NextToken(model, cross_documents=True).prepare({}, batch)
-    assert one.keys() == batch.keys() - {"segments"} and (one["positions"] == np.arange(reference.SEQ)).all()
+    goal = NextToken(model, cross_documents=True)
+    assert goal.evaluation.cross_documents
+    _, one = goal.prepare({}, batch)
+    assert one["segments"].dtype == bool and (one["segments"] == (batch["segments"] > 0)).all()
+    assert (one["positions"] == np.arange(reference.SEQ)).all()
     _, several = NextToken(model).prepare({}, batch)
-    assert (several["positions"] == batch["positions"]).all() and "segments" in several
+    assert all((several[key] == batch[key]).all() for key in batch)
+
+
+@pytest.mark.slow
+def test_padding_of_a_row_as_one_text_reaches_no_expert():
+    """What stands in padding changes neither the loss nor the experts' load."""
+    run = reference.build("mixtral", data__cross_document_attention=True)
+    batch = reference.batch(0)
+    for name in ("segments", "weights"):
+        batch[name][:, -5:] = 0
+    other = batch | {"tokens": batch["tokens"].copy()}
+    other["tokens"][:, -5:] = 7
+    found = [reference.compiled(run)(reference.start(run, "mixtral"), run.place(one))[1] for one in (batch, other)]
+    assert float(found[0]["loss"]) == float(found[1]["loss"])
+    assert float(found[0]["moe_max_load"]) == float(found[1]["moe_max_load"])
 
 
 @pytest.mark.parametrize(("family", "keys"), [
@@ -46,7 +63,7 @@ def test_a_row_as_one_text():
 def test_attention_across_documents(family, keys):
     """Loss and gradients are those of rows that hold one document each."""
     batch, params = reference.batch(0), reference.initial(family)
-    whole = {**batch, "segments": np.ones_like(batch["segments"]),
+    whole = {**batch, "segments": (batch["segments"] > 0).astype(np.int32),
              "positions": np.broadcast_to(np.arange(reference.SEQ, dtype=np.int32), batch["tokens"].shape)}
     run = reference.build(family, data__cross_document_attention=True, **keys)
     loss, gradients = run.value_and_grad(reference.start_from(run, params), batch)

@@ -51,3 +51,22 @@ def test_rows_and_the_gradient_of_the_table(mesh, dtype):
     assert gradient.dtype == dtype
     # In bfloat16 each device rounds its sum once, and so does the sum over devices; 3,700 additions would lose half.
     np.testing.assert_allclose(np.asarray(gradient, np.float64), expected, rtol=1e-5 if dtype == jnp.float32 else 0.012)
+
+
+@pytest.mark.parametrize("mesh", ["none", "batch"])
+def test_ids_of_any_dtype_and_from_the_end(mesh):
+    """Bytes, which do not hold the number of all rows, and negative ids, which indexing counts from the end."""
+    table = jnp.arange(256.0 * D).reshape(256, D)
+    for tokens in (np.full((B, 2), 5, np.uint8), np.full((B, 2), -251, np.int32)):
+        def rows(table):
+            return lookup(table, jnp.asarray(tokens))
+
+        if MESHES[mesh] is None:
+            found, pull = jax.vjp(rows, table)
+            gradient, = pull(jnp.ones_like(found))
+        else:
+            with sharding.use(jt.make_mesh(**MESHES[mesh]), jt.rules("fsdp_tp")):
+                found, pull = jax.vjp(rows, sharding.constrain(table, "vocab", "embed"))
+                gradient, = pull(jnp.ones_like(found))
+        assert (np.asarray(found) == np.asarray(table[5])).all()
+        assert np.asarray(gradient).sum(1).nonzero()[0].tolist() == [5] and np.asarray(gradient)[5, 0] == 2 * B

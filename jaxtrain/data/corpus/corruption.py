@@ -8,7 +8,7 @@ import base64
 import threading
 import warnings
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ class SparedRows:
     """
 
     def __init__(self, rows: Any, seq_len: int, end: int):
-        self._rows, self._lock, self._asked = rows, threading.Lock(), 0
+        self._rows, self._lock, self._intact, self._refused = rows, threading.Lock(), False, 0
         self.lost: set[int] = set()  # the rows that were requested and could not be read
         ends, none = np.full(seq_len, end, np.int32), np.zeros(seq_len, np.int32)
         self._empty = {"tokens": ends, "targets": ends, "segments": none, "positions": none,
@@ -104,19 +104,24 @@ class SparedRows:
         return len(self._rows) if hasattr(self._rows, "__len__") else len(self.lengths)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        self._asked += 1  # approximate among threads
         try:
-            return self._rows[i]
+            return self._read(lambda: self._rows[i])
         except Lost:
             self._count(i)
             return self._empty
+
+    def _read(self, read: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        rows = read()
+        self._intact = True
+        return rows
 
     def _count(self, i: int) -> None:
         with self._lock:
             fresh = i not in self.lost
             self.lost.add(int(i))
+            self._refused += 1
             count = len(self.lost)
-        if count == min(MANY, len(self)) and self._asked <= count:
+        if self._refused >= min(MANY, len(self)) and not self._intact:
             raise UserError("data.source", f"all {count:,} rows that were read are corrupt",
                             "prepare the corpus again, or copy it anew")
         if fresh and count & (count - 1) == 0:  # 1, 2, 4, 8, ...
@@ -134,9 +139,8 @@ class SparedRows:
 
     def row(self, i: int, length: int) -> dict[str, np.ndarray]:
         """Return a row padded to `length`."""
-        self._asked += 1
         try:
-            return self._rows.row(i, length)
+            return self._read(lambda: self._rows.row(i, length))
         except Lost:
             self._count(i)
             return {name: column[:length] for name, column in self._empty.items()}
@@ -144,9 +148,7 @@ class SparedRows:
     def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Return several rows stacked; they are read one by one only if some are corrupt."""
         try:
-            rows = take(self._rows, np.asarray(numbers))
-            self._asked += len(numbers)
-            return rows
+            return self._read(lambda: take(self._rows, np.asarray(numbers)))
         except Lost:
             rows = [self[int(number)] for number in numbers]
             return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
