@@ -130,7 +130,8 @@ def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]
     parser.add_argument("--workdir", help="metrics, checkpoints and the resolved config go here; default: runs/CONFIG")
     parser.add_argument("--print_config", nargs="?", const="all", choices=("all", "diff"),
                         help="print the resolved config (or what the overrides changed in it) and stop")
-    parser.add_argument("--may_change", type=lambda text: text.split(","), default=[], metavar="KEY,...",
+    parser.add_argument("--may_change", type=lambda text: text.split(","), action="extend", default=[],
+                        metavar="KEY,...",
                         help="keys such as train.steps or optimizer.learning_rate that may differ from those that the "
                              "run in the workdir was begun with; run.json records the change")
     parser.add_argument("--adopt", action="store_true",

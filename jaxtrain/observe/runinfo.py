@@ -122,7 +122,7 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
     started, recorded = _read(workdir / "config.json", {str: dict}), _read(workdir / "run.json", _RUN)
     if saved and not (started and recorded):
         started, recorded = saved.get("config", started), recorded or saved
-    changed, allowed = [], []
+    changed, allowed, refused = [], [], []
     own_optimizer = "optimizer" in (parts or {})
     for section, values in (config.to_dict() if keys is None else keys).items():
         for key, value in values.items():
@@ -142,9 +142,14 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
             elif name in may_change:
                 allowed.append(change)
             else:
-                raise UserError("--workdir", f"{workdir} holds a run with {name}={before}, this config has {value}",
-                                f"give another --workdir or --config.{name}={before}"
-                                f"{f', or allow it by --may_change={name}' * (name in MAY_CHANGE)}")
+                refused.append(change)
+    if refused:
+        first = min(refused, key=lambda change: change["key"] in MAY_CHANGE)
+        name, before = first["key"], first["before"]
+        keys_to_allow = ",".join(change["key"] for change in [*allowed, *refused])
+        raise UserError("--workdir", f"{workdir} holds a run with {name}={before}, this config has {first['after']}",
+                        f"give another --workdir or --config.{name}={before}"
+                        f"{f', or allow it by --may_change={keys_to_allow}' * (name in MAY_CHANGE)}")
     before = recorded_parts(workdir, saved)  # None: a workdir of an earlier commit does not tell
     if parts is not None and before is not None and (other := difference(before, parts)):
         raise UserError("--workdir", f"{workdir} holds a run {other}",

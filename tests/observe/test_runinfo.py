@@ -61,6 +61,18 @@ def test_what_is_named_may_change_and_is_recorded(tmp_path, key):
     assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict()
 
 
+def test_all_that_must_be_allowed_is_named_at_once(tmp_path):
+    write(tmp_path)
+    config = make_config({}, {"train.steps": 200, "optimizer.warmup_steps": 10})
+    for may_change in ((), ("train.steps",)):
+        with pytest.raises(UserError, match=r"allow it by --may_change=(train.steps|optimizer.warmup_steps),"
+                                            r"(train.steps|optimizer.warmup_steps)$"):
+            check_workdir(tmp_path, config, may_change=may_change)
+    check_workdir(tmp_path, config, may_change=("train.steps", "optimizer.warmup_steps"))
+    with pytest.raises(UserError, match=r"model.num_layers=.* or --config.model.num_layers=[0-9]+$"):
+        check_workdir(tmp_path, make_config({}, {"train.steps": 200, "model.num_layers": 3}))
+
+
 @pytest.mark.parametrize("key", ["model.num_layers", "data.seed", "train.stpes"])
 def test_what_shapes_the_state_or_the_data_cannot_be_named(tmp_path, key):
     with pytest.raises(UserError, match=rf"^--may_change: {key} cannot change in a run; "):
