@@ -13,10 +13,10 @@ SOON = ("8B h200 fsdp8 full", "8B h200 {'tensor': 8}", "8B h200 {'data': 4, 'sta
         "70B h200 256 {'fsdp': 256}", "8B v5p fsdp8 full", "8B v6e {'tensor': 8, 'fsdp': 2}")
 OFF = {  # in whose collectives XLA finds more to leave out
     "70B v5p 256 {'fsdp': 8, 'tensor': 4, 'stage': 8}": 0.09,
-    # The backward pass fetches the experts' rows for two uses, of which XLA makes one.
+    # The backward pass fetches the experts' rows for two uses, of which XLA makes one (seen in the H200 programs).
     "mixtral h200 {'fsdp': 4, 'expert': 8}": 0.09, "mixtral h200 {'fsdp': 4, 'expert': 4, 'tensor': 2}": 0.11,
     "mixtral v5p {'fsdp': 4, 'expert': 8}": 0.22,
-    "qwen3 0.6B v5e fsdp4": 0.05,
+    "qwen3 0.6B v5e fsdp4": 0.05,  # a tied table; not explained
 }
 
 

@@ -177,6 +177,15 @@ def test_the_peak_of_a_step_falls_too():
     assert peak("int8") < 0.9 * peak("float32")
 
 
+@pytest.mark.parametrize(("name", "dtype", "layerwise"), [
+    ("adamw", "float32", False), ("adamw", "bfloat16", False), ("adamw", "int8", True), ("muon", "bfloat16", True),
+    ("muon", "float32", False)])
+def test_which_are_updated_layer_by_layer(name, dtype, layerwise):
+    """Those that pass through float32 as whole arrays."""
+    run = reference.build("gpt2", optimizer__name=name, optimizer__moment_dtype=dtype)
+    assert run.layout.layerwise == layerwise
+
+
 def test_adafactor_has_no_moments_to_round():
     with pytest.raises(ValueError, match=r"^optimizer.moment_dtype: adafactor keeps means of rows and columns, not "):
         OptimizerConfig(name="adafactor", moment_dtype="int8")
