@@ -93,6 +93,8 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     whole = sizes["context"] == 1 or keys["mesh.context_strategy"] == "ulysses"
     if whole and keys["train.precision"] != "float16" and rng.random() < 0.3:  # the TPU's kernel, interpreted
         keys |= {"train.attention": "splash"}
+    if not keys.get("model.mtp_loss_weight") and rng.random() < 0.25:
+        keys |= {"data.cross_document_attention": True}
     return keys
 
 
@@ -105,15 +107,17 @@ def config_of(keys: dict[str, Any]):
     return reference.tiny(keys["family"], **rest)
 
 
-def batch_of(packing: bool, empty: str = "") -> dict[str, Any]:
-    """A batch whose rows hold several segments, or one each; some are empty."""
+def batch_of(packing: bool, empty: str = "", whole: bool = False) -> dict[str, Any]:
+    """A batch whose rows hold several segments, or one each; some are empty. `whole`: weighted like the former, in rows
+    of one segment: what attention across documents makes of it.
+    """
     import numpy as np
 
     from tests.numerics import reference
 
     batch = reference.batch(0, rows=ROWS, seq=SEQ)
-    if not packing:
-        batch |= {"segments": np.ones_like(batch["segments"]),
+    if whole or not packing:
+        batch |= {"segments": (batch["segments"] > 0).astype(np.int32) if packing else np.ones_like(batch["segments"]),
                   "positions": np.broadcast_to(np.arange(SEQ, dtype=np.int32), (ROWS, SEQ)).copy()}
     for name in ("segments", "weights"):
         batch[name][EMPTY[empty]] = 0
@@ -121,7 +125,7 @@ def batch_of(packing: bool, empty: str = "") -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def _truth(model: Any, packing: bool, empty: str, z_loss: float) -> tuple[Any, ...]:
+def _truth(model: Any, packing: bool, empty: str, z_loss: float, whole: bool = False) -> tuple[Any, ...]:
     """Of the plain model: initial parameters, loss, gradient, its norm, cross-entropy, and the new biases of routers.
     """
     import jax
@@ -137,8 +141,8 @@ def _truth(model: Any, packing: bool, empty: str, z_loss: float) -> tuple[Any, .
         jax.random.key(0)))
 
     def value(params):
-        loss, excess = reference.loss_and_excess(model, params, batch_of(packing, empty), z_loss)
-        return loss, (excess, reference.evaluation(model, params, batch_of(packing, empty)))
+        loss, excess = reference.loss_and_excess(model, params, batch_of(packing, empty, whole), z_loss)
+        return loss, (excess, reference.evaluation(model, params, batch_of(packing, empty, whole)))
 
     ((loss, (excess, entropy)), grads) = jax.jit(jax.value_and_grad(value, has_aux=True)).lower(params).compile(
         {"xla_backend_optimization_level": 0})(params)
@@ -161,7 +165,8 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     run = jt.build(config, devices=jax.devices()[:devices])
     empty = keys.get("empty", "")
     batch, precision = batch_of(keys["packing"], empty), keys["train.precision"]
-    params, loss, grads, norm, entropy, bias = _truth(config.model, keys["packing"], empty, config.train.z_loss)
+    params, loss, grads, norm, entropy, bias = _truth(
+        config.model, keys["packing"], empty, config.train.z_loss, config.data.cross_document_attention)
     grads = partition.like(grads, run.layout.axes)  # those of what is trained
     norm = norm if not keys.get("train.freeze") else reference.norm_of(grads)
     state, by_call = reference.start_from(run, params), None
@@ -195,7 +200,8 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
             lowered = jax.jit(run._eval).lower(run.abstract.all_params, run.abstract_batch)
         at_rest = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, run.abstract.all_params)
         total, weight = lowered.compile({"xla_backend_optimization_level": 0})(at_rest, run.place(batch))
-        want = jax.jit(lambda p: reference.evaluation(config.model, p, batch))(params)
+        shown = batch_of(keys["packing"], empty, config.data.cross_document_attention)
+        want = jax.jit(lambda p: reference.evaluation(config.model, p, shown))(params)
         off["evaluation"] = abs(float(total) / float(weight) / float(want) - 1)
     assert int(metrics["skipped"]) == 0, "the step was skipped: something was not finite"
     for what, error in off.items():
