@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -14,7 +15,8 @@ from jaxtrain.distributed import exit_codes
 _calls = itertools.count(1)  # all processes make the same calls
 _complete = threading.Event()
 _early = 0  # a signal that came before the loop
-_AGAIN_S = 0.05  # after which a signal that came during an import is looked at again
+_said = False  # that the run ends because of it
+_AGAIN_S = 0.05  # after which a signal is sent again that came during an import, or whose exception was discarded
 
 
 def complete() -> None:
@@ -26,12 +28,13 @@ def complete() -> None:
 def before_the_loop() -> Iterator[None]:
     """A context in which, outside of an `Interrupt`, Ctrl-C and SIGTERM end at once, each with its own exit status.
 
-    They are held back during imports: an exception there may crash modules that are not written in Python.
+    They are held back during imports: an exception there may crash modules that are not written in Python. Where Python
+    discards the exception, as in a callback of the garbage collector, the signal is sent again.
 
     In a multi-process run JAX takes SIGTERM over once the processes are connected, and the loop handles it after step
     one.
     """
-    global _early
+    global _early, _said
     held: list[threading.Timer] = []
 
     def stop(number, frame):
@@ -41,17 +44,31 @@ def before_the_loop() -> Iterator[None]:
         _early = number
         if not _is_importing(frame):
             _end(number)
-        if not (held and held[-1].is_alive()):
-            held.append(threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)))
+        send_again()
+
+    def send_again():
+        if not held:
+            held.append(threading.Timer(_AGAIN_S, send, (_early,)))
             held[-1].daemon = True
             held[-1].start()
+
+    def send(number):
+        held.clear()
+        os.kill(os.getpid(), number)
+
+    def discarded(unraisable):
+        if _early and isinstance(unraisable.exc_value, SystemExit | KeyboardInterrupt):
+            send_again()
+        else:
+            before_discarded(unraisable)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     _complete.clear()
-    _early = 0
+    _early, _said = 0, False
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before_discarded, sys.unraisablehook = sys.unraisablehook, discarded
     try:
         yield
     except Exception as error:  # a C module whose import was interrupted raises an error of its own
@@ -60,7 +77,8 @@ def before_the_loop() -> Iterator[None]:
         raise
     finally:
         _early = 0
-        for timer in held[-1:]:
+        sys.unraisablehook = before_discarded
+        for timer in list(held):
             timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -73,9 +91,12 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _end(number: int, cause: Exception | None = None) -> NoReturn:
+    global _said
     if number == signal.SIGINT:
         raise KeyboardInterrupt from cause
-    os.write(2, b"stopped outside of the loop; run the same command again to resume\n")
+    if not _said:
+        os.write(2, b"stopped outside of the loop; run the same command again to resume\n")
+    _said = True
     raise SystemExit(exit_codes.SAVED) from cause  # not an Exception, which could be mistaken for a damaged checkpoint
 
 
@@ -98,7 +119,7 @@ class Interrupt:
         handled = (signal.SIGINT,) if self._together else (signal.SIGINT, signal.SIGTERM)
         if threading.current_thread() is not threading.main_thread():
             handled = ()  # Python lets only the main thread handle signals
-        elif _early:  # its exception was lost, as in a gc callback of JAX
+        elif _early:  # its exception was lost, as in code that catches every exception
             _end(_early)
         self._before = {number: signal.signal(number, self._received) for number in handled}
         return self

@@ -604,6 +604,21 @@ def test_a_signal_waits_for_the_end_of_an_import(tmp_path, monkeypatch, uncollec
     assert ended.value.code == exit_codes.SAVED and held.whole
 
 
+def test_a_signal_whose_exception_python_discards_is_sent_again(capfd):
+    """As in JAX's callback of the garbage collector."""
+    def callback(*_):
+        gc.callbacks.remove(callback)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended, before_the_loop():
+        gc.callbacks.append(callback)
+        gc.collect()
+        threading.Event().wait(60)
+        pytest.fail("the signal is lost")
+    assert ended.value.code == exit_codes.SAVED
+    assert capfd.readouterr().err == "stopped outside of the loop; run the same command again to resume\n"
+
+
 def test_a_held_signal_is_forgotten_with_what_it_was_to_end(monkeypatch):
     """It is looked at again after the import, but not when the run has ended."""
     shutdown, sent = importlib.import_module("jaxtrain.trainer.shutdown"), []
