@@ -7,20 +7,21 @@ from typing import Any
 import jax
 import optax
 
-from jaxtrain import own_run, run
+from jaxtrain import builder, own_run
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
 from jaxtrain.objectives import MakeObjective, NextToken
 from jaxtrain.plan import preflight, search
 from jaxtrain.plan import targets as accelerators
+from jaxtrain.run import Run
 from jaxtrain.sharding.rules import AnyMesh
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
           objective: MakeObjective = NextToken.of, optimizer: optax.GradientTransformation | None = None,
           data: BatchSource | None = None, model: Any = None, loss_fn: Callable[..., Any] | None = None,
-          axes: Any = None, gather: bool = True, with_key: bool = False) -> run.Run:
+          axes: Any = None, gather: bool = True, with_key: bool = False) -> Run:
     """Resolve a config against devices and check that it fits; nothing is allocated.
 
     Args:
@@ -49,8 +50,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     for key, given in (("axes", axes is not None), ("gather", not gather), ("with_key", with_key)):
         if given:
             raise UserError(key, "it is about a model of your own", "give model= and loss_fn= too, or leave it out")
-    return run.build(config, mesh=mesh, devices=devices, platform=platform, objective=objective, optimizer=optimizer,
-                     data=data)
+    return builder.build(config, mesh=mesh, devices=devices, platform=platform, objective=objective,
+                         optimizer=optimizer, data=data)
 
 
 def plan(config: Config, target: str, *, targets: str | Path | None = None,

@@ -1,14 +1,12 @@
-"""Config -> Run: the frozen record of everything a run is made of. Building allocates nothing."""
+"""A run: the frozen record of everything that it is made of, and its compiled functions. `builder.py` makes one."""
 
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -19,19 +17,13 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import BatchSpec
 from jaxtrain.data.loading.placement import place_batch
-from jaxtrain.errors import UserError, nearest
-from jaxtrain.kernels.attention import choose_backend
+from jaxtrain.errors import UserError
 from jaxtrain.models import Compute, make_model
-from jaxtrain.objectives import MakeObjective, NextToken, Objective
-from jaxtrain.objectives.next_token import stacks
+from jaxtrain.objectives import NextToken, Objective
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
-from jaxtrain.parallel import experts
-from jaxtrain.parallel.context import choose_strategy
-from jaxtrain.parallel.pipeline.pipeline import Pipeline, count_microbatches, make_schedules
-from jaxtrain.parallel.pipeline.stage_placement import Placement
+from jaxtrain.parallel.pipeline.pipeline import Pipeline
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.mesh import AXES, make_mesh
 from jaxtrain.sharding.rules import AnyMesh, Rules
 from jaxtrain.train_step import given_params, optimizers, partition, precision
 from jaxtrain.train_step.anomaly import History
@@ -42,10 +34,7 @@ from jaxtrain.train_step.state import (
     Layout,
     Skeleton,
     TrainState,
-    abstract_state,
     initial_state,
-    make_layout,
-    with_shardings,
 )
 from jaxtrain.train_step.step import Step, make_step
 
@@ -165,7 +154,7 @@ class Run:
             config = replace(self.config, data=data)
             # The config's rules: this run's own may leave layers out, where stages have unequal numbers of them.
             rules = sharding.rules(config.mesh.rules, **config.mesh.overrides)
-            schedules = _checked(config, self.mesh, rules, self.precision, self.platform)
+            schedules = validation.checked_schedules(config, self.mesh, rules, self.precision, self.platform)
             rule_checks.activations_divide(config, self.rules, self.mesh)
             self._other_shapes[shape] = replace(self, config=config, schedules=schedules)
         return self._other_shapes[shape]
@@ -375,10 +364,13 @@ class Run:
                             "report() and lower() only", "build it without devices=")
 
     def _init(self, key: jax.Array) -> TrainState:
-        params = Skeleton.of(_model(self.config, self.mesh, key)).params()
+        model = make_model(self.config.model, Compute.of(self.config), rngs=nnx.Rngs(params=key))
+        params = Skeleton.of(model).params()
         frozen = partition.without(params, self.layout.axes) | self.objective.init_frozen(key)
+        frozen = precision.frozen_dtype(frozen, self.config.train.frozen_dtype,
+                                        self._metadata("compute_dtype", frozen))
         return initial_state(partition.like(params, self.layout.axes), self.optimizer, self.precision == "float16",
-                             self.extras, _frozen_dtype(self.config, frozen, self._metadata("compute_dtype", frozen)))
+                             self.extras, frozen)
 
     def _eval(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         return self._loss(self.objective.evaluation, self.cast(params), batch)[:2]
@@ -398,131 +390,6 @@ class Run:
                         self.layout.frozen_axes, at_rest)
 
 
-def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
-          objective: MakeObjective = NextToken.of, optimizer: optax.GradientTransformation | None = None,
-          data: BatchSource | None = None) -> Run:
-    """Resolve a config against devices (all of them; an integer for an abstract mesh) and check that it fits.
-
-    Args:
-        platform: the kind of devices that an abstract mesh stands for: "cuda", "tpu" or "cpu"; "cuda:9" also says
-            their compute capability.
-        objective: what the run minimises, made from the config and the model without its numbers.
-        optimizer: an optax transformation in place of the one that `config.optimizer` names.
-        data: what yields the batch of each step, in place of `config.data`, which still says their shape.
-    """
-    if optimizer is not None and config.optimizer.offload:
-        raise UserError("optimizer.offload", "only the optimizers that a config names can be updated layer by layer",
-                        "set it to false, or leave out optimizer=")
-    if data is not None:
-        for key, asked in (("train.sample_tokens", config.train.sample_tokens), ("train.eval_every",
-                           config.train.eval_every), ("checkpoint.best", config.checkpoint.best.startswith("eval_"))):
-            if asked:
-                raise UserError(key, "batches given by data= have no tokenizer and no evaluation split", "leave it out")
-    devices = jax.devices() if devices is None else devices
-    if config.mesh.auto and mesh is None:
-        raise UserError("mesh.auto", "no mesh was chosen", "call jt.build, which asks the planner")
-    m = config.mesh
-    mesh = mesh or make_mesh(*(getattr(m, axis) for axis in AXES), devices=devices)
-    unknown = [name for name in m.overrides if name not in sharding.CONFIG_KEYS]
-    if unknown:
-        raise UserError(f"mesh.overrides.{unknown[0]}", "no model speaks of this axis",
-                        nearest(unknown[0], sharding.CONFIG_KEYS))
-    rules = sharding.rules(m.rules, **m.overrides)
-    rule_checks.agree(config, rules)
-    compute = precision.resolve(config.train.precision, sharding.platform_of(mesh, platform))
-    schedules = _checked(config, mesh, rules, compute, platform)
-    model = Skeleton.of(nnx.eval_shape(lambda: _model(config, mesh, jax.random.key(0))))
-    goal = objective(config, model)
-    all_axes = model.axes()
-    rule_checks.are_used(config, all_axes)
-    is_frozen = partition.frozen_paths(all_axes, config.train.freeze, config.train.trainable).__contains__
-    axes, frozen_axes = partition.split(all_axes, is_frozen)
-    params, frozen = partition.split(model.params(), is_frozen)
-    frozen |= jax.eval_shape(goal.init_frozen, jax.random.key(0))
-    own_dtype = model.metadata("compute_dtype", "") | goal.frozen_metadata("compute_dtype")
-    frozen = _frozen_dtype(config, frozen, partition.like(own_dtype, frozen))
-    # Where blocks or matrices are computed with, moments pass through float32 as whole arrays: of one layer at a time.
-    own = config.optimizer if optimizer is None and schedules is None else None
-    layerwise = own is not None and (own.moment_dtype == "int8" or (own.moment_dtype, own.name) == ("bfloat16", "muon"))
-    schedule = None
-    if optimizer is None:
-        schedule = optimizers.make_schedule(config.optimizer, config.train.steps)
-        optimizer = optimizers.make_optimizer(config.optimizer, schedule, axes)
-    optimizer = optimizers.with_update_rules(optimizer, partition.like(model.metadata("update"), axes),
-                                        config.model.router_bias_rate)
-    abstract = abstract_state(params, optimizer, compute == "float16", EXTRAS, frozen)
-    if schedules:
-        if goal.pipeline_parts is None:
-            raise UserError("mesh.stage", f"{type(goal).__name__} cannot be cut into stages", "set mesh.stage=1")
-        if not Placement.of(stacks(model.params()), schedules[0].position).even:
-            rules = sharding.Rules({**rules.table, "layers": ()})  # spread otherwise in make_layout
-    layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=schedules is not None,
-                         offload=config.optimizer.offload, layerwise=layerwise,
-                         frozen_axes=frozen_axes | goal.frozen_axes)
-    if schedules:
-        _warn_of_waste(abstract.all_params, layout.state.all_params, schedules[0])
-    rule_checks.activations_divide(config, rules, mesh)
-    run = Run(config, mesh, rules, model, goal, optimizer, schedule, compute, with_shardings(abstract, layout.state),
-              layout, schedules, platform, data=data)
-    for stage in data_stages.stages(config.data):  # refused now rather than when they begin
-        try:
-            run.of_shape((stage.batch, stage.seq_len))
-        except UserError as error:
-            raise UserError(error.key, f"from step {stage.start} on, {error.reason}", error.fix) from error
-    return run
-
-
 def _identity(objective: Objective, recorded: Mapping[str, Any]) -> dict[str, Any]:
     # An objective that is not a NextToken may have been written without it.
     return objective.identity(recorded) if hasattr(objective, "identity") else describe(objective)
-
-
-def _checked(config: Config, mesh: AnyMesh, rules: Rules, compute: str,
-             platform: str) -> tuple[Schedule, Schedule] | None:
-    """Refuse what cannot work with batches of the config's shape; return the schedules of its pipeline, if any."""
-    stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
-    microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
-    validation.check(config, mesh, rules, microbatches)
-    dtype, kind = jnp.dtype(precision.DTYPES[compute]), sharding.platform_of(mesh, platform).partition(":")[0]
-    strategy = choose_strategy(config.mesh.context_strategy, stages, sharding.shards(rules["seq"], mesh))
-    with sharding.use(mesh, rules, platform):
-        choose_backend(config.train.attention, kind, dtype, config.data.seq_len,
-                       config.model.head_dim + config.model.rope_head_dim, strategy, packed=True)
-    experts.check(config, mesh, rules, dtype, platform)
-    if config.train.expert_exchange == "ragged" and kind == "cpu" and mesh.shape["expert"] > 1:
-        raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")
-    return make_schedules(config.pipeline, stages, microbatches) if stages > 1 else None
-
-
-def _frozen_dtype(config: Config, frozen: Any, own: Any) -> Any:
-    """Frozen parameters, abstract or not, in the dtype in which they rest: those with a dtype of their own keep it."""
-    dtype = config.train.frozen_dtype
-
-    def one(x, own):
-        if not dtype or own or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        to = precision.DTYPES[dtype]
-        return jax.ShapeDtypeStruct(x.shape, to) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(to)
-    return jax.tree.map(one, frozen, own)
-
-
-def _warn_of_waste(params: Any, shardings: Any, schedule: Schedule) -> None:
-    """Stages without layers; layers that do not divide over stages and are spread by no other dimension either."""
-    stages, layers = schedule.stages, sum(stacks(params).values())
-    if layers < stages * schedule.chunks:
-        warnings.warn(f"mesh.stage: the model's {layers} layers leave {stages * schedule.chunks - layers} of {stages} "
-                      f"stages x {schedule.chunks} chunks empty", stacklevel=3)
-    both = [(leaf, where) for key in stacks(params) for leaf, where in zip(
-        jax.tree.leaves(params[key]), jax.tree.leaves(shardings[key]), strict=True)]
-    whole = [leaf for leaf, where in both if not any("stage" in sharding.axes_of(entry) for entry in where.spec)]
-    share = sum(leaf.size for leaf in whole) / sum(leaf.size for leaf, _ in both)
-    if share > 0.1:
-        warnings.warn(f"mesh.stage: {stages} divides neither the layers nor another dimension of {share:.0%} of their "
-                      f"parameters, so that every stage keeps all of these; choose a number that divides them",
-                      stacklevel=3)
-
-
-def _model(config: Config, mesh: AnyMesh, key: jax.Array) -> nnx.Module:
-    t = config.train
-    compute = Compute(t.attention, experts.Options.of(t), t.remat, t.unroll, config.mesh.context_strategy)
-    return make_model(config.model, compute, rngs=nnx.Rngs(params=key))

@@ -9,11 +9,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
-from jaxtrain.parallel import schedules
+from jaxtrain.kernels.attention import choose_backend
+from jaxtrain.parallel import experts, schedules
+from jaxtrain.parallel.context import choose_strategy
+from jaxtrain.parallel.pipeline.pipeline import count_microbatches, make_schedules
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
+from jaxtrain.train_step.precision import DTYPES
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,25 @@ def check(config: Config, mesh: AnyMesh, rules: Rules, microbatches: int = 1) ->
         if row.applies(layout):
             axis = layout.idle[0] if layout.idle else ""
             raise Refused(row.key.replace("AXIS", axis), row.reason(layout), row.fix(layout))
+
+
+def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: str,
+                      platform: str) -> tuple[schedules.Schedule, schedules.Schedule] | None:
+    """Raise a UserError if a batch of the config's shape cannot be trained on; return the schedules of its pipeline.
+
+    Returns:
+        one for training and one for evaluation; None without a pipeline.
+    """
+    stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
+    microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
+    check(config, mesh, rules, microbatches)
+    dtype, kind = jnp.dtype(DTYPES[precision]), sharding.platform_of(mesh, platform).partition(":")[0]
+    strategy = choose_strategy(config.mesh.context_strategy, stages, sharding.shards(rules["seq"], mesh))
+    with sharding.use(mesh, rules, platform):
+        choose_backend(config.train.attention, kind, dtype, config.data.seq_len,
+                       config.model.head_dim + config.model.rope_head_dim, strategy, packed=True)
+    experts.check(config, mesh, rules, dtype, platform)
+    return make_schedules(config.pipeline, stages, microbatches) if stages > 1 else None
 
 
 def explains(error: UserError) -> bool:

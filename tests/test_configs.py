@@ -7,9 +7,9 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxtrain.builder import build
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError
-from jaxtrain.run import build
 
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.py"))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "jaxtrain"
 LEARNING = """
-    __init__ main errors redaction run validation rule_checks
+    __init__ main errors redaction builder run validation rule_checks
     config/schema config/families config/field_checks config/load
     sharding/rules sharding/mesh
     models/__init__ models/decoder models/layers models/attention models/gpt2
@@ -32,8 +32,8 @@ LEARNING = """
 """
 SURVIVAL = """
     checkpoint/manager checkpoint/restore checkpoint/verify checkpoint/shared_verification checkpoint/fingerprint
-    sharding/bit_sums checkpoint/trees checkpoint/retention checkpoint/save_policy checkpoint/orbax/*
-    resilience/* resilience/corruption/* trainer/rollback trainer/shutdown train_step/anomaly
+    sharding/bit_sums checkpoint/trees checkpoint/retention checkpoint/step_folders checkpoint/save_policy
+    checkpoint/orbax/* resilience/* resilience/corruption/* trainer/rollback trainer/shutdown train_step/anomaly
     distributed/processes distributed/coordination distributed/peers distributed/exit_codes distributed/heartbeat
     distributed/authentication distributed/lines distributed/run_lock
     observe/ledger observe/events observe/metrics observe/flops observe/runinfo observe/progress

@@ -92,10 +92,10 @@ def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[st
     from jaxtrain.bench import contenders, records
     from jaxtrain.bench.compare import compare
     from jaxtrain.bench.measurement import measure
+    from jaxtrain.builder import build
     from jaxtrain.config.load import load_config
     from jaxtrain.distributed import processes
     from jaxtrain.plan import preflight
-    from jaxtrain.run import build
 
     names = contenders.named(flags.compare)
     if names and flags.profile:

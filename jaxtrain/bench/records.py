@@ -14,9 +14,9 @@ from typing import Any
 
 from jaxtrain.errors import UserError, say
 from jaxtrain.files import bounded_files
+from jaxtrain.observe.versions import git_commit, version_of
 from jaxtrain.plan.targets import MEMORY_FRACTION
 from jaxtrain.redaction import redacted
-from jaxtrain.versions import git_commit, version_of
 
 # Settings outside the config that affect how fast a step is. (None of them names a path.)
 _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_OPTIMIZATION_LEVEL", "JAX_COMPILER_ENABLE_REMAT_PASS",

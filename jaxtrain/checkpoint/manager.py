@@ -8,11 +8,7 @@ ones are restored. A damaged one is renamed to `STEP.damaged`: never chosen agai
 """
 
 import contextlib
-import errno
-import functools
 import itertools
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -22,26 +18,22 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import fingerprint, verify
-from jaxtrain.checkpoint.mirror import FETCHING, Mirror
-from jaxtrain.checkpoint.orbax.barrier import Barrier
-from jaxtrain.checkpoint.orbax.orbax_logging import innermost, no_echoes, orbax
+from jaxtrain.checkpoint import fingerprint, step_folders, verify
+from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.checkpoint.orbax.async_saver import AsyncSaver
+from jaxtrain.checkpoint.orbax.orbax_logging import innermost, orbax
 from jaxtrain.checkpoint.restore import Damaged, Extras, load, unreadable
-from jaxtrain.checkpoint.retention import best_of, dispensable
+from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.shared_verification import Checks
 from jaxtrain.checkpoint.trees import describe, flatten
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed.coordination import exchange, together
-from jaxtrain.errors import UserError, say
+from jaxtrain.errors import UserError
 from jaxtrain.observe.events import tell
 
 AGAIN_S = (1, 2, 4, 8, 16, 32, *[60] * 8)  # seconds between retries of the last save of a run
-# Errors of a first save that the user has to fix.
-_MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _PATIENCE_S = 20.0  # how long `close` waits for a checkpoint being verified; otherwise the next start verifies it
 _names = map("checkpoint/{}".format, itertools.count())  # names of exchanges; all processes make the same calls
-_DAMAGED, _ABANDONED, _DELETED, _MISPLACED = ".damaged", ".abandoned", ".deleted", ".misplaced"
-_TEMPORARY = ".orbax-checkpoint-tmp"  # as Orbax calls it
 
 
 class NotSaved(exit_codes.RunExit):
@@ -75,18 +67,17 @@ class CheckpointManager:
         if found := set(str(self._directory)) & set("[]\\"):
             raise UserError("--workdir", f"Orbax does not find again what it saves below {self._directory}, because of "
                             f"the {' and '.join(sorted(found))} in it", "give a folder without these characters")
-        self._keep, self._keep_every, self._best = keep, keep_every, best
-        self._best_missing = False  # whether that was said
+        self._retention = Retention(self._directory, keep, keep_every, best)
+        self._saver = AsyncSaver()
         self._checks = Checks(self._directory, hashes=verify == "full")
         self.on_good: list[Callable[[int, Path], None]] = []  # called in the background with each new good checkpoint
-        self._mirror = Mirror(directory, mirror, self.keeping) if mirror else None
+        self._mirror = Mirror(directory, mirror, self._retention.keeping) if mirror else None
         if self._mirror and jax.process_index() == 0:
             self.on_good.append(self._mirror.copy)
         self._jobs: list[_Job] = []
         self._checked: int | None = None  # the step that `newest` has just found good
         self._passed_over: set[int] = set()  # damaged steps that could not be renamed
         self._failure: NotSaved | None = None  # why the newest save is not on disk
-        self._retaining = threading.Lock()
 
     def latest(self) -> int | None:
         """Return the newest committed step, good or not."""
@@ -103,7 +94,7 @@ class CheckpointManager:
         """
         for step in self.steps():
             if step > above:
-                _rename(self._directory / str(step), _ABANDONED)
+                step_folders.rename(self._directory / str(step), step_folders.ABANDONED)
         if self._mirror:  # otherwise they would be fetched back if the local ones were lost
             try:
                 self._mirror.hide(above)
@@ -132,8 +123,8 @@ class CheckpointManager:
         if below is None and (fetched := self._fetched(None)):
             self._checked = fetched
             return fetched
-        if below is None and (damaged := exchange(
-                sorted(path.name for path in self._directory.glob(f"*{_DAMAGED}*")), lambda found: found[0])):
+        set_aside = sorted(path.name for path in self._directory.glob(f"*{step_folders.DAMAGED}*"))
+        if below is None and (damaged := exchange(set_aside, lambda found: found[0])):
             raise UserError("checkpoint", f"none of the checkpoints in {self._directory} is good ({', '.join(damaged)};"
                             " events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
         return None
@@ -180,8 +171,9 @@ class CheckpointManager:
                 self._pass_over(step, [str(damage)])
                 continue
             if below is not None:
-                exchange(None, lambda _: [_rename(self._directory / str(other), _ABANDONED)
-                                             for other in verify.steps(self._directory) if other >= below])
+                exchange(None, lambda _: [
+                    step_folders.rename(self._directory / str(other), step_folders.ABANDONED)
+                    for other in verify.steps(self._directory) if other >= below])
             if self._mirror and jax.process_index() == 0:
                 self._mirror.copy(step)  # unless it is copied already; a run may have ended while copying it
             return step, state, meta
@@ -206,43 +198,11 @@ class CheckpointManager:
         for job in self._jobs if self._failure else self._jobs[:-1]:  # a failed save still frees space
             job.thread.join()
         self._jobs = self._jobs[-1:]
-        ocp, flat, folder = orbax(), flatten(state), self._directory / str(step)
-        refused = exchange(None, lambda _: self._preparation(folder, flat))
-        if refused:
-            self._failed(step, OSError(refused))
-            self._make_room(step)
-        if refused == "" and exchange(self.failed(), any) and not self._checks.of(step, next(_names)):
-            self._failure = None  # the save had succeeded after all
-        if refused is not None:
-            return time.perf_counter() - began
-        from jaxtrain.checkpoint.orbax.deferred_json import LateJsonSave
-
-        # Orbax would wait for it too, but programs started before it is ready may interfere with its collectives.
-        jax.block_until_ready(flat)
-        parts, name = fingerprint.on_device(flat), next(_names)
-        shapes = {path: describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
-
-        def sums():
-            found = fingerprint.total(self._barrier.gathered())
-            return {"step": step, "arrays": {path: [what, found.get(path)] for path, what in shapes.items()}}
-
-        self._barrier.begin(name, lambda: fingerprint.read(parts))
-        try:
-            self._saver.save(folder, args=ocp.args.Composite(
-                state=ocp.args.StandardSave(flat), meta=ocp.args.JsonSave(meta or {}), fingerprint=LateJsonSave(sums)))
-        except (OSError, ValueError) as error:  # raised by storage; bugs in jaxtrain raise other kinds
-            if jax.process_count() > 1:  # the others may be in the middle of it: restart all rather than wait
-                raise OSError(f"checkpoint {step} could not be saved ({innermost(error)})") from error
-            self._drain()
-            self._failed(step, error)
-            self._make_room(step)
-            return time.perf_counter() - began
-        job = _Job(step, name)
-        job.thread = threading.Thread(target=self._finish, args=(job,), name="checkpoint", daemon=True)
-        self._jobs.append(job)
-        job.blocked_s = time.perf_counter() - began
-        job.thread.start()
-        return job.blocked_s
+        flat = flatten(state)
+        if self._may_be_saved(step, flat) and (job := self._start(step, flat, meta or {})):
+            job.blocked_s = time.perf_counter() - began
+            job.thread.start()
+        return time.perf_counter() - began
 
     def restore(self, step: int, abstract_state: Any) -> Any:
         """Return the state at `step`, as `abstract_state` (a pytree of `jax.ShapeDtypeStruct`) describes and shards it.
@@ -322,51 +282,48 @@ class CheckpointManager:
             self._checks.stopping = True
         if self._mirror:
             self._mirror.close()
-        if "_saver" in self.__dict__:
-            self._saver.close()
+        self._saver.close()
         self._raise()
 
     # ------------------------------------------------------------------------------------------------------- the save
 
-    @functools.cached_property
-    def _saver(self):
-        from jaxtrain.checkpoint.orbax.deferred_json import LateJson
+    def _may_be_saved(self, step: int, flat: dict[str, Any]) -> bool:
+        """Prepare the directory for a step; False if it cannot be saved, or exists already."""
+        wanted, first = sum(leaf.nbytes for leaf in flat.values()), not (self._jobs or self._failure)
+        refused = exchange(None, lambda _: step_folders.prepare(self._directory, step, wanted, first=first,
+                                                                tell=self._tell))
+        if refused:
+            self._failed(step, OSError(refused))
+            self._make_room(step)
+        if refused == "" and exchange(self.failed(), any) and not self._checks.of(step, next(_names)):
+            self._failure = None  # the save had succeeded after all
+        return refused is None
 
-        ocp = orbax()
-        handler = ocp.CompositeCheckpointHandler(
-            state=ocp.StandardCheckpointHandler(), meta=ocp.JsonCheckpointHandler(), fingerprint=LateJson())
-        return ocp.AsyncCheckpointer(handler, async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier))
+    def _start(self, step: int, flat: dict[str, Any], meta: dict[str, Any]) -> "_Job | None":
+        """Copy the state off the devices and begin to write it; None if that failed."""
+        # Orbax would wait for it too, but programs started before it is ready may interfere with its collectives.
+        jax.block_until_ready(flat)
+        parts, name = fingerprint.on_device(flat), next(_names)
+        shapes = {path: describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
 
-    @functools.cached_property
-    def _barrier(self):
-        return Barrier()
+        def sums():
+            found = fingerprint.total(self._saver.barrier.gathered())
+            return {"step": step, "arrays": {path: [what, found.get(path)] for path, what in shapes.items()}}
 
-    def _preparation(self, folder: Path, flat: dict[str, Any]) -> str | None:
-        """Clean the directory and return None, or why nothing can be saved ("" if the step exists already)."""
+        self._saver.barrier.begin(name, lambda: fingerprint.read(parts))
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            if int(folder.name) in self.steps():
-                return ""
-            if os.path.lexists(folder):
-                self._tell("checkpoint_misplaced", f"{folder} is not the folder of a checkpoint; kept as "
-                           f"{_rename(folder, _MISPLACED)}", step=int(folder.name))
-            for entry in self._directory.iterdir():
-                if _TEMPORARY in entry.name or _DELETED in entry.name or entry.name.endswith(FETCHING):
-                    shutil.rmtree(entry, ignore_errors=True)
-            if os.path.lexists(left := folder.with_name(folder.name + _TEMPORARY)):  # Orbax would wait for minutes
-                try:
-                    _rename(left, _DELETED)
-                except OSError as error:
-                    return f"{left.name}, left from an earlier save, cannot be deleted: {error.strerror}"
-            free, wanted = shutil.disk_usage(self._directory).free, sum(leaf.nbytes for leaf in flat.values())
-        except OSError as error:
-            if self._jobs or self._failure or error.errno not in _MISTAKES:
-                return f"{error.strerror}"  # earlier saves could be written, so later ones may be
-            raise UserError("--workdir", f"{self._directory} cannot be written ({error.strerror})",
-                            "give a folder that can be") from None
-        # Compression saves little. Better not to start a save that cannot finish: one failing process delays the
-        # others.
-        return f"only {free:,} bytes are free, and {wanted:,} are needed" if free < 0.8 * wanted else None
+            self._saver.save(self._directory / str(step), flat, meta, sums)
+        except (OSError, ValueError) as error:  # raised by storage; bugs in jaxtrain raise other kinds
+            if jax.process_count() > 1:  # the others may be in the middle of it: restart all rather than wait
+                raise OSError(f"checkpoint {step} could not be saved ({innermost(error)})") from error
+            self._saver.drain()
+            self._failed(step, error)
+            self._make_room(step)
+            return None
+        job = _Job(step, name)
+        job.thread = threading.Thread(target=self._finish, args=(job,), name="checkpoint", daemon=True)
+        self._jobs.append(job)
+        return job
 
     def _finish(self, job: "_Job") -> None:
         """Finish a save on its own thread; no failure here ends the run."""
@@ -374,13 +331,12 @@ class CheckpointManager:
         try:
             failure = None
             try:
-                with no_echoes():
-                    self._saver.wait_until_finished()
+                self._saver.wait()
             except Exception as error:
                 failure = error
                 with contextlib.suppress(Exception):  # the coordinator is lost, and soon all processes are
-                    self._barrier.fail(innermost(error))
-                self._drain()
+                    self._saver.barrier.fail(innermost(error))
+                self._saver.drain()
                 self._failed(job.step, error)
             else:
                 self._failure = None
@@ -408,30 +364,10 @@ class CheckpointManager:
         try:
             for callback in self.on_good:
                 callback(job.step, self._directory / str(job.step))
-            if jax.process_index() == 0:
-                self._retain()
+            self._delete_old()
         except Exception as error:
             self._tell("checkpoint_aftermath", f"checkpoint {job.step} is good, but what follows failed "
                        f"({innermost(error)}); the next one tries again", step=job.step, reason=innermost(error))
-
-    def _drain(self) -> None:
-        """After a failed save, wait until no thread of this process writes any more.
-
-        Orbax stops waiting at the first part that fails, and may hold further errors that it would raise at the next
-        save.
-        """
-        parts = list(getattr(self._saver._async_manager, "_commit_futures", None) or ())
-        while parts:
-            part = parts.pop()
-            if inner := getattr(part, "_futures", None):
-                parts += inner
-            else:
-                with contextlib.suppress(Exception):
-                    part.result()
-        for _ in range(9):
-            with contextlib.suppress(Exception):
-                self._saver.wait_until_finished()
-                return
 
     def _failed(self, step: int, error: Exception) -> None:
         reason = innermost(error)
@@ -441,43 +377,14 @@ class CheckpointManager:
 
     def _make_room(self, step: int) -> None:
         """Delete what a failed save left once nothing writes it any more, and other checkpoints that may go."""
+        with contextlib.suppress(OSError):
+            if jax.process_index() == 0:
+                step_folders.delete_unfinished(self._directory, step)
+            self._delete_old()
+
+    def _delete_old(self) -> None:
         if jax.process_index() == 0:
-            with contextlib.suppress(OSError):
-                for entry in self._directory.glob(f"{step}{_TEMPORARY}*"):
-                    shutil.rmtree(entry, ignore_errors=True)
-                self._retain()
-
-    def keeping(self, good: list[int]) -> list[int]:
-        """Return which of these good steps the retention policy keeps, locally and in the mirror."""
-        gone = dispensable(good, [], keep=self._keep, keep_every=self._keep_every, best=self._best_of(good))
-        return [step for step in good if step not in gone]
-
-    def _best_of(self, good: list[int]) -> int | None:
-        found = None
-        if self._best:
-            with contextlib.suppress(OSError, ValueError):
-                found = best_of(good, self._directory.parent / "metrics.jsonl", self._best)
-            if good and found is None and not self._best_missing:
-                say(f"checkpoint.best: metrics.jsonl has no {self._best!r} at the steps of checkpoints, so none is "
-                    "kept for it; is that the name of a metric?")
-            self._best_missing = bool(good) and found is None
-        return found
-
-    def _retain(self) -> None:
-        """Apply the retention policy; folders are renamed before deletion, so that none is half deleted under its name.
-        """
-        with self._retaining:  # a failed save frees space while the previous one is being finished
-            steps = verify.steps(self._directory)
-            good = [step for step in steps if verify.good(self._directory, step)]
-            under_way = {job.step for job in self._jobs}
-            others = [step for step in steps if step not in good and step not in under_way]
-            gone = dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=self._best_of(good))
-            pinned = self._mirror.pinned if self._mirror else ()  # being copied: deleted next time
-            for step in filter(lambda step: step not in pinned, gone):
-                _delete(self._directory / str(step))
-            for entry in self._directory.glob(f"*{_ABANDONED}*"):
-                if good and int(entry.name.partition(".")[0]) < good[-1]:
-                    _delete(entry)
+            self._retention.delete({job.step for job in self._jobs}, self._mirror.pinned if self._mirror else ())
 
     # ------------------------------------------------------------------------------------------------ what is damaged
 
@@ -487,7 +394,7 @@ class CheckpointManager:
 
         def put_aside(_):
             try:
-                return str(_rename(folder, _DAMAGED))
+                return str(step_folders.rename(folder, step_folders.DAMAGED))
             except OSError:  # a read-only folder is checked again next time
                 return str(folder)
 
@@ -518,17 +425,3 @@ class _Job:
         self.step, self.name, self.blocked_s = step, name, 0.0
         self.committed = threading.Event()
         self.thread = threading.Thread()
-
-
-def _delete(folder: Path) -> None:
-    """Rename and delete a folder; the next save, which may run concurrently, deletes what is left of it."""
-    shutil.rmtree(_rename(folder, _DELETED), ignore_errors=True)
-
-
-def _rename(folder: Path, ending: str) -> Path:
-    """Rename a folder, with this ending and a number if the name is taken."""
-    for number in itertools.count(1):
-        to = folder.with_name(f"{folder.name.partition('.')[0]}{ending}{f'.{number}' if number > 1 else ''}")
-        if not to.exists():
-            return folder.rename(to)
-    raise AssertionError

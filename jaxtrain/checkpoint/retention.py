@@ -1,8 +1,12 @@
 """Retention policy: which checkpoints may be deleted because enough good ones exist."""
 
-from collections.abc import Iterable
+import contextlib
+import threading
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from jaxtrain.checkpoint import step_folders, verify
+from jaxtrain.errors import say
 from jaxtrain.files.bounded_files import parsed, whole_lines
 
 
@@ -30,3 +34,49 @@ def best_of(good: Iterable[int], metrics: Path, key: str) -> int | None:
         if step is not None and isinstance(value := parsed(line).get(key), int | float):
             found[step] = value
     return min(found, key=lambda step: (found[step], -step), default=None)
+
+
+class Retention:
+    """The retention policy of one directory of checkpoints."""
+
+    def __init__(self, directory: Path, keep: int, keep_every: int, best: str):
+        self._directory, self._keep, self._keep_every, self._best = directory, keep, keep_every, best
+        self._best_missing = False  # whether that was said
+        self._deleting = threading.Lock()
+
+    def keeping(self, good: list[int]) -> list[int]:
+        """Return which of these good steps are kept."""
+        gone = self._dispensable(good, [])
+        return [step for step in good if step not in gone]
+
+    def delete(self, under_way: Collection[int], pinned: Collection[int]) -> None:
+        """Delete what may go; folders are renamed first, so that none is half deleted under its name.
+
+        Args:
+            under_way: steps that are being saved.
+            pinned: steps that are being copied; they are deleted next time.
+        """
+        with self._deleting:  # a failed save frees space while the previous one is being finished
+            steps = verify.steps(self._directory)
+            good = [step for step in steps if verify.good(self._directory, step)]
+            others = [step for step in steps if step not in good and step not in under_way]
+            for step in self._dispensable(good, others):
+                if step not in pinned:
+                    step_folders.delete(self._directory / str(step))
+            for entry in self._directory.glob(f"*{step_folders.ABANDONED}*"):
+                if good and int(entry.name.partition(".")[0]) < good[-1]:
+                    step_folders.delete(entry)
+
+    def _dispensable(self, good: list[int], others: list[int]) -> list[int]:
+        return dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=self._best_of(good))
+
+    def _best_of(self, good: list[int]) -> int | None:
+        found = None
+        if self._best:
+            with contextlib.suppress(OSError, ValueError):
+                found = best_of(good, self._directory.parent / "metrics.jsonl", self._best)
+            if good and found is None and not self._best_missing:
+                say(f"checkpoint.best: metrics.jsonl has no {self._best!r} at the steps of checkpoints, so none is "
+                    "kept for it; is that the name of a metric?")
+            self._best_missing = bool(good) and found is None
+        return found

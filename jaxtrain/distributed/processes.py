@@ -24,8 +24,8 @@ from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed.authentication import opened, sealed
 from jaxtrain.distributed.peers import Peers, interface
 from jaxtrain.errors import UserError, say
+from jaxtrain.observe.versions import version_of
 from jaxtrain.redaction import redacted
-from jaxtrain.versions import version_of
 
 Item = TypeVar("Item")
 _CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE")

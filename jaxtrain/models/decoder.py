@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.config.schema import Config
 from jaxtrain.kernels.attention.cudnn_attention import kept_results
 from jaxtrain.models.ahead import MTPHead
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
@@ -26,6 +27,12 @@ class Compute:
     remat: str = "none"
     unroll: int = 1
     context: str = "auto"
+
+    @classmethod
+    def of(cls, config: Config) -> "Compute":
+        """Return what a config asks for."""
+        t = config.train
+        return cls(t.attention, Options.of(t), t.remat, t.unroll, config.mesh.context_strategy)
 
 
 class Block(nnx.Module):

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxtrain.versions import version_of
+from jaxtrain.observe.versions import version_of
 
 Description = dict[str, Any]
 

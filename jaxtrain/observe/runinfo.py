@@ -16,7 +16,7 @@ from jaxtrain.config.schema import Config, DataConfig, hash_of
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files import atomic_files, bounded_files
 from jaxtrain.observe.own_parts import difference
-from jaxtrain.versions import git_commit, version_of
+from jaxtrain.observe.versions import git_commit, version_of
 
 # What a resumed run may change: where and how fast the same mathematics is done, and what is told about it.
 _FREE: dict[str, Set[str] | None] = {

@@ -66,7 +66,7 @@ def check(config: Config, mesh: sharding.AnyMesh, rules: sharding.Rules, dtype: 
 def masks(config: Config, mesh: Mapping[str, int], platform: str) -> bool:
     """Return whether every row is multiplied by all experts of a device, and the results masked.
 
-    platform: as `jaxtrain.run.build` takes it. XLA does that except on TPUs.
+    platform: as `jaxtrain.builder.build` takes it. XLA does that except on TPUs.
     """
     if platform == "tpu" or not config.model.num_experts:
         return False

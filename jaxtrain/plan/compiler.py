@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.builder import build
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.plan import hlo
 from jaxtrain.plan.targets import Target
-from jaxtrain.run import Run, build
+from jaxtrain.run import Run
 from jaxtrain.sharding.mesh import AXES, make_mesh
 from jaxtrain.train_step import compiler_options
 from jaxtrain.train_step.report import in_hosts

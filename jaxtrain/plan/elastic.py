@@ -152,7 +152,7 @@ def _accumulated(config: Config, devices: int, parallel: int) -> Config:
 
 def _build(config: Config, devices: int) -> None:
     """Raise a UserError if a config does not work; allocates nothing, and ignores cuDNN, which needs devices."""
-    from jaxtrain.run import build
+    from jaxtrain.builder import build
 
     build(dataclasses.replace(config, train=dataclasses.replace(config.train, attention="auto")), devices=devices)
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 
+from jaxtrain.builder import build
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.observe.flops import flops_per_token
 from jaxtrain.parallel import experts
 from jaxtrain.plan.cost import memory, time
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace import kernels, reader
-from jaxtrain.run import Run, build
+from jaxtrain.run import Run
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import axis_sizes
 from jaxtrain.train_step.report import in_hosts, matmul_parameters, total

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxtrain.builder import build
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.plan.cost import rough
 from jaxtrain.plan.estimate import change, divisors, estimate, gigabytes
 from jaxtrain.plan.report.table import Choice, Found
 from jaxtrain.plan.targets import Target
-from jaxtrain.run import build
 from jaxtrain.train_step import precision
 
 REMATS = ("attention", "dots", "attention_and_dots", "none")  # besides "full"; the more is kept, the less is repeated

@@ -73,7 +73,7 @@ class Target:
 
     @property
     def described(self) -> str:
-        """The platform with its compute capability, as `jaxtrain.run.build` takes it: "cuda:9", "tpu"."""
+        """The platform with its compute capability, as `jaxtrain.builder.build` takes it: "cuda:9", "tpu"."""
         return f"{self.platform}:{self.chip['major']}" if self.chip else self.platform
 
     @property

@@ -21,6 +21,21 @@ def cast(params: Any, precision: str, own: Any = None) -> Any:
     return jax.tree.map(one, params) if own is None else jax.tree.map(one, params, own)
 
 
+def frozen_dtype(frozen: Any, name: str, own: Any) -> Any:
+    """Return frozen parameters, abstract or not, in the dtype in which they rest.
+
+    Args:
+        name: that dtype; "" leaves all as they are.
+        own: says which have a dtype of their own, and keep it.
+    """
+    def one(x, own):
+        if not name or own or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        to = DTYPES[name]
+        return jax.ShapeDtypeStruct(x.shape, to) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(to)
+    return jax.tree.map(one, frozen, own)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:

@@ -9,6 +9,7 @@ import jax
 import optax
 
 from jaxtrain import errors, observe
+from jaxtrain.builder import build
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.checkpoint.save_policy import SavePolicy
 from jaxtrain.config.schema import Config
@@ -23,7 +24,7 @@ from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.replicas import Replicas
 from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.resilience.stragglers import Stragglers
-from jaxtrain.run import Run, build
+from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer import best_metric
 from jaxtrain.trainer.evaluate import Evaluator

@@ -11,10 +11,10 @@ import pytest
 
 from jaxtrain.bench import __main__ as bench
 from jaxtrain.bench import measurement, sweep
+from jaxtrain.builder import build
 from jaxtrain.config.load import load_config
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import here
-from jaxtrain.run import build
 from tests.tiny import free_address, tiny_flags
 
 MESH = ["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import CheckpointManager, manager, verify
+from jaxtrain.checkpoint import CheckpointManager, manager, step_folders, verify
 from jaxtrain.checkpoint.orbax.barrier import Barrier
 from jaxtrain.errors import UserError
 from jaxtrain.observe import Constants, MetricsWriter
@@ -40,7 +40,7 @@ def small(tmp_path):
 @pytest.fixture
 def unseen(monkeypatch):
     """As with a quota: the file system says that there is room."""
-    monkeypatch.setattr(manager.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
+    monkeypatch.setattr(step_folders.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
 
 
 def fails(checkpoints, step, reason):
@@ -118,7 +118,7 @@ def test_lines_that_never_find_room_are_told_at_the_end(small):
 
 def test_what_will_not_fit_is_not_begun(tmp_path, monkeypatch, capfd):
     checkpoints = CheckpointManager(tmp_path / "c")
-    monkeypatch.setattr(manager.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 19))
+    monkeypatch.setattr(step_folders.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 19))
     fails(checkpoints, 1, r"524,288 bytes are free, and 1,048,580 are needed")
     assert list((tmp_path / "c").iterdir()) == []
     with pytest.raises(manager.NotSaved, match="step 1 could not be saved"):
@@ -131,7 +131,7 @@ def test_what_may_go_makes_room(tmp_path, monkeypatch, capfd):
         checkpoints.save(step, state_of(step))
     checkpoints.close()
     fewer = CheckpointManager(tmp_path / "c", keep=1)
-    monkeypatch.setattr(manager.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    monkeypatch.setattr(step_folders.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     fails(fewer, 4, "0 bytes are free")
     assert verify.steps(tmp_path / "c") == [3]
 
@@ -139,9 +139,9 @@ def test_what_may_go_makes_room(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize("movable", [True, False])
 def test_what_an_earlier_save_left_and_cannot_be_deleted(tmp_path, monkeypatch, capfd, movable):
     """As a folder of another user's; Orbax would wait for it for five minutes."""
-    left = tmp_path / "c" / f"2{manager._TEMPORARY}"
+    left = tmp_path / "c" / f"2{step_folders.TEMPORARY}"
     (left / "state").mkdir(parents=True)
-    remove, rename = manager.shutil.rmtree, manager._rename
+    remove, rename = step_folders.shutil.rmtree, step_folders.rename
 
     def not_this(path, ignore_errors=False, **more):
         if not (Path(path) / "state").exists():
@@ -154,9 +154,9 @@ def test_what_an_earlier_save_left_and_cannot_be_deleted(tmp_path, monkeypatch, 
             raise PermissionError(1, "Operation not permitted")
         return rename(folder, ending)
 
-    monkeypatch.setattr(manager.shutil, "rmtree", not_this)
+    monkeypatch.setattr(step_folders.shutil, "rmtree", not_this)
     if not movable:
-        monkeypatch.setattr(manager, "_rename", refusing)
+        monkeypatch.setattr(step_folders, "rename", refusing)
         monkeypatch.setattr(Barrier, "begin", lambda *_: pytest.fail("Orbax was asked to save"))
     checkpoints = CheckpointManager(tmp_path / "c")
     if movable:

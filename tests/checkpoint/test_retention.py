@@ -8,7 +8,7 @@ import pytest
 from jaxtrain.checkpoint import CheckpointManager, retention, verify
 from jaxtrain.checkpoint.manager import NotSaved
 from jaxtrain.checkpoint.orbax.orbax_logging import innermost
-from jaxtrain.checkpoint.retention import best_of, dispensable
+from jaxtrain.checkpoint.retention import Retention, best_of, dispensable
 from jaxtrain.observe.events import events
 from tests.odd_files import ODD, in_time
 
@@ -117,11 +117,11 @@ def test_every_error_has_words(error, said):
 @pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
 def test_without_metrics_nothing_is_the_best(tmp_path, make):
     make(tmp_path / "metrics.jsonl")
-    store = CheckpointManager(tmp_path / "checkpoints", best="loss")
-    assert in_time(lambda: store.keeping([10, 20])) == [10, 20]
+    retention = Retention(tmp_path / "checkpoints", 2, 0, "loss")
+    assert in_time(lambda: retention.keeping([10, 20])) == [10, 20]
 
 
 @pytest.mark.parametrize("line", ['{"step": 20, "loss": 1', '{"step": 20, ' + '"loss":[' * 100_000])
 def test_a_damaged_line_names_no_best(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0}\n' + line + "\n")
-    assert CheckpointManager(tmp_path / "checkpoints", best="loss").keeping([10, 20]) == [10, 20]
+    assert Retention(tmp_path / "checkpoints", 2, 0, "loss").keeping([10, 20]) == [10, 20]

@@ -11,10 +11,10 @@ import optax
 import pytest
 
 from jaxtrain import checkpoint
+from jaxtrain.builder import build
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.run import build
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.trainer.loop import train
 

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain.builder import build
 from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.config.load import load_config
 from jaxtrain.main import main
 from jaxtrain.plan.estimate import change
-from jaxtrain.run import build
 from jaxtrain.sharding.host_memory import HOST
 from tests.numerics import reference
 from tests.tiny import tiny_flags

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.builder import build
 from jaxtrain.config.families import DeepseekV3Config, ModelConfig
 from jaxtrain.config.load import load_config, make_config
 from jaxtrain.objectives.distillation import distillation
 from jaxtrain.observe import device_peak, flops_per_token, mfu
-from jaxtrain.run import build
 from jaxtrain.train_step.report import matmul_parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -14,13 +14,13 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain.builder import build
 from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.config.load import load_config
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed import processes as distributed
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.run import build
 from tests.tiny import SLOW, free_address, tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[2]

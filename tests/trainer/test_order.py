@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import observe
+from jaxtrain.builder import build
 from jaxtrain.checkpoint import CheckpointManager, manager
 from jaxtrain.config.load import load_config
 from jaxtrain.data import Batches
@@ -25,7 +26,7 @@ from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.replicas import Replicas
 from jaxtrain.resilience.stragglers import Stragglers
 from jaxtrain.resilience.watchdog import Watchdog
-from jaxtrain.run import Run, build
+from jaxtrain.run import Run
 from jaxtrain.trainer.rollback import AnomalyGuard
 from jaxtrain.trainer.shutdown import Interrupt
 from tests.tiny import tiny_flags

@@ -18,13 +18,14 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain.builder import build
 from jaxtrain.checkpoint import CheckpointManager, manager, verify
 from jaxtrain.config.load import load_config
 from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
-from jaxtrain.run import Run, build
+from jaxtrain.run import Run
 from jaxtrain.train_step.optimizers import make_schedule
 from jaxtrain.trainer.shutdown import Interrupt, before_the_loop
 from tests.tiny import SLOW, tiny_flags, wait_for_checkpoint, wait_for_lines

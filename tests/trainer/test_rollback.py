@@ -14,7 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import CheckpointManager
+from jaxtrain.builder import build
+from jaxtrain.checkpoint import CheckpointManager, step_folders
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import ResilienceConfig
 from jaxtrain.data.loading.loader import Batches
@@ -23,7 +24,6 @@ from jaxtrain.distributed import exit_codes
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
 from jaxtrain.resilience.watchdog import Watchdog
-from jaxtrain.run import build
 from jaxtrain.train_step.anomaly import History
 from jaxtrain.trainer.loop import train
 from jaxtrain.trainer.rollback import AnomalyGuard, GivenUp, RolledBack, apply_pending_rollback
@@ -187,8 +187,9 @@ def test_killed_when_it_was_decided(flags, never_saw, poison, tmp_path):
 def test_a_save_that_failed_does_not_end_the_run_that_goes_back(flags, never_saw, poison, tmp_path, monkeypatch):
     phases, watchdogs = [], []
 
-    def no_room(self, folder, flat, prepared=CheckpointManager._preparation):
-        return "no room" if folder.name == "40" and not SkippedBatches.read(tmp_path) else prepared(self, folder, flat)
+    def no_room(directory, step, wanted, prepare=step_folders.prepare, **more):
+        return "no room" if step == 40 and not SkippedBatches.read(tmp_path) else prepare(
+            directory, step, wanted, **more)
 
     def waiting(self, wait=CheckpointManager.wait):
         phases.append(watchdogs[0]._phase)
@@ -198,7 +199,7 @@ def test_a_save_that_failed_does_not_end_the_run_that_goes_back(flags, never_saw
         watchdogs.append(self)
         return enter(self)
 
-    monkeypatch.setattr(CheckpointManager, "_preparation", no_room)
+    monkeypatch.setattr(step_folders, "prepare", no_room)
     monkeypatch.setattr(CheckpointManager, "wait", waiting)
     monkeypatch.setattr(Watchdog, "__enter__", watching)
     poison("strange", {BAD})

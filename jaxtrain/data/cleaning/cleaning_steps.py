@@ -14,7 +14,7 @@ from jaxtrain.data.cleaning.filters import Step
 from jaxtrain.data.formats.inputs import Ids, Text, is_utf8
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files import atomic_files
-from jaxtrain.versions import version_of
+from jaxtrain.observe.versions import version_of
 
 FIX = f"name one of {', '.join(filters.STEPS)}, module:function or datatrove:CLASS(KEYWORD=VALUE)"
 

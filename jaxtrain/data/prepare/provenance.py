@@ -9,7 +9,7 @@ from jaxtrain import storage
 from jaxtrain.data.formats import token_files
 from jaxtrain.data.formats.inputs import Piece, readable
 from jaxtrain.errors import UserError, nearest
-from jaxtrain.versions import git_commit, version_of
+from jaxtrain.observe.versions import git_commit, version_of
 
 # Fields for --describe: those of Croissant and its responsible-AI vocabulary; LISTS may have several values.
 LISTS = ("keywords", "in_language", "data_collection_type", "data_biases", "data_limitations", "data_use_cases",

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from jaxtrain.builder import build
 from jaxtrain.config.schema import Config, MeshConfig, PipelineConfig
 from jaxtrain.observe.flops import flops_per_token
 from jaxtrain.parallel import experts
@@ -11,7 +12,6 @@ from jaxtrain.plan.cost import links
 from jaxtrain.plan.estimate import divisors
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace.program import Collective
-from jaxtrain.run import build
 from jaxtrain.train_step.report import matmul_parameters, total
 
 TWO_BYTES = 2  # bytes of a weight or an activation in a collective

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.builder import build
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.checkpoint.local import snapshots
 from jaxtrain.config.load import load_config
@@ -23,7 +24,6 @@ from jaxtrain.distributed.authentication import secret
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
-from jaxtrain.run import build
 from tests.tiny import SLOW, free_address, tiny_flags, virtual_devices, wait_for_checkpoint, wait_for_lines
 
 ROOT = Path(__file__).parents[3]

@@ -14,11 +14,11 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 import jaxtrain as jt
+from jaxtrain.builder import build
 from jaxtrain.kernels import attention
 from jaxtrain.models.decoder import remat
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import change, estimate
-from jaxtrain.run import build
 from jaxtrain.sharding import rules
 
 ONCE = ("attention", "attention_and_dots", "none")

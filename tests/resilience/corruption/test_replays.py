@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain.builder import build
 from jaxtrain.config.load import load_config
 from jaxtrain.observe.events import events
 from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.suspects import Corrupted, SuspectDevices
-from jaxtrain.run import build
 from tests.faults import flipped_somewhere
 
 ROOT = Path(__file__).parents[3]

@@ -19,7 +19,7 @@ def git_commit() -> str | None:
 
     Where there is no checkout, in a container for example, $JAXTRAIN_COMMIT says it; else it is None.
     """
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():  # site-packages may lie inside somebody else's repository
         return os.environ.get("JAXTRAIN_COMMIT") or None
     command = ["git", "--no-optional-locks", "describe", "--always", "--match=", "--abbrev=40", "--dirty"]

@@ -1,0 +1,151 @@
+"""Config -> Run: resolve a config against devices and check that it fits. Building allocates nothing."""
+
+import warnings
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from jaxtrain import rule_checks, validation
+from jaxtrain.config import data_stages
+from jaxtrain.config.schema import Config
+from jaxtrain.data.loading.batch_source import BatchSource
+from jaxtrain.errors import UserError, nearest
+from jaxtrain.models import Compute, make_model
+from jaxtrain.objectives import MakeObjective, NextToken, Objective
+from jaxtrain.objectives.next_token import stacks
+from jaxtrain.parallel.pipeline.stage_placement import Placement
+from jaxtrain.parallel.schedules import Schedule
+from jaxtrain.run import EXTRAS, Run
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.mesh import AXES, make_mesh
+from jaxtrain.sharding.rules import AnyMesh, Rules
+from jaxtrain.train_step import optimizers, partition, precision
+from jaxtrain.train_step.state import Skeleton, TrainState, abstract_state, make_layout, with_shardings
+
+
+def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
+          objective: MakeObjective = NextToken.of, optimizer: optax.GradientTransformation | None = None,
+          data: BatchSource | None = None) -> Run:
+    """Resolve a config against devices (all of them; an integer for an abstract mesh) and check that it fits.
+
+    Args:
+        platform: the kind of devices that an abstract mesh stands for: "cuda", "tpu" or "cpu"; "cuda:9" also says
+            their compute capability.
+        objective: what the run minimises, made from the config and the model without its numbers.
+        optimizer: an optax transformation in place of the one that `config.optimizer` names.
+        data: what yields the batch of each step, in place of `config.data`, which still says their shape.
+    """
+    _check_given(config, mesh, optimizer, data)
+    mesh = mesh or make_mesh(*(getattr(config.mesh, axis) for axis in AXES),
+                             devices=jax.devices() if devices is None else devices)
+    rules = _rules(config)
+    compute = precision.resolve(config.train.precision, sharding.platform_of(mesh, platform))
+    schedules = validation.checked_schedules(config, mesh, rules, compute, platform)
+    model = Skeleton.of(nnx.eval_shape(
+        lambda: make_model(config.model, Compute.of(config), rngs=nnx.Rngs(params=jax.random.key(0)))))
+    goal = objective(config, model)
+    is_frozen = _frozen_paths(config, model)
+    axes, frozen_axes = partition.split(model.axes(), is_frozen)
+    moments_by_layer = optimizer is None and schedules is None and _moments_by_layer(config)
+    schedule = None
+    if optimizer is None:
+        schedule = optimizers.make_schedule(config.optimizer, config.train.steps)
+        optimizer = optimizers.make_optimizer(config.optimizer, schedule, axes)
+    optimizer = optimizers.with_update_rules(optimizer, partition.like(model.metadata("update"), axes),
+                                             config.model.router_bias_rate)
+    abstract = _abstract(config, model, goal, is_frozen, optimizer, compute)
+    if schedules:
+        rules = _pipeline_rules(rules, goal, model, schedules[0])
+    layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=schedules is not None,
+                         offload=config.optimizer.offload, layerwise=moments_by_layer,
+                         frozen_axes=frozen_axes | goal.frozen_axes)
+    if schedules:
+        _warn_of_waste(abstract.all_params, layout.state.all_params, schedules[0])
+    rule_checks.activations_divide(config, rules, mesh)
+    run = Run(config, mesh, rules, model, goal, optimizer, schedule, compute, with_shardings(abstract, layout.state),
+              layout, schedules, platform, data=data)
+    _check_data_stages(run)
+    return run
+
+
+def _check_given(config: Config, mesh: AnyMesh | None, optimizer: Any, data: BatchSource | None) -> None:
+    """Refuse config keys that cannot be honored with what was given in place of the config's own."""
+    if optimizer is not None and config.optimizer.offload:
+        raise UserError("optimizer.offload", "only the optimizers that a config names can be updated layer by layer",
+                        "set it to false, or leave out optimizer=")
+    if data is not None:
+        for key, asked in (("train.sample_tokens", config.train.sample_tokens), ("train.eval_every",
+                           config.train.eval_every), ("checkpoint.best", config.checkpoint.best.startswith("eval_"))):
+            if asked:
+                raise UserError(key, "batches given by data= have no tokenizer and no evaluation split", "leave it out")
+    if config.mesh.auto and mesh is None:
+        raise UserError("mesh.auto", "no mesh was chosen", "call jt.build, which asks the planner")
+
+
+def _rules(config: Config) -> Rules:
+    unknown = [name for name in config.mesh.overrides if name not in sharding.CONFIG_KEYS]
+    if unknown:
+        raise UserError(f"mesh.overrides.{unknown[0]}", "no model speaks of this axis",
+                        nearest(unknown[0], sharding.CONFIG_KEYS))
+    rules = sharding.rules(config.mesh.rules, **config.mesh.overrides)
+    rule_checks.agree(config, rules)
+    return rules
+
+
+def _frozen_paths(config: Config, model: Skeleton):
+    axes = model.axes()
+    rule_checks.are_used(config, axes)
+    return partition.frozen_paths(axes, config.train.freeze, config.train.trainable).__contains__
+
+
+def _moments_by_layer(config: Config) -> bool:
+    """Whether moments pass through float32 as whole arrays, where blocks or matrices are computed with.
+
+    Then only those of one layer do so at a time.
+    """
+    own = config.optimizer
+    return own.moment_dtype == "int8" or (own.moment_dtype, own.name) == ("bfloat16", "muon")
+
+
+def _abstract(config: Config, model: Skeleton, goal: Objective, is_frozen: Any,
+              optimizer: optax.GradientTransformation, compute: str) -> TrainState:
+    params, frozen = partition.split(model.params(), is_frozen)
+    frozen |= jax.eval_shape(goal.init_frozen, jax.random.key(0))
+    own_dtype = model.metadata("compute_dtype", "") | goal.frozen_metadata("compute_dtype")
+    frozen = precision.frozen_dtype(frozen, config.train.frozen_dtype, partition.like(own_dtype, frozen))
+    return abstract_state(params, optimizer, compute == "float16", EXTRAS, frozen)
+
+
+def _pipeline_rules(rules: Rules, goal: Objective, model: Skeleton, schedule: Schedule) -> Rules:
+    if goal.pipeline_parts is None:
+        raise UserError("mesh.stage", f"{type(goal).__name__} cannot be cut into stages", "set mesh.stage=1")
+    if Placement.of(stacks(model.params()), schedule.position).even:
+        return rules
+    return Rules({**rules.table, "layers": ()})  # spread otherwise in make_layout
+
+
+def _check_data_stages(run: Run) -> None:
+    """Refuse stages that cannot be trained now rather than when they begin."""
+    for stage in data_stages.stages(run.config.data):
+        try:
+            run.of_shape((stage.batch, stage.seq_len))
+        except UserError as error:
+            raise UserError(error.key, f"from step {stage.start} on, {error.reason}", error.fix) from error
+
+
+def _warn_of_waste(params: Any, shardings: Any, schedule: Schedule) -> None:
+    """Stages without layers; layers that do not divide over stages and are spread by no other dimension either."""
+    stages, layers = schedule.stages, sum(stacks(params).values())
+    if layers < stages * schedule.chunks:
+        warnings.warn(f"mesh.stage: the model's {layers} layers leave {stages * schedule.chunks - layers} of {stages} "
+                      f"stages x {schedule.chunks} chunks empty", stacklevel=3)
+    both = [(leaf, where) for key in stacks(params) for leaf, where in zip(
+        jax.tree.leaves(params[key]), jax.tree.leaves(shardings[key]), strict=True)]
+    whole = [leaf for leaf, where in both if not any("stage" in sharding.axes_of(entry) for entry in where.spec)]
+    share = sum(leaf.size for leaf in whole) / sum(leaf.size for leaf, _ in both)
+    if share > 0.1:
+        warnings.warn(f"mesh.stage: {stages} divides neither the layers nor another dimension of {share:.0%} of their "
+                      f"parameters, so that every stage keeps all of these; choose a number that divides them",
+                      stacklevel=3)
