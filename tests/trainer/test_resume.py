@@ -171,7 +171,7 @@ def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, 
         return type(usage(path))(0, 0, 0) if ended and next(looks, None) is not None else usage(path)
 
     monkeypatch.setattr(manager, "AGAIN_S", (0.01,) * 5)
-    monkeypatch.setattr(manager.shutil, "disk_usage", full)
+    monkeypatch.setattr(shutil, "disk_usage", full)
     assert main([*flags, f"--workdir={tmp_path}/work"]) == status
     if status != exit_codes.DONE:
         assert "checkpoint: step 12 could not be saved in" in capsys.readouterr().err.splitlines()[-1]
@@ -192,7 +192,7 @@ def test_a_storage_that_does_not_answer_at_the_end(flags, straight, tmp_path, mo
         return usage(path)
 
     monkeypatch.setattr(manager, "AGAIN_S", (0.01,) * 5)
-    monkeypatch.setattr(manager.shutil, "disk_usage", broken)
+    monkeypatch.setattr(shutil, "disk_usage", broken)
     assert main([*flags, f"--workdir={tmp_path}/work"]) == exit_codes.DONE
     assert capsys.readouterr().err.count("could not be saved (") == 3
     assert_same_run(flags, tmp_path / "work", straight)
@@ -212,7 +212,7 @@ def test_sigterm_ends_the_wait_for_a_disk_that_is_full(flags, tmp_path, monkeypa
         sleep(0.01)
 
     monkeypatch.setattr(manager, "AGAIN_S", (1000,) * 5)
-    monkeypatch.setattr(manager.shutil, "disk_usage", full)
+    monkeypatch.setattr(shutil, "disk_usage", full)
     monkeypatch.setattr(time, "sleep", waiting)
     assert main([*flags, f"--workdir={tmp_path}/work"]) == exit_codes.RESTART
     err = capsys.readouterr().err
