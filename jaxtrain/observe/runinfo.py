@@ -1,5 +1,6 @@
 """Which run a workdir holds: config.json and run.json, and the refusal to continue it as another one."""
 
+import dataclasses
 import json
 import os
 import platform
@@ -122,11 +123,29 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
     started, recorded = _read(workdir / "config.json", {str: dict}), _read(workdir / "run.json", _RUN)
     if saved and not (started and recorded):
         started, recorded = saved.get("config", started), recorded or saved
+    current = config.to_dict() if keys is None else keys
+    changed, allowed = _changes(workdir, started, current, config, done, may_change, "optimizer" in (parts or {}))
+    before = recorded_parts(workdir, saved)  # None: a workdir of an earlier commit does not tell
+    if parts is not None and before is not None and (other := difference(before, parts)):
+        raise UserError("--workdir", f"{workdir} holds a run {other}",
+                        "give another --workdir, or go on with what it was begun with")
+    if started:
+        then = recorded.get("data_manifests") or {"": recorded.get("data_manifest_hash")}
+        _check_data(workdir, started, config, then, manifests or then, done, changed)
+    return changed + allowed if started else []
+
+
+def _changes(workdir: Path, started: Mapping[str, Any], current: Mapping[str, Any], config: Config, done: int,
+             may_change: Collection[str], own_optimizer: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the keys that differ from those of config.json: of data that is to come, and those that `may_change`.
+
+    Raises:
+        UserError: another key differs, and makes a difference.
+    """
     changed, allowed, refused = [], [], []
-    own_optimizer = "optimizer" in (parts or {})
-    for section, values in (config.to_dict() if keys is None else keys).items():
+    for section, values in current.items():
         for key, value in values.items():
-            before = started.get(section, {}).get(key, value)
+            before = _before(started, config, section, key, value)
             if (section, key) == ("data", "mixture") and _without_places(before) == _without_places(value):
                 continue  # the same sources elsewhere: their manifests tell
             if before == value or ("float16" not in (before, value) and _free(
@@ -150,14 +169,31 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
         raise UserError("--workdir", f"{workdir} holds a run with {name}={before}, this config has {first['after']}",
                         f"give another --workdir or --config.{name}={before}"
                         f"{f', or allow it by --may_change={keys_to_allow}' * (name in MAY_CHANGE)}")
-    before = recorded_parts(workdir, saved)  # None: a workdir of an earlier commit does not tell
-    if parts is not None and before is not None and (other := difference(before, parts)):
-        raise UserError("--workdir", f"{workdir} holds a run {other}",
-                        "give another --workdir, or go on with what it was begun with")
-    if not started:
-        return []
-    then = recorded.get("data_manifests") or {"": recorded.get("data_manifest_hash")}
-    now = manifests or then
+    return changed, allowed
+
+
+def _before(started: Mapping[str, Any], config: Config, section: str, key: str, value: Any) -> Any:
+    """Return what config.json says of a key; the key's default if it is of a time before the key existed."""
+    if section not in started:
+        return value
+    if key in started[section]:
+        return started[section][key]
+    now = getattr(config, section)
+    others = {each.name: getattr(now, each.name) for each in dataclasses.fields(now) if each.name != key}
+    try:
+        return getattr(type(now)(**others), key)
+    except (TypeError, UserError):  # it has no default
+        return value
+
+
+def _check_data(workdir: Path, started: Mapping[str, Any], config: Config, then: Mapping[str, Any],
+                now: Mapping[str, Any], done: int, changed: list[dict[str, Any]]) -> None:
+    """Raise a `UserError` if the steps that are done would have had other data.
+
+    Args:
+        then: the hash of each source's data as run.json has it; `now`: as it is.
+        changed: the keys of data that differ.
+    """
     try:
         past = _history(DataConfig(**started["data"]), then, done)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -179,7 +215,6 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
                  and (not done or name in past["sources"])]:
         raise UserError("--workdir", f"{workdir} holds a run on other data: manifest {then[other[0]]}, now "
                         f"{now[other[0]]}", "give another --workdir or bring the data back")
-    return changed + allowed
 
 
 def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[str, int], device_kind: str,

@@ -96,6 +96,7 @@ def test_out_of_memory_is_said_and_recorded(flags, tmp_path, monkeypatch, capsys
     assert line["failed"] in capsys.readouterr().err and "tokens_per_s" not in line
 
 
+@pytest.mark.slow
 def test_a_profile_that_fails_does_not_cost_the_measurement(flags, monkeypatch, tmp_path, capsys):
     def broken(*_, **__):
         raise RuntimeError("no trace today")

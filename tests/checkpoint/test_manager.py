@@ -81,7 +81,7 @@ def saved(store, *steps):
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("to", [(8, 1), (2, 4), (1, 2), (1, 1)])
+@pytest.mark.parametrize("to", [(2, 4), (1, 2), *(pytest.param(to, marks=pytest.mark.slow) for to in ((8, 1), (1, 1)))])
 def test_restored_on_another_mesh(tmp_path, store, to, explicit):
     state = make_state()
     placed = jax.device_put(state, shardings(state, 4, 2, explicit))

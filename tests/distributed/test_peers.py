@@ -138,6 +138,7 @@ def test_who_lost_a_connection_waits_until_its_reason_is_named(capfd):
     assert run.ends[0] == exit_codes.RESTART and "failed (OSError: the disk is on fire)" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_same_failure_everywhere_is_told_by_each(monkeypatch, capfd):
     monkeypatch.setattr(peers, "_PATIENCE", 2.0)
     run = Run()

@@ -262,7 +262,8 @@ def test_a_full_expert_drops_the_latest_tokens_of_a_row(factor, sizes):
 
 # --------------------------------------------------------------------------------------------------- what is kept apart
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
+@pytest.mark.parametrize("name", [
+    "adamw", "muon", *(pytest.param(name, marks=SLOW) for name in ("adafactor", "lion", "sgd"))])
 def test_the_bias_moves_against_the_load_whatever_the_optimizer(name):
     config = reference.tiny("deepseek_v3", optimizer__name=name)
     model = Skeleton.of(nnx.eval_shape(lambda: make_model(config.model, rngs=nnx.Rngs(params=0))))

@@ -29,7 +29,7 @@ def test_sensible_overrides_change_no_number(overrides):
 
 
 @pytest.mark.parametrize("name", sorted(CONFIG_KEYS))
-@pytest.mark.parametrize("axis", ["none", "tensor", "fsdp"])
+@pytest.mark.parametrize("axis", ["tensor", *(pytest.param(axis, marks=pytest.mark.slow) for axis in ("none", "fsdp"))])
 def test_any_single_override_lowers_or_is_refused(name, axis):
     try:
         reference.build("llama", MESH, **{f"mesh__overrides__{name}": axis}).lower()

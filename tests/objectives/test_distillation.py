@@ -145,6 +145,7 @@ def test_another_vocabulary_is_refused():
                  objective=distillation(reference.tiny("llama", model__vocab_size=128)))
 
 
+@pytest.mark.slow
 def test_a_workdir_without_checkpoints_is_refused(tmp_path):
     with pytest.raises(jt.UserError, match="there is none in"):
         jt.build(reference.tiny("gpt2", mesh__data=8), objective=distillation(

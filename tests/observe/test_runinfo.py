@@ -73,6 +73,18 @@ def test_all_that_must_be_allowed_is_named_at_once(tmp_path):
         check_workdir(tmp_path, make_config({}, {"train.steps": 200, "model.num_layers": 3}))
 
 
+@pytest.mark.parametrize("key", ["train.z_loss", "model.mlp_dim"])  # its default is a number; it follows from others
+def test_a_run_from_before_a_key_existed_had_its_default(tmp_path, key):
+    write(tmp_path)
+    section, name = key.split(".")
+    started = json.loads((tmp_path / "config.json").read_text())
+    before = started[section].pop(name)
+    (tmp_path / "config.json").write_text(json.dumps(started))
+    check_workdir(tmp_path, make_config({}))
+    with pytest.raises(UserError, match=rf"holds a run with {key}={before}, this config has 96[.0]*;"):
+        check_workdir(tmp_path, make_config({}, {key: 96}))
+
+
 @pytest.mark.parametrize("key", ["model.num_layers", "data.seed", "train.stpes"])
 def test_what_shapes_the_state_or_the_data_cannot_be_named(tmp_path, key):
     with pytest.raises(UserError, match=rf"^--may_change: {key} cannot change in a run; "):

@@ -87,7 +87,7 @@ CASES = [  # mesh, heads, key/value heads, packed, window, small tiles
 
 
 @pytest.mark.parametrize(("strategy", "sizes", "heads", "packed", "window", "small"), [
-    pytest.param(strategy, *case, marks=[] if strategy == "ring" or i in (1, 4) else SLOW)
+    pytest.param(strategy, *case, marks=[] if i in {"ring": (0, 1, 4)}.get(strategy, (1, 4)) else SLOW)
     for strategy in STRATEGIES for i, case in enumerate(CASES)], ids=str)
 def test_attention_has_the_output_and_gradients_of_one_device(strategy, sizes, heads, packed, window, small,
                                                               monkeypatch):
@@ -395,8 +395,8 @@ def test_a_model_gathers_its_sequence_nowhere():
 
 
 @pytest.mark.parametrize(("strategy", "sizes"), [
-    ("ring", dict(context=32, tensor=8)), ("gather", dict(context=32, tensor=8)),
-    ("ulysses", dict(fsdp=8, context=4, tensor=8)),  # no more devices than heads
+    ("ring", dict(context=32, tensor=8)), pytest.param("gather", dict(context=32, tensor=8), marks=SLOW),
+    pytest.param("ulysses", dict(fsdp=8, context=4, tensor=8), marks=SLOW),  # no more devices than heads
 ])
 def test_a_million_tokens_lower_for_256_devices(strategy, sizes):
     keys = {f"mesh.{axis}": size for axis, size in (dict(data=1, fsdp=1) | sizes).items()}

@@ -99,6 +99,7 @@ def test_the_state_is_counted_to_the_byte():
     assert sum(guess.memory.values()) == guess.bytes
 
 
+@pytest.mark.slow
 def test_an_offloaded_state_takes_the_hosts_memory_and_the_time_of_its_way():
     from jaxtrain.train_step.report import total
 
@@ -183,6 +184,7 @@ def test_what_cannot_fit_is_refused_with_what_does(monkeypatch):
     assert "predicted: " in preflight.check(run)
 
 
+@pytest.mark.slow
 def test_what_the_hosts_cannot_hold_is_refused(monkeypatch):
     run = jt.build(tiny(mesh__data=8, data__global_batch_size=64, optimizer__offload=True))
     state = estimate(run.config, targets.TARGETS["h100"], 8).host

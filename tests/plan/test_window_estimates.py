@@ -38,7 +38,7 @@ def test_a_kernel_computes_what_its_window_shows(window):
     assert kernels.flops(kernels.FORWARD, shapes) == 2 * (K + V) * B * H * T * T / 2
 
 
-@pytest.mark.parametrize("every", [1, 6, 27])
+@pytest.mark.parametrize("every", [6, *(pytest.param(every, marks=pytest.mark.slow) for every in (1, 27))])
 def test_the_rough_sum_counts_what_is_traced(every):
     config, sizes, made = estimated({"fsdp": 8}, global_every=every)
     said = rough.work(config, TARGETS["h200"], sizes, rough.Size.of(config, TARGETS["h200"].platform))
@@ -57,8 +57,9 @@ def test_splash_attention_computes_the_blocks_that_show_something(T, window):
         assert kernels.splash_flops(phase, shapes, window) == 2 * 2 * H * blocks * side**2 * widths
 
 
-@pytest.mark.parametrize(("mesh", "target"), [({"fsdp": 8}, "h200"), ({"fsdp": 4, "stage": 2}, "h200"),
-                                              pytest.param({"fsdp": 8}, "v5p", marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(("mesh", "target"), [
+    ({"fsdp": 8}, "h200"), pytest.param({"fsdp": 4, "stage": 2}, "h200", marks=pytest.mark.slow),
+    pytest.param({"fsdp": 8}, "v5p", marks=pytest.mark.slow)], ids=str)
 def test_attention_takes_the_time_of_the_mean_layer(mesh, target):
     """Of 26 layers 22 are local."""
     far, mixed, near = (estimated(mesh, target, global_every=every)[2].time.parts["attention"] for every in (1, 6, 27))

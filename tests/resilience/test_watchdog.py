@@ -84,12 +84,14 @@ def test_an_evaluation_has_the_limit_of_the_start(tmp_path):
     assert end(run(tmp_path, body=body, hang="time.sleep(3)"))[:2] == (0, "went on\n")
 
 
+@pytest.mark.slow
 def test_native_code_that_keeps_the_lock(tmp_path):
     """No Python thread can run then; the timer in C can."""
     status, out, error = end(run(tmp_path, hang="ctypes.PyDLL(None).sleep(100)", start_limit=10.0, grace=2.0))
     assert (status, out) == (1, "") and "in the_hang" in error
 
 
+@pytest.mark.slow
 def test_an_error_whose_closing_hangs_is_not_lost(tmp_path):
     body = "import contextlib\n    with contextlib.ExitStack() as stack, dog.training():\n" \
            "        stack.callback(the_hang); steps(dog); raise OSError('the real reason')"

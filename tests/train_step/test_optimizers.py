@@ -108,7 +108,7 @@ def updates(name, family, gradient, **keys):
             for (path, param), update in flat}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("qwen3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_matrices_decay_and_vectors_do_not(name, family):
     for path, (param, update) in updates(name, family, gradient=0.0, weight_decay=0.5).items():

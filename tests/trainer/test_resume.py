@@ -291,6 +291,7 @@ def test_a_checkpoint_of_another_run_is_refused(flags, halfway, foreign, capsys)
     assert before == ((halfway / "run.json").read_bytes(), (halfway / "metrics.jsonl").read_bytes())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_adopted(flags, straight, halfway, foreign):
     """Once adopted, it may be gone on from again."""
     shutil.rmtree(halfway / "checkpoints" / "9")
@@ -307,6 +308,7 @@ def test_a_checkpoint_of_another_run_is_adopted(flags, straight, halfway, foreig
     assert ours == theirs  # the data are the same
 
 
+@pytest.mark.slow
 def test_a_checkpoint_alone_is_adopted_by_another_config(flags, foreign, tmp_path, capsys):
     shutil.copytree(foreign / "checkpoints", tmp_path / "checkpoints")
     assert main([*flags, f"--workdir={tmp_path}"]) == 2
@@ -315,7 +317,8 @@ def test_a_checkpoint_alone_is_adopted_by_another_config(flags, foreign, tmp_pat
     assert identity(tmp_path) != identity(foreign)
 
 
-@pytest.mark.parametrize("lost", [["run.json"], ["config.json"], ["run.json", "config.json"]])
+@pytest.mark.parametrize("lost", [
+    ["run.json", "config.json"], *(pytest.param([one], marks=pytest.mark.slow) for one in ("run.json", "config.json"))])
 def test_without_run_files_the_checkpoint_tells(flags, straight, halfway, capsys, lost):
     for name in lost:
         (halfway / name).unlink()
@@ -326,6 +329,7 @@ def test_without_run_files_the_checkpoint_tells(flags, straight, halfway, capsys
     assert identity(halfway) == identity(straight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names, same", [(["run.json"], False), (["run.json", "config.json"], True)])
 def test_the_identity_of_a_run_that_begins(flags, straight, tmp_path, names, same):
     """It stays if the workdir's run begins again; with another config, which config.json would refuse, it may not."""
@@ -335,6 +339,7 @@ def test_the_identity_of_a_run_that_begins(flags, straight, tmp_path, names, sam
     assert (identity(tmp_path) == identity(straight)) == same and len(identity(tmp_path)) == 16
 
 
+@pytest.mark.slow
 def test_a_copy_from_the_mirror_knows_its_run(flags, straight, halfway, tmp_path):
     mirrored = [*flags, f"--config.checkpoint.mirror={tmp_path / 'mirror'}"]
     assert main([*mirrored, f"--workdir={halfway}"]) == 0

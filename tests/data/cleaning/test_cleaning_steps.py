@@ -261,7 +261,8 @@ def test_a_change_of_a_step_or_of_its_file_is_noticed(tmp_path, plugin):
 
 
 @pytest.mark.parametrize(("at", "deduplicate"), [
-    ("", False), ("", True), ("tokens: 2 of", False), ("tokens: 2 of", True), ("duplicates: 2 of", True)])
+    ("tokens: 2 of", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("", False), ("", True), ("tokens: 2 of", False), ("duplicates: 2 of", True)))])
 def test_a_list_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch, at, deduplicate):
     source, listed = jsonl(tmp_path / "a.jsonl", "one", "two", "six"), tmp_path / "list.txt"
     listed.write_text("nothing")

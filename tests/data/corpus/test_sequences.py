@@ -70,6 +70,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path, kind):
     assert one.manifest_hash == two.manifest_hash == prepare_sequences(inputs, one.path, source).manifest_hash
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["audio", "events"])
 @pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.exhaustive)])
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kind, kills):

@@ -61,6 +61,7 @@ def test_an_example_is_the_one_that_protobuf_writes():
         "0a0d0a0b0a01611206 0a04 0a027879".replace(" ", ""))
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path):
     source, options = str(write(tmp_path / "a.array_record", [text.encode() for text in TEXTS])), Options(
         eval_fraction=0.2, task_bytes=400)

@@ -120,6 +120,7 @@ def test_they_become_the_corpus_that_their_text_becomes(tmp_path, write):
     assert corpus.train.num_bytes == sum(len(text.encode()) for text in TEXTS)
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path):
     source, options = folder(tmp_path, modded), Options(eval_fraction=0.2, task_bytes=64, deduplicate=True)
     one, two = (prepare([source], tmp_path / str(workers), options, workers) for workers in (1, 2))

@@ -73,7 +73,7 @@ def random_config(rng: random.Random, names) -> DataConfig:
 
 def few_of(cases):
     """The first of them are quick, as many more slow, and the rest exhaustive."""
-    return [case if case < 6 else pytest.param(case, marks=pytest.mark.slow if case < 12 else pytest.mark.exhaustive)
+    return [case if case < 3 else pytest.param(case, marks=pytest.mark.slow if case < 12 else pytest.mark.exhaustive)
             for case in range(cases)]
 
 

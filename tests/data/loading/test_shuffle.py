@@ -8,7 +8,8 @@ from jaxtrain.data.loading.shuffle import Order
 from jaxtrain.errors import UserError
 
 
-@pytest.mark.parametrize("length", [1, 2, 23, 10**6, 2**33 + 1])
+@pytest.mark.parametrize("length", [
+    23, *(pytest.param(length, marks=pytest.mark.slow) for length in (1, 2, 10**6, 2**33 + 1))])
 @pytest.mark.parametrize("seed", [0, 1, 2**40])
 def test_it_is_that_of_grains_own_pipeline(length, seed):
     pipeline = grain.MapDataset.source(range(length)).seed(seed)

@@ -106,6 +106,7 @@ def test_the_vocabulary_of_characters_is_that_of_the_training_text(texts, capsys
     assert open_corpus(texts / "fits").tokenizer.fingerprint == corpus.tokenizer.fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--workers=3"], ["--workers=2", "--deduplicate"]])
 def test_characters_with_several_workers(texts, flags):
     one = made(texts, "one", f"--input={texts}/eval.jsonl", "--tokenizer=characters", "--format=text",

@@ -33,6 +33,7 @@ def other(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_of_two_at_once_one_is_refused_and_the_other_ends(tmp_path):
     source, seen = write(tmp_path), []
 

@@ -73,6 +73,7 @@ def test_parts_twice_at_once_and_one_never_give_the_bytes_of_one_run(tmp_path):
     assert files(tmp_path / "out") == wanted(tmp_path)
 
 
+@pytest.mark.slow
 def test_with_deduplication_parts_are_compared_before_they_become_tokens(tmp_path):
     script, stage = rendered(tmp_path, "--deduplicate"), "--stage=duplicates"
     early = job(script, part=0)

@@ -131,6 +131,7 @@ def test_what_is_not_started_again(run, tmp_path, code):
     assert "first to fail: process " in err and f"because of {code}" in err
 
 
+@pytest.mark.slow
 def test_a_crash_starts_all_again(run, tmp_path):
     """Who does not die by itself is ended, and tells where it stands; time from death to steps is told."""
     plan = {"1:0": ["stacks", "deaf", "step 1", "step 2", "await never"], "1:1": ["await ready-1-0", "raise a cable"],

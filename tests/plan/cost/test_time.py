@@ -119,6 +119,7 @@ def test_a_slower_network_makes_a_step_slower(config):
     assert step(config, dataclasses.replace(target, links=(target.links[0], slow))) > step(config, target)
 
 
+@pytest.mark.slow
 def test_what_users_write_down_counts(config, tmp_path):
     before, theirs = step(config, targets.TARGETS["h100"]), targets.TARGETS["h100"].efficiency
     file = tmp_path / "targets.json"

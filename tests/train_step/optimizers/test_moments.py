@@ -85,6 +85,7 @@ MESHES = [((2, 2, 2), {"optimizer__zero_stage": 1}), ((1, 2, 4), {}), ((8, 1, 1)
           ((2, 2, 2), {"optimizer__offload": True})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "mesh", "keys"), [
     pytest.param(name, dtype, mesh, keys, marks=[] if (name, dtype, i) == ("adamw", "int8", 0) else pytest.mark.slow)
     for name, dtype in [("adamw", "int8"), ("adamw", "bfloat16"), ("lion", "int8"), ("sgd", "bfloat16")]
