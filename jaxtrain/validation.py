@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.attention import choose_backend
@@ -19,7 +17,7 @@ from jaxtrain.parallel.context import choose_strategy
 from jaxtrain.parallel.pipeline.pipeline import count_microbatches, make_schedules
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
-from jaxtrain.train_step.precision import DTYPES
+from jaxtrain.train_step.precision import dtype_of
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,7 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
     stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
     microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
     check(config, mesh, rules, microbatches)
-    dtype, kind = jnp.dtype(DTYPES[precision]), sharding.platform_of(mesh, platform).partition(":")[0]
+    dtype, kind = dtype_of(precision), sharding.platform_of(mesh, platform).partition(":")[0]
     strategy = choose_strategy(config.mesh.context_strategy, stages, sharding.shards(rules["seq"], mesh))
     with sharding.use(mesh, rules, platform):
         choose_backend(config.train.attention, kind, dtype, config.data.seq_len,

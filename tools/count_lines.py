@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1] / "jaxtrain"
 LEARNING = """
     __init__ main errors redaction builder run validation rule_checks
     config/schema config/families config/field_checks config/load
-    sharding/rules sharding/mesh
+    sharding/rules sharding/mesh sharding/products
     models/__init__ models/decoder models/layers models/attention models/gpt2
     kernels/functions kernels/cross_entropy kernels/attention/__init__ kernels/attention/xla_attention
     objectives/objective objectives/next_token

@@ -155,7 +155,7 @@ class TrainConfig:
     steps: int = 100  # the length of the run in optimizer steps
     seed: int = 0  # of the initial parameters
     accumulation: int = 1  # micro-batches per step
-    precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU
+    precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, layers' products in 8 bits
     attention: str = "auto"  # the kernel: auto chooses by device, dtype and shapes; docs/training.md
     check_memory: bool = True  # refuse, before anything is compiled, what the planner says cannot fit
     expert_exchange: str = "auto"  # how tokens reach their experts: "gather" all, or "ragged" all-to-all
@@ -187,7 +187,7 @@ class TrainConfig:
             if not -(2**31) <= getattr(self, name) < 2**31:
                 raise UserError(f"train.{name}", f"{getattr(self, name)} is more than 32 bits hold",
                                 "use less than 2^31")
-        one_of("train.precision", self.precision, ("auto", "float32", "bfloat16", "float16"))
+        one_of("train.precision", self.precision, ("auto", "float32", "bfloat16", "float16", "fp8"))
         one_of("train.attention", self.attention, ("auto", "xla", "cudnn", "mosaic", "splash"))
         one_of("train.expert_exchange", self.expert_exchange, ("auto", "gather", "ragged"))
         one_of("train.grouped_matmul", self.grouped_matmul, ("auto", "xla", "mosaic"))

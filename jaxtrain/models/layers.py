@@ -16,6 +16,7 @@ from jaxtrain.parallel.pipeline import deferred
 from jaxtrain.parallel.pipeline.deferred import Deferred
 from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.parallel.vocab import lookup
+from jaxtrain.sharding import products
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import Names
 
@@ -64,6 +65,8 @@ class Linear(nnx.Module):
         if isinstance(kernel, Deferred):
             y = deferred.multiply(self.product, x, kernel)
             return y if bias is None else y + bias
+        if products.is_fp8():
+            return sharding.with_bias(products.multiply(self.product, x, kernel), bias)
         return self.product(x, kernel, bias)
 
     def product(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:

@@ -70,7 +70,7 @@ def masks(config: Config, mesh: Mapping[str, int], platform: str) -> bool:
     """
     if platform == "tpu" or not config.model.num_experts:
         return False
-    dtype = jnp.dtype(precision.DTYPES[precision.resolve(config.train.precision, platform)])
+    dtype = precision.dtype_of(precision.resolve(config.train.precision, platform))
     asked = "xla" if config.train.grouped_matmul == "xla" else "auto"
     width = config.model.expert_mlp_dim // mesh.get("tensor", 1)
     with sharding.use(jax.sharding.AbstractMesh((), ()), sharding.rules(), platform):

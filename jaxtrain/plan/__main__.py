@@ -24,7 +24,7 @@ from jaxtrain.plan.report.table import explained, table
 from jaxtrain.plan.search import fastest_mesh, search
 from jaxtrain.plan.source_lines import source_lines
 from jaxtrain.plan.timeline import simulate
-from jaxtrain.train_step.precision import DTYPES
+from jaxtrain.train_step.precision import PRECISIONS
 
 GB = 1e9
 
@@ -41,8 +41,8 @@ def main(argv: list[str] | None) -> None:
     config = change(config, {key: value for key, value in asked.items() if value})
     target, devices = place(flags)
     precisions = [name.strip() for name in flags.precisions.split(",") if name.strip()]
-    if unknown := [name for name in precisions if name not in DTYPES]:
-        raise UserError("--precisions", f"{unknown[0]} is not a precision", nearest(unknown[0], DTYPES))
+    if unknown := [name for name in precisions if name not in PRECISIONS]:
+        raise UserError("--precisions", f"{unknown[0]} is not a precision", nearest(unknown[0], PRECISIONS))
     if precisions and (flags.explain or config.mesh.auto):
         raise UserError("--precisions", f"{'--explain' if flags.explain else 'mesh=auto'} keeps the config's precision",
                         "leave one of them out, or set train.precision")
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=float, default=1e12,
                       help="tokens to train on, for days and cost; default: 1e12")
     made.add_argument("--precisions", default="", metavar="NAME,...",
-                      help=f"also rank these precisions, besides the config's own: {', '.join(DTYPES)}")
+                      help=f"also rank these precisions, besides the config's own: {', '.join(PRECISIONS)}")
     made.add_argument("--top", type=int, default=10, help="how many layouts to show; default: 10")
     made.add_argument("--html", metavar="FILE", help="also write the ranking as a page, with memory and time drawn")
     made.add_argument("--explain", action="store_true", help="explain only the layout of the config")

@@ -138,6 +138,15 @@ def free_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return tuple(axis for axis, kind in kinds if kind != AxisType.Manual)
 
 
+def peak(x: jax.Array) -> jax.Array:
+    """Return the largest magnitude in an activation, on all devices; inside a pipeline on those of the stage."""
+    mesh = jax.sharding.get_abstract_mesh()
+    inside = set(mesh.axis_names) - {"stage", *free_axes(mesh)}  # a surrounding shard_map
+    axes = tuple(axis for axis in mesh.axis_names if axis in inside and mesh.shape[axis] > 1)
+    found = jnp.max(jnp.abs(x))
+    return jax.lax.pmax(found, axes) if axes else found
+
+
 def shards(entry: Any, mesh: AnyMesh) -> int:
     """Return into how many pieces one entry of a spec cuts its dimension."""
     return math.prod(mesh.shape[axis] for axis in axes_of(entry))
@@ -319,7 +328,7 @@ def einsum(equation: str, x: jax.Array, weight: jax.Array, names: Names, out: Na
     """
     if any(map(_splits_a_product, (*names, *out[1:]))):
         y = jnp.einsum(equation, x, gather(weight, *names), out_sharding=activation_spec(*out))
-        return _with_bias(y, bias)
+        return with_bias(y, bias)
     left, right = equation.split("->")[0].split(",")
     summed = sum(letter in right for letter in left)  # dimensions: last of x, first of the weight
     assert left[2:] == right[:summed] and equation.endswith(f"->{left[:2]}{right[summed:]}"), equation
@@ -327,12 +336,12 @@ def einsum(equation: str, x: jax.Array, weight: jax.Array, names: Names, out: Na
 
     def product(x):
         y = x.reshape(-1, len(matrix)) @ matrix
-        return _with_bias(y, None if bias is None else bias.reshape(-1)).reshape(-1, *new)
+        return with_bias(y, None if bias is None else bias.reshape(-1)).reshape(-1, *new)
 
     return by_row(product, x)
 
 
-def _with_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+def with_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Add a bias whose gradient is then summed in float32, whatever y is."""
     return y if bias is None else (y + bias.astype(jnp.float32)).astype(y.dtype)
 

@@ -21,17 +21,22 @@ _GPU: Options = {
     # cuBLAS reads slices of stacked weights in place, where Triton's fusions are fed with copies.
     "xla_gpu_enable_triton_gemm": False,
 }
+# A product of an input with several weights, merged into one, is no longer recognized as a product in fp8.
+_FP8: Options = {"xla_gpu_dot_merger_threshold_mb": "0"}
 PRESETS: Mapping[str, Options] = {"gpu": _GPU, "cuda": _GPU}
 
 
-def compiler_options(platform: str, changes: Options, tensor: int = 1) -> dict[str, str | bool]:
+def compiler_options(platform: str, changes: Options, tensor: int = 1, fp8: bool = False) -> dict[str, str | bool]:
     """Return the preset of a platform with these changes; the value "" leaves an option to the compiler.
 
-    Where `tensor` parallelism splits products, Triton's fusions stay, which were faster there. Devices that are
-    described to the compiler call their platform "cuda:9", with their compute capability.
+    Where `tensor` parallelism splits products that are not in fp8, Triton's fusions stay, which were faster there and
+    do not recognize products in fp8. Devices that are described to the compiler call their platform "cuda:9", with
+    their compute capability.
     """
     preset = PRESETS.get(platform.partition(":")[0], {})
-    if tensor > 1:
+    if fp8 and preset:
+        preset = {**preset, **_FP8}
+    elif tensor > 1:
         preset = {name: value for name, value in preset.items() if name != "xla_gpu_enable_triton_gemm"}
     options = {**preset, **{name: _parsed(value) for name, value in changes.items()}}
     return {name: value for name, value in options.items() if value != ""}

@@ -7,6 +7,12 @@ import jax
 import jax.numpy as jnp
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+PRECISIONS = (*DTYPES, "fp8")
+
+
+def dtype_of(precision: str) -> jnp.dtype:
+    """Return the dtype of parameters and activations; with fp8 only products have fewer bits (sharding/products.py)."""
+    return jnp.dtype(DTYPES["bfloat16" if precision == "fp8" else precision])
 
 
 def resolve(precision: str, platform: str) -> str:
@@ -17,7 +23,7 @@ def resolve(precision: str, platform: str) -> str:
 def cast(params: Any, precision: str, own: Any = None) -> Any:
     """Cast parameters to their compute dtype: `precision`, or what the matching tree `own` names for some."""
     def one(p, own=""):
-        return p.astype(DTYPES[own or precision]) if jnp.issubdtype(p.dtype, jnp.floating) else p
+        return p.astype(dtype_of(own or precision)) if jnp.issubdtype(p.dtype, jnp.floating) else p
     return jax.tree.map(one, params) if own is None else jax.tree.map(one, params, own)
 
 

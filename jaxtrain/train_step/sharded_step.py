@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.errors import UserError
+from jaxtrain.sharding import products
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
 from jaxtrain.train_step.compiler_options import Options, compiled, compiler_options
@@ -51,7 +52,8 @@ class ShardedStep:
     def compiler_options(self) -> dict[str, Any]:
         """The compiler's options for the platform and the shape of the mesh."""
         here = self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
-        return compiler_options(self.platform or here, self.changed_options, dict(self.mesh.shape).get("tensor", 1))
+        return compiler_options(self.platform or here, self.changed_options, dict(self.mesh.shape).get("tensor", 1),
+                                self.precision == "fp8")
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Make one optimizer step. `state` is donated: use the returned one."""
@@ -143,7 +145,8 @@ class ShardedStep:
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """Trace what is in this block for the mesh, under the rules and the precision of matrix products."""
-        with sharding.use(self.mesh, self.rules, self.platform), matmul_precision(self.precision):
+        with (sharding.use(self.mesh, self.rules, self.platform), matmul_precision(self.precision),
+              products.in_fp8(self.precision == "fp8")):
             yield
 
     # --------------------------------------------------------------------------------------------------- batches

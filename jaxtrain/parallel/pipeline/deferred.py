@@ -5,16 +5,17 @@ for the pair, and the product's gradient with respect to that placeholder is the
 gradients (`lax.scan` over layers, rematerialization) transports the pairs, and W computes just one product per weight.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-Product = Callable[[jax.Array, jax.Array], jax.Array]  # input, weight -> output
+from jaxtrain.sharding import products
+from jaxtrain.sharding.products import Product
+
 Path = tuple[str, ...]  # keys of nested dicts
 Weights = dict[Path, jax.Array]
 
@@ -48,7 +49,7 @@ class Ledger:
 
             def weight_gradient(path):
                 x, dy = pairs[self.owner[path]][0], pairs[path][1]
-                return jax.linear_transpose(partial(self.products[path], x), weights[path])(dy)[0]
+                return products.weight_gradient(self.products[path], x, weights[path], dy)
 
             return None, {path: weight_gradient(path) for path in self.products}
         return jax.lax.scan(one, None, (weights, pairs))[1]
@@ -68,20 +69,20 @@ class Deferred:
 def multiply(product: Product, x: jax.Array, weight: Deferred) -> jax.Array:
     """Return `product(x, weight)`, with the weight's gradient deferred."""
     if weight.room is None:
-        y = product(x, weight.weight)
+        y = products.forward(product, x, weight.weight)
         weight.ledger.note(weight.path, product, x, y)
         return y
 
     @jax.custom_vjp
     def apply(x, weight, room):
-        return product(x, weight)
+        return products.forward(product, x, weight)
 
     def backward(saved, dy):
         x, weight, keeps_input = saved
-        dx = jax.linear_transpose(lambda x: product(x, weight), x)(dy)[0]
+        dx = products.input_gradient(product, x, weight, dy)
         return dx, jnp.zeros_like(weight), (None if keeps_input is None else x, dy)
 
-    apply.defvjp(lambda x, weight, room: (product(x, weight), (x, weight, room[0])), backward)
+    apply.defvjp(lambda x, weight, room: (products.forward(product, x, weight), (x, weight, room[0])), backward)
     return apply(x, weight.weight, weight.room)
 
 

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.schema import AXES
@@ -141,6 +142,15 @@ def behind(talking: float, computing: float, target: Target) -> float:
     return min(target.efficiency["overlap"] * talking, computing)
 
 
+def _is_in_8_bits(value: Value) -> bool:
+    """Return whether an array is one of 8-bit floats, perhaps laid out anew (sharding/products.py)."""
+    while np.dtype(value.dtype).itemsize > 1:
+        if value.op is None or len(value.op.inputs) != 1 or value.op.flops:
+            return False
+        value = value.op.inputs[0]
+    return jnp.issubdtype(value.dtype, jnp.floating)
+
+
 def _own(op: Op, reads: "Reads", target: Target) -> tuple[str, float]:
     """Return the part and the seconds of an operation on its own device."""
     if hosts := sum(value.host for value in (*op.inputs, *op.outputs)) if op.name == "device_put" else 0:
@@ -149,7 +159,7 @@ def _own(op: Op, reads: "Reads", target: Target) -> tuple[str, float]:
     at_memory = moved / (target.bandwidth * target.efficiency["memory"])
     if not op.flops:
         return "memory", at_memory if not op.collectives and not op.bodies else 0.0
-    dtype = np.dtype(op.inputs[0].dtype).name
+    dtype = "float8" if all(map(_is_in_8_bits, op.inputs[:2])) else np.dtype(op.inputs[0].dtype).name
     peak = target.peak.get(dtype, target.peak.get("float32", 1.0))
     kind = "attention" if op.name.startswith("attention") else "matmul"
     share = target.efficiency["grouped" if op.name.startswith("grouped_matmul") else kind]

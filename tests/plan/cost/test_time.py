@@ -135,3 +135,15 @@ def test_what_users_write_down_counts(config, tmp_path):
         mixtral = load_config(CONFIGS / "mixtral_8x7b.py", {
             "mesh.fsdp": 2, "mesh.expert": 8, "mesh.tensor": 1, "mesh.data": 1, "data.global_batch_size": 64})
         assert step(mixtral, ours) > 1.01 * step(mixtral, targets.TARGETS["h100"])
+
+
+def test_products_in_fp8_are_computed_at_its_rate():
+    """Those of layers: that of the loss head, and attention, stay in bfloat16."""
+    def matmuls(**keys):
+        config = load_config(CONFIGS / "llama3_1b.py", {"train.accumulation": 1, "mesh.fsdp": 1, **keys})
+        found = estimate(config, targets.TARGETS["h100"], 1)
+        return found.time.parts["matmul"], found.time.parts["attention"]
+
+    target = targets.TARGETS["h100"]
+    (wide, attention), (narrow, other) = matmuls(), matmuls(**{"train.precision": "fp8"})
+    assert attention == other and target.peak["bfloat16"] / target.peak["float8"] < narrow / wide < 0.7

@@ -1,0 +1,129 @@
+"""Products of activations and weights in the precision of the step: as they are, or in 8-bit floats (fp8).
+
+With fp8, a product rounds each of its two factors to a float of 8 bits, with one scale for the whole array, chosen so
+that its largest magnitude just fits (current scaling): activations and weights to e4m3, gradients of outputs to e5m2,
+which has more range. Sums are made in float32, and results are bfloat16. The maximum is that of the array on all
+devices, so the numbers do not depend on the mesh.
+
+The factors reach the product as bfloat16 values that 8 bits hold exactly. XLA multiplies them in fp8 where the hardware
+can; elsewhere the products of bfloat16 have the same result, so that fp8 can be tried and tested on any device.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.sharding import rules as sharding
+
+Product = Callable[[jax.Array, jax.Array], jax.Array]  # input, weight -> output; linear in each of them
+FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+_fp8 = contextvars.ContextVar("jaxtrain_fp8", default=False)
+
+
+@contextlib.contextmanager
+def in_fp8(on: bool) -> Iterator[None]:
+    """Trace the products in this block in fp8, or as they are."""
+    token = _fp8.set(on)
+    try:
+        yield
+    finally:
+        _fp8.reset(token)
+
+
+def is_fp8() -> bool:
+    """Return whether products are traced in fp8."""
+    return _fp8.get()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rounded:
+    """An array in 8 bits."""
+
+    values: jax.Array
+    scale: jax.Array  # to multiply them with
+    dtype: Any = field(metadata={"static": True})  # of the array
+
+    @classmethod
+    def of(cls, x: jax.Array, dtype: Any) -> "Rounded":
+        """Round an array so that its largest magnitude becomes the largest number of `dtype`."""
+        spec = jax.typeof(x).sharding.spec
+        if spec.reduced:  # a mark that concerns the gradient alone, and that operations do not take
+            x = jax.reshard(x, P(*spec.partitions))
+        most = float(jnp.finfo(dtype).max)
+        peak = sharding.peak(x).astype(jnp.float32)
+        scale = jnp.where(peak > 0, peak / most, 1.0)
+        # A quotient above `most` by a rounding error would become infinite or NaN.
+        return cls(jnp.clip(x.astype(jnp.float32) / scale, -most, most).astype(dtype), scale, x.dtype)
+
+    @property
+    def wide(self) -> jax.Array:
+        """The same values in the array's own dtype."""
+        return self.values.astype(self.dtype)
+
+
+def multiply(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return `product(x, weight)` in fp8, with gradients that are computed in fp8 too."""
+    @jax.custom_vjp
+    def apply(x, weight):
+        return forward(x, weight)[0]
+
+    def forward(x, weight):
+        x, weight = Rounded.of(x, FORWARD), Rounded.of(weight, FORWARD)
+        return _scaled(product(x.wide, weight.wide), x, weight), (x, weight)
+
+    def backward(saved, dy):
+        x, weight = saved
+        dy = Rounded.of(dy, BACKWARD)
+        return _input_gradient(product, kind, weight, dy), _weight_gradient(product, x, weight.wide, dy)
+
+    kind = _abstract(x)
+    apply.defvjp(forward, backward)
+    return apply(x, weight)
+
+
+def forward(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return the output of a product whose gradients are computed by the next two functions."""
+    return multiply(product, x, weight) if is_fp8() else product(x, weight)
+
+
+def input_gradient(product: Product, x: Any, weight: jax.Array, dy: jax.Array) -> jax.Array:
+    """Return the gradient with respect to the input alone, from that of the output; `x` may be abstract."""
+    if not is_fp8():
+        return _transposed(lambda x: product(x, weight), x, dy)
+    return _input_gradient(product, x, Rounded.of(weight, FORWARD), Rounded.of(dy, BACKWARD))
+
+
+def weight_gradient(product: Product, x: jax.Array, weight: Any, dy: jax.Array) -> jax.Array:
+    """Return the gradient with respect to the weight alone, from that of the output; `weight` may be abstract."""
+    if not is_fp8():
+        return _transposed(lambda weight: product(x, weight), weight, dy)
+    return _weight_gradient(product, Rounded.of(x, FORWARD), weight, Rounded.of(dy, BACKWARD))
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.typeof(x).sharding)
+
+
+def _input_gradient(product: Product, x: Any, weight: Rounded, dy: Rounded) -> jax.Array:
+    return _scaled(_transposed(lambda x: product(x, weight.wide), x, dy.wide), weight, dy)
+
+
+def _weight_gradient(product: Product, x: Rounded, weight: Any, dy: Rounded) -> jax.Array:
+    return _scaled(_transposed(lambda weight: product(x.wide, weight), weight, dy.wide), x, dy)
+
+
+def _transposed(linear: Callable, x: Any, dy: jax.Array) -> jax.Array:
+    return jax.linear_transpose(linear, x)(dy)[0]
+
+
+def _scaled(y: jax.Array, one: Rounded, other: Rounded) -> jax.Array:
+    scale, unreduced = (one.scale * other.scale).astype(y.dtype), jax.typeof(y).sharding.spec.unreduced
+    return y * (jax.reshard(scale, P(reduced=unreduced)) if unreduced else scale)
