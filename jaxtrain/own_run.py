@@ -144,9 +144,9 @@ class OwnRun(Run):
         """Parameters in the dtype in which they compute."""
         return precision.cast(params, self.precision)
 
-    def module(self, state: TrainState) -> Any:
-        """The module (or pytree) with this state's parameters, whole on one device."""
-        return self.own.module(state)
+    def module(self, state: TrainState, dtype: Any = None) -> Any:
+        """The module (or pytree) with this state's parameters, whole on one device, in `dtype` if one is given."""
+        return self.own.module(state, dtype)
 
     @property
     def own_model(self) -> bool:

@@ -237,9 +237,13 @@ class Run:
         """Trained and frozen parameters in the dtypes in which they compute."""
         return precision.cast(params, self.precision, self._metadata("compute_dtype", params))
 
-    def module(self, state: TrainState) -> nnx.Module:
-        """The model with this state's parameters, whole on one device: to be called eagerly, as `module(tokens)`."""
-        return self.model.merge(jax.device_put(jax.device_get(state.all_params), jax.local_devices()[0]))
+    def module(self, state: TrainState, dtype: Any = None) -> nnx.Module:
+        """The model with this state's parameters, whole on one device: to be called eagerly, as `module(tokens)`.
+
+        Args:
+            dtype: that of its parameters, such as `jnp.bfloat16`; None leaves each in its own.
+        """
+        return self.model.merge(given_params.on_one_device(state.all_params, dtype))
 
     # -------------------------------------------------------------------------------------------------------- the data
     @cached_property

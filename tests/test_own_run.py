@@ -198,6 +198,10 @@ def test_a_run_that_was_stopped_is_to_the_bit_the_one_that_was_not(kind, tmp_pat
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight") and len(lines(tmp_path / "straight")) == STEPS
     module = run.module(straight)
     assert type(module) is {"module": Module, "callable": Callable, "equinox": Layered}.get(kind, dict)
+    halves = jax.tree.leaves(nnx.state(run.module(straight, jnp.bfloat16)) if kind == "module" else
+                             run.module(straight, jnp.bfloat16))
+    floating = [leaf for leaf in halves if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert floating and all(leaf.dtype == jnp.bfloat16 for leaf in floating)
 
 
 @pytest.mark.parametrize("kind", ["module", *(pytest.param(kind, marks=pytest.mark.slow)

@@ -218,8 +218,8 @@ class Mirror:
                                               *record["files"].get(name, (0, ""))), names))
         problems = verify.compare_files(folder, record, *verify.list_files(folder), hashes=False)
         try:
-            same = verify.parse_mark((folder / verify.MARK).read_bytes(), step) == record
-        except ValueError:
+            same = verify.parse_mark(bounded_files.read(folder / verify.MARK, bounded_files.LARGE), step) == record
+        except (OSError, ValueError):
             same = False
         if problems or not same:
             raise Different(self._url(step), (problems or ["its good.json changed while it was fetched"])[0],
@@ -260,9 +260,14 @@ class Mirror:
 
 
 def _fetch(url: str, path: Path, size: int, sha256: str) -> None:
-    """Download a file unless an intact one is there; without a sha256 there is nothing to compare."""
+    """Download a file unless an intact one is there; without a sha256 there is nothing to compare.
+
+    A copy of another size than good.json says is not even downloaded: it may be any size.
+    """
     if sha256 and path.exists() and verify.hash_file(path) == (size, sha256):
         return
+    if sha256 and (there := storage.size(url)) != size:
+        raise Different(url, f"has {there:,} bytes, and good.json says {size:,}", "use the copy of an older step")
     for _ in range(AGAIN):
         with storage.open(url) as source, open(path, "wb") as file:
             shutil.copyfileobj(source, file, storage.BLOCK)

@@ -60,6 +60,11 @@ def read(path: str | Path, limit: int = SMALL) -> bytes:
         raise Refused(errno.EFBIG, f"Larger than {limit:,} bytes", str(path))
 
 
+def exceeds_memory(size: int) -> bool:
+    """Return whether a file of this size, which may be sparse, is larger than the memory of this machine."""
+    return size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def whole_lines(path: str | Path, start: int = 0) -> Iterator[bytes]:
     """Yield a log's lines with their ends from byte `start` on, without those that are cut off or too long."""
     yield from (line for line, _ in lines_with_ends(path, start) if line)

@@ -1,4 +1,4 @@
-"""Take parameters from outside, such as a published checkpoint's, into the layout of a run."""
+"""Parameters from outside, such as a published checkpoint's, in the layout of a run, and a run's on one device."""
 
 from typing import Any
 
@@ -25,3 +25,12 @@ def placed(params: Any, abstract: Any) -> Any:
     treedef = jax.tree.structure(abstract)
     return treedef.unflatten([jax.device_put(jnp.asarray(given[path], to.dtype), to.sharding)
                               for path, to in wanted.items()])
+
+
+def on_one_device(params: Any, dtype: Any = None) -> Any:
+    """Return parameters whole on the first device here, those of floating point in `dtype` if one is given."""
+    def one(x):
+        x = np.array(x)
+        return jax.device_put(x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x, device)
+    device = jax.local_devices()[0]
+    return jax.tree.map(one, params)

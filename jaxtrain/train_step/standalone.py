@@ -25,6 +25,7 @@ from jaxtrain.errors import UserError, nearest
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES, with_auto_axes
 from jaxtrain.sharding.rules import AnyMesh, Names, Rules
+from jaxtrain.train_step import given_params
 from jaxtrain.train_step import precision as precisions
 from jaxtrain.train_step.compiler_options import Options
 from jaxtrain.train_step.gradients import make_gradient
@@ -177,11 +178,13 @@ class TrainStep:
         self._extras, self._settings, self._plan = extras, settings, None
         return self
 
-    def module(self, state: TrainState) -> Any:
-        """The NNX module (or pytree) with this state's parameters, whole on one device: to call eagerly, to export."""
-        device = jax.local_devices()[0]
-        params = jax.tree.map(lambda x: jax.device_put(np.array(x), device), state.params)
-        return self._restore(params)
+    def module(self, state: TrainState, dtype: Any = None) -> Any:
+        """The NNX module (or pytree) with this state's parameters, whole on one device: to call eagerly, to export.
+
+        Args:
+            dtype: that of its floating-point parameters; None leaves each in its own.
+        """
+        return self._restore(given_params.on_one_device(state.params, dtype))
 
     def report(self, file: Any = None) -> None:
         """Print what is placed where: path, shape, logical names, partition spec, bytes per device, and totals."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -127,6 +128,19 @@ def test_a_copy_with_further_files_is_not_taken(work, place):
     fetching.mkdir(parents=True)
     (fetching / "left over").touch()
     assert ours.fetch() == 3 and verify.verify(work / "checkpoints", 3) == []
+
+
+def test_a_copy_that_grew_is_not_fetched(work, tmp_path):
+    """Of a sparse file of a terabyte not a byte is written."""
+    place = str(tmp_path / "place")
+    ours = Mirror(work / "checkpoints", place)
+    ours.send(2), ours.send(3)
+    grown = next(Path(place, "3").rglob("d/*"))
+    os.truncate(grown, 2**40)
+    shutil.rmtree(work / "checkpoints")
+    with pytest.raises(UserError, match=rf"{grown.name}: has 1,099,511,627,776 bytes, and good.json says [0-9]+"):
+        ours.fetch(3)
+    assert ours.fetch(2) == 2
 
 
 def test_one_that_the_mirror_lacks_is_passed_over(work, place):

@@ -18,7 +18,7 @@ from jaxtrain.data.corpus.chunk_cache import ChunkCache
 from jaxtrain.data.corpus.corruption import Damage, Lost
 from jaxtrain.data.corpus.shard_writer import CHUNK
 from jaxtrain.errors import UserError
-from jaxtrain.files import atomic_files
+from jaxtrain.files import atomic_files, bounded_files
 from jaxtrain.files.safe_names import Outside, inside
 from jaxtrain.redaction import redacted
 
@@ -140,7 +140,11 @@ class Store:
         if path.exists() and atomic_files.file_digest(path) == sha256:
             return
         for _ in range(AGAIN):
-            content = storage.read(storage.join(self._url, name))
+            try:
+                content = storage.read_small(storage.join(self._url, name), bounded_files.LARGE)
+            except bounded_files.Refused as error:
+                raise UserError("data.source", f"{storage.join(self._url, name)}: {error.strerror}",
+                                "publish the corpus again") from None
             if hashlib.sha256(content).hexdigest() == sha256:
                 with atomic_files.written(path) as file:
                     file.write(content)

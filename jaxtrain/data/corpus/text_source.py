@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import exceeds_memory
 
 Split = Literal["train", "eval"]
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
@@ -110,6 +111,9 @@ def _size(path: Path) -> int:
 
 
 def _read(path: Path, start: int, stop: int) -> bytes:
+    if exceeds_memory(stop - start):
+        raise UserError("data.source", f"{path} has {stop - start:,} bytes, more than this machine's memory", "cut it "
+                        "into files, make a corpus of them with `jaxtrain prepare`, and name that")
     try:
         with open(path, "rb") as file:
             file.seek(start)

@@ -22,7 +22,7 @@ from jaxtrain import storage
 from jaxtrain.data.formats import array_record, parquet_pages, token_files, zstd
 from jaxtrain.data.formats.conversations import FIELDS, Unusable, example_of, format_of
 from jaxtrain.errors import UserError, install_extra
-from jaxtrain.files.bounded_files import parsed
+from jaxtrain.files.bounded_files import exceeds_memory, parsed
 
 JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 PACKED = (".gz", ".zst")
@@ -159,10 +159,10 @@ def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str]
         if not piece.start:  # once per file
             yield f"{piece.name}: no records"
     elif piece.kind == "text":
-        # A sparse file could be larger than the memory.
         is_binary = b"\0" in storage.read(piece.path, 0, min(piece.stop, 8192))
-        content = b"" if is_binary else storage.read(piece.path)
-        if is_binary or not is_utf8(content):
+        if not is_binary and exceeds_memory(piece.stop):  # a sparse file has any size
+            yield f"{piece.name}: larger than this machine's memory"
+        elif is_binary or not is_utf8(content := storage.read(piece.path)):
             yield f"{piece.name}: not UTF-8 text"
         else:
             yield Text(piece.name, content)

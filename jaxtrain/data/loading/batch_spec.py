@@ -54,7 +54,7 @@ class BatchSpec:
             if self.ndims and np.ndim(x) != self.ndims[key]:
                 raise UserError("batch", f"its array {key!r} has the shape {_shape(x)}, and the batches before had "
                                 f"{self.ndims[key]} dimensions", "give every batch the same ones")
-            if self.below and key in self.below and isinstance(x, np.ndarray) and x.dtype == np.int32 and (
+            if self.below and key in self.below and isinstance(x, np.ndarray) and x.dtype.kind in "iu" and (
                     (bad := (x < 0) | (x >= self.below[key])) & self._counts(batch, key)).any():
                 wrong = x[bad][0]
                 raise UserError("batch", f"its array {key!r} has the token {wrong}, and model.vocab_size is "

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtrain.data.tokenizers.characters import CharacterTokenizer
 from jaxtrain.data.tokenizers.tokenizer import RECORD, Tokenizer
 from jaxtrain.errors import UserError
-from jaxtrain.files import atomic_files
+from jaxtrain.files import atomic_files, bounded_files
 
 
 def record_of(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -21,8 +21,11 @@ def record_of(tokenizer: Tokenizer) -> dict[str, Any]:
 def save(tokenizer: Tokenizer, folder: str | Path) -> None:
     """Write the tokenizer's file and its record into a folder, unless they are there already."""
     folder, record = Path(folder), json.dumps(record_of(tokenizer), indent=2) + "\n"
-    if (folder / RECORD).exists() and (folder / RECORD).read_text() == record:
-        return
+    try:
+        if bounded_files.read(folder / RECORD) == record.encode():
+            return
+    except OSError:  # there is none yet, or it is written anew
+        pass
     try:
         _write(tokenizer, folder, record)
     except OSError as error:

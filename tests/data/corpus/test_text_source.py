@@ -7,6 +7,7 @@ import pytest
 
 from jaxtrain.data import find_documents
 from jaxtrain.errors import UserError
+from tests.odd_files import in_time
 
 
 def write(root: Path, files: dict[str, bytes]) -> str:
@@ -89,6 +90,13 @@ def test_mistakes_are_told(tmp_path):
         with pytest.raises(UserError, match=said) as caught:
             find_documents(source, 0.1)
         assert caught.value.key == "data.source"
+
+
+def test_a_sparse_file_is_not_read_into_memory(tmp_path):
+    (tmp_path / "a.txt").write_text("some text\n")
+    os.truncate(tmp_path / "a.txt", 2**40)
+    with pytest.raises(UserError, match=r"a.txt has 1,099,511,627,776 bytes, more than this machine's memory"):
+        in_time(lambda: find_documents(str(tmp_path), 0.1))
 
 
 def test_a_file_edited_after_it_was_listed_is_an_error(tmp_path):

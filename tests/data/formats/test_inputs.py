@@ -18,7 +18,7 @@ from jaxtrain.data.prepare import prepare as prepare_module
 from jaxtrain.data.prepare.prepare import Options, main, prepare
 from jaxtrain.data.prepare_sequences import prepare_sequences
 from jaxtrain.errors import UserError
-from tests.odd_files import device, fifo, folder, in_time, sparse
+from tests.odd_files import device, fifo, folder, in_time
 
 
 def texts(corpus) -> list[str]:
@@ -125,11 +125,14 @@ def test_json_within_text_that_is_deep_stays_text():
     assert conversations._parsed(DEEP) == DEEP
 
 
-def test_a_sparse_file_is_no_text(tmp_path):
+@pytest.mark.parametrize(("begins", "why"), [
+    ("", "not UTF-8 text"), ("words " * 2000, "larger than this machine's memory")], ids=["binary", "text"])
+def test_a_sparse_file_is_no_text(tmp_path, begins, why):
     """A TB of zeros, which nobody reads into memory."""
-    sparse(tmp_path / "in.txt")
+    (tmp_path / "in.txt").write_text(begins)
+    os.truncate(tmp_path / "in.txt", 2**40)
     (piece,), = find_tasks(str(tmp_path / "in.txt"))
-    assert in_time(lambda: list(read(piece, "text"))) == ["in.txt: not UTF-8 text"]
+    assert in_time(lambda: list(read(piece, "text"))) == [f"in.txt: {why}"]
 
 
 @pytest.mark.parametrize("make", [fifo, device, folder])

@@ -10,9 +10,10 @@ from tests.numerics import reference
 
 
 @pytest.mark.parametrize(("key", "token"), [("tokens", -1), ("targets", 257), ("targets", 2**31 - 1)])
-def test_a_token_beyond_the_vocabulary_is_refused(key, token):
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_a_token_beyond_the_vocabulary_is_refused(key, token, dtype):
     spec = BatchSpec({"tokens": np.int32, "targets": np.int32}, "NextToken", below={"tokens": 257, "targets": 257})
-    batch = {name: np.array([[0, 256], [3, 4]], np.int32) for name in ("tokens", "targets")}
+    batch = {name: np.array([[0, 256], [3, 4]], dtype) for name in ("tokens", "targets")}
     assert spec.check(batch) == (2, 2)
     batch[key][1, 0] = token
     with pytest.raises(UserError, match=rf"^batch: its array '{key}' has the token {token}, and model"):

@@ -7,6 +7,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
+from tests.odd_files import ODD, in_time
 from tests.tiny import tiny_flags
 
 pytest.importorskip("tokenizers")
@@ -41,6 +42,17 @@ def test_a_damaged_record_is_told(tmp_path, content):
     (tmp_path / tokenizer_folder.RECORD).write_text(content)
     with pytest.raises(jt.UserError, match=r"^data.tokenizer: .*tokenizer_record.json is damaged"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+def test_whatever_lies_in_place_of_the_record_is_replaced_or_told(tmp_path, make):
+    make(tmp_path / tokenizer_folder.RECORD)
+    if (tmp_path / tokenizer_folder.RECORD).is_dir():
+        with pytest.raises(jt.UserError, match=r"^--workdir: .* cannot be written"):
+            tokenizer_folder.save(load_tokenizer("bytes"), tmp_path)
+    else:
+        in_time(lambda: tokenizer_folder.save(load_tokenizer("bytes"), tmp_path))
+        assert load_tokenizer(str(tmp_path)).vocab_size == 257
 
 
 def test_a_run_keeps_its_tokenizer(tmp_path, tmp_path_factory):
