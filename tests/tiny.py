@@ -26,8 +26,10 @@ sys.exit(main())
 # What takes longest is making machine code, which without optimization takes a third as long. What XLA makes of a
 # program, its collectives and its buffers, is the same.
 # JAX 0.10 has an older way to make the code of fused operations too, which takes half the time again.
-QUICKLY = "--xla_backend_optimization_level=0" + (
-    " --xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else "")
+_OLDER_WAY = metadata.version("jaxlib").startswith("0.10.")
+QUICKLY = "--xla_backend_optimization_level=0" + " --xla_cpu_use_fusion_emitters=false" * _OLDER_WAY
+# Compiler options for two programs that must give the same bits: the older way rounds an operation differently in each.
+SAME_BITS = {"xla_cpu_use_fusion_emitters": True} if _OLDER_WAY else {}
 
 
 def virtual_devices(number):

@@ -11,7 +11,6 @@ Exit status 0; 1: `verify` found damage; 2: a user error, reported in one line.
 import argparse
 import sys
 
-from jaxtrain.checkpoint.commands import diff, restore_to, show, verified
 from jaxtrain.errors import UserError
 from jaxtrain.flags import Parser, command, parser_of
 
@@ -20,6 +19,8 @@ from jaxtrain.flags import Parser, command, parser_of
 def main(argv: list[str] | None) -> None:
     """Run the command; exits with status 0, 1 if `verify` found damage, or 2 on a user error."""
     flags = parser().parse_args(argv)
+    from jaxtrain.checkpoint.commands import diff, restore_to, show, verified  # imports JAX, which --help does without
+
     if flags.what == "list":
         print(show(flags.workdir, flags.mirror))
     elif flags.what == "verify":

@@ -11,6 +11,7 @@ from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
 from jaxtrain.errors import UserError
 from jaxtrain.redaction import redacted
 
+PRECISIONS = ("float32", "bfloat16", "float16", "fp8")
 AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")  # as in mesh.py, which imports JAX
 
 
@@ -187,7 +188,7 @@ class TrainConfig:
             if not -(2**31) <= getattr(self, name) < 2**31:
                 raise UserError(f"train.{name}", f"{getattr(self, name)} is more than 32 bits hold",
                                 "use less than 2^31")
-        one_of("train.precision", self.precision, ("auto", "float32", "bfloat16", "float16", "fp8"))
+        one_of("train.precision", self.precision, ("auto", *PRECISIONS))
         one_of("train.attention", self.attention, ("auto", "xla", "cudnn", "mosaic", "splash"))
         one_of("train.expert_exchange", self.expert_exchange, ("auto", "gather", "ragged"))
         one_of("train.grouped_matmul", self.grouped_matmul, ("auto", "xla", "mosaic"))

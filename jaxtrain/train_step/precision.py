@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-PRECISIONS = (*DTYPES, "fp8")
 
 
 def dtype_of(precision: str) -> jnp.dtype:

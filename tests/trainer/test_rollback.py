@@ -27,14 +27,15 @@ from jaxtrain.resilience.watchdog import Watchdog
 from jaxtrain.train_step.anomaly import History
 from jaxtrain.trainer.loop import train
 from jaxtrain.trainer.rollback import AnomalyGuard, GivenUp, RolledBack, apply_pending_rollback
-from tests.tiny import free_address, tiny_flags, virtual_devices
+from tests.tiny import SAME_BITS, free_address, tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 STEPS, BAD = 48, 40  # steps of the run; the batch that is poisoned
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=16", "checkpoint.every=8",
-        "checkpoint.keep=3", "resilience.skip_batches=4", "resilience.spike_z=10"]
+        "checkpoint.keep=3", "resilience.skip_batches=4", "resilience.spike_z=10",
+        *(f"train.compiler_options.{name}={value}" for name, value in SAME_BITS.items())]
 
 
 @pytest.fixture(scope="module")

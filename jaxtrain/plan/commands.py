@@ -1,0 +1,114 @@
+"""What `jaxtrain plan` does: rank layouts, explain one, and compile the best for the real target."""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import PRECISIONS
+from jaxtrain.errors import UserError, nearest
+from jaxtrain.plan import targets
+from jaxtrain.plan.cost.time import said
+from jaxtrain.plan.estimate import Estimate, change, estimate
+from jaxtrain.plan.instructions import program
+from jaxtrain.plan.report import html
+from jaxtrain.plan.report.compiled_step import picture, roofline_table
+from jaxtrain.plan.report.table import explained, table
+from jaxtrain.plan.search import fastest_mesh, search
+from jaxtrain.plan.source_lines import source_lines
+from jaxtrain.plan.timeline import simulate
+
+GB = 1e9
+
+
+def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
+    """Do what the flags ask for; raises `SystemExit` with status 1 if nothing fits."""
+    config = load_config(flags.config, overrides)
+    for name in ("global_batch", "seq_len", "top", "tokens"):
+        if (value := getattr(flags, name)) is not None and not 1 <= value < math.inf:
+            raise UserError(f"--{name}", f"{value} is too few", "give 1 or more")
+    asked = {"data.global_batch_size": flags.global_batch, "data.seq_len": flags.seq_len}
+    config = change(config, {key: value for key, value in asked.items() if value})
+    target, devices = place(flags)
+    precisions = [name.strip() for name in flags.precisions.split(",") if name.strip()]
+    if unknown := [name for name in precisions if name not in PRECISIONS]:
+        raise UserError("--precisions", f"{unknown[0]} is not a precision", nearest(unknown[0], PRECISIONS))
+    if precisions and (flags.explain or config.mesh.auto):
+        raise UserError("--precisions", f"{'--explain' if flags.explain else 'mesh=auto'} keeps the config's precision",
+                        "leave one of them out, or set train.precision")
+    if flags.html:
+        if flags.explain:
+            raise UserError("--html", "--explain covers only one layout", "leave one of them out")
+        html.writable(flags.html)
+    if (flags.roofline or flags.timeline) and not flags.verify:
+        raise UserError("--roofline" if flags.roofline else "--timeline", "it reads a compiled step, and none is asked "
+                        "for", "add --verify=1")
+    if flags.timeline:
+        html.writable(flags.timeline, "--timeline")
+    if flags.verify:
+        from jaxtrain.plan.compiler import devices_of
+
+        devices_of(target, devices)  # reports a missing compiler before the search
+    if flags.explain:
+        if config.mesh.auto:
+            raise UserError("--explain", "mesh=auto is not a layout yet", "leave --explain out")
+        chosen = [estimate(config, target, devices)]
+        print(explained(chosen[0]))
+    else:
+        # With mesh=auto, search only what a run would: the config's settings with any mesh.
+        found = fastest_mesh(config, target, devices) if config.mesh.auto else search(
+            config, target, devices, precisions=precisions, progress=_progress)
+        print(table(found, flags.top, flags.tokens))
+        if flags.html:
+            html.write(found, flags.html, flags.config, flags.top, flags.tokens)
+        chosen = [choice.estimate for choice in found.fitting]
+    for rank, guess in enumerate(chosen[:flags.verify]):
+        print(verified(guess, flags.roofline, flags.timeline if rank == 0 else None))
+    if not chosen or not chosen[0].fits:
+        raise SystemExit(1)
+
+
+def place(flags: argparse.Namespace) -> tuple[targets.Target, int]:
+    """Return the target and its number of devices: the available devices, unless a target is named."""
+    if flags.target:
+        return targets.parse(flags.target, flags.targets)
+    import jax
+
+    return targets.here(), jax.device_count()
+
+
+def verified(guess: Estimate, roofline: bool = False, timeline: str | None = None) -> str:
+    """Compare the compiler's figures with the prediction, as text.
+
+    Args:
+        roofline: also say what the compiled operations take.
+        timeline: the file into which the compiled step is drawn.
+    """
+    from jaxtrain.plan.compiler import compile_step
+
+    real = compile_step(guess.config, guess.target, guess.devices)
+    mesh = " ".join(f"{axis}={size}" for axis, size in guess.mesh.items() if size > 1) or "one device"
+    lines = [f"compiled for {guess.devices} x {guess.target.name} in {real.seconds:.0f} s, {mesh} "
+             f"accumulation={guess.config.train.accumulation} remat={guess.config.train.remat}"
+             f"{' offload=True' if guess.host else ''}:",
+             f"  {'memory of a device':<40}{real.bytes / GB:10.3f} GB, predicted {guess.bytes / GB:.3f} "
+             f"({guess.bytes / real.bytes - 1:+.1%})"]
+    for key in sorted({*real.talked, *guess.talked}, key=lambda key: -real.talked[key]):
+        if max(real.talked[key], guess.talked[key]) > 1e-3 * max(1, real.talked.total()):
+            lines.append(f"  {said(*key):<40}{real.talked[key] / GB:10.3f} GB, predicted "
+                         f"{guess.talked[key] / GB:.3f}")
+    if roofline or timeline:
+        code = program(real.text)
+        simulated = simulate(code, guess.target, guess.mesh)
+        if roofline:
+            lines.append(roofline_table(simulated, guess, code, source_lines(real.text)))
+        if timeline:
+            Path(timeline).write_text(picture(simulated))
+            lines.append(f"  timeline of one step: {timeline}")
+    return "\n".join(lines)
+
+
+def _progress(done: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done} layouts searched ", end="", file=sys.stderr, flush=True)
