@@ -18,7 +18,7 @@ from jaxtrain.plan import targets
 def main(argv: list[str] | None) -> None:
     """Run the command; exit status 0; 1: nothing fits; 2: a user error, reported in one line."""
     flags, words = parser().parse_known_args(argv)
-    from jaxtrain.plan.commands import run  # imports JAX, for which --help does not wait
+    from jaxtrain.plan.plan_command import run  # imports JAX, for which --help does not wait
 
     run(flags, overrides_of(words, vars(flags)))
 

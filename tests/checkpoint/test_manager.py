@@ -81,7 +81,7 @@ def saved(store, *steps):
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("to", [(2, 4), (1, 2), *(pytest.param(to, marks=pytest.mark.slow) for to in ((8, 1), (1, 1)))])
+@pytest.mark.parametrize("to", [(2, 4), *(pytest.param(to, marks=pytest.mark.slow) for to in ((1, 2), (8, 1), (1, 1)))])
 def test_restored_on_another_mesh(tmp_path, store, to, explicit):
     state = make_state()
     placed = jax.device_put(state, shardings(state, 4, 2, explicit))
@@ -223,6 +223,7 @@ absl.logging.info("from somebody else")
     assert [line for line in done.stderr.splitlines() if "jax" not in line] == ["INFO:absl:from somebody else"]
 
 
+@pytest.mark.slow
 def test_killed_in_the_midst_of_a_save(tmp_path):
     code = """
 import os, signal, sys, time, jax, jax.numpy as jnp

@@ -80,9 +80,9 @@ def wait_for_steps(run, workdir):
         time.sleep(0.1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes, devices, victim", [
-    (2, 1, 1), (2, 1, 0), (4, 2, 2)])
+    pytest.param(2, 1, 1, marks=pytest.mark.exhaustive), pytest.param(2, 1, 0, marks=pytest.mark.slow),
+    pytest.param(4, 2, 2, marks=pytest.mark.slow)])
 def test_killed(flags, tmp_path, processes, devices, victim):
     with started(flags, tmp_path, processes, devices) as run:
         wait_for_steps(run, tmp_path)

@@ -407,7 +407,8 @@ def test_a_workdir_that_is_not_well(measured, end, level, words):
 def test_a_folder_is_measured_and_left_as_it_was(tmp_path, capsys):
     file_systems.measure(tmp_path / "not" / "yet")
     seen = child._objects(capsys.readouterr().out)
-    assert seen["folder"] == str(tmp_path) and seen["locks"] and abs(seen["skew"]) < file_systems.SKEW
+    assert (seen["folder"], seen["missing"]) == (str(tmp_path), str(tmp_path / "not" / "yet"))
+    assert seen["locks"] and abs(seen["skew"]) < file_systems.SKEW
     assert min(seen["wrote"], seen["read"], seen["small"]) > 0 and list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     file_systems.measure(tmp_path / "file" / "run")

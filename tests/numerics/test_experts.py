@@ -18,19 +18,19 @@ QUICK = [
 SLOW = [
     ("deepseek_v3", dict(mesh__expert=4, mesh__tensor=2, train__accumulation=2)),
     ("qwen3_moe", dict(mesh__expert=4, mesh__data=2, train__accumulation=2)),
-    ("alternating", {}),
     ("alternating", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2, pipeline__schedule="zb_h1",
                          train__remat="attention")),
     ("alternating", dict(mesh__fsdp=2, mesh__expert=2, mesh__context=2, train__unroll=2, train__remat="full")),
-    ("mixtral", {}),
     ("deepseek_v3", {}),
-    ("qwen3_moe", {}),
-    ("mixtral", dict(mesh__expert=8)),
     ("mixtral", dict(mesh__data=2, mesh__expert=4, optimizer__zero_stage=2, train__unroll=0)),
     ("qwen3_moe", dict(mesh__context=2, mesh__expert=2, mesh__tensor=2)),
     ("deepseek_v3", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2)),
 ]
 EXHAUSTIVE = [
+    ("mixtral", {}),
+    ("qwen3_moe", {}),
+    ("alternating", {}),
+    ("mixtral", dict(mesh__expert=8)),
     ("mixtral", dict(mesh__tensor=8)),
     ("mixtral", dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, optimizer__zero_stage=3)),
     ("mixtral", dict(mesh__expert=8, mesh__overrides__experts="none")),

@@ -39,8 +39,9 @@ def same(ours, theirs, tolerance):
         np.testing.assert_allclose(other, one, rtol=0, atol=tolerance * np.abs(one).max() + noise, err_msg=name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "mesh", "keys"), CASES, ids=str)
+@pytest.mark.parametrize(("family", "mesh", "keys"), [
+    pytest.param(*case, marks=pytest.mark.slow if i % 2 else pytest.mark.exhaustive) for i, case in enumerate(CASES)],
+    ids=str)
 def test_the_numbers_are_those_of_a_state_on_the_devices(family, mesh, keys):
     told, states = [], []
     for offload in (False, True):

@@ -17,9 +17,10 @@ def first_steps(run):
 
 
 @pytest.mark.parametrize("overrides", [
-    {"embed": "none"}, {"norm": "none"}, {"block_seq": "none"}, {"kv_heads": "none"}, {"mlp": "none"},
-    {"heads": "none", "kv_heads": "none"}, {"vocab": "none"}], ids=lambda overrides: "+".join(overrides))
-@pytest.mark.slow
+    *(pytest.param(case, marks=pytest.mark.slow) for case in (
+        {"block_seq": "none"}, {"heads": "none", "kv_heads": "none"}, {"vocab": "none"})),
+    *(pytest.param(case, marks=pytest.mark.exhaustive) for case in (
+        {"embed": "none"}, {"norm": "none"}, {"kv_heads": "none"}, {"mlp": "none"}))], ids="+".join)
 def test_sensible_overrides_change_no_number(overrides):
     both = overrides | {f"act_{name}": axis for name, axis in overrides.items()
                         if name in ("heads", "kv_heads", "mlp", "vocab")}

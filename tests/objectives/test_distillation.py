@@ -119,8 +119,8 @@ def test_bad_numbers_are_refused(keys, match):
         distillation(reference.tiny("llama"), **keys)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [
+    pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.slow)])
 def test_a_teacher_with_experts_and_as_many_layers_as_stages_divide(stages):
     """Its layers are never split over stages, and its routers compute in float32."""
     of_teacher = reference.tiny("deepseek_v3", model__num_layers=8, model__dense_layers=0, model__num_experts=4)

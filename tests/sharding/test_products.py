@@ -94,6 +94,7 @@ def test_every_product_of_a_layer_is_computed_in_fp8(family):
     assert backward == linear and forward == 2 * linear, (linear, forward, backward)
 
 
+@pytest.mark.slow
 def test_it_learns_as_bfloat16_does():
     losses = {}
     for name in ("bfloat16", "fp8"):

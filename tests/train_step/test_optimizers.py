@@ -45,7 +45,7 @@ def alone(name):
 
 
 @pytest.mark.parametrize(("name", "stage"), [
-    pytest.param(name, stage, marks=pytest.mark.slow if stage in (0, 3) else pytest.mark.exhaustive)
+    pytest.param(name, stage, marks=pytest.mark.slow if stage == 3 else pytest.mark.exhaustive)
     for name in OPTIMIZERS for stage in range(4)])
 def test_same_losses_on_a_mesh_and_under_zero(name, stage):
     off = np.abs(losses(name, (2, 2, 2), stage) / alone(name) - 1).max()

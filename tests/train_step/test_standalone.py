@@ -213,6 +213,21 @@ def test_low_precision(precision):
     assert ("loss_scale" in metrics) == (precision == "float16")
 
 
+@pytest.mark.parametrize("name", ["router", "bias"])
+def test_no_name_of_a_parameter_keeps_it_from_low_precision(name):
+    """A router of one of our models is computed in float32, and its bias has an update of its own: by metadata."""
+    seen = []
+
+    def loss(params, batch):
+        seen.append(params[name]["kernel"].dtype)
+        return (batch @ params[name]["kernel"]).astype(jnp.float32).mean()
+
+    step = jt.make_train_step(loss, optax.sgd(0.5), mesh=jt.make_mesh(data=2), precision="bfloat16")
+    state, _ = step(step.init({name: {"kernel": jnp.ones((4, 2))}}), np.ones((2, 4), jnp.bfloat16))
+    assert set(seen) == {jnp.dtype("bfloat16")}
+    np.testing.assert_array_equal(state.params[name]["kernel"], np.full((4, 2), 0.75))
+
+
 def test_float16_halves_the_scale_on_overflow():
     step = jt.make_train_step(lambda p, b: (b * p["w"]).sum().astype(jnp.float32) * 100, optax.sgd(0.1),
                               mesh=jt.make_mesh(data=2), precision="float16")

@@ -235,6 +235,7 @@ def test_what_run_json_said_is_known_to_the_checkpoints(run, tmp_path):
         jt.train(other, tmp_path / "work")
 
 
+@pytest.mark.slow
 def test_the_loop_refuses_other_parts_before_it_makes_a_step(run, tmp_path):
     workdir = trained_once(run, tmp_path)
     before = (workdir / "run.json").read_text()

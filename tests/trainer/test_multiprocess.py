@@ -129,8 +129,9 @@ def test_all_choose_the_same_mesh(flags, tmp_path):
     assert "mesh=auto: " in first and "mesh=auto" not in second
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [
+    pytest.param(signal.SIGTERM, marks=pytest.mark.slow), pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)],
+    ids=lambda number: number.name)
 def test_a_signal_to_one_stops_both(flags, alone, tmp_path, number):
     """Two processes go on from what one process saved; one of them gets a signal; then one process finishes it."""
     workdir = tmp_path / "work"

@@ -133,8 +133,9 @@ def test_stopped(flags, straight, tmp_path, number):
     assert_same_run(flags, tmp_path, straight)
 
 
-def test_killed_twice(flags, straight, tmp_path, capsys):
-    for lines, newest in ((7, 3), (12, 6)):  # lines of 3 steps and an evaluation for each checkpoint
+@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_killed(flags, straight, tmp_path, capsys, kills):
+    for lines, newest in ((7, 3), (12, 6))[:kills]:  # lines of 3 steps and an evaluation for each checkpoint
         with process(flags, tmp_path) as started:
             wait_for_lines(tmp_path, lines, started)
             wait_for_checkpoint(tmp_path, newest, started)

@@ -48,7 +48,7 @@ def reference(documents: list[list[int]], T: int, pad_last: bool) -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize("T", [1, 2, 6, 7, 16])
+@pytest.mark.parametrize("T", [2, 7, *(pytest.param(T, marks=pytest.mark.slow) for T in (1, 6, 16))])
 @pytest.mark.parametrize("pad_last", [False, True])
 def test_rows_are_those_of_the_reference(T, pad_last):
     for seed in range(30):

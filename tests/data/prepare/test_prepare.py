@@ -176,6 +176,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path, tokenizer):
     assert stream(whole) == stream(one) and len(whole.train.shards) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.exhaustive)])
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills):
     source, rng = write(tmp_path / "a.jsonl", DOCUMENTS * 20), random.Random(kills)
@@ -282,7 +283,7 @@ def test_a_tokenizer_that_changed_is_found(tmp_path, tokenizer, monkeypatch):
     ("a.txt", b"x", ["--tokenizer=/no/tokenizer.json"], "/no/tokenizer.json cannot be read"),
     ("a.txt", b"x", ["--tokenizer=a.txt"], "a.txt is not a tokenizer.json"),
     ("a.txt", b"x", ["--eval_fraction=1"], "--eval_fraction: 1.0 is not between"),
-    ("a.txt", b"x", ["--workers=-1"], "--workers: -1"),
+    ("a.txt", b"x", ["--workers=-1"], "--workers: -1"), ("a.txt", b"x", ["--workers=0"], "--workers: 0"),
     ("a.txt", b"x", ["--input=none"], "none does not exist"),
     ("a.txt", b"x", ["--output=a.txt"], "cannot be written"),
     ("a.txt", b"x", ["--output=."], "is not empty"),

@@ -63,6 +63,8 @@ for action in actions:
     elif verb == "meet":  # another one
         while not (workdir / f"pid-{attempt}-{rest}").exists():
             time.sleep(0.01)
+    elif verb == "tell":
+        print(os.environ.get(rest), flush=True)
     elif verb == "outlive":
         while Path(f"/proc/{(workdir / f'pid-{attempt}-{rest}').read_text()}/exe").exists():
             time.sleep(0.01)
@@ -118,10 +120,12 @@ def alive(pid):
 
 
 def test_all_reach_the_end(run, tmp_path):
-    code, err = ended(run({"0": ["say hello", "exit 0"], "1": ["say not on the terminal"]}))
+    plan = {"0": ["say hello", "exit 0"], "1": ["say not on the terminal", "tell JAXTRAIN_SECRET_FILE"]}
+    code, err = ended(run(plan))
     assert code == 0 and err == "hello\n"
     assert (tmp_path / "logs/1/process-0.log").read_text() == "hello\n"
-    assert (tmp_path / "logs/1/process-1.log").read_text() == "not on the terminal\n"
+    assert (tmp_path / "logs/1/process-1.log").read_text() == f"not on the terminal\n{tmp_path / 'secret'}\n"
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("code", [exit_codes.MISTAKE, exit_codes.STOPPED, exit_codes.INTERRUPTED])

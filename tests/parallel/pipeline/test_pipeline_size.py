@@ -40,7 +40,9 @@ def check_growth(schedule, counts, inputs_kept):
                                         f"activation has {ACTIVATION:,}")
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(schedule, marks=SLOW) for schedule in FLAT])
+@pytest.mark.parametrize("schedule", [
+    pytest.param(schedule, marks=SLOW if schedule in ("1f1b", "zb_v") else pytest.mark.exhaustive)
+    for schedule in FLAT])
 def test_memory_does_not_grow_with_micro_batches(schedule):
     check_growth(schedule, (8, 32), inputs_kept=0)
 

@@ -85,9 +85,8 @@ MESHES = [((2, 2, 2), {"optimizer__zero_stage": 1}), ((1, 2, 4), {}), ((8, 1, 1)
           ((2, 2, 2), {"optimizer__offload": True})]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "mesh", "keys"), [
-    pytest.param(name, dtype, mesh, keys, marks=[] if (name, dtype, i) == ("adamw", "int8", 0) else pytest.mark.slow)
+    pytest.param(name, dtype, mesh, keys, marks=pytest.mark.slow if i == 0 else pytest.mark.exhaustive)
     for name, dtype in [("adamw", "int8"), ("adamw", "bfloat16"), ("lion", "int8"), ("sgd", "bfloat16")]
     for i, (mesh, keys) in enumerate(MESHES[:None if name == "adamw" else 1])])
 def test_the_same_bits_on_any_mesh(name, dtype, mesh, keys):
@@ -104,6 +103,7 @@ def test_the_same_bits_on_any_mesh(name, dtype, mesh, keys):
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6), params, want_params)
 
 
+@pytest.mark.slow
 def test_layers_and_steps_round_differently():
     _, state = alone("adamw", "int8")
     bits = [np.asarray(moments._random_bits((2, 64), jnp.uint32(seed), jnp.int32(first))) for seed, first in (
