@@ -162,8 +162,8 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
     return output
 
 
-@pytest.mark.parametrize("sizes", [dict(expert=4, tensor=2), pytest.param(dict(expert=8), marks=SLOW)],
-                         ids=str)
+@SLOW
+@pytest.mark.parametrize("sizes", [dict(expert=4, tensor=2), dict(expert=8)], ids=str)
 @pytest.mark.parametrize("name", SOME)
 def test_the_ragged_exchange_gives_the_same_numbers(name, sizes, monkeypatch):
     called = []
