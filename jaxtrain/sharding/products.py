@@ -23,6 +23,7 @@ from jaxtrain.sharding import rules as sharding
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]  # input, weight -> output; linear in each of them
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+_LEAST = 1e-30  # scale, also of zeros
 
 _fp8 = contextvars.ContextVar("jaxtrain_fp8", default=False)
 
@@ -58,8 +59,7 @@ class Rounded:
         if spec.reduced:  # a mark that concerns the gradient alone, and that operations do not take
             x = jax.reshard(x, P(*spec.partitions))
         most = float(jnp.finfo(dtype).max)
-        peak = sharding.peak(x).astype(jnp.float32)
-        scale = jnp.where(peak > 0, peak / most, 1.0)
+        scale = jnp.maximum(sharding.peak(x).astype(jnp.float32) / most, _LEAST)
         # A quotient above `most` by a rounding error would become infinite or NaN.
         return cls(jnp.clip(x.astype(jnp.float32) / scale, -most, most).astype(dtype), scale, x.dtype)
 
@@ -125,5 +125,7 @@ def _transposed(linear: Callable, x: Any, dy: jax.Array) -> jax.Array:
 
 
 def _scaled(y: jax.Array, one: Rounded, other: Rounded) -> jax.Array:
-    scale, unreduced = (one.scale * other.scale).astype(y.dtype), jax.typeof(y).sharding.spec.unreduced
-    return y * (jax.reshard(scale, P(reduced=unreduced)) if unreduced else scale)
+    scale, unreduced = one.scale * other.scale, jax.typeof(y).sharding.spec.unreduced
+    if unreduced:
+        scale = jax.reshard(scale, P(reduced=unreduced))
+    return (y.astype(jnp.float32) * scale).astype(y.dtype)  # a scale rounded to bfloat16 would bias the whole product

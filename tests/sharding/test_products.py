@@ -41,7 +41,7 @@ def product(x, weight):
     return x @ weight
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30, 0.0], ids=str)
+@pytest.mark.parametrize("size", [1.0, 1e-20, 1e20, 0.0], ids=str)
 def test_a_product_and_its_gradients_are_those_of_rounded_factors(size):
     draw = np.random.default_rng(0)
     x, w, dy = (draw.standard_normal(shape).astype(np.float32) for shape in ((6, 16), (16, 8), (6, 8)))
@@ -52,6 +52,8 @@ def test_a_product_and_its_gradients_are_those_of_rounded_factors(size):
     dx, dw = pull(dy)
     for got, want in ((y, rx @ rw * (sx * sw)), (dx, rdy @ rw.T * (sdy * sw)), (dw, rx.T @ rdy * (sx * sdy))):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
+    for bad in (np.inf, np.nan):  # must not become a number: the step is then skipped
+        assert not np.isfinite(products.multiply(product, jnp.asarray(x).at[0, 0].set(bad), w)).all()
     with products.in_fp8(True):  # as a zero-bubble pipeline computes them
         np.testing.assert_array_equal(dx, products.input_gradient(product, x, w, dy))
         np.testing.assert_array_equal(dw, products.weight_gradient(product, x, w, dy))
