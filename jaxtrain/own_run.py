@@ -184,6 +184,8 @@ def build_own(config: Config, *, model: Any, loss_fn: LossFunction | None, mesh:
             raise UserError(name, "a run of a model of one's own has none", fix)
     assert loss_fn and optimizer and data is not None
     t, o, r = config.train, config.optimizer, config.resilience
+    if t.precision == "fp8":
+        raise UserError("train.precision", "fp8 is the precision of products in jaxtrain's own layers", "use bfloat16")
     mesh = mesh or make_mesh(*(getattr(config.mesh, axis) for axis in AXES),
                              devices=jax.devices() if devices is None else devices)
     rules = sharding.rules(config.mesh.rules, **config.mesh.overrides)

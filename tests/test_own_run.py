@@ -274,6 +274,7 @@ def test_what_is_written_does_not_mislead(tmp_path, capsys, monkeypatch):
     ("model.num_layers", 3, "nothing reads it in this run, since the model is one of your own; leave it out"),
     ("data.seq_len", 128, "nothing reads it"), ("optimizer.learning_rate", 0.5, "nothing reads it"),
     ("train.sample_tokens", 5, "nothing reads it"), ("train.eval_every", 5, "nothing reads it"),
+    ("train.precision", "fp8", "fp8 is the precision of products in jaxtrain's own layers; use bfloat16"),
     ("train.remat", "full", "nothing reads it"), ("train.freeze", ["*"], "nothing reads it"),
     ("train.seed", 3, "nothing reads it in this run, since loss_fn takes no key"),
     ("mesh.auto", True, "the planner knows only"),

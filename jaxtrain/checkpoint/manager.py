@@ -384,7 +384,8 @@ class CheckpointManager:
 
     def _delete_old(self) -> None:
         if jax.process_index() == 0:
-            self._retention.delete({job.step for job in self._jobs}, self._mirror.pinned if self._mirror else ())
+            self._retention.delete(lambda: {job.step for job in self._jobs},
+                                   lambda: self._mirror.pinned if self._mirror else ())
 
     # ------------------------------------------------------------------------------------------------ what is damaged
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from jaxtrain.checkpoint import step_folders, verify
@@ -49,19 +49,21 @@ class Retention:
         gone = self._dispensable(good, [])
         return [step for step in good if step not in gone]
 
-    def delete(self, under_way: Collection[int], pinned: Collection[int]) -> None:
+    def delete(self, under_way: Callable[[], Collection[int]], pinned: Callable[[], Collection[int]]) -> None:
         """Delete what may go; folders are renamed first, so that none is half deleted under its name.
 
         Args:
-            under_way: steps that are being saved.
-            pinned: steps that are being copied; they are deleted next time.
+            under_way: returns the steps that are being saved.
+            pinned: returns the steps that are being copied; they are deleted next time.
         """
         with self._deleting:  # a failed save frees space while the previous one is being finished
             steps = verify.steps(self._directory)
             good = [step for step in steps if verify.good(self._directory, step)]
-            others = [step for step in steps if step not in good and step not in under_way]
-            for step in self._dispensable(good, others):
-                if step not in pinned:
+            saving = under_way()
+            others = [step for step in steps if step not in good and step not in saving]
+            gone, copied = self._dispensable(good, others), pinned()
+            for step in gone:
+                if step not in copied:
                     step_folders.delete(self._directory / str(step))
             for entry in self._directory.glob(f"*{step_folders.ABANDONED}*"):
                 if good and int(entry.name.partition(".")[0]) < good[-1]:

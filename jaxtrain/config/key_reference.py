@@ -8,6 +8,7 @@ prints docs/keys.md. What a key is for stands in the schema as the comment on it
 import ast
 import inspect
 import io
+import sys
 import tokenize
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
@@ -91,7 +92,10 @@ def _choices(cls: type) -> dict[str, str]:
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "one_of":
             key, values = node.args[0], node.args[2]
             if isinstance(key, ast.Constant) and isinstance(values, ast.Tuple):
-                found[str(key.value)] = ", ".join(f"`{ast.unparse(value)}`" for value in values.elts)
+                known = vars(sys.modules[cls.__module__])
+                each = [one for value in values.elts for one in (  # *NAME: those of a constant
+                    known[ast.unparse(value.value)] if isinstance(value, ast.Starred) else [ast.literal_eval(value)])]
+                found[str(key.value)] = ", ".join(f"`{value!r}`" for value in each)
     return found
 
 

@@ -45,7 +45,7 @@ def search(config: Config, target: Target, devices: int, *, meshes_traced: int =
             look.refine(choice)
     found.sort()
     if (best := found.best) and not precisions:
-        other = {**best.overrides, "train.precision": "bfloat16" if now == "float32" else "float32"}
+        other = {**best.overrides, "train.precision": "float32" if now in ("bfloat16", "float16") else "bfloat16"}
         with contextlib.suppress(UserError):
             found.otherwise = Choice(other, estimate(change(config, {**other, "mesh.auto": False}), target, devices))
     return found

@@ -100,10 +100,12 @@ def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: 
                   {**GPU, **efficiency}, chip, host=host)
 
 
-def _tpu(name: str, kind: str, bf16: float, int8: float, memory: float, bandwidth: float, ici: float, ports: int,
+def _tpu(name: str, kind: str, bf16: float, fp8: float, memory: float, bandwidth: float, ici: float, ports: int,
          pod: int, network: float, price: float, source: str, **efficiency: float) -> Target:
     """Return a TPU target; `ici` is both directions of all ports together, as in the documentation."""
-    peak = {"bfloat16": bf16 * T, "float32": bf16 * T / 6, "float8": int8 * T}  # float32 in six passes
+    peak = {"bfloat16": bf16 * T, "float32": bf16 * T / 6}  # in six passes
+    if fp8:
+        peak["float8"] = fp8 * T
     # A ring over one axis of the torus uses two ports, each in both directions. The factor of `rings` was found with
     # libtpu 0.0.50.1 for v5e, v5p and v6e, rings of 8 (v6e: 4 to 16), whatever the other dimensions.
     links = (Link("ICI", pod, ici * GB / ports, 1e-6), Link("network", 1 << 30, network * GB, 50e-6))
@@ -127,10 +129,10 @@ TARGETS: dict[str, Target] = {target.name: target for target in (
     _gpu("b200", "NVIDIA B200", 2250, 4500, 191514411008, 7672, 900, 8, 50, 5.5, _BLACKWELL, _NVIDIA),
     _gpu("gb200", "NVIDIA GB200", 2500, 5000, 197897748480, 7928, 900, 72, 50, 6.5,
          {**_BLACKWELL, "cores": 152, "clock": 2.062, "l2": 135528448}, _NVIDIA),
-    _tpu("v5e", "TPU v5( lite|e)", 197, 393, 16, 819, 400, 4, 256, 25 / 8, 1.2, f"{_GOOGLE}/v5e"),
+    _tpu("v5e", "TPU v5( lite|e)", 197, 0, 16, 819, 400, 4, 256, 25 / 8, 1.2, f"{_GOOGLE}/v5e"),
     # Matrix units half as wide as v6e's, and twice the memory bandwidth per FLOP.
-    _tpu("v5p", "TPU v5p?", 459, 918, 95, 2765, 1200, 6, 8960, 50 / 8, 4.2, f"{_GOOGLE}/v5p", matmul=0.85),
-    _tpu("v6e", "TPU v6( lite|e)", 918, 1836, 32, 1638, 800, 4, 256, 100 / 8, 2.7, f"{_GOOGLE}/v6e"),
+    _tpu("v5p", "TPU v5p?", 459, 0, 95, 2765, 1200, 6, 8960, 50 / 8, 4.2, f"{_GOOGLE}/v5p", matmul=0.85),
+    _tpu("v6e", "TPU v6( lite|e)", 918, 0, 32, 1638, 800, 4, 256, 100 / 8, 2.7, f"{_GOOGLE}/v6e"),
     _tpu("tpu7x", "TPU7x", 2307 / 2, 4614 / 2, 96, 7380 / 2, 600, 6, 2 * 9216, 50 / 8, 6.0, f"{_GOOGLE}/tpu7x"),
 )}
 # One virtual device on one core: roughly what a matmul in float32 and a copy in memory reached.

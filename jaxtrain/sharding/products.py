@@ -2,11 +2,11 @@
 
 With fp8, a product rounds each of its two factors to a float of 8 bits, with one scale for the whole array, chosen so
 that its largest magnitude just fits (current scaling): activations and weights to e4m3, gradients of outputs to e5m2,
-which has more range. Sums are made in float32, and results are bfloat16. The maximum is that of the array on all
-devices, so the numbers do not depend on the mesh.
+which has more range. Results are bfloat16. The maximum is that of the array on all devices, so the roundings do not
+depend on the mesh.
 
 The factors reach the product as bfloat16 values that 8 bits hold exactly. XLA multiplies them in fp8 where the hardware
-can; elsewhere the products of bfloat16 have the same result, so that fp8 can be tried and tested on any device.
+can; elsewhere bfloat16 products of the same values are computed, so that fp8 can be tried and tested on any device.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class Rounded:
     def of(cls, x: jax.Array, dtype: Any) -> "Rounded":
         """Round an array so that its largest magnitude becomes the largest number of `dtype`."""
         spec = jax.typeof(x).sharding.spec
-        if spec.reduced:  # a mark that concerns the gradient alone, and that operations do not take
+        if spec.reduced:  # it describes only the gradient, and operations reject it
             x = jax.reshard(x, P(*spec.partitions))
         most = float(jnp.finfo(dtype).max)
         scale = jnp.maximum(sharding.peak(x).astype(jnp.float32) / most, _LEAST)
@@ -73,9 +73,9 @@ def multiply(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return `product(x, weight)` in fp8, with gradients that are computed in fp8 too."""
     @jax.custom_vjp
     def apply(x, weight):
-        return forward(x, weight)[0]
+        return output(x, weight)[0]
 
-    def forward(x, weight):
+    def output(x, weight):
         x, weight = Rounded.of(x, FORWARD), Rounded.of(weight, FORWARD)
         return _scaled(product(x.wide, weight.wide), x, weight), (x, weight)
 
@@ -85,7 +85,7 @@ def multiply(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
         return _input_gradient(product, kind, weight, dy), _weight_gradient(product, x, weight.wide, dy)
 
     kind = _abstract(x)
-    apply.defvjp(forward, backward)
+    apply.defvjp(output, backward)
     return apply(x, weight)
 
 
@@ -121,7 +121,9 @@ def _weight_gradient(product: Product, x: Rounded, weight: Any, dy: Rounded) -> 
 
 
 def _transposed(linear: Callable, x: Any, dy: jax.Array) -> jax.Array:
-    return jax.linear_transpose(linear, x)(dy)[0]
+    # On GPUs "highest" turns off cuBLASLt's fast accumulation, which adds products in fp8 with fewer bits than float32.
+    with jax.default_matmul_precision("highest" if is_fp8() else None):
+        return jax.linear_transpose(linear, x)(dy)[0]
 
 
 def _scaled(y: jax.Array, one: Rounded, other: Rounded) -> jax.Array:

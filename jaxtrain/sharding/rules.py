@@ -139,7 +139,7 @@ def free_axes(mesh: AnyMesh) -> tuple[str, ...]:
 
 
 def peak(x: jax.Array) -> jax.Array:
-    """Return the largest magnitude in an activation, on all devices; inside a pipeline on those of the stage."""
+    """Return the largest magnitude in an array, on all devices; inside a pipeline on those of the stage."""
     mesh = jax.sharding.get_abstract_mesh()
     inside = set(mesh.axis_names) - {"stage", *free_axes(mesh)}  # a surrounding shard_map
     axes = tuple(axis for axis in mesh.axis_names if axis in inside and mesh.shape[axis] > 1)

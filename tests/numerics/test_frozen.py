@@ -25,7 +25,7 @@ CASES = {
     "all layers frozen, 1f1b": ("llama", dict(mesh=(1, 1, 1), mesh__stage=2, train__freeze=["blocks/*"])),
 }
 QUICK = ("one device",)
-EXHAUSTIVE = ("remat, context", "1f1b", "offload")
+EXHAUSTIVE = ("remat, context", "1f1b")
 
 
 @pytest.mark.parametrize("name", [

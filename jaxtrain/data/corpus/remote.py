@@ -144,7 +144,7 @@ class Store:
                 content = storage.read_small(storage.join(self._url, name), bounded_files.LARGE)
             except bounded_files.Refused as error:
                 raise UserError("data.source", f"{storage.join(self._url, name)}: {error.strerror}",
-                                "publish the corpus again") from None
+                                "publish the corpus again, with smaller shards") from None
             if hashlib.sha256(content).hexdigest() == sha256:
                 with atomic_files.written(path) as file:
                     file.write(content)

@@ -159,7 +159,9 @@ def _own(op: Op, reads: "Reads", target: Target) -> tuple[str, float]:
     at_memory = moved / (target.bandwidth * target.efficiency["memory"])
     if not op.flops:
         return "memory", at_memory if not op.collectives and not op.bodies else 0.0
-    dtype = "float8" if all(map(_is_in_8_bits, op.inputs[:2])) else np.dtype(op.inputs[0].dtype).name
+    dtype = np.dtype(op.inputs[0].dtype).name
+    if "float8" in target.peak and len(op.inputs) > 1 and all(map(_is_in_8_bits, op.inputs[:2])):
+        dtype = "float8"
     peak = target.peak.get(dtype, target.peak.get("float32", 1.0))
     kind = "attention" if op.name.startswith("attention") else "matmul"
     share = target.efficiency["grouped" if op.name.startswith("grouped_matmul") else kind]

@@ -147,3 +147,11 @@ def test_products_in_fp8_are_computed_at_its_rate():
     target = targets.TARGETS["h100"]
     (wide, attention), (narrow, other) = matmuls(), matmuls(**{"train.precision": "fp8"})
     assert attention == other and target.peak["bfloat16"] / target.peak["float8"] < narrow / wide < 0.7
+
+
+@pytest.mark.parametrize("name", ["a100", "v5p"])
+def test_without_fp8_units_it_is_no_faster(name):
+    config = load_config(CONFIGS / "llama3_1b.py", {"train.accumulation": 1, "mesh.fsdp": 1})
+    wide, narrow = (estimate(dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision)),
+                             targets.TARGETS[name], 1).time.parts["matmul"] for precision in ("bfloat16", "fp8"))
+    assert narrow == pytest.approx(wide, rel=0.02)
