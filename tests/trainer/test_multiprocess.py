@@ -93,7 +93,8 @@ def assert_same_numbers(workdir, other):
     assert len(ours) == STEPS + 3
     for our, their in zip(ours, theirs, strict=True):
         assert our.keys() == their.keys()
-        np.testing.assert_allclose(list(our.values()), list(their.values()), rtol=1e-6)
+        # The perplexity's relative error is the loss's absolute one, which is several times its relative one.
+        np.testing.assert_allclose(list(our.values()), list(their.values()), rtol=5e-6)
 
 
 def final(flags, mesh, workdir, step=STEPS):
