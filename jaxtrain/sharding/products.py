@@ -113,17 +113,22 @@ def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _input_gradient(product: Product, x: Any, weight: Rounded, dy: Rounded) -> jax.Array:
-    return _scaled(_transposed(lambda x: product(x, weight.wide), x, dy.wide), weight, dy)
+    with _exact_sums():
+        return _scaled(_transposed(lambda x: product(x, weight.wide), x, dy.wide), weight, dy)
 
 
 def _weight_gradient(product: Product, x: Rounded, weight: Any, dy: Rounded) -> jax.Array:
-    return _scaled(_transposed(lambda weight: product(x.wide, weight), weight, dy.wide), x, dy)
+    with _exact_sums():
+        return _scaled(_transposed(lambda weight: product(x.wide, weight), weight, dy.wide), x, dy)
+
+
+def _exact_sums():
+    """Turn off cuBLASLt's fast accumulation, which adds products in fp8 with fewer bits than float32."""
+    return jax.default_matmul_precision("highest")
 
 
 def _transposed(linear: Callable, x: Any, dy: jax.Array) -> jax.Array:
-    # On GPUs "highest" turns off cuBLASLt's fast accumulation, which adds products in fp8 with fewer bits than float32.
-    with jax.default_matmul_precision("highest" if is_fp8() else None):
-        return jax.linear_transpose(linear, x)(dy)[0]
+    return jax.linear_transpose(linear, x)(dy)[0]
 
 
 def _scaled(y: jax.Array, one: Rounded, other: Rounded) -> jax.Array:

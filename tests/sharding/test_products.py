@@ -61,6 +61,16 @@ def test_a_product_and_its_gradients_are_those_of_rounded_factors(size):
     assert size == 0 or np.abs(np.asarray(y) / (x @ w) - 1).max() > 1e-3  # rounded at all
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_gradients_keep_the_precision_of_sums(fp8):
+    """Those of float32, where a pipeline computes the two gradients apart; those of fp8 are exact in any case."""
+    a = jnp.ones((8, 8))
+    for gradient in (products.input_gradient, products.weight_gradient):
+        with jax.default_matmul_precision("default" if fp8 else "highest"), products.in_fp8(fp8):
+            traced = str(jax.make_jaxpr(lambda x, w, dy, gradient=gradient: gradient(product, x, w, dy))(a, a, a))
+        assert "dot_general" in traced and "HIGHEST" in traced
+
+
 def test_scales_do_not_bias_a_product_of_bfloat16():
     """Each element is rounded by itself; together they are as large as they should be."""
     draw = np.random.default_rng(1)
