@@ -23,6 +23,7 @@ import sys
 import warnings
 
 from jaxtrain.distributed import exit_codes, heartbeat
+from jaxtrain.doctor.xla_flags import check_xla_flags
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import discard_output, training_flags, workdir_of
 from jaxtrain.redaction import hide_in_tracebacks
@@ -63,6 +64,7 @@ def exit_process(status: int, error: BaseException | None = None) -> int:
 
 def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Do what the flags ask for; returns the exit status."""
+    check_xla_flags()
     from jaxtrain import compile_cache
     from jaxtrain.config import load
     from jaxtrain.distributed import authentication, processes

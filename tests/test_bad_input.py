@@ -55,6 +55,8 @@ MISTAKES = {
     "a typo in a key": ("model.num_layer=3", "model.num_layer: there is no such key; did you mean 'num_layers'?"),
     "a typo in a section": ("modle.num_layers=3", "modle.num_layers: there is no such key; did you mean "
                             "'model.num_layers'?"),
+    "another framework's word": ("mesh.ddp=8", "mesh.ddp: there is no such key; did you mean 'data'?"),
+    "another framework's stage": ("mesh.zero3=8", "mesh.zero3: there is no such key; did you mean 'fsdp'?"),
     "no section": ("steps=3", "steps: there is no such key; did you mean 'train.steps'?"),
     "neither section nor key": ("xyz.q=3", "xyz.q: there is no such key; known: checkpoint, data, mesh, model, "
                                 "optimizer, pipeline, resilience, train"),
@@ -103,7 +105,8 @@ MISTAKES = {
                              "NVIDIA GPUs only; use 'auto' or 'xla'"),
     "no such metric": ("checkpoint.best=accuracy", "checkpoint.best: there is no metric 'accuracy'; known: eval_loss, "
                        "eval_perplexity, eval_bits_per_byte, cross_entropy, grad_norm, grad_norm_z, learning_rate, "
-                       "loss, loss_z, perplexity, skipped, skipped_in_a_row, spike"),
+                       "loss, loss_z, perplexity, skipped, skipped_in_a_row, spike, "
+                       "unknown_ids"),
     "an unwritable cache": ("data.cache_dir=short.txt", "data.cache_dir: short.txt/data cannot be written (Not a "
                             "directory); name a writable folder with room, here or in $JAXTRAIN_CACHE"),
 }

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 TINY = f"{ROOT}/configs/gpt.py:tiny"
 STEP = ["step", "cross_entropy", "perplexity", "grad_norm", "grad_norm_z", "learning_rate", "loss", "loss_z", "skipped",
-        "skipped_in_a_row", "spike", "tokens", "step_time_s", "data_wait_s", "tokens_per_s", "goodput"]
+        "skipped_in_a_row", "spike", "tokens", "unknown_ids", "step_time_s", "data_wait_s", "tokens_per_s", "goodput"]
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,16 @@ def test_platforms_that_are_not_here_are_one_line(tmp_path):
         assert done.returncode == 2 and re.fullmatch(
             rf"JAX_PLATFORMS: '{name}' names devices that JAX cannot use here{why}; unset it, or install .*\n",
             done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(("flag", "why"), [
+    ("--xla_nonsense=1", "this jaxlib does not know --xla_nonsense and ends every program; leave it out of XLA_FLAGS"),
+    ("--xla_force_host_platform_device_count=x", "this jaxlib ends when it reads them (")])
+def test_flags_that_xla_does_not_take_are_one_line(tmp_path, flag, why):
+    done = subprocess.run([sys.executable, "-m", "jaxtrain.main", f"--config={TINY}", f"--workdir={tmp_path}"],
+                          text=True, capture_output=True, env={**os.environ, "XLA_FLAGS": flag}, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.startswith(f"XLA_FLAGS: {why}"), done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_it_is_found_beside_a_folder_of_its_name(tmp_path):

@@ -51,6 +51,21 @@ def free_address():
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+def closed_while_it_drips(connection):
+    """Whether the other end closes a connection over which a byte comes now and then, and never a line."""
+    connection.settimeout(0.02)
+    for _ in range(3000):  # fewer than a greeting may have, for a minute
+        try:
+            connection.sendall(b"x")
+            if not connection.recv(1000):
+                return True
+        except TimeoutError:
+            continue
+        except OSError:
+            return True
+    return False
+
+
 def wait_for_lines(workdir, count, started, seconds=600):
     """Until metrics.jsonl has so many."""
     end = time.monotonic() + seconds

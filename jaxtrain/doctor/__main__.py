@@ -28,6 +28,7 @@ from jaxtrain.doctor import (
     speed,
 )
 from jaxtrain.doctor.finding import Finding, guarded
+from jaxtrain.doctor.xla_flags import unknown_flags
 from jaxtrain.errors import UserError
 from jaxtrain.flags import Parser, command, parser_of
 
@@ -62,7 +63,7 @@ def findings(workdir: str, coordinator: str | None) -> Iterator[Finding]:
         for _ in range(2):
             around = environment.for_probe(environ, unknown)
             outcome = child.run("probe", seconds=budget.most(_WITH) - 1, environment=around)
-            if not (unknown := devices.unknown_flags(outcome.stderr)):
+            if not (unknown := unknown_flags(outcome.stderr)):
                 break
             found += devices.failed(outcome, environ)  # and once more without the unknown flags
         found += devices.devices(outcome, environ, cuda, nvidia.present() or bool(gpus))

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxtrain.doctor.child import Outcome
 from jaxtrain.doctor.finding import Finding, fail, note, ok, size, warn
+from jaxtrain.doctor.xla_flags import FIX, unknown_flags
 
 CHECK = "devices"
 _CUDA_PLUGIN = "pip install 'jax[cuda13]', or 'jax[cuda12]' where the driver is older than 580"
@@ -68,8 +69,7 @@ def failed(outcome: Outcome, environ: Mapping[str, str]) -> list[Finding]:
     """Return findings for a JAX that did not get as far as its devices."""
     text = outcome.stderr
     if unknown := unknown_flags(text):
-        return [fail("XLA_FLAGS", f"this jaxlib does not know {', '.join(unknown)} and ends every program",
-                     "leave it out of XLA_FLAGS, or see how this version spells it")]
+        return [fail("XLA_FLAGS", f"this jaxlib does not know {', '.join(unknown)} and ends every program", FIX)]
     error = outcome.measured.get("error", "") or next(
         (line for line in reversed(text.splitlines()) if re.match(r"\w*(Error|Exception)\b", line)), "")
     why = " ".join(f"{outcome.end}: {error}{_because(text, _CUDA_SAYS)}".split()).strip(": ")[:400]
@@ -88,12 +88,6 @@ def failed(outcome: Outcome, environ: Mapping[str, str]) -> list[Finding]:
     if "No module named" in error or "ImportError" in error:
         return [fail(CHECK, f"JAX cannot be imported ({why})", "pip install --force-reinstall jax jaxlib")]
     return [fail(CHECK, f"JAX does not start ({why})", "python -c 'import jax; print(jax.devices())' shows all of it")]
-
-
-def unknown_flags(stderr: str) -> list[str]:
-    """Return those of XLA_FLAGS that this jaxlib refuses."""
-    said = re.search(r"Unknown flags? in XLA_FLAGS: *(.*)", stderr)
-    return re.findall(r"--[\w-]+", said[1]) if said else []
 
 
 def _because(stderr: str, sign: str) -> str:

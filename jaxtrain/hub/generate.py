@@ -3,6 +3,7 @@
 Here every axis but `tensor` splits rows, `stage` and `context` too: one row is never spread over several devices.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.data.tokenizers.tokenizer import encode_documents
+from jaxtrain.data.tokenizers.tokenizer import encode_documents, load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.models import Decoder
 from jaxtrain.sharding import rules as sharding
@@ -23,17 +24,18 @@ if TYPE_CHECKING:
 
 
 def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200, *, temperature: float = 0.8,
-           seed: int = 0) -> str:
+           seed: int = 0, tokenizer: str | Path = "") -> str:
     """`prompt` continued by at most `length` tokens, as many as `data.seq_len` has room for.
 
     Every step computes the whole window again, without a cache: fine for a look at what a run has learned. At
-    `temperature=0` each token is the most probable one.
+    `temperature=0` each token is the most probable one. `tokenizer` is the folder of one that was kept, such as
+    "WORKDIR/tokenizer", for where the data is no longer there.
     """
     if temperature < 0:
         raise UserError("temperature", f"{temperature} is below 0", "give 0 for the most probable tokens, or more")
-    tokenizer = run.corpus.tokenizer
+    words = load_tokenizer(f"{tokenizer}") if tokenizer else run.corpus.tokenizer
     # A document's first token has no predecessor in training, so an empty prompt starts behind a line's end.
-    begin, = encode_documents([(prompt or "\n").encode()], tokenizer)
+    begin, = encode_documents([(prompt or "\n").encode()], words)
     start = np.asarray(begin, np.int32)[-(run.config.data.seq_len - 1):]
     stop = min(len(start) + length, run.config.data.seq_len)
     rules = sharding.Rules({**run.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"), "seq": (),
@@ -67,4 +69,4 @@ def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200,
     with sharding.use(run.mesh, rules):
         out = jax.jit(generate)(state.all_params, placed, key)
     row = np.asarray(out.addressable_shards[0].data)[0]
-    return tokenizer.decode(row[:stop] if prompt else row[1:stop])
+    return words.decode(row[:stop] if prompt else row[1:stop])

@@ -55,10 +55,9 @@ class NextToken:
         return self.pipeline_parts.loss(params, batch)
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the cross-entropy without penalties, in nats per token, its exponential, and the metrics of routers.
-        """
+        """Return the cross-entropy in nats per token, its exponential, unknown ids, and the metrics of routers."""
         entropy = sums["cross_entropy"] / jnp.maximum(sums["weight"], 1e-8)
-        plain = {"cross_entropy": entropy, "perplexity": jnp.exp(entropy)}
+        plain = {"cross_entropy": entropy, "perplexity": jnp.exp(entropy), "unknown_ids": sums["unknown_ids"]}
         return plain | (moe.metrics(sums, self.experts_per_token) if "load" in sums else {})
 
     @property
@@ -99,7 +98,7 @@ class NextToken:
             entropy = partial(cross_entropy, z_loss=self.z_loss, chunks=self.chunks)
             second = entropy(y_BTD, head_DV, batch["second_targets"], batch["second_weights"])
             loss += self.mtp_loss_weight * second + _weighted(aux.get("penalty"), batch)
-        return loss, {"cross_entropy": plain}
+        return loss, {"cross_entropy": plain, "unknown_ids": _unknown_ids(batch, head_DV.shape[1])}
 
     def head_loss(self, params: Any, x_BTD: jax.Array, head_DV: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
         """The summed loss of final activations, and their cross-entropy alone."""
@@ -131,6 +130,13 @@ class NextToken:
 def stacks(params: Any) -> dict[str, int]:
     """Return which of the parameters are stacks of layers, in order, and how many layers each has."""
     return {key: len(jax.tree.leaves(params[key])[0]) for key in Decoder.STACKS if key in params}
+
+
+def _unknown_ids(batch: Any, vocab_size: int) -> jax.Array:
+    """Count ids outside of the vocabulary among tokens and targets: they are trained on as other tokens."""
+    pairs = (batch["tokens"], batch["segments"]), (batch["targets"], batch["weights"])
+    return sum(((((ids < 0) | (ids >= vocab_size)) & (counts > 0)).sum(dtype=jnp.float32) for ids, counts in pairs),
+               jnp.zeros(()))
 
 
 def _weighted(penalty_LB: jax.Array | None, batch: Any) -> jax.Array:

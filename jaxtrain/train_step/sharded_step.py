@@ -39,9 +39,7 @@ class ShardedStep:
     accumulation: int = 1
     platform: str = ""  # that an abstract mesh stands for; "": the one here
     changed_options: Options = field(default_factory=dict)  # of the compiler, from train.compiler_options
-    _steps: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
-    _evaluations: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
-    _gradients: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
+    _programs: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
 
     @property
     def mesh(self) -> AnyMesh:
@@ -90,20 +88,12 @@ class ShardedStep:
     # --------------------------------------------------------------------------------------------------- compilation
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """Return the step for batches of this shape, compiled when first wanted; it takes (state, placed batch)."""
-        key = shape_of(batch)
-        if key not in self._steps:
-            self._steps[key] = compiled(self.lower(batch), self.compiler_options)
-        return self._steps[key]
+        return self._once("step", batch, lambda: self.lower(batch))
 
     def compiled_evaluation(self, batch: Any) -> jax.stages.Compiled:
         """Return the evaluation of batches of this shape; it takes (trained and frozen parameters, placed batch)."""
-        key = shape_of(batch)
-        if key not in self._evaluations:
-            abstract = self.abstract_batch(batch)
-            with self.context():
-                lowered = jax.jit(self.evaluation).lower(self.abstract.all_params, abstract)
-            self._evaluations[key] = compiled(lowered, self.compiler_options)
-        return self._evaluations[key]
+        return self._once("evaluation", batch, lambda: jax.jit(self.evaluation).lower(
+            self.abstract.all_params, self.abstract_batch(batch)))
 
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Return what the evaluation of a batch returns: its summed loss and its weight come first."""
@@ -115,13 +105,17 @@ class ShardedStep:
             (total, weight, _), grads = self.gradient(state, batch)
             return total / jnp.maximum(weight, 1e-8), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
 
-        key = shape_of(batch)
-        if key not in self._gradients:
-            abstract = self.abstract_batch(batch, self.accumulation)
+        program = self._once("gradient", batch, lambda: jax.jit(mean).lower(
+            self.abstract, self.abstract_batch(batch, self.accumulation)))
+        return self.run(program, state, self.place(batch))
+
+    def _once(self, name: str, batch: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        """Compile a program for batches of this shape when it is first wanted."""
+        key = name, shape_of(batch)
+        if key not in self._programs:
             with self.context():
-                lowered = jax.jit(mean).lower(self.abstract, abstract)
-            self._gradients[key] = compiled(lowered, self.compiler_options)
-        return self.run(self._gradients[key], state, self.place(batch))
+                self._programs[key] = compiled(lower(), self.compiler_options)
+        return self._programs[key]
 
     def lower(self, batch: Any, on: Mesh | None = None) -> jax.stages.Lowered:
         """Return the step, traced and lowered for such a batch, which may be abstract; uses no device memory.

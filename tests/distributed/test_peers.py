@@ -21,7 +21,7 @@ from jaxtrain.distributed.authentication import opened
 from jaxtrain.distributed.peers import Peers
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
-from tests.tiny import free_address
+from tests.tiny import closed_while_it_drips, free_address
 
 
 class Store(dict):
@@ -221,6 +221,14 @@ def test_strangers_at_the_port_are_nobody(waiting):
             with socket.create_connection(("localhost", port)) as stranger, contextlib.suppress(OSError):
                 stranger.sendall(words)
         come()
+
+
+def test_a_greeting_of_a_byte_now_and_then_is_closed(waiting, monkeypatch):
+    monkeypatch.setattr(peers, "GREETING_S", 0.2)
+    port, come = waiting
+    with socket.create_connection(("localhost", port)) as stranger:
+        assert closed_while_it_drips(stranger)
+    come()
 
 
 @pytest.mark.slow

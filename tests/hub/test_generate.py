@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.hub.generate import sample
 
 
@@ -24,7 +25,7 @@ def sampled(text, **sizes):
     return sample(run, run.init(), prompt="line 7", length=30)
 
 
-def test_without_temperature_the_most_probable_token_is_taken(text):
+def test_without_temperature_the_most_probable_token_is_taken(text, tmp_path):
     run = jt.build(jt.load_config("configs/gpt.py:tiny", text | {"mesh.data": 1}), devices=jax.devices()[:1])
     state = run.init()
     found = {sample(run, state, prompt="line 7", length=3, temperature=0, seed=seed) for seed in (0, 1)}
@@ -32,6 +33,10 @@ def test_without_temperature_the_most_probable_token_is_taken(text):
     while len(tokens) < 9:
         tokens.append(int(run.module(state)(np.asarray([tokens]))[0, -1].argmax()))
     assert found == {run.corpus.tokenizer.decode(np.asarray(tokens))}
+    gone = jt.build(jt.load_config("configs/gpt.py:tiny", text | {"mesh.data": 1, "data.source": "gone.txt"}),
+                    devices=jax.devices()[:1])
+    tokenizer_folder.save(run.corpus.tokenizer, tmp_path / "tokenizer")
+    assert {sample(gone, state, prompt="line 7", length=3, temperature=0, tokenizer=tmp_path / "tokenizer")} == found
     with pytest.raises(jt.UserError, match=r"temperature: -1 is below 0"):
         sample(run, state, temperature=-1)
 

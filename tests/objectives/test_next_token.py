@@ -28,6 +28,12 @@ def test_cross_entropy_is_the_loss_without_penalties(family, keys):
     assert float(metrics["cross_entropy"]) == pytest.approx(want, rel=1e-5)
     assert float(metrics["perplexity"]) == pytest.approx(np.exp(want), rel=1e-4)
     assert float(metrics["loss"]) > want + 0.01, "the case proves little: nothing is added"
+    assert float(metrics["unknown_ids"]) == 0
+
+    for name, place, wrong in (("tokens", (0, 1), run.config.model.vocab_size), ("targets", (2, 3), -1)):
+        batch[name][place] = wrong  # on the devices already, where nobody looks at each id
+    _, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
+    assert float(metrics["unknown_ids"]) == 2
 
 
 def test_a_row_as_one_text():

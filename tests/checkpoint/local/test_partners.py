@@ -10,6 +10,7 @@ import pytest
 from jaxtrain.checkpoint.local import partners, pieces
 from jaxtrain.checkpoint.local.partners import Partners
 from jaxtrain.distributed.authentication import secret
+from tests.tiny import closed_while_it_drips
 
 
 @pytest.fixture
@@ -74,6 +75,12 @@ def test_many_silent_connections_hold_nobody_up(alone, tmp_path, monkeypatch):
         alone.send(0, tmp_path / "a.snapshot")
         assert len(alone._server._unknown) <= 21
     assert (tmp_path / "kept/a.snapshot").read_bytes() == b"content"
+
+
+def test_a_request_of_a_byte_now_and_then_is_closed(alone, monkeypatch):
+    monkeypatch.setattr(partners, "GREETING_S", 0.2)
+    with socket.create_connection(alone._addresses[0]) as stranger:
+        assert closed_while_it_drips(stranger)
 
 
 def test_a_file_that_was_not_made_with_the_secret_is_damaged(tmp_path, monkeypatch):

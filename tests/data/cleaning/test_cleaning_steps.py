@@ -301,6 +301,7 @@ def test_the_example_leaves_out_keys(tmp_path):
 @pytest.mark.parametrize(("flags", "words"), [
     (["--steps", "qality"], "--steps: there is no step 'qality'; did you mean 'quality'?"),
     (["--steps", "language"], "--steps: language cannot be made"),
+    (["--steps", "language=xx"], "language=xx is not a language that py3langid knows; known: ace, af,"),
     (["--steps", "quality=fr"], "quality=fr is not known"),
     (["--steps", "blocklist=none.txt"], "the blocklist none.txt cannot be read"),
     (["--steps", "no_such_module:step"], "no_such_module:step cannot be imported"),
