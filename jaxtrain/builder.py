@@ -41,10 +41,12 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     mesh = mesh or make_mesh(*(getattr(config.mesh, axis) for axis in AXES),
                              devices=jax.devices() if devices is None else devices)
     rules = _rules(config)
-    compute = precision.resolve(config.train.precision, sharding.platform_of(mesh, platform))
+    kind = sharding.platform_of(mesh, platform)
+    compute = precision.resolve(config.train.precision, kind)
     schedules = validation.checked_schedules(config, mesh, rules, compute, platform)
+    how = Compute.of(config, kind, pipeline=schedules is not None)
     model = Skeleton.of(nnx.eval_shape(
-        lambda: make_model(config.model, Compute.of(config), rngs=nnx.Rngs(params=jax.random.key(0)))))
+        lambda: make_model(config.model, how, rngs=nnx.Rngs(params=jax.random.key(0)))))
     goal = objective(config, model)
     is_frozen = _frozen_paths(config, model)
     axes, frozen_axes = partition.split(model.axes(), is_frozen)

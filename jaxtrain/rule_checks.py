@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 
+from jaxtrain.config.remat_policies import PRESETS, policies
 from jaxtrain.config.schema import Config
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
 
@@ -53,10 +54,16 @@ def agree(config: Config, rules: Rules) -> None:
 
 
 def are_used(config: Config, axes: Any) -> None:
-    """Check that every overridden rule is for a dimension that the model has."""
+    """Check that the model has every dimension that an overridden rule or a policy of rematerialization names."""
     used = set(sharding.ACTIVATION_NAMES)
     for names in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)):
         used.update(names)
+    kept = {name for policy, _ in policies(config.train.remat, config.model.stacked_layers)
+            for name in (*policy.names, *policy.hosted)}
+    if unknown := sorted(kept - used - {"attention", "dots"}):
+        raise UserError("train.remat", f"{unknown[0]!r} is not a policy, nor does a product of model "
+                        f"{config.model.name!r} result in it",
+                        nearest(unknown[0], used.difference(sharding.ACTIVATION_NAMES).union(PRESETS)))
     for name in config.mesh.overrides:
         if name not in used:
             raise UserError(f"mesh.overrides.{name}", f"model {config.model.name!r} has no such axis",

@@ -138,6 +138,12 @@ TABLE = (
             lambda a: "use 'gather'" if a.mesh.shape["stage"] > 1 else "use 'ring'",
             {"mesh.context": 2, "mesh.tensor": 4, "mesh.context_strategy": "ulysses"},
             {"mesh.context_strategy": "ring"}),
+    Refusal("train.remat", "several policies of rematerialization in a pipeline, or with experts in every n-th layer",
+            lambda a: "," in a.config.train.remat and (a.mesh.shape["stage"] > 1 or a.config.model.experts_every > 1),
+            lambda a: f"mesh.stage={a.mesh.shape['stage']} gives every stage layers of all policies"
+                      if a.mesh.shape["stage"] > 1 else "layers are stacked in groups, which have one policy",
+            lambda a: f"use one policy, such as {a.config.train.remat.partition(':')[0]}",
+            {"mesh.stage": 2, "train.remat": "full:1,none"}, {"train.remat": "full"}),
     Refusal("optimizer.offload", "an offloaded optimizer and a pipeline",
             lambda a: a.config.optimizer.offload and a.mesh.shape["stage"] > 1,
             lambda a: f"layers are fetched one by one, and mesh.stage={a.mesh.shape['stage']} has some on every stage",

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxtrain.config import remat_policies
 from jaxtrain.config.families import Gpt2Config, ModelConfig
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
 from jaxtrain.errors import UserError
@@ -163,7 +164,7 @@ class TrainConfig:
     expert_buffer: float = 2.0  # of the rows of experts' buffers at an even load: more take further passes; 0: no limit
     grouped_matmul: str = "auto"  # the kernel of experts: auto chooses by device, dtype and shapes
     remat: str = "none"  # kept of a layer: "none" all; "full" its input, "dots" matmuls too, "attention" its output too
-    unroll: int = 1  # layers per scan iteration; 0: all of them. With remat always 1
+    unroll: int = -1  # layers per scan iteration; 0: all of them; -1: all on GPUs where that pays, else 1
     loss_chunks: int = 0  # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
     z_loss: float = 0.0  # coefficient of the squared log-partition of the logits
     log_every: int = 1  # steps between lines of metrics.jsonl
@@ -183,7 +184,10 @@ class TrainConfig:
                 raise UserError(f"train.{key}", f"{wrong[0]!r} is not text", "give paths or logical axis names")
         one_of("train.frozen_dtype", self.frozen_dtype, ("", "float32", "bfloat16", "float16"))
         positive(self, "train", "accumulation log_every eval_batches")
-        not_negative(self, "train", "steps unroll expert_buffer loss_chunks z_loss eval_every sample_tokens")
+        not_negative(self, "train", "steps expert_buffer loss_chunks z_loss eval_every sample_tokens")
+        if self.unroll < -1:
+            raise UserError("train.unroll", f"{self.unroll} is below -1", "give a number of layers, 0 for all of them, "
+                            "or -1, which chooses")
         for name in ("steps", "seed"):
             if not -(2**31) <= getattr(self, name) < 2**31:
                 raise UserError(f"train.{name}", f"{getattr(self, name)} is more than 32 bits hold",
@@ -192,7 +196,8 @@ class TrainConfig:
         one_of("train.attention", self.attention, ("auto", "xla", "cudnn", "mosaic", "splash"))
         one_of("train.expert_exchange", self.expert_exchange, ("auto", "gather", "ragged"))
         one_of("train.grouped_matmul", self.grouped_matmul, ("auto", "xla", "mosaic"))
-        one_of("train.remat", self.remat, ("none", "full", "dots", "attention", "attention_and_dots"))
+        for part in self.remat.split(","):
+            remat_policies.policy(part.partition(":")[0])
 
 
 @dataclass(frozen=True)
@@ -270,6 +275,7 @@ class Config:
         if self.data.seq_len > self.model.max_seq_len:
             raise UserError("data.seq_len", f"{self.data.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}",
                             "lower it or raise model.max_seq_len")
+        remat_policies.policies(self.train.remat, self.model.stacked_layers)
         if self.data.global_batch_size % self.train.accumulation:
             raise UserError("data.global_batch_size", f"{self.data.global_batch_size} does not divide into "
                             f"train.accumulation={self.train.accumulation} micro-batches",

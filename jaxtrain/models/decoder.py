@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.schema import Config
-from jaxtrain.kernels.attention.cudnn_attention import kept_results
 from jaxtrain.models.ahead import MTPHead
+from jaxtrain.models.experts.moe import MoE, totals
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
-from jaxtrain.models.moe import MoE, totals
+from jaxtrain.models.rematerialization import cut, layers_at_once, wraps
 from jaxtrain.parallel.experts import DEFAULT, Options
 from jaxtrain.sharding import rules as sharding
 
@@ -29,10 +29,11 @@ class Compute:
     context: str = "auto"
 
     @classmethod
-    def of(cls, config: Config) -> "Compute":
-        """Return what a config asks for."""
+    def of(cls, config: Config, platform: str = "", pipeline: bool = False) -> "Compute":
+        """Return what a config asks for, on devices of a platform such as "gpu", with or without a pipeline."""
         t = config.train
-        return cls(t.attention, Options.of(t), t.remat, t.unroll, config.mesh.context_strategy)
+        unroll = layers_at_once(config, platform, pipeline)
+        return cls(t.attention, Options.of(t), t.remat, unroll, config.mesh.context_strategy)
 
 
 class Block(nnx.Module):
@@ -67,11 +68,11 @@ class Decoder(nnx.Module):
         `numbered`: those are called with their number as the last argument; `grouped`: each is a `Group` of layers.
         """
         self.embed, self.positions, self.rotary = embed, positions, rotary
-        # Rematerialized layers stay in a loop: unrolled, JAX 0.10's compiler merges both computations.
-        stack = partial(Stack, unroll=compute.unroll if compute.remat == "none" else 1, numbered=numbered, rngs=rngs)
+        stack = partial(Stack, unroll=compute.unroll, numbered=numbered, rngs=rngs)
+        kept = wraps("none" if grouped else compute.remat, num_layers, compute.unroll)
 
-        self.first_blocks = stack(first, num_first, remat=remat(compute.remat)) if first and num_first else None
-        self.blocks = stack(block, num_layers - num_first, remat=remat("none" if grouped else compute.remat))
+        self.first_blocks = stack(first, num_first, remat=cut(kept, 0, num_first)) if first and num_first else None
+        self.blocks = stack(block, num_layers - num_first, remat=cut(kept, num_first, num_layers))
         self.norm, self.output = norm, head
         self.ahead = ahead(rngs) if ahead else None
 
@@ -126,16 +127,3 @@ class Decoder(nnx.Module):
         head_DV = sharding.gather(self.head(), "embed", "vocab")
         return jnp.einsum("btd,dv->btv", x_BTD, head_DV, preferred_element_type=jnp.float32,
                           out_sharding=sharding.activation_spec("batch", "seq", "act_vocab"))
-
-
-def remat(name: str) -> Callable[[Callable], Callable]:
-    """Return the activation checkpointing policy of this name: what to keep of a layer's forward pass, not recompute.
-    """
-    policies = jax.checkpoint_policies
-    dots = policies.dots_with_no_batch_dims_saveable
-    attention = policies.save_from_both_policies(policies.save_only_these_names("attention"), kept_results)
-    policy = {"full": None, "dots": dots, "attention": attention,
-              "attention_and_dots": policies.save_from_both_policies(dots, attention)}
-    if name == "none":
-        return lambda layer: layer
-    return lambda layer: jax.checkpoint(layer, policy=policy[name], prevent_cse=False)

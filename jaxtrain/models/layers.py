@@ -4,14 +4,17 @@ Shape suffixes: B batch, T and S sequence, D embedding, H query heads, G key/val
 vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, swiglu
+from jaxtrain.models.rematerialization import Wrap
 from jaxtrain.parallel.pipeline import deferred
 from jaxtrain.parallel.pipeline.deferred import Deferred
 from jaxtrain.parallel.pipeline.stage_placement import Slots
@@ -64,10 +67,12 @@ class Linear(nnx.Module):
         bias = None if bias is None else sharding.gather(bias[...], *self.bias_axes)
         if isinstance(kernel, Deferred):
             y = deferred.multiply(self.product, x, kernel)
-            return y if bias is None else y + bias
-        if products.is_fp8():
-            return sharding.with_bias(products.multiply(self.product, x, kernel), bias)
-        return self.product(x, kernel, bias)
+            y = y if bias is None else y + bias
+        elif products.is_fp8():
+            y = sharding.with_bias(products.multiply(self.product, x, kernel), bias)
+        else:
+            y = self.product(x, kernel, bias)
+        return checkpoint_name(y, self.bias_axes[0])  # by which train.remat may keep it
 
     def product(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         """Return input times weight, plus bias."""
@@ -166,14 +171,14 @@ class Stack(nnx.Module):
     """A stack of `num_layers` equal layers with stacked parameters, applied by `lax.scan`.
 
     A layer returns the activation and a dict of auxiliary values, which are returned stacked over layers. `unroll`
-    layers form one iteration of the loop (0: all, so no loop is left); `remat` wraps each layer. Neither changes the
-    parameters, so checkpoints fit either way.
+    layers form one iteration of the loop (0: all, so no loop is left); `remat` says how so many layers each are
+    wrapped (models/rematerialization.py). Neither changes the parameters, so checkpoints fit either way.
     """
 
     def __init__(self, layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs,
-                 remat: Callable[[Callable], Callable] = lambda f: f, unroll: int = 1, numbered: bool = False):
+                 remat: Sequence[tuple[Wrap, int]] = (), unroll: int = 1, numbered: bool = False):
         """`numbered`: each layer is called with its number as the last argument."""
-        self.remat, self.unroll, self.num_layers, self.numbered = remat, unroll, num_layers, numbered
+        self.remat, self.unroll, self.num_layers, self.numbered = tuple(remat), unroll, num_layers, numbered
         keys = jax.random.split(rngs.params(), num_layers)
         self.layer = nnx.vmap(lambda key: layer(nnx.Rngs(params=key)))(keys)
         for _, weight in nnx.iter_graph(self.layer):
@@ -187,18 +192,26 @@ class Stack(nnx.Module):
         given = (weights, numbers if self.numbered else None,
                  None if slots is None or slots.full else slots.numbers >= 0)
 
-        @self.remat
-        def apply(x, weights, number):
+        def layer(x, weights, number):
             return nnx.merge(graphdef, weights)(x, *args, *(() if number is None else (number,)))
 
-        def step(x, given):
+        def step(apply, x, given):
             weights, number, there = given
             if there is None:
                 return apply(x, weights, number)
             none = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(apply, x, weights, number)[1])
             return jax.lax.cond(there, apply, lambda x, *_: (x, none), x, weights, number)
 
-        return _scan(step, x, given, self.unroll)
+        if len(self.remat) < 2:  # a pipeline's stage has some of the layers
+            wrap = self.remat[0][0] if self.remat else lambda f: f
+            return _scan(partial(step, wrap(layer)), x, given, self.unroll)
+        parts, at = [], 0
+        for wrap, count in self.remat:
+            some = jax.tree.map(lambda a, at=at, count=count: a[at:at + count], given)
+            x, aux = _scan(partial(step, wrap(layer)), x, some, self.unroll)
+            parts.append(aux)
+            at += count
+        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
 
 def _scan(step: Callable, x: Any, given: Any, unroll: int) -> tuple[Any, Any]:

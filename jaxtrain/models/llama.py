@@ -8,10 +8,11 @@ from flax import nnx
 from jaxtrain.config.families import ExpertsConfig, LlamaConfig, RotaryConfig
 from jaxtrain.models.ahead import MTPHead
 from jaxtrain.models.attention import Attention
-from jaxtrain.models.decoder import Block, Compute, Decoder, remat
+from jaxtrain.models.decoder import Block, Compute, Decoder
+from jaxtrain.models.experts.moe import MoE
 from jaxtrain.models.layer_groups import Group
 from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
-from jaxtrain.models.moe import MoE
+from jaxtrain.models.rematerialization import wraps
 from jaxtrain.models.rotary import Rotary, scaled_frequencies
 
 
@@ -44,14 +45,15 @@ def rotary_decoder(c: RotaryConfig, compute: Compute, attention: Callable[[float
         )
 
     last, dense = partial(block, experts=c.num_experts > 0), partial(block, experts=False)
-    group = partial(Group, [dense] * (c.experts_every - 1) + [last], remat(compute.remat))
+    keeps = wraps(compute.remat, c.stacked_layers, compute.unroll)
+    group = partial(Group, [dense] * (c.experts_every - 1) + [last], keeps[-1][0])
     return Decoder(
         Embed(c.vocab_size, c.embed_dim, rngs=rngs), group if c.experts_every > 1 else last, c.stacked_layers,
         RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
         rotary=Rotary(*scaled_frequencies(c, rotary_width)),
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
         first=dense, num_first=c.dense_layers, grouped=c.experts_every > 1,
-        ahead=(partial(MTPHead, c.embed_dim, c.norm_eps, last, remat=remat(compute.remat))
+        ahead=(partial(MTPHead, c.embed_dim, c.norm_eps, last, remat=wraps(compute.remat, c.stacked_layers, 0)[-1][0])
                if c.mtp_loss_weight else None),
         compute=compute, rngs=rngs,
     )

@@ -7,7 +7,7 @@ a time. Under a pipeline every stage runs the teacher's layers on the batch of i
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from jaxtrain.kernels.cross_entropy import distillation_loss
 from jaxtrain.models import Compute, Decoder, make_model
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import MakeObjective
-from jaxtrain.parallel.experts import Options
 from jaxtrain.train_step.state import Skeleton
 
 TEACHER = "teacher"  # the key of its parameters among the frozen ones
@@ -134,8 +133,7 @@ def distillation(teacher: Config, *, workdir: str | Path | None = None, soft: fl
         if longest > teacher.model.max_seq_len:
             raise UserError("data.seq_len", f"rows of {longest} tokens exceed the teacher's model.max_seq_len="
                             f"{teacher.model.max_seq_len}", "use shorter rows or another teacher")
-        t = config.train
-        compute = Compute(t.attention, Options.of(t), "none", t.unroll, config.mesh.context_strategy)
+        compute = replace(Compute.of(config), remat="none")
         skeleton = Skeleton.of(nnx.eval_shape(lambda: make_model(
             teacher.model, compute, rngs=nnx.Rngs(params=jax.random.key(0)))))
         return Distillation(**vars(NextToken.of(config, model)), teacher=skeleton, teacher_config=teacher,

@@ -11,8 +11,9 @@ import numpy as np
 
 from jaxtrain.config.schema import Config
 from jaxtrain.kernels.cross_entropy import cross_entropy, penalized_cross_entropy
-from jaxtrain.models import Decoder, moe
+from jaxtrain.models import Decoder
 from jaxtrain.models.ahead import with_second_targets
+from jaxtrain.models.experts import moe
 from jaxtrain.observe.own_parts import describe
 from jaxtrain.parallel.context import arrange
 from jaxtrain.parallel.pipeline.stage import Parts

@@ -311,18 +311,19 @@ def _read_by_fusion(body: list[Instruction], made: Program) -> float:
         for name in instruction.operands:
             users.setdefault(name, []).append(instruction)
 
-    def read(instruction: Instruction, whole: float) -> float:
-        total = 0.0
+    def share(instruction: Instruction) -> float:
+        """Return the share of its values that the fusion computes or reads."""
+        total, whole = 0.0, sum(map(size, instruction.arrays))
         for user in users.get(instruction.name, ()):
-            if user.opcode in _VIEWS:
-                total += read(user, whole)
+            if user.opcode in _VIEWS or user.opcode == "convert":  # of what is taken of it later
+                total += share(user)
             elif user.opcode in _SLICES and user.operands[0] == instruction.name:
-                total += sum(map(size, user.arrays))
+                total += sum(map(size, user.arrays)) / whole
             elif user.opcode != "dynamic-update-slice" or user.operands[0] != instruction.name:
-                return whole
-        return min(total, whole)
+                return 1.0
+        return min(total, 1.0)
 
-    return sum(read(instruction, sum(map(size, instruction.arrays)))
+    return sum(share(instruction) * sum(map(size, instruction.arrays))
                for instruction in body if instruction.opcode == "parameter")
 
 

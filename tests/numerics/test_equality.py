@@ -84,6 +84,18 @@ def test_layers_unrolled_in_twos_give_the_numbers_of_one_device(layers):
     reference.check(reference.build("gpt2", (1, 1, 2), train__unroll=2, model__num_layers=layers), "gpt2", steps=2)
 
 
+@pytest.mark.parametrize(("family", "mesh", "keys"), [
+    ("llama", (2, 2, 2), dict(train__remat="full:1,attention+mlp@host", train__accumulation=2)),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("gpt2", (1, 1, 4), dict(train__remat="embed+mlp:1,none", train__precision="float32")),
+        ("mixtral", (1, 2, 1), dict(train__remat="attention:1,attention_and_dots", mesh__expert=4)),
+        ("deepseek_v3", (2, 2, 2), dict(train__remat="latent+heads@host")),
+        ("llama", (1, 1, 2), dict(train__remat="heads+mlp@host", mesh__stage=2, pipeline__schedule="zb_h1")),
+        ("gemma3", (1, 1, 1), dict(train__remat="full:1,heads@host", mesh__context=4))))], ids=str)
+def test_what_is_kept_by_name_and_by_layer_changes_no_number(family, mesh, keys):
+    reference.check(reference.build(family, mesh, **keys), family, FEW)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", reference.FAMILIES)
 def test_one_device_gives_the_numbers_of_the_plain_model(family):

@@ -124,6 +124,12 @@ TEXT = """HloModule jit_f
   ROOT %view = f32[8,4]{1,0} bitcast(%slice)
 }
 
+%cast (r: f32[16,8,4]) -> bf16[2,8,4] {
+  %r = f32[16,8,4]{2,1,0} parameter(0)
+  %narrow = bf16[16,8,4]{2,1,0} convert(%r)
+  ROOT %two = bf16[2,8,4]{2,1,0} slice(%narrow), slice={[4:6], [0:8], [0:4]}
+}
+
 %updated (q: f32[16,8,4], new: f32[1,8,4], place: s32[]) -> f32[16,8,4] {
   %q = f32[16,8,4]{2,1,0} parameter(0)
   %new = f32[1,8,4]{2,1,0} parameter(1)
@@ -137,6 +143,7 @@ ENTRY %main (a: f32[16,8,4], b: f32[1,8,4], i: s32[]) -> f32[16,8,4] {
   %b = f32[1,8,4]{2,1,0} parameter(1)
   %i = s32[] parameter(2)
   %fusion.1 = f32[8,4]{1,0} fusion(%a, %i), kind=kLoop, calls=%sliced
+  %fusion.3 = bf16[2,8,4]{2,1,0} fusion(%a), kind=kLoop, calls=%cast
   ROOT %fusion.2 = f32[16,8,4]{2,1,0} fusion(%a, %b, %i), kind=kLoop, calls=%updated
 }
 """
@@ -147,6 +154,7 @@ def test_of_a_stack_only_the_slice_counts():
     assert code.instructions["fusion.1"].bytes == 2 * 8 * 4 * 4 + 4
     assert code.instructions["fusion.2"].bytes == 2 * 8 * 4 * 4 + 4
     assert code.instructions["fusion.2"].result == "f32[16,8,4]"
+    assert code.instructions["fusion.3"].bytes == 2 * 8 * 4 * (4 + 2)  # only what is taken of it is cast
 
 
 def test_collectives_name_their_axes():

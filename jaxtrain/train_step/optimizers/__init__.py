@@ -47,7 +47,7 @@ def with_update_rules(optimizer: optax.GradientTransformation, updates: Any,
 def _balance_load(rate: float) -> optax.GradientTransformation:
     """Lower the bias of experts with more than an even share of the load by `rate`, and raise it for those with less.
 
-    The gradient of a router's bias is not a slope but its experts' excess load (models/router.py).
+    The gradient of a router's bias is not a slope but its experts' excess load (models/experts/router.py).
     """
     def one(excess):
         # An excess of less than a millionth of a share is rounding.

@@ -12,7 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.models import make_model, moe
+from jaxtrain.models import make_model
+from jaxtrain.models.experts import moe
 from jaxtrain.parallel.context import balanced_order
 from jaxtrain.parallel.experts import OVERFLOW, Options
 from jaxtrain.plan import hlo

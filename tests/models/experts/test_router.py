@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.models.router import route
+from jaxtrain.models.experts.router import route
 from jaxtrain.parallel.rows import Row
 from tests.numerics import reference
 

@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.families import ExpertsConfig
+from jaxtrain.models.experts.router import capacity, route
 from jaxtrain.models.layers import INSIDE, RESIDUAL, SwiGLU, param
-from jaxtrain.models.router import capacity, route
 from jaxtrain.parallel.experts import DEFAULT, Options, through_experts
 from jaxtrain.parallel.rows import Row
 from jaxtrain.sharding import rules as sharding

@@ -1,0 +1,60 @@
+"""What a layer keeps changes memory and no number; which layers leave their loop."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxtrain.config.load import make_config
+from jaxtrain.models import Compute, make_model
+from jaxtrain.models.rematerialization import layers_at_once
+
+SHAPE = {"model": {"name": "llama", "vocab_size": 64, "num_layers": 6, "embed_dim": 32, "num_heads": 4, "head_dim": 8,
+                   "num_kv_heads": 2, "mlp_dim": 96, "max_seq_len": 64}, "data": {"seq_len": 64}}
+ROWS, SEQ, MLP = 16, 64, 96
+
+
+@pytest.mark.parametrize(("keys", "platform", "pipeline", "want"), [
+    ({}, "gpu", False, 0), ({}, "cuda:9", False, 0), ({}, "tpu", False, 1), ({}, "cpu", False, 1), ({}, "", False, 1),
+    ({}, "gpu", True, 1), ({"model.num_layers": 80}, "gpu", False, 1), ({"train.remat": "attention"}, "gpu", False, 1),
+    ({"train.remat": "attention_and_dots"}, "gpu", False, 0), ({"train.remat": "full:3,dots"}, "gpu", False, 1),
+    ({"train.unroll": 2}, "gpu", False, 2), ({"train.unroll": 0}, "cpu", False, 0),
+    ({"train.unroll": 0, "train.remat": "full"}, "cpu", False, 1),
+    ({"train.unroll": 0, "train.remat": "full"}, "tpu", True, 0),
+])
+def test_which_layers_leave_their_loop(keys, platform, pipeline, want):
+    assert layers_at_once(make_config(SHAPE, keys), platform, pipeline) == want
+
+
+@functools.cache
+def compiled(remat, unroll=1):
+    """The gradient of a model on one device."""
+    model = make_model(make_config(SHAPE, {}).model, Compute(remat=remat, unroll=unroll), rngs=nnx.Rngs(params=0))
+    graphdef, weights = nnx.split(model)
+
+    def loss(weights):
+        return jnp.square(nnx.merge(graphdef, weights)(jnp.arange(ROWS * SEQ).reshape(ROWS, SEQ) % 64)).mean()
+
+    return jax.jit(jax.value_and_grad(loss)).lower(weights).compile(), weights
+
+
+@pytest.mark.parametrize(("remat", "unroll"), [
+    ("full:2,attention_and_dots:1,none", 1), ("attention+mlp@host", 0),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("full", 0), ("heads+mlp", 1), ("full:2,dots", 2), ("embed@host+mlp@host", 1)))])
+def test_no_policy_changes_a_number(remat, unroll):
+    plain, weights = compiled("none")
+    program, _ = compiled(remat, unroll)
+    for want, found in zip(*(jax.tree.leaves(one(weights)) for one in (plain, program)), strict=True):
+        np.testing.assert_allclose(found, want, rtol=2e-5, atol=1e-8)
+
+
+def test_names_and_layers_say_what_is_kept():
+    full, half, mlp = (compiled(remat)[0].memory_analysis().temp_size_in_bytes for remat in (
+        "full", "full:3,mlp", "mlp"))
+    kept = 2 * ROWS * SEQ * MLP * 4  # of a layer: gate and up
+    assert 0.7 < (mlp - full) / (6 * kept) < 1.3
+    assert 0.5 < (half - full) / (3 * kept) < 1.3
