@@ -7,6 +7,7 @@ from jaxtrain.errors import UserError, nearest
 
 KEY = "train.remat"
 PRESETS = ("none", "full", "dots", "attention", "attention_and_dots")
+AUTO = "auto"  # the planner chooses, in `plan.preflight`; before that it is `full`, which surely fits
 _HOST = "@host"
 
 
@@ -46,17 +47,17 @@ def policies(remat: str, layers: int) -> list[tuple[Policy, int]]:
 
 def policy(text: str) -> Policy:
     """Return one policy: a preset, or names joined by "+", of which some end in "@host"."""
-    if text in PRESETS:
-        names = {"none": (), "full": (), "attention_and_dots": ("attention", "dots")}.get(text, (text,))
+    if text in (*PRESETS, AUTO):
+        names = {"none": (), "full": (), AUTO: (), "attention_and_dots": ("attention", "dots")}.get(text, (text,))
         return Policy(names, everything=text == "none")
     words = text.split("+")
     if not all(re.fullmatch(rf"[a-z_]+({_HOST})?", word) for word in words):
-        raise UserError(KEY, f"{text!r} is not supported", nearest(text, PRESETS))
+        raise UserError(KEY, f"{text!r} is not supported", nearest(text, (*PRESETS, AUTO)))
     hosted = tuple(word.removesuffix(_HOST) for word in words if word.endswith(_HOST))
     if wrong := [name for name in hosted if name in ("attention", "dots", *PRESETS)]:
         raise UserError(KEY, f"{wrong[0]}{_HOST} is not the result of one product", "name a logical axis: mlp@host")
     kept = tuple(word for word in words if not word.endswith(_HOST))
-    if wrong := [name for name in kept if name in ("none", "full", "attention_and_dots")]:
+    if wrong := [name for name in kept if name in (AUTO, "none", "full", "attention_and_dots")]:
         raise UserError(KEY, f"{wrong[0]!r} is not a name to be joined with others",
                         "join attention, dots and logical axes")
     return Policy(kept, hosted)

@@ -105,6 +105,8 @@ def memory_of(compiled: jax.stages.Compiled, run: Run) -> tuple[int, int]:
     allocated = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     # XLA for CPU reports no peak, and its device memory is the host's. The others include host memory in their peak.
     hosts, kind = in_hosts(run.abstract), run.platform or jax.default_backend()
+    if kind != "cpu" and memory.host_temp_size_in_bytes and not hosts:  # the peak is then that of both together
+        return allocated, allocated
     return (allocated + hosts if kind == "cpu" else memory.peak_memory_in_bytes - hosts), allocated
 
 

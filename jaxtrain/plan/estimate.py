@@ -15,6 +15,7 @@ from jaxtrain.parallel import experts
 from jaxtrain.plan.cost import memory, time
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace import kernels, reader
+from jaxtrain.plan.trace.program import Block
 from jaxtrain.run import Run
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import axis_sizes
@@ -96,6 +97,8 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     if frozen := total(run.abstract.frozen):
         parts["frozen parameters"] = frozen
     parts.update(_named(worst, run))
+    if target.platform != "cpu":
+        elsewhere += _kept_on_hosts(block)
     talked: Counter = Counter()
     for op, times in block.all():
         for found in op.collectives:
@@ -105,6 +108,13 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     useful = per_token * c.data.global_batch_size * c.data.seq_len / devices
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
     return Estimate(config, target, devices, parts, took, talked, elsewhere, useful)
+
+
+def _kept_on_hosts(block: Block) -> int:
+    """Return the bytes of what layers keep in the host's memory for the backward pass."""
+    loops = [op for op, _ in block.all() if op.name == "scan"]
+    layers = [op for op in loops if any(inner.flops for body in op.bodies for inner, _ in body.all())]
+    return sum(value.host for op in layers for value in op.outputs)
 
 
 def _named(worst: memory.Peak, run: Run) -> Counter:

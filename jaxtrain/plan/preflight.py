@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.config.remat_policies import AUTO, KEY
 from jaxtrain.config.schema import Config
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
@@ -17,18 +18,26 @@ SURELY = 1.15  # of the memory: beyond the largest error of a prediction (docs/p
 
 
 def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
-    """Replace `mesh=auto` by the fastest mesh for these devices; if none fits, a UserError says what to change.
+    """Replace `mesh=auto` by the fastest mesh for these devices, and `train.remat=auto` by what keeps most.
 
-    `own_parts`: whether the objective or the optimizer is not the config's.
+    If nothing fits, a UserError says what to change. `own_parts`: whether the objective or the optimizer is not the
+    config's.
     """
-    if not config.mesh.auto:
+    chosen = "mesh.auto" if config.mesh.auto else KEY if config.train.remat == AUTO else ""
+    if not chosen:
         return config
     if own_parts:
-        raise UserError("mesh.auto", "the planner knows only the objective and optimizers that a config names",
-                        "set sizes for the mesh axes")
+        raise UserError(chosen, "the planner knows only the objective and optimizers that a config names",
+                        "set sizes for the mesh axes" if config.mesh.auto else "name a policy, such as full")
     if isinstance(devices, int):
-        raise UserError("mesh.auto", "there are no devices to choose for", "use python -m jaxtrain.plan --target=...")
+        raise UserError(chosen, "there are no devices to choose for", "use python -m jaxtrain.plan --target=...")
     target = _target(list(devices))
+    if not config.mesh.auto:
+        choice = search.remat_that_fits(config, target, len(devices))
+        remat = choice.estimate.config.train.remat if choice else "full"  # which check() refuses, with what fits
+        if jax.process_index() == 0:
+            say(f"train.remat=auto: {remat}" + (f", predicted {shown(choice.estimate)}" if choice else ""))
+        return dataclasses.replace(config, train=dataclasses.replace(config.train, remat=remat))
     found = search.fastest_mesh(config, target, len(devices))
     if (choice := found.best) is None and not found.too_large and found.refused:
         raise UserError("mesh.auto", f"no mesh of {len(devices)} devices works: {found.refused[0][1]}",

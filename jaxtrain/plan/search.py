@@ -7,11 +7,12 @@ that fit, less checkpointing, other numbers of micro-batches, and other schedule
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jaxtrain.builder import build
+from jaxtrain.config.remat_policies import AUTO
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.plan.cost import rough
@@ -20,6 +21,9 @@ from jaxtrain.plan.report.table import Choice, Found
 from jaxtrain.plan.targets import Target
 from jaxtrain.train_step import precision
 
+CAREFUL = 0.95  # of the memory is filled by train.remat=auto: predictions err by some percent
+WORTH = 0.97  # of the time: what copies to hosts must gain, since they compete with the data loader and with saves
+ON_HOSTS = "attention+heads+kv_heads+mlp@host"
 REMATS = ("attention", "dots", "attention_and_dots", "none")  # besides "full"; the more is kept, the less is repeated
 
 
@@ -53,6 +57,8 @@ def search(config: Config, target: Target, devices: int, *, meshes_traced: int =
 
 def fastest_mesh(config: Config, target: Target, devices: int, meshes_traced: int = 12) -> Found:
     """Search only for the mesh, with everything else as in the config; if none fits, do a whole search."""
+    if config.train.remat == AUTO:
+        return search(config, target, devices)
     found = Found(config, target, devices)
     look = _Looker(found, lambda done: None)
     zero = {"optimizer.zero_stage": config.optimizer.zero_stage}
@@ -108,21 +114,63 @@ class _Looker:
                 return choice
         return self.smallest(mesh, True, more) if self.can_offload(mesh) and not offload else None
 
+    def keep_more(self, start: Choice, offloads: bool = False) -> Choice:
+        """Return the fastest of a layout that fits and those that keep more and more for the backward pass, while they
+        fit. `offloads`: the optimizer's state may make room on the devices.
+        """
+        fits, best, keys = start, start, dict(start.overrides)
+        for remat in REMATS:
+            choice = self.at({**keys, "train.remat": remat})
+            if choice and not choice.estimate.fits and offloads and not keys.get("optimizer.offload"):
+                keys["optimizer.offload"] = True
+                choice = self.at({**keys, "train.remat": remat})
+            if choice is None:
+                break
+            if not choice.estimate.fits:
+                mixed, hosted = self.between(fits, choice), self.on_hosts(keys)
+                best = min(best, mixed or best, key=lambda c: c.estimate.seconds)
+                return hosted if hosted and hosted.estimate.seconds < WORTH * best.estimate.seconds else best
+            fits, best = choice, min(best, choice, key=lambda c: c.estimate.seconds)
+        return best
+
+    def between(self, fits: Choice, larger: Choice) -> Choice | None:
+        """Return the layout between these two whose first layers keep what `fits` keeps, and as many as possible of the
+        others what `larger` keeps; None where all layers have one policy, or that would be no layer.
+        """
+        layers, room = self.found.config.model.stacked_layers, self.found.target.room
+        one_policy = fits.mesh["mesh.stage"] > 1 or self.found.config.model.experts_every > 1
+        if one_policy or fits.overrides.get("optimizer.offload") != larger.overrides.get("optimizer.offload"):
+            return None
+        of_a_layer = (larger.estimate.bytes - fits.estimate.bytes) / layers
+        first = math.ceil((larger.estimate.bytes - room) / of_a_layer) if of_a_layer > 0 else layers
+        for count in (first, first + max(1, layers // 16)):  # where it takes more than the mean of both
+            if not 0 < count < layers:
+                return None
+            remat = f"{fits.overrides['train.remat']}:{count},{larger.overrides['train.remat']}"
+            choice = self.at({**larger.overrides, "train.remat": remat})
+            if choice and choice.estimate.fits:
+                return choice
+        return None
+
+    def on_hosts(self, keys: dict[str, Any]) -> Choice | None:
+        """Return the layout that keeps the results of the wide products in the hosts' memory, if the model has them."""
+        if self.found.target.platform == "cpu" or keys["mesh.stage"] > 1:
+            return None
+        choice = self.at({**keys, "train.remat": ON_HOSTS})
+        return choice if choice and choice.estimate.fits else None
+
     def refine(self, start: Choice) -> None:
         """Estimate variants that fit: less checkpointing, as many or twice as many micro-batches, other schedules."""
         best, rows = start, rough.rows(self.found.config, start.mesh)
         parts = [n for n in divisors(rows) if n >= start.overrides["train.accumulation"]][:2]
         for accumulation in parts if start.mesh["mesh.stage"] == 1 else parts[:1]:
             keys = {**start.overrides, "train.accumulation": accumulation}
-            offloads = accumulation == parts[0] and self.can_offload(start.mesh)
-            for remat in REMATS:  # keeping more and more, until it does not fit
-                choice = self.at({**keys, "train.remat": remat})
-                if choice and not choice.estimate.fits and offloads and not keys.get("optimizer.offload"):
-                    keys["optimizer.offload"] = True
-                    choice = self.at({**keys, "train.remat": remat})
-                if choice is None or not choice.estimate.fits:
-                    break
-                best = min(best, choice, key=lambda c: c.estimate.seconds)
+            if accumulation == start.overrides["train.accumulation"]:
+                kept = self.keep_more(start, accumulation == parts[0] and self.can_offload(start.mesh))
+            elif (kept := self.at(keys)) and kept.estimate.fits:
+                kept = self.keep_more(kept)
+            if kept and kept.estimate.fits:
+                best = min(best, kept, key=lambda c: c.estimate.seconds)
         if start.mesh["mesh.data"] > 1 and not self.found.config.optimizer.zero_stage:
             self.at({**best.overrides, "optimizer.zero_stage": 0})
         if (stages := start.mesh["mesh.stage"]) > 1:
@@ -203,10 +251,27 @@ def meshes(config: Config, target: Target, devices: int) -> Iterator[dict[str, i
                                    "mesh.context": context, "mesh.expert": expert, "mesh.tensor": tensor}
 
 
+def remat_that_fits(config: Config, target: Target, devices: int) -> Choice | None:
+    """Return a config on its own mesh with the `train.remat` that keeps as much as fits; None if nothing fits."""
+    careful = replace(target, memory=CAREFUL * target.memory)
+    look = _Looker(Found(config, careful, devices), lambda done: None)
+    mesh = {f"mesh.{axis}": size for axis, size in _sizes(config, target, devices).items()}
+    keys = {**mesh, "train.accumulation": config.train.accumulation}
+    everything = look.at({**keys, "train.remat": "none"})
+    if everything and everything.estimate.fits:
+        return everything
+    least = look.at({**keys, "train.remat": "full"})
+    return look.keep_more(least) if least and least.estimate.fits else None
+
+
+def _sizes(config: Config, target: Target, devices: int) -> Mapping[str, int]:
+    alone = replace(config, train=replace(config.train, remat="full"))
+    return build(alone, devices=devices, platform=target.described).mesh.shape
+
+
 def beside(config: Config, target: Target, devices: int) -> Choice | None:
     """Return the nearest layout for a config that does not fit: on its own mesh if possible, else the best of all."""
-    sizes = build(replace(config, train=replace(config.train, remat="full")), devices=devices,
-                  platform=target.described).mesh.shape
+    sizes = _sizes(config, target, devices)
     found = Found(config, target, devices)
     look = _Looker(found, lambda done: None)
     start = look.smallest({f"mesh.{axis}": size for axis, size in sizes.items()})

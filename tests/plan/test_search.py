@@ -302,3 +302,39 @@ def test_with_mesh_auto_a_plan_is_what_a_run_would_choose(capsys):
     chosen = search.fastest_mesh(load_config("configs/gpt.py:tiny", {"mesh": "auto", "data.global_batch_size": 16}),
                                  targets.TARGETS["cpu"], 8)
     assert f"1*  {chosen.best} " in capsys.readouterr().out
+
+
+def test_remat_auto_keeps_as_much_as_fits(monkeypatch):
+    """Everything where it fits; else the first layers keep less, and one layer more of those that keep more would not
+    fit.
+    """
+    config = jt.load_config("configs/llama3_8b.py", {
+        "mesh.fsdp": 8, "data.global_batch_size": 8, "train.accumulation": 1, "model.num_layers": 8,
+        "train.remat": "auto", "data.source": "README.md"})
+    sizes = {remat: estimate(change(config, {"train.remat": remat}), targets.TARGETS["h100"], 8).bytes
+             for remat in ("none", "attention", "attention_and_dots")}
+    assert search.remat_that_fits(config, _small(1.1 * sizes["none"]), 8).overrides["train.remat"] == "none"
+
+    monkeypatch.setattr(search, "WORTH", 0.0)  # nothing is worth a copy to the hosts
+    room = (sizes["attention"] + sizes["attention_and_dots"]) / 2
+    target = _small(room / search.CAREFUL)
+    mixed = search.remat_that_fits(config, target, 8).overrides["train.remat"]
+    name, count, more = re.fullmatch(r"(\w+):(\d),(\w+)", mixed).groups()
+    assert estimate(change(config, {"train.remat": mixed}), target, 8).bytes <= room
+    one_more = f"{name}:{int(count) - 1},{more}" if int(count) > 1 else more
+    assert estimate(change(config, {"train.remat": one_more}), target, 8).bytes > room
+    assert search.remat_that_fits(config, _small(0.1 * sizes["attention"]), 8) is None
+
+    monkeypatch.setattr(targets, "here", lambda devices=None: target)
+    assert preflight.resolve(config, jax.devices()[:8]).train.remat == mixed
+    with pytest.raises(jt.UserError, match=r"train.remat: the planner knows only .*; name a policy, such as full"):
+        preflight.resolve(config, jax.devices()[:8], own_parts=True)
+
+
+def test_results_on_hosts_take_their_memory_and_pass_behind_products():
+    config, target = tiny(mesh__data=8, data__global_batch_size=64), targets.TARGETS["h100"]
+    kept, away = (estimate(change(config, {"train.remat": remat}), target, 8) for remat in ("mlp", "mlp@host"))
+    both = 2 * 2 * 8 * 64 * config.model.mlp_dim * 2  # layers, gate and up, rows of a device, tokens, width, bytes
+    assert away.host == both and kept.host == 0
+    assert away.bytes < kept.bytes
+    assert away.time.hidden["copies from and to hosts"] > 0

@@ -20,6 +20,7 @@ from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace.program import Axes, Block, Collective, Op, Value
 
 JOINED = 30 * 2**20  # bytes, by default
+COPIES = "copies from and to hosts"
 
 
 @dataclass
@@ -58,7 +59,7 @@ def estimate(block: Block, target: Target, sizes: Mapping[str, int], schedule: S
 def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, times: int,
          schedule: Schedule | None = None) -> None:
     reads, loose = Reads(block), _loose(block)
-    computing, waiting = 0.0, defaultdict[tuple[str, Axes], list[int]](list)
+    computing, copying, waiting = 0.0, 0.0, defaultdict[tuple[str, Axes], list[int]](list)
     for op in block.ops:
         if schedule and op.name == "scan" and op.times == len(schedule.ticks) and _operations(op.bodies[0], schedule):
             time.add(_ticks(op.bodies[0], target, sizes, schedule), times)
@@ -73,9 +74,14 @@ def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, tim
                 hidden = behind(talk, seconds, target) if op.flops else 0.0  # a product that passes sums around
                 time.spend(times * talk, said(collective.kind, collective.axes), times * hidden)
         time.flops += op.flops * times
-        if seconds:
+        if part == COPIES:
+            copying += seconds
+        elif seconds:
             time.spend(times * seconds, part)
             computing += seconds
+    if copying:  # of what layers keep on hosts, by engines of their own; an optimizer's pieces are waited for
+        hidden = min(copying, computing) if any(op.flops for op in block.ops) else 0.0
+        time.spend(times * copying, COPIES, times * hidden)
     talking = {}
     for (kind, axes), found in waiting.items():
         joined = [Collective(kind, axes, size) for size in _joined(found)]
@@ -154,7 +160,7 @@ def _is_in_8_bits(value: Value) -> bool:
 def _own(op: Op, reads: "Reads", target: Target) -> tuple[str, float]:
     """Return the part and the seconds of an operation on its own device."""
     if hosts := sum(value.host for value in (*op.inputs, *op.outputs)) if op.name == "device_put" else 0:
-        return "copies from and to hosts", hosts / target.host
+        return COPIES, hosts / target.host
     moved = reads.bytes(op)
     at_memory = moved / (target.bandwidth * target.efficiency["memory"])
     if not op.flops:
