@@ -57,6 +57,9 @@ MISTAKES = {
                             "'model.num_layers'?"),
     "another framework's word": ("mesh.ddp=8", "mesh.ddp: there is no such key; did you mean 'data'?"),
     "another framework's stage": ("mesh.zero3=8", "mesh.zero3: there is no such key; did you mean 'fsdp'?"),
+    "an empty source": ("data.source=", "data.source: it is empty; name a folder or file of text, or a prepared "
+                        "corpus"),
+    "fewer than no steps": ("train.steps=-5", "train.steps: -5 is negative; give 0 or more"),
     "no section": ("steps=3", "steps: there is no such key; did you mean 'train.steps'?"),
     "neither section nor key": ("xyz.q=3", "xyz.q: there is no such key; known: checkpoint, data, mesh, model, "
                                 "optimizer, pipeline, resilience, train"),

@@ -94,7 +94,7 @@ def _resolve_fractions(sections: dict[str, dict[str, Any]]) -> None:
         part = _literal(sections[section].get(name))
         if type(part) is float and 0 < part < 1:
             steps = _coerce("train.steps", sections["train"].get("steps", TrainConfig.steps), int)
-            sections[section][name] = min(steps, max(1, round(part * steps)))
+            sections[section][name] = max(0, min(steps, max(1, round(part * steps))))
 
 
 def _mixed(before: Any, key: str, path: list[str], value: Any) -> dict[str, Any]:

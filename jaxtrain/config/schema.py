@@ -84,6 +84,8 @@ class DataConfig:
 
     def __post_init__(self):
         positive(self, "data", "seq_len global_batch_size prefetch")
+        if not self.source:
+            raise UserError("data.source", "it is empty", "name a folder or file of text, or a prepared corpus")
         if self.prefetch > 1000:
             raise UserError("data.prefetch", f"{self.prefetch} batches would fill the memory", "use 1000 or fewer")
         if not 0 < self.eval_fraction < 1:

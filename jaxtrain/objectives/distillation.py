@@ -6,6 +6,7 @@ The teacher runs forward before the student, spread over the mesh as it is; its 
 a time. Under a pipeline every stage runs the teacher's layers on the batch of its devices.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -122,6 +123,9 @@ def distillation(teacher: Config, *, workdir: str | Path | None = None, soft: fl
     """
     if not 0 <= soft <= 1:
         raise UserError("soft", f"{soft} is not a share of the loss", "give a number from 0 to 1")
+    if workdir is None:
+        warnings.warn("distillation: the teacher keeps its initial parameters; workdir= names a run that trained it",
+                      stacklevel=2)
     if not temperature > 0:
         raise UserError("temperature", f"{temperature} is not above 0", "give a number above 0, such as 1")
 

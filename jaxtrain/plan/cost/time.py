@@ -58,8 +58,9 @@ def estimate(block: Block, target: Target, sizes: Mapping[str, int], schedule: S
 
 def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, times: int,
          schedule: Schedule | None = None) -> None:
-    reads, loose = Reads(block), _loose(block)
+    reads, loose, generation = Reads(block), _loose(block), _generations(block)
     computing, copying, waiting = 0.0, 0.0, defaultdict[tuple[str, Axes], list[int]](list)
+    alike = defaultdict[tuple[str, Axes, int], list[int]](list)  # independent of each other, but not loose
     for op in block.ops:
         if schedule and op.name == "scan" and op.times == len(schedule.ticks) and _operations(op.bodies[0], schedule):
             time.add(_ticks(op.bodies[0], target, sizes, schedule), times)
@@ -69,10 +70,12 @@ def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, tim
         for collective in op.collectives:
             if id(op) in loose:
                 waiting[collective.kind, collective.axes].append(collective.bytes)
-            else:
+            elif op.flops:  # a product that passes sums around
                 talk = links.seconds(collective, target, sizes)
-                hidden = behind(talk, seconds, target) if op.flops else 0.0  # a product that passes sums around
-                time.spend(times * talk, said(collective.kind, collective.axes), times * hidden)
+                time.spend(times * talk, said(collective.kind, collective.axes),
+                           times * behind(talk, seconds, target))
+            else:
+                alike[collective.kind, collective.axes, generation[id(op)]].append(collective.bytes)
         time.flops += op.flops * times
         if part == COPIES:
             copying += seconds
@@ -82,10 +85,12 @@ def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, tim
     if copying:  # of what layers keep on hosts, by engines of their own; an optimizer's pieces are waited for
         hidden = min(copying, computing) if any(op.flops for op in block.ops) else 0.0
         time.spend(times * copying, COPIES, times * hidden)
-    talking = {}
-    for (kind, axes), found in waiting.items():
-        joined = [Collective(kind, axes, size) for size in _joined(found)]
-        talking[said(kind, axes)] = sum(links.seconds(collective, target, sizes) for collective in joined)
+    def joined(kind: str, axes: Axes, found: list[int]) -> float:
+        return sum(links.seconds(Collective(kind, axes, size), target, sizes) for size in _joined(found))
+
+    for (kind, axes, _), found in alike.items():
+        time.spend(times * joined(kind, axes, found), said(kind, axes))
+    talking = {said(kind, axes): joined(kind, axes, found) for (kind, axes), found in waiting.items()}
     if talk := sum(talking.values()):
         share = behind(talk, computing, target) / talk
         for name, seconds in talking.items():
@@ -179,6 +184,17 @@ def _loose(block: Block) -> set[int]:
     depends = _reached(block, forwards=True)
     awaited = _reached(block, forwards=False)
     return {id(op) for op in block.ops if op.collectives and (id(op) not in depends or id(op) not in awaited)}
+
+
+def _generations(block: Block) -> dict[int, int]:
+    """Return how many collectives come before each operation, one after another; those of one number are independent.
+    """
+    found, after = dict[int, int](), defaultdict[int, int](int)  # of operations, and of values
+    for op in block.ops:
+        found[id(op)] = max((after[id(value)] for value in op.inputs), default=0)
+        for value in op.outputs:
+            after[id(value)] = found[id(op)] + bool(op.collectives)
+    return found
 
 
 def _reached(block: Block, forwards: bool) -> set[int]:
