@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxtrain import rule_checks, validation
 from jaxtrain.config import data_stages
+from jaxtrain.config.remat_policies import AUTO
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError, nearest
@@ -82,6 +83,9 @@ def _check_given(config: Config, mesh: AnyMesh | None, optimizer: Any, data: Bat
                            config.train.eval_every), ("checkpoint.best", config.checkpoint.best.startswith("eval_"))):
             if asked:
                 raise UserError(key, "batches given by data= have no tokenizer and no evaluation split", "leave it out")
+    if config.train.remat == AUTO and mesh is not None:
+        raise UserError("train.remat", "the planner chooses it for the mesh of the config, not for one given by mesh=",
+                        "name a policy, such as full")
     if config.mesh.auto and mesh is None:
         raise UserError("mesh.auto", "no mesh was chosen", "call jt.build, which asks the planner")
 

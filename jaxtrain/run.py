@@ -292,7 +292,10 @@ class Run:
             raise UserError("data.source", "its evaluation split is empty", "prepare it with a larger --eval_fraction")
         all_of_them = self.eval_batches.num_batches or 0
         many = min(batches or all_of_them, all_of_them)
-        sums = [self.compiled_eval(state.all_params, self.placed(self.eval_batches, n)) for n in range(many)]
+        sums = []
+        for n in range(many):
+            sums.append(self.compiled_eval(state.all_params, self.placed(self.eval_batches, n)))
+            jax.block_until_ready(sums[-2:-1])  # of many at once, CPU devices that share few cores may wait forever
         total, weight = np.sum(jax.device_get(sums), axis=0)
         nats = float(total / weight)
         text = self.corpus.eval

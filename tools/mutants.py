@@ -93,7 +93,7 @@ MUTANTS = {
         ("tests/data/loading/test_skipped_batches.py", "tests/trainer/test_rollback.py")),
     "router_bias_the_wrong_way": Mutant(
         "train_step/optimizers/__init__.py", "0.0, -rate * jnp.sign(excess))", "0.0, rate * jnp.sign(excess))",
-        ("tests/models/test_moe.py",)),
+        ("tests/models/experts/test_moe.py",)),
 }
 
 

@@ -59,8 +59,8 @@ class Skeleton:
         if leaves := nnx.to_flat_state(rest):
             path, variable = next(iter(leaves))
             raise UserError("/".join(map(str, path)), f"the module keeps state of type {type(variable).__name__}",
-                            "train a module whose state is all nnx.Param: no batch statistics, and dropout whose key comes with "
-                            "the call, nnx.Dropout(rate)(x, rngs=nnx.Rngs(key))")
+                            "train a module whose state is all nnx.Param: no batch statistics, and dropout whose key "
+                            "comes with the call, nnx.Dropout(rate)(x, rngs=nnx.Rngs(key))")
         return cls(graphdef, dict(nnx.to_flat_state(params)))
 
     def params(self, get: Callable[[nnx.Variable], Any] = lambda v: v.get_value()) -> dict:

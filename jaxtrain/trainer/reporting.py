@@ -86,7 +86,8 @@ def summary(run: Run, workdir: Path) -> str:
     axes += f"; {run.pipeline}" if run.schedules else ""
     shapes = ", ".join(f"{rows} x {length}" for rows, length in run.train_batches.shapes_of(0, c.train.steps))
     options = " ".join(f"{name}={value}" for name, value in run.sharded.compiler_options.items())
-    head = f"{run.name}, {count:,} parameters, computing in {run.precision}, on {jax.devices()[0].device_kind} ({axes})\n"
+    device = jax.devices()[0].device_kind
+    head = f"{run.name}, {count:,} parameters, computing in {run.precision}, on {device} ({axes})\n"
     head += f"compiler options: {options}\n" if options else ""
     if run.data is not None:
         what = "examples" if run.own_model and shapes.endswith(" x 1") else "tokens"

@@ -15,8 +15,9 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 import jaxtrain as jt
 from jaxtrain.builder import build
+from jaxtrain.config import remat_policies
 from jaxtrain.kernels import attention
-from jaxtrain.models.decoder import remat
+from jaxtrain.models.rematerialization import wrap
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import change, estimate
 from jaxtrain.sharding import rules
@@ -38,7 +39,7 @@ def step(policy):
         return attention.attend(q, q, q, segments_BT=segments, backend="cudnn")
 
     def loss(x, w, segments):
-        kept = remat(policy)(layer)
+        kept = wrap(remat_policies.policy(policy))(layer)
         return jax.lax.scan(lambda x, _: (kept(x, w, segments), None), x, length=LAYERS)[0].astype(jnp.float32).sum()
 
     shapes = (jax.ShapeDtypeStruct((B, T, H, K), jnp.bfloat16), jax.ShapeDtypeStruct((K, K), jnp.bfloat16),

@@ -15,10 +15,11 @@ import pytest
 from jax.extend.core import subjaxprs
 
 import jaxtrain as jt
+from jaxtrain.config import remat_policies
 from jaxtrain.errors import UserError
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.attention import mosaic_attention
-from jaxtrain.models.decoder import remat
+from jaxtrain.models.rematerialization import wrap
 from jaxtrain.plan import instructions, targets
 from jaxtrain.plan.compiler import devices_of
 from jaxtrain.plan.estimate import change, estimate
@@ -216,7 +217,7 @@ def layers(policy):
         return attention.attend(q, q, q, segments_BT=segments, backend="mosaic")
 
     def loss(x, segments):
-        kept = remat(policy)(layer)
+        kept = wrap(remat_policies.policy(policy))(layer)
         return jax.lax.scan(lambda x, _: (kept(x, segments), None), x, length=3)[0].astype(jnp.float32).sum()
     return jax.grad(loss)
 

@@ -13,11 +13,12 @@ import pytest
 from jax.extend.core import subjaxprs
 
 import jaxtrain as jt
+from jaxtrain.config import remat_policies
 from jaxtrain.errors import UserError
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.attention import splash_attention
 from jaxtrain.kernels.attention.splash_attention import block_of
-from jaxtrain.models.decoder import remat
+from jaxtrain.models.rematerialization import wrap
 from jaxtrain.sharding import rules as sharding
 from tests.numerics import reference
 
@@ -156,7 +157,7 @@ def test_what_policies_compute_again(monkeypatch, policy, forwards):
         return attention.attend(q, q, q, segments_BT=segments, backend="splash")
 
     def loss(x, segments):
-        kept = remat(policy)(layer)
+        kept = wrap(remat_policies.policy(policy))(layer)
         return jax.lax.scan(lambda x, _: (kept(x, segments), None), x, length=3)[0].astype(jnp.float32).sum()
 
     with sharding.use(mesh, rules, "tpu"):

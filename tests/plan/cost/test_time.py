@@ -155,3 +155,11 @@ def test_without_fp8_units_it_is_no_faster(name):
     wide, narrow = (estimate(dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision)),
                              targets.TARGETS[name], 1).time.parts["matmul"] for precision in ("bfloat16", "fp8"))
     assert narrow == pytest.approx(wide, rel=0.02)
+
+
+def test_gradients_that_are_reduced_more_often_take_longer():
+    """A reduction for each micro-batch costs more than one: those that do not wait for each other travel together."""
+    took = [sum(seconds for part, seconds in estimate(load_config(CONFIGS / "gpt.py:tiny", {
+        "mesh.data": 8, "data.global_batch_size": 64, "train.accumulation": accumulation}),
+        targets.TARGETS["h100"], 8).time.parts.items() if part.startswith("all-reduce")) for accumulation in (1, 2, 4)]
+    assert took[0] < took[1] < took[2]
