@@ -60,14 +60,11 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         "model.tied_embeddings": rng.random() < 0.5, "model.window": often(0, 7),
         "mesh.context_strategy": rng.choice(("auto", "ring", "gather", "ulysses")),
         "mesh.rules": often("fsdp_tp", "fsdp_tp", "fsdp") if sizes["tensor"] == 1 else "fsdp_tp",
-        "train.remat": often("none", "full", "dots", "attention", "attention_and_dots", "attention+heads",
-                             "heads@host"),
+        "train.remat": often("none", "full", "dots", "attention", "attention_and_dots"),
         "train.accumulation": often(1, 2, 4), "train.unroll": often(1, 0, 2), "train.loss_chunks": often(0, 2),
         "train.z_loss": often(0.0, 1e-3), "train.precision": often("float32", "float32", "bfloat16", "float16", "fp8"),
         "optimizer.zero_stage": rng.choice((0, 0, 1, 2, 3)),
     }
-    if sizes["stage"] == 1 and family != "alternating" and rng.random() < 0.2:
-        keys["train.remat"] = rng.choice(("full:1,attention_and_dots", "attention:1,none", "dots:1,heads@host"))
     if sizes["stage"] > 1:
         keys |= {"pipeline.schedule": schedule, "pipeline.overlap": rng.random() < 0.3,
                  "pipeline.microbatches": often(0, 1, 2, 4),
@@ -99,7 +96,14 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= {"train.attention": "splash"}
     if not keys.get("model.mtp_loss_weight") and rng.random() < 0.25:
         keys |= {"data.cross_document_attention": True}
-    return keys
+    return keys | remat_of(keys, random.Random(f"{sorted(keys.items())}"))  # its own numbers: it changes no other draw
+
+
+def remat_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Policies by name and by layer, in some of the cases."""
+    by_name = ["attention+heads", "heads@host"]
+    by_layer = ["full:1,attention_and_dots", "attention:1,none", "dots:1,heads@host"] if keys["mesh.stage"] == 1 else []
+    return {"train.remat": rng.choice(by_name + by_layer)} if rng.random() < 0.3 else {}
 
 
 def config_of(keys: dict[str, Any]):

@@ -59,7 +59,7 @@ def test_what_is_too_large_says_by_how_much_and_what_would_help(found):
 @pytest.mark.slow
 def test_every_policy_is_tried_and_none_is_listed_that_only_wastes_memory(found):
     tried = {choice.overrides["train.remat"] for choice in [*found.fitting, *found.too_large]}
-    assert {"full", "dots"} <= tried
+    assert {"full", "attention"} <= tried and any("dots" in remat for remat in tried)
     for one, other in itertools.permutations(found.fitting, 2):
         same = {**one.overrides, **FREE} == {**other.overrides, **FREE}
         wasteful = one.estimate.seconds >= other.estimate.seconds and one.estimate.bytes >= other.estimate.bytes

@@ -52,12 +52,12 @@ class Time:
 def estimate(block: Block, target: Target, sizes: Mapping[str, int], schedule: Schedule | None = None) -> Time:
     """Estimate the time of a step on a mesh of these sizes; `schedule` is that of its pipeline stages, if any."""
     time = Time()
-    _add(block, target, sizes, time, 1, schedule)
+    _add(block, target, sizes, time, 1, schedule, is_step=True)
     return time
 
 
 def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, times: int,
-         schedule: Schedule | None = None) -> None:
+         schedule: Schedule | None = None, is_step: bool = False) -> None:
     reads, loose, generation = Reads(block), _loose(block), _generations(block)
     computing, copying, waiting = 0.0, 0.0, defaultdict[tuple[str, Axes], list[int]](list)
     alike = defaultdict[tuple[str, Axes, int], list[int]](list)  # independent of each other, but not loose
@@ -83,7 +83,8 @@ def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, tim
             time.spend(times * seconds, part)
             computing += seconds
     if copying:  # of what layers keep on hosts, by engines of their own; an optimizer's pieces are waited for
-        hidden = min(copying, computing) if any(op.flops for op in block.ops) else 0.0
+        of_layers = not is_step and any(op.flops for op in block.ops)
+        hidden = min(copying, computing) if of_layers else 0.0
         time.spend(times * copying, COPIES, times * hidden)
     def joined(kind: str, axes: Axes, found: list[int]) -> float:
         return sum(links.seconds(Collective(kind, axes, size), target, sizes) for size in _joined(found))
