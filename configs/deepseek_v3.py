@@ -3,7 +3,7 @@
     python -m jaxtrain.main --config=configs/deepseek_v3.py --config.data.source=/path/to/text
 
 For 2,048 accelerators of 80 GB: each of the 256 experts of a layer on a device of its own, all sharded over 8 groups of
-256 (6.9 GB of state a device, gradients included). By the judge of docs/performance.md that takes 42 s a step and 39
+256 (6.9 GB of state a device, gradients included). By simulation (docs/performance.md) it takes 42 s a step and 39
 GB, where experts on 64 devices took 52 s, since less has to be gathered; half of it still waits for the exchange of
 tokens and weights. Expert load is evened out by the router's bias; no token is dropped. With
 --config.model.mtp_loss_weight=0.3 one more layer learns the token after the next. Speed and loss: not measured. Text

@@ -3,8 +3,8 @@
     python -m jaxtrain.main --config=configs/llama3_70b.py --config.data.source=/path/to/text
 
 For 256 accelerators of 80 GB, fully sharded over all of them (4.4 GB of state a device, gradients included), two rows
-on each at a time. By the judge of docs/performance.md that reaches 53 % MFU on H100 with InfiniBand and takes 58 GB;
-with tensor parallelism inside groups of 8 it was 30 %, since the sums of activations are waited for. One process a
+on each at a time. By simulation (docs/performance.md) that reaches 53 % MFU on H100 with InfiniBand and takes 58 GB;
+tensor parallelism inside groups of 8 with four micro-batches and full rematerialization reached 30 %. One process a
 host: add --coordinator, --num_processes and --process_id, or start it under Slurm. It lowers for 256 devices on a
 laptop (tests/test_configs.py); speed and loss: not measured. Text given as it is becomes bytes; `jaxtrain.data.prepare`
 makes a corpus with the published tokenizer.json. Variant: `:tiny` (seconds on a CPU).

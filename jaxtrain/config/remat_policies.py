@@ -7,7 +7,7 @@ from jaxtrain.errors import UserError, nearest
 
 KEY = "train.remat"
 PRESETS = ("none", "full", "dots", "attention", "attention_and_dots")
-AUTO = "auto"  # the planner chooses, in `plan.preflight`; before that it is `full`, which surely fits
+AUTO = "auto"  # the planner chooses, in `plan.preflight`; until then it counts as `full`, which takes least
 _HOST = "@host"
 
 

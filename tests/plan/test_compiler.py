@@ -1,0 +1,27 @@
+"""What is asked of the compiler for devices that are not here, and how its figures are read."""
+
+import types
+
+import pytest
+
+from jaxtrain.plan.compiler import _capability, memory_of
+
+
+@pytest.mark.parametrize(("described", "can"), [("cuda:9", [True, True, False]), ("cuda:8", [True, False, False])])
+def test_the_described_gpu_says_what_cudnn_can_do(described, can):
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    before = cudnn.check_compute_capability
+    with _capability(described):
+        assert [cudnn.check_compute_capability(needed) for needed in ("8.0", "9.0", "10.0")] == can
+    assert cudnn.check_compute_capability is before
+
+
+@pytest.mark.parametrize(("on_hosts", "peak"), [(0, 70), (60, 54)])
+def test_what_layers_keep_on_hosts_is_not_memory_of_the_device(on_hosts, peak):
+    """The compiler's peak then counts both together."""
+    memory = types.SimpleNamespace(argument_size_in_bytes=12, temp_size_in_bytes=42, peak_memory_in_bytes=70,
+                                   host_temp_size_in_bytes=on_hosts)
+    run = types.SimpleNamespace(abstract=(), platform="cuda:9")
+    compiled = types.SimpleNamespace(memory_analysis=lambda: memory)
+    assert memory_of(compiled, run) == (peak, 54)
