@@ -98,7 +98,7 @@ def test_notebook(tmp_path):
     printed = execute(notebook, NOTEBOOK.parent, tmp_path)
     assert [kinds(cell) for cell in notebook.cells] == shipped, "its outputs are not those of these cells: run it again"
     assert "mesh: data=2 x fsdp=2 x tensor=2" in printed
-    assert "mesh: fsdp=256 x tensor=8" in printed
+    assert "mesh: fsdp=2048" in printed
 
 
 @pytest.mark.parametrize("folder", [".", pytest.param("examples", marks=pytest.mark.slow)])
