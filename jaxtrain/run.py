@@ -116,7 +116,8 @@ class Run:
         """What compiles the step, places its batches and evaluates."""
         return ShardedStep(self._make_step, self._gradient, self._eval, self.abstract, self.layout, self.rules,
                            self.precision, self.config.train.accumulation, self.platform,
-                           self.config.train.compiler_options)
+                           self.config.train.compiler_options,
+                           self.config.train.deterministic or self.config.resilience.replay_every > 0)
 
     @cached_property
     def compiled_step(self) -> jax.stages.Compiled:

@@ -178,6 +178,7 @@ class TrainConfig:
     freeze: list[str] = field(default_factory=list, hash=False)  # paths with wildcards, or logical axes, of parameters
     trainable: list[str] = field(default_factory=list, hash=False)  # the same, of the only ones that are trained
     frozen_dtype: str = ""  # in which frozen parameters rest; "": as the others
+    deterministic: bool = False  # a step gives the same bits each time on GPUs too; resilience.replay_every needs it
     compiler_options: dict[str, Any] = field(default_factory=dict, hash=False)  # of XLA, beside the preset; "": none
 
     def __post_init__(self):

@@ -161,10 +161,11 @@ class LearnedPositions(nnx.Module):
         self.table = param(rngs, (length, dim), ("positions", "embed"), std=0.01)
 
     def __call__(self, positions_BT: jax.Array) -> jax.Array:
-        table = sharding.gather(self.table[...], "positions", "embed")
+        weights = self.table[...]
+        table = sharding.gather(weights, "positions", "embed").astype(jnp.float32)  # rows' gradients are summed so, too
         spec = sharding.activation_spec(*INSIDE)
         rows = table[positions_BT] if spec is None else table.at[positions_BT].get(out_sharding=spec)
-        return sharding.constrain(rows, *RESIDUAL)
+        return sharding.constrain(rows.astype(weights.dtype), *RESIDUAL)
 
 
 class Stack(nnx.Module):

@@ -27,7 +27,7 @@ _FREE: dict[str, Set[str] | None] = {
     "optimizer": {"zero_stage", "offload"},
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
               "eval_batches", "sample_tokens", "progress", "tensorboard", "check_memory", "expert_exchange",
-              "grouped_matmul", "expert_buffer", "compiler_options"},
+              "grouped_matmul", "expert_buffer", "deterministic", "compiler_options"},
 }
 # What a resumed run may change where `--may_change` names it: it shapes the steps to come, not the state.
 MAY_CHANGE = frozenset(

@@ -23,10 +23,13 @@ _GPU: Options = {
 }
 # A product of an input with several weights, merged into one, is no longer recognized as a product in fp8.
 _FP8: Options = {"xla_gpu_dot_merger_threshold_mb": "0"}
+# Atomic additions, whose order depends on timing, become sorted ones; cuDNN's backward pass of attention has a flag.
+_DETERMINISTIC: Options = {"xla_gpu_exclude_nondeterministic_ops": True}
 PRESETS: Mapping[str, Options] = {"gpu": _GPU, "cuda": _GPU}
 
 
-def compiler_options(platform: str, changes: Options, tensor: int = 1, fp8: bool = False) -> dict[str, str | bool]:
+def compiler_options(platform: str, changes: Options, tensor: int = 1, fp8: bool = False,
+                     deterministic: bool = False) -> dict[str, str | bool]:
     """Return the preset of a platform with these changes; the value "" leaves an option to the compiler.
 
     Where `tensor` parallelism splits products that are not in fp8, Triton's fusions stay, which were faster there and
@@ -38,6 +41,8 @@ def compiler_options(platform: str, changes: Options, tensor: int = 1, fp8: bool
         preset = {**preset, **_FP8}
     elif tensor > 1:
         preset = {name: value for name, value in preset.items() if name != "xla_gpu_enable_triton_gemm"}
+    if deterministic and preset:
+        preset = {**preset, **_DETERMINISTIC}
     options = {**preset, **{name: _parsed(value) for name, value in changes.items()}}
     return {name: value for name, value in options.items() if value != ""}
 

@@ -39,6 +39,7 @@ class ShardedStep:
     accumulation: int = 1
     platform: str = ""  # that an abstract mesh stands for; "": the one here
     changed_options: Options = field(default_factory=dict)  # of the compiler, from train.compiler_options
+    deterministic: bool = False
     _programs: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
 
     @property
@@ -51,7 +52,7 @@ class ShardedStep:
         """The compiler's options for the platform and the shape of the mesh."""
         here = self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
         return compiler_options(self.platform or here, self.changed_options, dict(self.mesh.shape).get("tensor", 1),
-                                self.precision == "fp8")
+                                self.precision == "fp8", self.deterministic)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Make one optimizer step. `state` is donated: use the returned one."""

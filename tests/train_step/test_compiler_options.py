@@ -16,7 +16,8 @@ def test_a_preset_is_changed_by_name():
     assert preset == PRESETS["gpu"]
     assert compiler_options("cuda:9", {}, tensor=2).keys() == preset.keys() - {"xla_gpu_enable_triton_gemm"}
     assert compiler_options("cuda", {}, tensor=2, fp8=True) == {**preset, "xla_gpu_dot_merger_threshold_mb": "0"}
-    assert compiler_options("cpu", {}, fp8=True) == {}
+    assert compiler_options("cuda:9", {}, deterministic=True) == {**preset, "xla_gpu_exclude_nondeterministic_ops": True}
+    assert compiler_options("cpu", {}, fp8=True, deterministic=True) == {}
     changed = compiler_options("gpu", {
         "xla_disable_hlo_passes": "", "xla_gpu_enable_triton_gemm": "true", "xla_x": "7"})
     assert changed == {name: value for name, value in preset.items() if name != "xla_disable_hlo_passes"} | {
@@ -27,7 +28,13 @@ def test_a_preset_is_changed_by_name():
 def test_this_jax_takes_every_preset(platform):
     """XLA knows the options of all platforms on each of them."""
     lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(()))
-    assert compiled(lowered, compiler_options(platform, {}))(jnp.ones(())) == 2
+    assert compiled(lowered, compiler_options(platform, {}, fp8=True, deterministic=True))(jnp.ones(())) == 2
+
+
+@pytest.mark.parametrize("key", [{"train__deterministic": True}, {"resilience__replay_every": 10}])
+def test_a_step_that_is_repeated_is_compiled_to_give_the_same_bits(key):
+    run = jt.build(reference.tiny("gpt2", mesh__data=8, **key), devices=8, platform="gpu")
+    assert run.sharded.compiler_options["xla_gpu_exclude_nondeterministic_ops"] is True
 
 
 @pytest.mark.parametrize(("name", "value"), [("xla_no_such_option", True), ("xla_gpu_enable_triton_gemm", "perhaps")])
