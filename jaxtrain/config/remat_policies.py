@@ -40,8 +40,8 @@ def policies(remat: str, layers: int) -> list[tuple[Policy, int]]:
     left = layers - sum(count for _, count in found)
     name, _, count = last.partition(":")
     if left < 1 or (count and count != f"{left}"):
-        raise UserError(KEY, f"{remat!r} is not for the {layers} layers that the model has",
-                        "leave out the number of the last policy, which is for the rest")
+        raise UserError(KEY, f"the numbers in {remat!r} do not add up to the {layers} stacked layers of the model",
+                        "leave out the last one, which is for the rest, and count model.experts_every layers as one")
     return [*found, (policy(name), left)]
 
 

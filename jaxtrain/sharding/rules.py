@@ -144,7 +144,8 @@ def peak(x: jax.Array) -> jax.Array:
     inside = set(mesh.axis_names) - {"stage", *free_axes(mesh)}  # a surrounding shard_map
     axes = tuple(axis for axis in mesh.axis_names if axis in inside and mesh.shape[axis] > 1)
     found = jnp.max(jnp.abs(x))
-    return jax.lax.pmax(found, axes) if axes else found
+    # In float32, which holds every value that x has: of 16-bit ones, XLA for CPUs aborts in its AllReducePromotion.
+    return jax.lax.pmax(found.astype(jnp.float32), axes).astype(x.dtype) if axes else found
 
 
 def shards(entry: Any, mesh: AnyMesh) -> int:

@@ -102,7 +102,9 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
 def remat_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Policies by name and by layer, in some of the cases."""
     by_name = ["attention+heads", "heads@host"]
-    by_layer = ["full:1,attention_and_dots", "attention:1,none", "dots:1,heads@host"] if keys["mesh.stage"] == 1 else []
+    layers = keys["model.num_layers"] - keys.get("model.dense_layers", 0)
+    several = keys["mesh.stage"] == 1 and layers > keys.get("model.experts_every", 1)  # that a policy each is for
+    by_layer = ["full:1,attention_and_dots", "attention:1,none", "dots:1,heads@host"] if several else []
     return {"train.remat": rng.choice(by_name + by_layer)} if rng.random() < 0.3 else {}
 
 

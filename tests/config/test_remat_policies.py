@@ -26,8 +26,8 @@ def test_policies_of_six_layers(text, want):
     ("attention@host", "attention@host is not the result of one product; name a logical axis: mlp@host"),
     ("full+mlp", "'full' is not a name to be joined with others; join attention, dots and logical axes"),
     ("full,none", "'full' does not say for how many layers; write full:NUMBER,POLICY"),
-    ("full:2,none", "'full:2,none' is not for the 2 layers that the model has; leave out the number of the last"),
-    ("full:1,none:2", "'full:1,none:2' is not for the 2 layers that the model has; leave out the number of the last"),
+    ("full:2,none", "the numbers in 'full:2,none' do not add up to the 2 stacked layers of the model; leave out"),
+    ("full:1,none:2", "the numbers in 'full:1,none:2' do not add up to the 2 stacked layers of the model; leave out"),
     ("full:1,", "'' is not supported; known: attention, attention_and_dots, auto, dots, full, none"),
 ])
 def test_a_mistake_is_one_sentence(text, sentence):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -116,3 +117,17 @@ def test_importing_a_module_does_not_hide_the_function_of_its_name():
     import jaxtrain.trainer.loop  # noqa: F401
 
     assert callable(jt.build) and callable(jt.train)
+
+
+def test_the_largest_magnitude_of_16_bits_is_reduced_in_float32():
+    """XLA for CPUs aborts the process where it promotes a maximum of 16 bits inside of a partly manual region."""
+    mesh = jt.make_mesh(data=2, tensor=4)
+
+    largest = jax.jit(jax.shard_map(lambda x: sharding.peak(x)[None], mesh=mesh, in_specs=P("tensor"),
+                                    out_specs=P("tensor"), axis_names={"tensor"}))
+    x = jnp.arange(-8, 8, dtype=jnp.bfloat16)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, P("tensor")))
+        program = f"{jax.make_jaxpr(largest)(x)}"
+        assert ":f32[] = pmax" in program and ":bf16[] = pmax" not in program
+        np.testing.assert_array_equal(largest(x), np.full(4, 8, jnp.bfloat16))
