@@ -1,0 +1,219 @@
+"""The `model` section of a config from a published model's config.json, and back.
+
+What changes numbers and cannot be expressed is refused by name. A key that config.json leaves out has the default of its
+model type in Hugging Face's transformers.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.families import FAMILIES, Gemma3Config, ModelConfig, RotaryConfig
+from jaxtrain.errors import UserError
+from jaxtrain.files import bounded_files
+
+Keys = dict[str, Any]
+FILE = "config.json"
+# Of published model types: the family, and the class that transformers has for it.
+_TYPES = {
+    "gpt2": ("gpt2", "GPT2LMHeadModel"), "llama": ("llama", "LlamaForCausalLM"),
+    "mistral": ("llama", "MistralForCausalLM"), "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"), "mixtral": ("mixtral", "MixtralForCausalLM"),
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"), "gemma3_text": ("gemma3", "Gemma3ForCausalLM"),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
+}
+# Published key -> ours.
+_GPT2 = {"vocab_size": "vocab_size", "n_layer": "num_layers", "n_embd": "embed_dim", "n_head": "num_heads",
+         "n_inner": "mlp_dim", "n_positions": "max_seq_len", "layer_norm_epsilon": "norm_eps",
+         "tie_word_embeddings": "tied_embeddings"}
+_COMMON = {"vocab_size": "vocab_size", "num_hidden_layers": "num_layers", "hidden_size": "embed_dim",
+           "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "head_dim": "head_dim",
+           "intermediate_size": "mlp_dim", "max_position_embeddings": "max_seq_len", "rms_norm_eps": "norm_eps",
+           "tie_word_embeddings": "tied_embeddings"}
+_MORE = {
+    "mixtral": {"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
+    "qwen3_moe": {"num_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
+                  "moe_intermediate_size": "expert_mlp_dim", "norm_topk_prob": "normalize_router",
+                  "decoder_sparse_step": "experts_every"},
+    "gemma3_text": {"sliding_window": "window", "query_pre_attn_scalar": "query_scale"},
+    "deepseek_v3": {"q_lora_rank": "q_rank", "kv_lora_rank": "kv_rank", "qk_nope_head_dim": "head_dim",
+                    "qk_rope_head_dim": "rope_head_dim", "v_head_dim": "value_head_dim",
+                    "n_routed_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
+                    "moe_intermediate_size": "expert_mlp_dim", "n_shared_experts": "shared_experts",
+                    "first_k_dense_replace": "dense_layers", "n_group": "expert_groups",
+                    "topk_group": "expert_groups_used", "routed_scaling_factor": "router_scale",
+                    "norm_topk_prob": "normalize_router"},
+}
+# What transformers takes for a key that is not there, where it is not our default.
+_DEFAULTS: dict[str, Keys] = {
+    "gpt2": {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen3_moe": {"norm_topk_prob": False},
+    "gemma3_text": {"tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+                    "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+}
+_NEEDED = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "n_layer",
+           "n_embd", "n_head", "num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size",
+           "num_experts_per_tok", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# What a published model may say, since it is what ours do; the first one is the default, and what is written.
+_NO, _SILU = (False, None), ("silu", "swish")
+_BIASES: dict[str, tuple] = {"attention_bias": _NO, "mlp_bias": _NO, "hidden_act": _SILU}
+_FIXED: dict[str, dict[str, tuple]] = {
+    "gpt2": {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+             "scale_attn_by_inverse_layer_idx": _NO, "add_cross_attention": _NO},
+    "gemma3_text": {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": _NO,
+                    "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
+                    "use_bidirectional_attention": _NO},
+    "deepseek_v3": _BIASES | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
+                              "rope_interleave": (True,), "rms_norm_eps": (1e-6,)},
+}
+_BIAS_RATE = 0.001  # of DeepSeek-V3's first 14.3T tokens (arXiv 2412.19437, section 4.2); config.json does not say
+
+
+def model_section(folder: str | Path) -> Keys:
+    """Return the keys of a config's `model` section for the model in `folder`."""
+    path = Path(folder) / FILE
+    given = bounded_files.user_json(path, dict, "--config", "give a folder in Hugging Face's format")
+    if given is None:
+        raise UserError("--config", f"there is no {path}", "give a folder in Hugging Face's format")
+    given = given.get("text_config", {}) | {} if given.get("model_type") == "gemma3" else given
+    kind = given.get("model_type")
+    if kind not in _TYPES:
+        raise UserError(f"{path}", f"model_type={kind} is not one that jaxtrain has", f"known: {', '.join(_TYPES)}")
+    return _section(kind, given, path)
+
+
+def _section(kind: str, given: Keys, path: Path) -> Keys:
+    def refuse(key: str, why: str) -> UserError:
+        return UserError(f"{path}", f"{key}={given.get(key)!r} {why}", "use a model that jaxtrain can express")
+
+    family = _TYPES[kind][0]
+    known = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1e4} | _DEFAULTS.get(kind, {}) | given
+    for key in ("num_experts", "n_routed_experts"):
+        known.setdefault(key, known.get("num_local_experts"))  # its name in transformers 5
+    for key, allowed in _FIXED.get(kind, _BIASES).items():
+        if known.get(key, allowed[0]) not in allowed:
+            raise refuse(key, f"cannot be expressed: only {allowed[0]!r} can")
+    table = _GPT2 if kind == "gpt2" else _COMMON | _MORE.get(kind, {})
+    for key in _NEEDED:
+        if key in table and not known.get(key):
+            raise UserError(f"{path}", f"it has no {key}", "download it again")
+    section = {"name": family} | {ours: known[key] for key, ours in table.items() if known.get(key) is not None}
+    if kind == "gemma3_text":
+        return section | _gemma_layers(known, refuse)
+    if kind in ("mistral", "mixtral") or (kind.startswith("qwen") and known.get("use_sliding_window")):
+        section["window"] = known.get("sliding_window") or 0
+        if known.get("max_window_layers", 0) and section["window"] and kind.startswith("qwen"):
+            raise refuse("max_window_layers", "cannot be expressed: all layers have the window, or none")
+    if kind == "qwen3_moe":
+        dense = known.get("mlp_only_layers") or []
+        if dense != list(range(len(dense))) or len(dense) % section.get("experts_every", 1):
+            raise refuse("mlp_only_layers", "cannot be expressed: only the first layers may be dense")
+        section["dense_layers"] = len(dense)
+    if kind == "deepseek_v3":
+        section |= {"router": "sigmoid", "router_bias_rate": _BIAS_RATE, "num_kv_heads": 0}
+    return section if kind == "gpt2" else section | _rotary(known, refuse)
+
+
+def _rotary(known: Keys, refuse: Any) -> Keys:
+    """Return our keys of rotary positions, from either of the two ways in which they are published."""
+    newer = known.get("rope_parameters") or {}
+    scaling = newer or known.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    where = "rope_parameters" if newer else "rope_scaling"
+    found = {"rope_theta": float(newer.get("rope_theta", known["rope_theta"]))}
+    if known.get("partial_rotary_factor", newer.get("partial_rotary_factor", 1)) not in (1, None):
+        raise refuse("partial_rotary_factor", "cannot be expressed: all of a head's width turns")
+    if kind == "default":
+        return found
+    if kind not in ("linear", "llama3", "yarn"):
+        raise refuse(where, "cannot be expressed: its type is not linear, llama3 or yarn")
+    found |= {"rope_type": kind, "rope_scaling": float(scaling["factor"])}
+    if kind != "linear":
+        found["rope_original_len"] = scaling.get("original_max_position_embeddings") or known["max_position_embeddings"]
+    return found | {f"rope_{key}": scaling[key] for key in _SCALINGS[kind] if scaling.get(key) is not None}
+
+
+_SCALINGS = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor"),
+             "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")}
+
+
+def _gemma_layers(known: Keys, refuse: Any) -> Keys:
+    """Return our keys of local and global layers, from either of the two ways in which they are published."""
+    both = known.get("rope_parameters") or {}
+    near = {"rope_theta": known["rope_local_base_freq"]} | both.get("sliding_attention", {})
+    far = {"rope_theta": known["rope_theta"]} | (known.get("rope_scaling") or {}) | both.get("full_attention", {})
+    kind, every = far.get("rope_type", "default"), known["sliding_window_pattern"]
+    if kind not in ("default", "linear") or near.get("rope_type", "default") != "default":
+        raise refuse("rope_parameters" if both else "rope_scaling", "cannot be expressed: only linear scaling can")
+    if layers := known.get("layer_types"):
+        every = layers.index("full_attention") + 1 if "full_attention" in layers else len(layers) + 1
+        if layers != _layer_types(every, len(layers)):
+            raise refuse("layer_types", "cannot be expressed: only every so many layers the last one is global")
+    return {"global_every": every, "rope_theta": float(far["rope_theta"]),
+            "local_rope_theta": float(near["rope_theta"]),
+            "rope_factor": float(far.get("factor", 1)) if kind == "linear" else 1.0}
+
+
+def _layer_types(every: int, layers: int) -> list[str]:
+    return ["full_attention" if (n + 1) % every == 0 else "sliding_attention" for n in range(layers)]
+
+
+def config_json(c: ModelConfig) -> Keys:
+    """Return what config.json says of a model; raises UserError where the published model type cannot express it."""
+    kind = next(kind for kind, (family, _) in _TYPES.items() if family == c.name)
+    kind = "mistral" if kind == "llama" and c.window else kind
+    table = _GPT2 if kind == "gpt2" else _COMMON | _MORE.get(kind, {})
+    found = {"architectures": [_TYPES[kind][1]], "model_type": kind}
+    found |= {key: allowed[0] for key, allowed in _FIXED.get(kind, _BIASES).items()}
+    found |= {key: getattr(c, ours) for key, ours in table.items()}
+    if isinstance(c, Gemma3Config):
+        found |= {"layer_types": _layer_types(c.global_every, c.num_layers), "rope_theta": c.rope_theta,
+                  "rope_local_base_freq": c.local_rope_theta, "sliding_window_pattern": c.global_every,
+                  "rope_scaling": {"rope_type": "linear", "factor": c.rope_factor} if c.rope_factor != 1 else None}
+    elif isinstance(c, RotaryConfig):
+        found |= _published_rotary(c) | {"sliding_window": c.window or None}
+        if kind.startswith("qwen") and c.window:
+            found |= {"use_sliding_window": True, "max_window_layers": 0}
+    if kind == "mixtral":
+        found["intermediate_size"] = getattr(c, "expert_mlp_dim")  # noqa: B009 (of one family only)
+    if kind == "qwen3_moe":
+        found["mlp_only_layers"] = list(range(c.dense_layers))
+    if kind == "deepseek_v3":
+        found |= {"q_lora_rank": found["q_lora_rank"] or None, "head_dim": c.rope_head_dim}
+    _check(c, kind, found)
+    return found
+
+
+def _published_rotary(c: RotaryConfig) -> Keys:
+    plain = {"rope_theta": c.rope_theta, "rope_scaling": None}
+    if c.rope_scaling == 1:
+        return plain
+    if c.rope_type == "ntk":  # another base, and nothing else
+        width = c.rope_head_dim or c.head_dim
+        return plain | {"rope_theta": c.rope_theta * c.rope_scaling ** (width / (width - 2))}
+    scaling = {"rope_type": c.rope_type, "factor": c.rope_scaling}
+    if c.rope_type != "linear":
+        scaling["original_max_position_embeddings"] = c.rope_original_len
+    zero_is_none = {key: getattr(c, f"rope_{key}") for key in _SCALINGS[c.rope_type]}
+    return plain | {"rope_scaling": scaling | {key: value for key, value in zero_is_none.items()
+                                               if value or key == "truncate"}}
+
+
+def _check(c: ModelConfig, kind: str, written: Mapping[str, Any]) -> None:
+    """Refuse a key that the published model type has no word for, unless it only shapes training."""
+    free = {"name", "mtp_loss_weight", "balance_loss", "router_z_loss", "capacity_factor", "router_bias_rate"}
+    try:
+        back = FAMILIES[c.name](**_section(kind, dict(written), Path(FILE)))
+    except UserError as error:
+        raise UserError("model", f"it cannot be published as {kind} ({error})", "keep it in jaxtrain's format") from None
+    if c.num_experts and not c.dense_layers and c.experts_every == 1:
+        free.add("mlp_dim")  # which no layer has
+    for key in c.__dataclass_fields__.keys() - free:
+        same = c.rope_type == "ntk" if isinstance(c, RotaryConfig) and key.startswith("rope_") else False
+        if getattr(c, key) != getattr(back, key) and not same:
+            raise UserError(f"model.{key}", f"{getattr(c, key)!r} cannot be published as {kind}",
+                            "keep the model in jaxtrain's format")
+    if bool(c.router_bias_rate) != bool(back.router_bias_rate):
+        raise UserError("model.router_bias_rate", f"{c.router_bias_rate} cannot be published as {kind}",
+                        "keep the model in jaxtrain's format")

@@ -1,0 +1,213 @@
+"""Parameters from a folder in Hugging Face's format, straight into their shardings, and back into such a folder.
+
+Each process reads only the slices that its devices hold. On the way back one tensor at a time, such as one matrix of
+one layer or expert, is gathered and written.
+"""
+
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.checkpoint.trees import flatten
+from jaxtrain.config.families import ModelConfig
+from jaxtrain.errors import UserError
+from jaxtrain.hub import safetensors_files
+from jaxtrain.hub.safetensors_files import Tensor
+from jaxtrain.hub.tensor_names import Entry, entries
+from jaxtrain.sharding.rules import axes_of
+
+# Tensors that are no parameters of a language model: buffers of old versions, and other parts of a multimodal model.
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^(model\.)?(vision_tower|multi_modal_projector)\.")
+
+
+def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
+    """Return the parameters in `folder`, in the dtypes and shardings of `abstract`, a nested dict.
+
+    Raises:
+        UserError: a tensor is missing, left over, or of another shape than the model's.
+    """
+    tensors, wanted = _by_full_name(safetensors_files.tensors_of(folder), model), flatten(abstract)
+    known = {entry.ours: entry for entry in entries(model)}
+    if missing := [path for path in wanted if path not in known]:
+        raise UserError(f"{folder}", f"no published tensor holds the parameter {missing[0]}", _fix(missing[0]))
+    used = set()
+    for path, leaf in wanted.items():
+        for name, which in names(known[path], leaf.shape):
+            used.add(name)
+            _check(folder, tensors.get(name), name, published_shape(known[path], leaf.shape), f"{path}{list(which)}")
+    if left := sorted(name for name in tensors.keys() - used if not _is_ignored(name, model)):
+        raise UserError(f"{folder}", f"it has {left[0]}, for which model.name={model.name} has no parameter",
+                        "give the config that its config.json describes")
+    leaves = [jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(
+        read, tensors, known[path], leaf.shape, leaf.dtype)) for path, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def read(tensors: Mapping[str, Tensor], entry: Entry, shape: Sequence[int], dtype: Any,
+         index: tuple[slice, ...]) -> np.ndarray:
+    """Return a slice of a parameter of this shape."""
+    stacked = _stacked(entry)
+    chosen = [range(size)[part] for size, part in zip(shape, index, strict=True)]
+    out = np.empty([len(part) for part in chosen], dtype)
+    for at in itertools.product(*(range(len(part)) for part in chosen[:stacked])):
+        name = _name(entry, [part[n] for part, n in zip(chosen[:stacked], at, strict=True)])
+        whole = _as_ours(tensors[name].view(), entry, shape[stacked:])
+        out[at] = whole[index[stacked:-1]][..., _order(entry, shape[-1])[index[-1]]] if entry.paired else \
+            whole[index[stacked:]]
+    return out
+
+
+def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int) -> list[str]:
+    """Write the parameters into files of at most `limit` bytes each, and their index; return the files' names.
+
+    Every process makes the call, and writes its share of the files.
+    """
+    flat = flatten(params)
+    parts: dict[str, list[tuple[Entry, tuple[int, ...]]]] = defaultdict(list)
+    for entry in entries(model):
+        for name, which in names(entry, flat[entry.ours].shape):
+            parts[name].append((entry, which))
+    shapes = {name: published_shape(entry, flat[entry.ours].shape) for name, [(entry, _), *_] in parts.items()}
+    sizes = {name: math.prod(shape) * np.dtype(dtype).itemsize for name, shape in shapes.items()}
+    files = safetensors_files.split_over_files(sizes, limit)
+    called = safetensors_files.file_names(len(files))
+    for n, (file, inside) in enumerate(zip(called, files, strict=True)):
+        tensors: Iterator[np.ndarray] = (_published(parts[name], flat, dtype) for name in inside)
+        if n % jax.process_count() == jax.process_index():
+            safetensors_files.write(folder / file, {name: shapes[name] for name in inside}, dtype, tensors)
+        else:  # gathering is done by all processes together
+            for _ in tensors:
+                pass
+    if len(files) > 1 and jax.process_index() == 0:
+        safetensors_files.write_index(folder, {name: file for file, inside in zip(called, files, strict=True)
+                                               for name in inside}, sum(sizes.values()))
+    return called
+
+
+def names(entry: Entry, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors that hold a parameter of this shape, and which of its layers and experts each one is."""
+    for which in itertools.product(*map(range, shape[:_stacked(entry)])):
+        yield _name(entry, which), which
+
+
+def published_shape(entry: Entry, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of each tensor that holds a parameter of this shape."""
+    sizes = _sizes(entry, shape[_stacked(entry):])
+    return tuple(math.prod(sizes[letter] for letter in group) for group in _groups(entry))
+
+
+def _stacked(entry: Entry) -> int:
+    return (entry.layers is not None) + (entry.experts > 0)
+
+
+def _name(entry: Entry, which: Sequence[int]) -> str:
+    number = entry.layers[which[0]] if entry.layers is not None else None
+    return entry.theirs.format(layer=number, expert=which[-1] if which else None)
+
+
+@lru_cache
+def _groups(entry: Entry) -> list[str]:
+    """Return the letters of each of the tensor's dimensions."""
+    return [several or one for several, one in re.findall(r"\((\w+)\)|(\w)", entry.layout.split("->")[0])]
+
+
+def _sizes(entry: Entry, shape: Sequence[int]) -> dict[str, int]:
+    return dict(zip(entry.layout.split("->")[1], shape, strict=True)) | {"p": entry.part[1]}
+
+
+def _as_ours(tensor: np.ndarray, entry: Entry, shape: Sequence[int]) -> np.ndarray:
+    """Return a view of a tensor with the dimensions of one layer's parameter, of this shape."""
+    letters, sizes = "".join(_groups(entry)), _sizes(entry, shape)
+    x = tensor.reshape([sizes[letter] for letter in letters])
+    if "p" in letters:
+        x, letters = x.take(entry.part[0], letters.index("p")), letters.replace("p", "")
+    return x.transpose([letters.index(letter) for letter in entry.layout.split("->")[1]])
+
+
+@lru_cache
+def _order(entry: Entry, size: int) -> np.ndarray:
+    """Return which of the tensor's columns are the parameter's, where pairs of rotary ones are apart in it."""
+    plain = size - entry.paired
+    return np.concatenate([np.arange(plain), np.arange(plain, size, 2), np.arange(plain + 1, size, 2)])
+
+
+def _published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str, jax.Array], dtype: Any) -> np.ndarray:
+    """Gather a tensor from the parameter, or the parameters, that it holds."""
+    entry, _ = parts[0]
+    shape = flat[entry.ours].shape[_stacked(entry):]
+    letters, sizes = "".join(_groups(entry)), _sizes(entry, shape)
+    out = np.empty([sizes[letter] for letter in letters], dtype)
+    for entry, which in parts:
+        piece = _gathered(flat[entry.ours], which, dtype)
+        if entry.paired:
+            piece = piece[..., np.argsort(_order(entry, shape[-1]))]
+        ours = entry.layout.split("->")[1]
+        where = tuple(entry.part[0] if letter == "p" else slice(None) for letter in letters)
+        out[where] = piece.transpose([ours.index(letter) for letter in letters if letter != "p"])
+    return out.reshape(published_shape(entry, flat[entry.ours].shape))
+
+
+def _gathered(x: jax.Array, which: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return one layer, or one expert of a layer, on every host."""
+    whole = _gather(x.sharding, len(which), np.dtype(dtype))(x, np.asarray(which, np.int32))
+    return np.asarray(whole.addressable_shards[0].data)
+
+
+@lru_cache(maxsize=64)
+def _gather(where: jax.NamedSharding, stacked: int, dtype: np.dtype) -> Callable[..., jax.Array]:
+    """Return (x, index of its first dimensions) -> x at the index, whole on every device, without any arithmetic."""
+    spec = (*where.spec, *(None,) * 8)
+
+    def local(x, at):
+        for d in range(stacked):
+            mine = lax.dynamic_index_in_dim(x, at[d] % x.shape[0], keepdims=False)
+            axes = axes_of(spec[d])
+            x = lax.all_gather(mine, axes)[at[d] // x.shape[0]] if axes else mine
+        for d in range(x.ndim):
+            if axes := axes_of(spec[stacked + d]):
+                x = lax.all_gather(x, axes, axis=d, tiled=True)
+        return x.astype(dtype)
+
+    return jax.jit(jax.shard_map(local, mesh=where.mesh, in_specs=(where.spec, P()), out_specs=P(), check_vma=False))
+
+
+def _by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """Return tensors by the names of a language model with a head: others lack a prefix, or have one more."""
+    prefix = "transformer." if model.name == "gpt2" else "model."
+    found = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("language_model.").replace("model.language_model.", "model.")
+        found[name if name.startswith((prefix, "lm_head.")) else prefix + name] = tensor
+    return found
+
+
+def _is_ignored(name: str, model: ModelConfig) -> bool:
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    ahead = layer is not None and int(layer[1]) >= model.num_layers  # layers that predict further tokens
+    return bool(_IGNORED.search(name)) or ahead or (model.tied_embeddings and name == "lm_head.weight")
+
+
+def _check(folder: str | Path, tensor: Tensor | None, name: str, shape: tuple[int, ...], ours: str) -> None:
+    if tensor is None:
+        raise UserError(f"{folder}", f"it has no tensor {name}", "give the config that its config.json describes")
+    if tensor.shape != shape:
+        raise UserError(f"{folder}", f"tensor {name} has the shape {list(tensor.shape)} where the model needs "
+                        f"{list(shape)}", "give the config that its config.json describes")
+    tensor.view()
+
+
+def _fix(path: str) -> str:
+    if path.startswith("ahead/"):
+        return "set model.mtp_loss_weight=0: published weights do not have that layer in a known format"
+    return "give the config that its config.json describes"

@@ -1,0 +1,125 @@
+"""Which published tensor each parameter is, by family: names as they are in safetensors files, and layouts.
+
+One declaration serves both directions. A layout such as "(hk)d->dhk" says that the published matrix has heads times
+head width as its rows, and that the parameter has the dimensions d, h and k; letters in parentheses are one dimension.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxtrain.config.families import DeepseekV3Config, ExpertsConfig, ModelConfig
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter and the tensor that holds it, or the tensors of its layers and experts.
+
+    Args:
+        ours: the parameter's path.
+        theirs: the tensor's name, with {layer} and {expert} for those that the parameter stacks.
+        layout: from the tensor's dimensions to those of one layer's, or one expert's, parameter.
+        part: which one of how many equal parts that the tensor holds along the dimension p of the layout.
+        paired: how many of the last entries of the parameter's last dimension are rotary, whose pairs are neighbours in
+            the tensor and halves apart in the parameter.
+        layers: the published numbers of the layers that the parameter stacks; None: it is not of a layer.
+        experts: how many experts it stacks; 0: it is not of an expert.
+    """
+
+    ours: str
+    theirs: str
+    layout: str = "d->d"
+    part: tuple[int, int] = (0, 1)
+    paired: int = 0
+    layers: Sequence[int] | None = None
+    experts: int = 0
+
+
+# Of a layer: paths below the layer, names below "model.layers.{layer}.".
+_HEADS, _OUT = "(hk)d->dhk", "d(hk)->hkd"
+_ATTENTION = [*(Entry(f"attention/{name}/kernel", f"self_attn.{name}_proj.weight", _HEADS) for name in "qkv"),
+              Entry("attention/out/kernel", "self_attn.o_proj.weight", _OUT)]
+_NORMS = [Entry("attention_norm/scale", "input_layernorm.weight"),
+          Entry("mlp_norm/scale", "post_attention_layernorm.weight")]
+_QK_NORMS = [Entry(f"attention/{name}_norm/scale", f"self_attn.{name}_norm.weight") for name in "qk"]
+_BIASES = [Entry(f"attention/{name}/bias", f"self_attn.{name}_proj.bias", "(hk)->hk") for name in "qkv"]
+_SANDWICH = [Entry("attention_norm/scale", "input_layernorm.weight"),
+             Entry("attention_out_norm/scale", "post_attention_layernorm.weight"),
+             Entry("mlp_norm/scale", "pre_feedforward_layernorm.weight"),
+             Entry("mlp_out_norm/scale", "post_feedforward_layernorm.weight")]
+_GPT2 = [
+    *(Entry(f"attention/{name}/kernel", "attn.c_attn.weight", "d(phk)->dhk", (n, 3)) for n, name in enumerate("qkv")),
+    *(Entry(f"attention/{name}/bias", "attn.c_attn.bias", "(phk)->hk", (n, 3)) for n, name in enumerate("qkv")),
+    Entry("attention/out/kernel", "attn.c_proj.weight", "(hk)d->hkd"), Entry("attention/out/bias", "attn.c_proj.bias"),
+    Entry("mlp/up/kernel", "mlp.c_fc.weight", "df->df"), Entry("mlp/up/bias", "mlp.c_fc.bias"),
+    Entry("mlp/down/kernel", "mlp.c_proj.weight", "fd->fd"), Entry("mlp/down/bias", "mlp.c_proj.bias"),
+    *(Entry(f"{ours}/{kind}", f"{theirs}.{name}") for ours, theirs in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2"))
+      for kind, name in (("scale", "weight"), ("bias", "bias")))]
+
+
+def _latent(c: DeepseekV3Config) -> list[Entry]:
+    """Return the entries of multi-head latent attention."""
+    turn = c.rope_head_dim
+    queries = [Entry("attention/q_down/kernel", "self_attn.q_a_proj.weight", "ld->dl"),
+               Entry("attention/q_norm/scale", "self_attn.q_a_layernorm.weight"),
+               Entry("attention/q/kernel", "self_attn.q_b_proj.weight", "(hk)l->lhk", paired=turn)]
+    return [
+        *(queries if c.q_rank else [Entry("attention/q/kernel", "self_attn.q_proj.weight", _HEADS, paired=turn)]),
+        Entry("attention/kv_down/kernel", "self_attn.kv_a_proj_with_mqa.weight", "ld->dl", paired=turn),
+        Entry("attention/kv_norm/scale", "self_attn.kv_a_layernorm.weight"),
+        Entry("attention/kv/kernel", "self_attn.kv_b_proj.weight", "(hk)l->lhk"),
+        Entry("attention/out/kernel", "self_attn.o_proj.weight", _OUT)]
+
+
+def _mlp(ours: str = "mlp", theirs: str = "mlp") -> list[Entry]:
+    return [Entry(f"{ours}/{name}/kernel", f"{theirs}.{name}_proj.weight", "fd->df" if name != "down" else "df->fd")
+            for name in ("gate", "up", "down")]
+
+
+def _experts(c: ExpertsConfig) -> list[Entry]:
+    """Return the entries of a layer's router and experts."""
+    mixtral = c.name == "mixtral"
+    block = "block_sparse_moe" if mixtral else "mlp"
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    found = [Entry("mlp/router/kernel", f"{block}.gate.weight", "ed->de")]
+    if c.router_bias_rate:
+        found += [Entry("mlp/router/bias", f"{block}.gate.e_score_correction_bias")]
+    for ours, name in zip(("gate", "up", "down"), names, strict=True):
+        found += [Entry(f"mlp/{ours}", f"{block}.experts.{{expert}}.{name}.weight",
+                        "df->fd" if ours == "down" else "fd->df", experts=c.num_experts)]
+    return found + (_mlp("mlp/shared", "mlp.shared_experts") if c.shared_experts else [])
+
+
+def _layer(c: ModelConfig, experts: bool) -> list[Entry]:
+    """Return the entries of one layer, with or without experts."""
+    if c.name == "gpt2":
+        return _GPT2
+    attention = _latent(c) if isinstance(c, DeepseekV3Config) else _ATTENTION
+    more = {"qwen2": _BIASES, "qwen3": _QK_NORMS, "qwen3_moe": _QK_NORMS, "gemma3": _QK_NORMS}.get(c.name, [])
+    mlp = _experts(c) if experts and isinstance(c, ExpertsConfig) else _mlp()
+    return [*attention, *more, *(_SANDWICH if c.name == "gemma3" else _NORMS), *mlp]
+
+
+def entries(c: ModelConfig) -> list[Entry]:
+    """Return the entry of every parameter of a model."""
+    gpt2 = c.name == "gpt2"
+    names = ("transformer.wte.weight", "transformer.ln_f.weight", "transformer.h") if gpt2 else (
+        "model.embed_tokens.weight", "model.norm.weight", "model.layers")
+    found = [Entry("embed/table", names[0], "vd->vd"), Entry("norm/scale", names[1])]
+    if gpt2:
+        found += [Entry("norm/bias", "transformer.ln_f.bias"), Entry("positions/table", "transformer.wpe.weight", "td->td")]
+    if not c.tied_embeddings:
+        found += [Entry("output/kernel", "lm_head.weight", "vd->dv")]
+    for stack, numbers, experts in _stacks(c):
+        found += [replace(entry, ours=f"{stack}/{entry.ours}", theirs=f"{names[2]}.{{layer}}.{entry.theirs}",
+                          layers=numbers) for entry in _layer(c, experts)]
+    return found
+
+
+def _stacks(c: ModelConfig) -> list[tuple[str, range, bool]]:
+    """Return the path of each stack of layers, the published numbers of its layers, and whether they have experts."""
+    every, dense = c.experts_every, c.dense_layers
+    first = [("first_blocks/layer", range(dense), False)] if dense else []
+    if every == 1:
+        return [*first, ("blocks/layer", range(dense, c.num_layers), c.num_experts > 0)]
+    return [*first, *((f"blocks/layer/layer_{n}", range(dense + n, c.num_layers, every), n == every - 1)
+                      for n in range(every))]

@@ -1,0 +1,109 @@
+"""What Hugging Face's transformers computes of tiny published models, for the tests of import and export.
+
+    python tools/hub_truth.py            # writes tests/hub/published_truth.json
+    python tools/hub_truth.py --exports  # loads what jaxtrain exports of the same models, and compares the logits
+
+Needs torch and transformers, which the tests do not: the logits, the shapes of all tensors as they are on disk, and of
+every gradient its norm and two projections are kept. It computes in float64, but for what the models themselves compute
+in float32.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from jaxtrain.hub import safetensors_files
+from tests.hub import published
+
+
+def torch_model(folder: Path) -> Any:
+    """The model in a folder, in float64."""
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64, output_loading_info=True)
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    return model.eval()
+
+
+def made(kind: str, keys: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What transformers writes to disk of a model of this type: its config and the shapes of its tensors."""
+    config = transformers.AutoConfig.for_model(kind, **keys)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return {"config": json.loads((folder / "config.json").read_text()),
+            "tensors": {name: t.shape for name, t in safetensors_files.tensors_of(folder).items()}}
+
+
+def on_disk(model: Any, folder: Path, of: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """These tensors, one for each parameter in memory, by the names and in the layouts that they have on disk."""
+    import copy
+
+    other = copy.deepcopy(model).float()
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            parameter.copy_(of[name])
+    other.save_pretrained(folder)
+    return {name: np.array(tensor.view()) for name, tensor in safetensors_files.tensors_of(folder).items()}
+
+
+def computed(folder: Path, scratch: Path) -> dict[str, Any]:
+    """Logits of the tokens, and the gradient of the mean cross-entropy of each next one."""
+    model, tokens = torch_model(folder), torch.tensor(published.TOKENS, dtype=torch.long)
+    logits = model(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
+    loss.backward()
+    of = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    return {"logits": [float(f"{x:.9g}") for x in logits.detach().numpy().reshape(-1)], "loss": float(loss.detach()),
+            "gradients": {name: [float(f"{x:.8g}") for x in published.projections(name, tensor)]
+                          for name, tensor in on_disk(model, scratch, of).items()
+                          if not any(name.endswith(key.split(".")[-1]) for key in buffers)}}
+
+
+def exported(name: str, case: dict[str, Any]) -> float:
+    """The largest error of the logits of what jaxtrain exports, relative to the largest logit."""
+    import jax
+    from jaxtrain.config.families import FAMILIES
+    from jaxtrain.config.published import config_json, model_section
+    from jaxtrain.hub import published_weights
+    import jaxtrain as jt
+
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        folder, to = published.write(Path(first) / "in", case), Path(second)
+        section = model_section(folder)
+        model = FAMILIES[section["name"]](**section)
+        run = jt.build(jt.make_config({"model": section, "data": {"seq_len": 8}, "mesh": {"data": 1}}))
+        params = published_weights.load(folder, model, run.abstract.all_params)
+        published_weights.save(params, model, to, np.float32, 10_000)
+        (to / "config.json").write_text(json.dumps(config_json(model)))
+        logits = torch_model(to)(torch.tensor(published.TOKENS, dtype=torch.long)).logits.detach().numpy().reshape(-1)
+    wanted = np.asarray(case["logits"])
+    return float(np.abs(logits - wanted).max() / np.abs(wanted).max())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--exports", action="store_true")
+    if parser.parse_args().exports:
+        errors = {name: exported(name, case) for name, case in published.truth().items()}
+        print(*(f"{name:20} {error:.1e}" for name, error in errors.items()), sep="\n")
+        return int(max(errors.values()) > 1e-6)
+    cases = {}
+    for name, (kind, keys) in published.CASES.items():
+        with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b, tempfile.TemporaryDirectory() as c:
+            case = made(kind, keys, Path(a))
+            cases[name] = case | computed(published.write(Path(b), case), Path(c))
+        print(name, len(case["tensors"]), "tensors, loss", cases[name]["loss"])
+    by = {"transformers": transformers.__version__, "torch": torch.__version__}
+    published.TRUTH.write_text(json.dumps({"made_by": by, "cases": cases}, separators=(",", ":")) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
