@@ -11,6 +11,7 @@ from jaxtrain import builder, own_run
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
+from jaxtrain.hub.initial_params import with_initial_params
 from jaxtrain.objectives import MakeObjective, NextToken
 from jaxtrain.plan import preflight, search
 from jaxtrain.plan import targets as accelerators
@@ -50,8 +51,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     for key, given in (("axes", axes is not None), ("gather", not gather), ("with_key", with_key)):
         if given:
             raise UserError(key, "it is about a model of your own", "give model= and loss_fn= too, or leave it out")
-    return builder.build(config, mesh=mesh, devices=devices, platform=platform, objective=objective,
-                         optimizer=optimizer, data=data)
+    return with_initial_params(builder.build(config, mesh=mesh, devices=devices, platform=platform,
+                                             objective=objective, optimizer=optimizer, data=data))
 
 
 def plan(config: Config, target: str, *, targets: str | Path | None = None,

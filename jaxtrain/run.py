@@ -1,7 +1,7 @@
 """A run: the frozen record of everything that it is made of, and its compiled functions. `builder.py` makes one."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -59,6 +59,7 @@ class Run:
     platform: str = ""  # that an abstract mesh stands for; "": the one here
     extras: Extras = field(default_factory=lambda: EXTRAS)
     data: BatchSource | None = None  # what it trains on in place of config.data
+    load_initial: Callable[["Run"], Any] | None = None  # what loads the first parameters; None: they are random
 
     # ------------------------------------------------------------------------------------------------ the three calls
     def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None) -> TrainState:
@@ -67,7 +68,8 @@ class Run:
         `parts`: what `own_parts` returned for the workdir of this run.
         """
         self.check_devices()
-        state = self.compiled_init(jax.random.key(self.config.train.seed if seed is None else seed))
+        key = jax.random.key(self.config.train.seed if seed is None else seed)
+        state = self.compiled_init(key) if self.load_initial is None else self._around(self.load_initial(self), key)
         beside = partition.like(self.abstract.frozen, self.objective.frozen_axes)
         parts = self.own_parts({}) if parts is None else parts
         loaded = self.objective.load_frozen(beside, parts.get("objective", {}))
@@ -86,12 +88,12 @@ class Run:
 
     def with_params(self, params: Any) -> TrainState:
         """The state at step 0 around these parameters of the model, trained and frozen, as a nested dict of arrays."""
-        state = self.init()
-        params = given_params.placed(params, partition.without(self.abstract.all_params, self.objective.frozen_axes))
-        trained = partition.like(params, state.params)
-        started = jax.jit(self.optimizer.init, out_shardings=self.layout.state.opt_state)(trained)
-        return replace(state, params=trained, opt_state=started,
-                       frozen=state.frozen | partition.without(params, state.params))
+        return replace(self, load_initial=lambda run: given_params.placed(params, run.abstract_model)).init()
+
+    @property
+    def abstract_model(self) -> Any:
+        """Shapes, dtypes and shardings of the model's parameters, trained and frozen, without the objective's."""
+        return partition.without(self.abstract.all_params, self.objective.frozen_axes)
 
     def adopt(self, state: TrainState) -> TrainState:
         """Move a state that lives on another mesh to this run's."""
@@ -373,7 +375,12 @@ class Run:
 
     def _init(self, key: jax.Array) -> TrainState:
         model = make_model(self.config.model, Compute.of(self.config), rngs=nnx.Rngs(params=key))
-        params = Skeleton.of(model).params()
+        return self._state(Skeleton.of(model).params(), key)
+
+    def _around(self, params: Any, key: jax.Array) -> TrainState:
+        return jax.jit(self._state, out_shardings=self.layout.state)(params, key)
+
+    def _state(self, params: Any, key: jax.Array) -> TrainState:
         frozen = partition.without(params, self.layout.axes) | self.objective.init_frozen(key)
         frozen = precision.frozen_dtype(frozen, self.config.train.frozen_dtype,
                                         self._metadata("compute_dtype", frozen))

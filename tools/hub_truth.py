@@ -27,7 +27,8 @@ from tests.hub import published
 def torch_model(folder: Path) -> Any:
     """The model in a folder, in float64."""
     model, told = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64, output_loading_info=True)
+        folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64,
+        output_loading_info=True)
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
     return model.eval()
 
@@ -68,11 +69,10 @@ def computed(folder: Path, scratch: Path) -> dict[str, Any]:
 
 def exported(name: str, case: dict[str, Any]) -> float:
     """The largest error of the logits of what jaxtrain exports, relative to the largest logit."""
-    import jax
-    from jaxtrain.config.families import FAMILIES
-    from jaxtrain.config.published import config_json, model_section
-    from jaxtrain.hub import published_weights
     import jaxtrain as jt
+    from jaxtrain.config.families import FAMILIES
+    from jaxtrain.config.published_config import config_json, model_section
+    from jaxtrain.hub import published_weights
 
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         folder, to = published.write(Path(first) / "in", case), Path(second)

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
+from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.schema import AXES, Config, TrainConfig
 from jaxtrain.errors import UserError, nearest
@@ -17,8 +18,11 @@ from jaxtrain.errors import UserError, nearest
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
     """Read `path` (a config file, optionally with `:variant`) and apply overrides such as {"mesh.tensor": 2}.
 
-    The config.json of a run is a config file too.
+    The config.json of a run is a config file too. "hf:FOLDER" is the model of a folder in Hugging Face's format, with
+    `train.init_from` set to its weights.
     """
+    if str(path).startswith("hf:"):
+        return make_config(published_config.starting_config(str(path).removeprefix("hf:")), overrides)
     file, _, variant = str(path).partition(".py:")
     file = Path(file if file.endswith((".py", ".json")) else file + ".py")
     if not file.is_file():

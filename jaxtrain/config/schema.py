@@ -158,6 +158,7 @@ class TrainConfig:
 
     steps: int = 100  # the length of the run in optimizer steps
     seed: int = 0  # of the initial parameters
+    init_from: str = ""  # a folder in Hugging Face's format, or WORKDIR[@STEP], to begin with its parameters
     accumulation: int = 1  # micro-batches per step
     precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, layers' products in 8 bits
     attention: str = "auto"  # the kernel: auto chooses by device, dtype and shapes; docs/training.md

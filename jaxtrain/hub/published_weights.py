@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -27,8 +26,9 @@ from jaxtrain.hub.safetensors_files import Tensor
 from jaxtrain.hub.tensor_names import Entry, entries
 from jaxtrain.sharding.rules import axes_of
 
-# Tensors that are no parameters of a language model: buffers of old versions, and other parts of a multimodal model.
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^(model\.)?(vision_tower|multi_modal_projector)\.")
+# Not parameters of a language model: buffers that old versions saved, and other parts of a multimodal model.
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$"
+                      r"|^(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
 def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
@@ -41,7 +41,7 @@ def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     known = {entry.ours: entry for entry in entries(model)}
     if missing := [path for path in wanted if path not in known]:
         raise UserError(f"{folder}", f"no published tensor holds the parameter {missing[0]}", _fix(missing[0]))
-    used = set()
+    used = _tied_head(folder, tensors) if model.tied_embeddings else set()
     for path, leaf in wanted.items():
         for name, which in names(known[path], leaf.shape):
             used.add(name)
@@ -192,10 +192,21 @@ def _by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
     return found
 
 
+def _tied_head(folder: str | Path, tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return the name of a head that repeats the embeddings, as some tied models have it; refuse any other."""
+    head, table = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    if head is None:
+        return set()
+    if table is None or head.shape != table.shape or not np.array_equal(head.view()[:8], table.view()[:8]):
+        raise UserError(f"{folder}", "its lm_head.weight is not the embedding table, and model.tied_embeddings is set",
+                        "set it to false")
+    return {"lm_head.weight"}
+
+
 def _is_ignored(name: str, model: ModelConfig) -> bool:
-    layer = re.search(r"\.layers\.(\d+)\.", name)
+    layer = re.search(r"\.layers\.(\d+)\.", name) if model.name == "deepseek_v3" else None
     ahead = layer is not None and int(layer[1]) >= model.num_layers  # layers that predict further tokens
-    return bool(_IGNORED.search(name)) or ahead or (model.tied_embeddings and name == "lm_head.weight")
+    return bool(_IGNORED.search(name)) or ahead
 
 
 def _check(folder: str | Path, tensor: Tensor | None, name: str, shape: tuple[int, ...], ours: str) -> None:

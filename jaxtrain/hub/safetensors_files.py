@@ -127,7 +127,8 @@ def file_names(count: int) -> list[str]:
 
 def write(path: Path, shapes: Mapping[str, Sequence[int]], dtype: Any, tensors: Iterator[np.ndarray]) -> None:
     """Write one file: the header, which the shapes determine, then each tensor as it comes, in the same order."""
-    kind, at, header = np.dtype(dtype), 0, {"__metadata__": {"format": "pt"}}
+    kind, at = np.dtype(dtype), 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, shape in shapes.items():
         end = at + math.prod(shape) * kind.itemsize
         header[name] = {"dtype": _NAMES[kind], "shape": list(shape), "data_offsets": [at, end]}

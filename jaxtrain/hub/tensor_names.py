@@ -106,7 +106,8 @@ def entries(c: ModelConfig) -> list[Entry]:
         "model.embed_tokens.weight", "model.norm.weight", "model.layers")
     found = [Entry("embed/table", names[0], "vd->vd"), Entry("norm/scale", names[1])]
     if gpt2:
-        found += [Entry("norm/bias", "transformer.ln_f.bias"), Entry("positions/table", "transformer.wpe.weight", "td->td")]
+        found += [Entry("norm/bias", "transformer.ln_f.bias"),
+                  Entry("positions/table", "transformer.wpe.weight", "td->td")]
     if not c.tied_embeddings:
         found += [Entry("output/kernel", "lm_head.weight", "vd->dv")]
     for stack, numbers, experts in _stacks(c):

@@ -18,6 +18,7 @@ from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.skipped_batches import remaining
 from jaxtrain.distributed import processes
 from jaxtrain.distributed.run_lock import run_lock
+from jaxtrain.hub.initial_params import with_initial_params
 from jaxtrain.objectives import MakeObjective, NextToken
 from jaxtrain.plan import preflight
 from jaxtrain.resilience.corruption.replays import Replays
@@ -62,9 +63,9 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
                 raise errors.UserError(name, "the run has one already", f"give {name}= to jt.build, or give a config")
     limits = (config.config if isinstance(config, Run) else config).resilience
     with watched(workdir, limits) as (watchdog, ledger):
-        run = config if isinstance(config, Run) else build(
+        run = config if isinstance(config, Run) else with_initial_params(build(
             preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer)),
-            objective=objective or NextToken.of, optimizer=optimizer, data=data)
+            objective=objective or NextToken.of, optimizer=optimizer, data=data))
         say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)

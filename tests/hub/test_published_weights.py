@@ -1,13 +1,17 @@
 """Published weights: the logits and gradients that transformers computes, and the same bytes on the way back."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config.published import model_section
+from jaxtrain.checkpoint.trees import flatten
+from jaxtrain.config.published_config import model_section
 from jaxtrain.hub import published_weights, safetensors_files
+from jaxtrain.hub.tensor_names import entries
 from jaxtrain.sharding import rules as sharding
 from tests.hub import published
 
@@ -70,3 +74,50 @@ def test_what_is_exported_has_the_same_bytes_from_any_mesh(name, tmp_path):
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert np.array_equal(tensor.view(), after[name].view()), name
+
+
+def test_any_slice_is_that_of_the_whole(tmp_path):
+    """Of parameters in every kind of layout: stacked, split into heads, fused, transposed, and with rotary pairs."""
+    rng = np.random.default_rng(0)
+    for name in ("gpt2", "deepseek_v3"):
+        run = built(folder := published.write(tmp_path / name, published.truth()[name]))
+        tensors = safetensors_files.tensors_of(folder)
+        known = {entry.ours: entry for entry in entries(run.config.model)}
+        for path, leaf in flatten(run.abstract.params).items():
+            read = partial(published_weights.read, tensors, known[path], leaf.shape, np.float32)
+            whole = read(tuple(slice(None) for _ in leaf.shape))
+            bounds = [sorted(rng.integers(0, size + 1, 2)) for size in leaf.shape]
+            index = tuple(slice(*map(int, pair)) for pair in bounds)
+            np.testing.assert_array_equal(read(index), whole[index], path)
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"model.num_layers": 3}, "it has no tensor model.layers.2."),
+    ({"model.num_layers": 1}, "it has model.layers.1.input_layernorm.weight, for which model.name=llama has no"),
+    ({"model.mlp_dim": 24}, "tensor model.layers.0.mlp.down_proj.weight has the shape [16, 20] where the model needs "
+                            "[16, 24]"),
+    ({"model.name": "qwen2"}, "it has no tensor model.layers.0.self_attn.k_proj.bias"),
+    ({"model.tied_embeddings": True}, "its lm_head.weight is not the embedding table, and model.tied_embeddings is"),
+    ({"model.mtp_loss_weight": 0.1}, "no published tensor holds the parameter ahead/"),
+])
+def test_weights_of_another_model_are_refused_by_name(tmp_path, changes, reason):
+    folder = published.write(tmp_path, published.truth()["llama"])
+    config = jt.make_config({"model": model_section(folder), "data": {"seq_len": 8}, "mesh": {"data": 1}}, changes)
+    run = jt.build(config, devices=jax.devices()[:1])
+    with pytest.raises(jt.UserError) as refusal:
+        published_weights.load(folder, config.model, run.abstract.params)
+    assert reason in f"{refusal.value}"
+
+
+def test_a_tensor_that_is_left_over_is_refused_by_name(tmp_path):
+    case = published.truth()["llama"]
+    more = dict(case, tensors=case["tensors"] | {"model.layers.0.self_attn.sinks": [4]})
+    with pytest.raises(jt.UserError, match=r"it has model.layers.0.self_attn.sinks, for which model.name=llama has no"):
+        loaded(published.write(tmp_path, more))
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model.model.", "model.language_model."])
+def test_names_may_lack_the_prefix_or_have_that_of_a_multimodal_model(tmp_path, prefix):
+    case = published.truth()["llama_head_dim"]
+    renamed = {name.replace("model.", prefix): shape for name, shape in case["tensors"].items()}
+    loaded(published.write(tmp_path, dict(case, tensors=renamed)))

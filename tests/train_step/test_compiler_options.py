@@ -16,7 +16,8 @@ def test_a_preset_is_changed_by_name():
     assert preset == PRESETS["gpu"]
     assert compiler_options("cuda:9", {}, tensor=2).keys() == preset.keys() - {"xla_gpu_enable_triton_gemm"}
     assert compiler_options("cuda", {}, tensor=2, fp8=True) == {**preset, "xla_gpu_dot_merger_threshold_mb": "0"}
-    assert compiler_options("cuda:9", {}, deterministic=True) == {**preset, "xla_gpu_exclude_nondeterministic_ops": True}
+    repeatable = {"xla_gpu_exclude_nondeterministic_ops": True}
+    assert compiler_options("cuda:9", {}, deterministic=True) == preset | repeatable
     assert compiler_options("cpu", {}, fp8=True, deterministic=True) == {}
     changed = compiler_options("gpu", {
         "xla_disable_hlo_passes": "", "xla_gpu_enable_triton_gemm": "true", "xla_x": "7"})

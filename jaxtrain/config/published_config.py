@@ -1,7 +1,7 @@
 """The `model` section of a config from a published model's config.json, and back.
 
-What changes numbers and cannot be expressed is refused by name. A key that config.json leaves out has the default of its
-model type in Hugging Face's transformers.
+What changes numbers and cannot be expressed is refused by name. A key that config.json leaves out has the default that
+Hugging Face's transformers gives it for the model type.
 """
 
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.families import FAMILIES, Gemma3Config, ModelConfig, RotaryConfig
+from jaxtrain.config.schema import DataConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
 
@@ -83,12 +84,21 @@ def model_section(folder: str | Path) -> Keys:
     return _section(kind, given, path)
 
 
+def starting_config(folder: str) -> dict[str, Keys]:
+    """Return the sections of a config that begins with the model in `folder`, and with its weights if it has some."""
+    model = model_section(folder)
+    weights = folder if any(Path(folder).glob("*.safetensors")) else ""
+    return {"model": model, "data": {"seq_len": min(DataConfig.seq_len, model["max_seq_len"])},
+            "train": {"init_from": weights}}
+
+
 def _section(kind: str, given: Keys, path: Path) -> Keys:
     def refuse(key: str, why: str) -> UserError:
         return UserError(f"{path}", f"{key}={given.get(key)!r} {why}", "use a model that jaxtrain can express")
 
     family = _TYPES[kind][0]
-    known = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1e4} | _DEFAULTS.get(kind, {}) | given
+    usual = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+    known: Keys = usual | _DEFAULTS.get(kind, {}) | given
     for key in ("num_experts", "n_routed_experts"):
         known.setdefault(key, known.get("num_local_experts"))  # its name in transformers 5
     for key, allowed in _FIXED.get(kind, _BIASES).items():
@@ -98,7 +108,7 @@ def _section(kind: str, given: Keys, path: Path) -> Keys:
     for key in _NEEDED:
         if key in table and not known.get(key):
             raise UserError(f"{path}", f"it has no {key}", "download it again")
-    section = {"name": family} | {ours: known[key] for key, ours in table.items() if known.get(key) is not None}
+    section: Keys = {"name": family} | {ours: known[key] for key, ours in table.items() if known.get(key) is not None}
     if kind == "gemma3_text":
         return section | _gemma_layers(known, refuse)
     if kind in ("mistral", "mixtral") or (kind.startswith("qwen") and known.get("use_sliding_window")):
@@ -164,7 +174,7 @@ def config_json(c: ModelConfig) -> Keys:
     kind = next(kind for kind, (family, _) in _TYPES.items() if family == c.name)
     kind = "mistral" if kind == "llama" and c.window else kind
     table = _GPT2 if kind == "gpt2" else _COMMON | _MORE.get(kind, {})
-    found = {"architectures": [_TYPES[kind][1]], "model_type": kind}
+    found: Keys = {"architectures": [_TYPES[kind][1]], "model_type": kind}
     found |= {key: allowed[0] for key, allowed in _FIXED.get(kind, _BIASES).items()}
     found |= {key: getattr(c, ours) for key, ours in table.items()}
     if isinstance(c, Gemma3Config):
@@ -206,7 +216,8 @@ def _check(c: ModelConfig, kind: str, written: Mapping[str, Any]) -> None:
     try:
         back = FAMILIES[c.name](**_section(kind, dict(written), Path(FILE)))
     except UserError as error:
-        raise UserError("model", f"it cannot be published as {kind} ({error})", "keep it in jaxtrain's format") from None
+        raise UserError("model", f"it cannot be published as {kind} ({error})",
+                        "keep it in jaxtrain's format") from None
     if c.num_experts and not c.dense_layers and c.experts_every == 1:
         free.add("mlp_dim")  # which no layer has
     for key in c.__dataclass_fields__.keys() - free:

@@ -1,0 +1,103 @@
+"""Write a run's model as a folder in Hugging Face's format, which transformers and inference servers read.
+
+    jaxtrain export runs/mine --to=published/mine
+    jaxtrain export runs/mine --to=published/mine --step=500 --dtype=float32
+
+The folder appears when it is whole: config.json, the weights as safetensors, the run's tokenizer where it is of a kind
+that others read, and export.json, which says of which run and step it is, with the SHA-256 of every file.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import UserError, say
+from jaxtrain.flags import add_process_flags, command, parser_of
+
+RECORD = "export.json"
+
+
+@command()
+def main(argv: list[str] | None = None) -> None:
+    """Parse the flags and export."""
+    parser = parser_of("export", __doc__)
+    parser.add_argument("workdir", help="of the run")
+    parser.add_argument("--to", required=True, help="the folder to make; it must not be there yet")
+    parser.add_argument("--step", type=int, help="of the checkpoint; by default the newest good one")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    parser.add_argument("--file_gb", type=float, default=4.0, help="the largest file of weights, in 10^9 bytes")
+    add_process_flags(parser)
+    flags = parser.parse_args(argv)
+    from jaxtrain.distributed import processes
+
+    processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
+    step = export(flags.workdir, flags.to, flags.step, dtype=flags.dtype, file_bytes=int(flags.file_gb * 1e9))
+    say(f"{flags.to} has the model of step {step} of {flags.workdir}")
+
+
+def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtype: str = "bfloat16",
+           file_bytes: int = 4 * 10**9) -> int:
+    """Write the model of a workdir's checkpoint into the folder `to`, and return the step. Every process calls it."""
+    import jax
+
+    from jaxtrain.checkpoint import restore
+    from jaxtrain.config.published_config import FILE, config_json
+    from jaxtrain.distributed.coordination import exchange
+    from jaxtrain.files import atomic_files
+    from jaxtrain.hub import published_weights
+    from jaxtrain.hub.workdir_model import model_of_workdir
+
+    workdir, to = Path(workdir), Path(to)
+    if to.exists():
+        raise UserError("--to", f"{to} is there already", "name a folder that is not")
+    run = model_of_workdir(workdir)
+    described = config_json(run.config.model) | {"dtype": dtype}
+    found = restore.find_good(workdir, step)
+    if found is None:
+        raise UserError("--step", f"{workdir} has no good checkpoint of step {step}",
+                        f"see those that it has: jaxtrain checkpoint list {workdir}")
+    params = restore.load_params(workdir, run.abstract_model, found[0])
+    partial, first = to.with_name(f"{to.name}.partial"), jax.process_index() == 0
+    if first:
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was stopped
+        partial.mkdir(parents=True)
+    exchange(None)  # it is there for all processes
+    published_weights.save(params, run.config.model, partial, jax.numpy.dtype(dtype), file_bytes)
+    exchange(None)  # all files are written
+    if first:
+        _write_tokenizer(workdir / "tokenizer", partial, described)
+        atomic_files.write_json(partial / FILE, described)
+        record = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
+                  "sha256": {file.name: atomic_files.file_digest(file) for file in sorted(partial.iterdir())}}
+        atomic_files.write_json(partial / RECORD, record)
+        os.rename(partial, to)
+        atomic_files.sync(to.absolute().parent)
+    exchange(None)
+    return found[0]
+
+
+def _write_tokenizer(kept: Path, folder: Path, described: dict[str, Any]) -> None:
+    """Copy the run's tokenizer, and say which tokens begin and end a text."""
+    from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
+    from jaxtrain.data.tokenizers.tokenizer_folder import record_of
+
+    if not kept.is_dir():
+        say("the workdir has no tokenizer; the folder has none either")
+        return
+    tokenizer = load_tokenizer(f"{kept}")
+    record, ids = record_of(tokenizer), {"eos_token_id": tokenizer.eod, "bos_token_id": tokenizer.bos}
+    described |= ids
+    (folder / "generation_config.json").write_text(json.dumps(ids, indent=1))
+    if record["file"] not in ("tokenizer.json", "tokenizer.model"):
+        say(f"transformers has no tokenizer of the kind {tokenizer.name!r}; the folder has none")
+        return
+    shutil.copyfile(kept / record["file"], folder / record["file"])
+    named = {"eos_token": record["eod"] or None, "bos_token": record["bos"] or None}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"} if record["file"].endswith(".json") else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | kind, indent=1))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,51 @@
+"""`train.init_from`: a new run begins with the parameters of a published model, or of another run."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.checkpoint import restore
+from jaxtrain.config import published_config
+from jaxtrain.errors import UserError, say
+from jaxtrain.hub import published_weights
+from jaxtrain.run import Run
+
+KEY = "train.init_from"
+
+
+def with_initial_params(run: Run) -> Run:
+    """Return a run whose `init` does as its `train.init_from` says."""
+    source = run.config.train.init_from
+    if not source:
+        return run
+    folder, step = _parsed(source)
+    return replace(run, load_initial=lambda run: _loaded(folder, step, run))
+
+
+def _loaded(folder: Path, step: int | None, run: Run) -> Any:
+    """Return the parameters of either kind of source. A run that resumes does not look for it any more."""
+    if (folder / "checkpoints").is_dir():
+        return _of_workdir(folder, step, run.abstract_model)
+    if step is None and (folder / published_config.FILE).is_file():
+        say(f"begins with the published parameters in {folder}")
+        return published_weights.load(folder, run.config.model, run.abstract_model)
+    raise UserError(KEY, f"{folder} is neither a run's workdir with checkpoints nor a folder with a published "
+                    f"{published_config.FILE}", "give one of these")
+
+
+def _parsed(source: str) -> tuple[Path, int | None]:
+    folder, at, step = source.rpartition("@")
+    if not at or Path(source).exists():
+        return Path(source), None
+    if not step.isdecimal():
+        raise UserError(KEY, f"{step!r} in {source!r} is not a step", "write WORKDIR@STEP, such as runs/base@500")
+    return Path(folder), int(step)
+
+
+def _of_workdir(folder: Path, step: int | None, abstract: Any) -> Any:
+    found = restore.find_good(folder, step)
+    if found is None:
+        raise UserError(KEY, f"{folder} has no good checkpoint of step {step}",
+                        "see those that it has: jaxtrain checkpoint list")
+    say(f"begins with the parameters of step {found[0]} of {folder}")
+    return restore.load_params(folder, abstract, found[0])

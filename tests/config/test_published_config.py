@@ -1,0 +1,73 @@
+"""config.json of published models: both ways of writing rotary positions, and what cannot be expressed."""
+
+import json
+
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.config.families import FAMILIES
+from jaxtrain.config.published_config import config_json, model_section
+from tests.hub import published
+from tests.numerics import reference
+
+
+def section(folder, config) -> dict:
+    (folder / "config.json").write_text(json.dumps(config))
+    return model_section(folder)
+
+
+@pytest.mark.parametrize("name", published.CASES)
+def test_what_is_written_says_what_was_read(name, tmp_path):
+    """Of the newer way to write it, which transformers 5 has, and of the older one, in which ours is written."""
+    kind, given = published.CASES[name]
+    newer = section(tmp_path, published.truth()[name]["config"])
+    older = section(tmp_path, given | {"model_type": kind})
+    model = FAMILIES[newer["name"]](**newer)
+    assert model == FAMILIES[older["name"]](**older)
+    written = section(tmp_path, config_json(model))
+    assert FAMILIES[written["name"]](**written) == model
+
+
+@pytest.mark.parametrize(("name", "changes", "reason"), [
+    ("llama", {"model_type": "rwkv"}, "model_type=rwkv is not one that jaxtrain has; known: gpt2, llama, mistral"),
+    ("llama", {"hidden_act": "relu"}, "hidden_act='relu' cannot be expressed: only 'silu' can"),
+    ("llama", {"attention_bias": True}, "attention_bias=True cannot be expressed: only False can"),
+    ("llama", {"hidden_size": None}, "it has no hidden_size; download it again"),
+    ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "its type is not linear, llama3 or yarn"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "its type is not linear, llama3 or yarn"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 cannot be expressed"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function='relu' cannot be expressed"),
+    ("qwen3_window", {"max_window_layers": 1}, "max_window_layers=1 cannot be expressed"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1] cannot be expressed: only the first layers"),
+    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 cannot be expressed"),
+    ("gemma3", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}, "layer_types="),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' cannot be expressed: only 'sigmoid' can"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False cannot be expressed"),
+])
+def test_what_cannot_be_expressed_is_refused_by_name(name, changes, reason, tmp_path):
+    with pytest.raises(jt.UserError) as refusal:
+        section(tmp_path, published.truth()[name]["config"] | changes)
+    assert f"{refusal.value}".startswith(f"{tmp_path / 'config.json'}: ") and reason in f"{refusal.value}"
+
+
+@pytest.mark.parametrize(("family", "changes", "reason"), [
+    ("gpt2", {"model__window": 4}, "model.window: 4 cannot be published as gpt2"),
+    ("qwen3_moe", {}, "model.shared_experts: 2 cannot be published as qwen3_moe"),
+    ("mixtral", {"model__router": "sigmoid"}, "model.router: 'sigmoid' cannot be published as mixtral"),
+    ("deepseek_v3", {"model__norm_eps": 1e-5}, "model: it cannot be published as deepseek_v3 ("),
+    ("deepseek_v3", {"model__norm_eps": 1e-6, "model__router_bias_rate": 0.0}, "model.router_bias_rate: 0.0 cannot"),
+])
+def test_a_model_that_no_published_type_is_stays_in_the_own_format(family, changes, reason):
+    with pytest.raises(jt.UserError) as refusal:
+        config_json(reference.tiny(family, **changes).model)
+    assert reason in f"{refusal.value}"
+
+
+def test_ntk_scaling_is_published_as_another_base():
+    model = reference.tiny("llama", model__rope_type="ntk", model__rope_scaling=2.0, model__head_dim=8).model
+    assert config_json(model)["rope_theta"] == pytest.approx(100 * 2 ** (8 / 6))
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(jt.UserError, match=r"--config: there is no .*config.json; give a folder in Hugging Face's format"):
+        jt.load_config(f"hf:{tmp_path}")

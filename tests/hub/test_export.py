@@ -1,0 +1,112 @@
+"""From a run to a published folder and back, and runs that begin with the parameters of either."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.checkpoint import restore
+from jaxtrain.hub import export
+from tests.numerics import reference
+
+KEYS = {"model.vocab_size": 264, "model.max_seq_len": 32, "data.seq_len": 32, "data.global_batch_size": 8,
+        "train.steps": 2, "optimizer.warmup_steps": 1, "train.eval_batches": 1, "train.progress": False,
+        "mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2}
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A run of two steps on eight devices."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text("It was the best of times, it was the worst of times.\n" * 200)
+    config = jt.make_config(reference.tiny("qwen3").to_dict(), KEYS | {"data.source": str(folder / "text.txt")})
+    jt.train(config, folder / "work")
+    return folder / "work"
+
+
+@pytest.fixture(scope="module")
+def published(workdir):
+    folder = workdir.parent / "out"
+    assert export.main([str(workdir), f"--to={folder}", "--dtype=float32", "--file_gb=0.00002"]) == 0
+    return folder
+
+
+def begun(path, **keys) -> jt.Run:
+    return jt.build(jt.load_config(path, {"mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1} | {
+        key.replace("__", "."): value for key, value in keys.items()}))
+
+
+def trained(workdir):
+    run = begun(workdir / "config.json")
+    return restore.load_params(workdir, run.abstract_model, 2)
+
+
+@pytest.mark.slow
+def test_a_published_run_begins_another_with_the_same_parameters(workdir, published):
+    run = begun(f"hf:{published}")
+    assert run.config.train.init_from == str(published)
+    assert run.config.model == begun(workdir / "config.json").config.model
+    state = run.init()
+    jax.tree.map(np.testing.assert_array_equal, state.params, trained(workdir))
+    assert int(state.step) == 0 and float(sum(np.abs(x).sum() for x in jax.tree.leaves(state.opt_state))) == 0
+
+
+@pytest.mark.slow
+def test_a_run_begins_another_and_a_resumed_one_goes_on_with_its_own(workdir, tmp_path):
+    """With another optimizer, and from the command line's config of the run itself."""
+    keys = dict(train__init_from=f"{workdir}@2", optimizer__name="muon")
+    jax.tree.map(np.testing.assert_array_equal, begun(workdir / "config.json", **keys).init().params, trained(workdir))
+    config = begun(workdir / "config.json", **keys).config
+    first = jt.train(config, tmp_path)
+    workdir.rename(workdir.with_name("elsewhere"))  # a resumed run does not need it any more
+    try:
+        again = jt.train(config, tmp_path)
+    finally:
+        workdir.with_name("elsewhere").rename(workdir)
+    jax.tree.map(np.testing.assert_array_equal, first.params, again.params)
+
+
+@pytest.mark.slow
+def test_what_is_exported_says_where_it_comes_from(workdir, published):
+    record = json.loads((published / export.RECORD).read_text())
+    assert record["step"] == 2 and record["workdir"] == "work"
+    assert record["parameters"] == restore.find_good(workdir)[1]
+    assert record["sha256"].keys() == {file.name for file in published.iterdir()} - {export.RECORD}
+    assert len([name for name in record["sha256"] if name.endswith(".safetensors")]) > 2
+    config = json.loads((published / "config.json").read_text())
+    assert (config["model_type"], config["eos_token_id"], config["dtype"]) == ("qwen3", 256, "float32")
+
+
+@pytest.mark.slow
+def test_weights_are_rounded_to_bfloat16_by_default(workdir, tmp_path):
+    assert export.main([str(workdir), f"--to={tmp_path / 'out'}", "--step=2"]) == 0
+    state = begun(f"hf:{tmp_path / 'out'}").init()
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype("bfloat16").astype("float32")), state.params,
+                 trained(workdir))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--to={out}"], "--to: {out} is there already; name a folder that is not"),
+    (["--to={new}", "--step=7"], "--step: {work} has no good checkpoint of step 7; see those that it has: "
+                                 "jaxtrain checkpoint list {work}"),
+])
+def test_what_cannot_be_exported_is_told_in_one_line(workdir, published, capsys, flags, message):
+    names = {"out": published, "new": published.parent / "new", "work": workdir}
+    assert export.main([str(workdir), *(flag.format(**names) for flag in flags)]) == 2
+    assert capsys.readouterr().err.strip() == message.format(**names)
+    assert not names["new"].exists()
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    ("{tmp}", "train.init_from: {tmp} is neither a run's workdir with checkpoints nor a folder with a published "
+              "config.json; give one of these"),
+    ("{tmp}/run@last", "train.init_from: 'last' in '{tmp}/run@last' is not a step; write WORKDIR@STEP, such as "
+                       "runs/base@500"),
+])
+def test_a_source_that_is_none_is_refused(tmp_path, source, message):
+    with pytest.raises(jt.UserError) as refusal:
+        jt.build(reference.tiny(train__init_from=source.format(tmp=tmp_path)), devices=jax.devices()[:1]).init()
+    assert f"{refusal.value}" == message.format(tmp=tmp_path)
