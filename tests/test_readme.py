@@ -52,8 +52,8 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
         name, _, value = words.pop(0).partition("=")
         environment[name] = value
     words = [sys.executable, *(word.replace("/path/to/text", str(ROOT / "jaxtrain")) for word in words[1:])]
-    # What documentation writes to corpora/ lies beside the workdirs.
-    words = [re.sub(r"(^|=)corpora/", rf"\1{workdirs}/", word) for word in words]
+    # What documentation writes to corpora/ and models/ lies beside the workdirs.
+    words = [re.sub(r"(^|=|hf:)(corpora|models)/", rf"\1{workdirs}/", word) for word in words]
     if words[1:3] == ["-m", "jaxtrain.plan"]:
         words = [re.sub(r"^(--config=.*\.py)$", r"\1:tiny", word) for word in words]
     if words[1:3] == ["-m", "jaxtrain.bench"]:
@@ -94,15 +94,18 @@ def test_readme_begins_with_the_two_commands_and_is_short():
 
 
 def chains() -> list:
-    """Commands that run by themselves, and those that follow each other with what the ones before made in corpora/.
+    """Commands that run by themselves, and those that follow each other with what the ones before made in a folder.
 
     But for a few they are among the long tests.
     """
+    def made(command):
+        return next((folder for folder in ("corpora/", "models/") if folder in command), "")
+
     # These have tests of their own, or take hours.
     slow = "pytest", "tools/bench", "tools/chaos", "tools/accelerator", "tools/mutants", "python examples/"
     commands = [command for command in shown() if not any(word in command for word in slow)]
-    groups = [list(group) for _, group in itertools.groupby(commands, key=lambda command: "corpora/" in command)]
-    found = [chain for group in groups for chain in ([group] if "corpora/" in group[0] else [[one] for one in group])]
+    groups = [list(group) for _, group in itertools.groupby(commands, key=made)]
+    found = [chain for group in groups for chain in ([group] if made(group[0]) else [[one] for one in group])]
     return [pytest.param(chain, id=chain[0], marks=() if QUICK.search(chain[0]) else pytest.mark.slow)
             for chain in found]
 

@@ -69,5 +69,5 @@ def test_ntk_scaling_is_published_as_another_base():
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):
-    with pytest.raises(jt.UserError, match=r"--config: there is no .*config.json; give a folder in Hugging Face's format"):
+    with pytest.raises(jt.UserError, match=r"--config: there is no .*config.json; give a folder in Hugging"):
         jt.load_config(f"hf:{tmp_path}")
