@@ -14,6 +14,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models import Compute, make_model
+from jaxtrain.models.lora import is_adapter
 from jaxtrain.objectives import MakeObjective, NextToken, Objective
 from jaxtrain.objectives.next_token import stacks
 from jaxtrain.parallel.pipeline.stage_placement import Placement
@@ -47,7 +48,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     schedules = validation.checked_schedules(config, mesh, rules, compute, platform)
     how = Compute.of(config, kind, pipeline=schedules is not None)
     model = Skeleton.of(nnx.eval_shape(
-        lambda: make_model(config.model, how, rngs=nnx.Rngs(params=jax.random.key(0)))))
+        lambda: make_model(config.model, how, config.lora, rngs=nnx.Rngs(params=jax.random.key(0)))))
     goal = objective(config, model)
     is_frozen = _frozen_paths(config, model)
     axes, frozen_axes = partition.split(model.axes(), is_frozen)
@@ -103,6 +104,9 @@ def _rules(config: Config) -> Rules:
 def _frozen_paths(config: Config, model: Skeleton):
     axes = model.axes()
     rule_checks.are_used(config, axes)
+    if config.lora.rank:
+        beside = partition.frozen_paths(axes, (), config.train.trainable) if config.train.trainable else None
+        return lambda path: not is_adapter(path) and (beside is None or path in beside)
     return partition.frozen_paths(axes, config.train.freeze, config.train.trainable).__contains__
 
 

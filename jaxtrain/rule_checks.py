@@ -47,7 +47,7 @@ def agree(config: Config, rules: Rules) -> None:
         if rules[name]:
             raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(rules[name])}", "use none")
     for name in ("embed", "norm", "head_dim", "positions", "expert_embed", "rank", "latent", "router",
-                 "router_bias", "ahead"):
+                 "router_bias", "ahead", "lora"):
         if split(name):
             raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(split(name))}, which splits "
                             "no tokens", "use none or an axis of the batch or the sequence")

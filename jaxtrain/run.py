@@ -374,11 +374,18 @@ class Run:
                             "report() and lower() only", "build it without devices=")
 
     def _init(self, key: jax.Array) -> TrainState:
-        model = make_model(self.config.model, Compute.of(self.config), rngs=nnx.Rngs(params=key))
-        return self._state(Skeleton.of(model).params(), key)
+        return self._state(self._random(key), key)
 
     def _around(self, params: Any, key: jax.Array) -> TrainState:
-        return jax.jit(self._state, out_shardings=self.layout.state)(params, key)
+        """The state around these parameters; those that are not given, such as adapters, are random."""
+        def whole(params, key):
+            return self._state(partition.merge(params, partition.without(self._random(key), params)), key)
+        return jax.jit(whole, out_shardings=self.layout.state)(params, key)
+
+    def _random(self, key: jax.Array) -> Any:
+        config = self.config
+        model = make_model(config.model, Compute.of(config), config.lora, rngs=nnx.Rngs(params=key))
+        return Skeleton.of(model).params()
 
     def _state(self, params: Any, key: jax.Array) -> TrainState:
         frozen = partition.without(params, self.layout.axes) | self.objective.init_frozen(key)

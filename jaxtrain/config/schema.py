@@ -205,6 +205,27 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of low rank beside frozen linear layers (docs/tuning.md); none by default."""
+
+    rank: int = 0  # of the adapters, which are all that is trained; 0: no adapters
+    alpha: float = 16.0  # adapters are multiplied by alpha / rank
+    rank_stabilized: bool = False  # by alpha / sqrt(rank) instead, which lets higher ranks learn as fast
+    targets: list[str] = field(default_factory=lambda: ["*"], hash=False)  # paths with wildcards of linear layers
+
+    def __post_init__(self):
+        not_negative(self, "lora", "rank")
+        positive(self, "lora", "alpha")
+        if not self.targets or not all(isinstance(pattern, str) for pattern in self.targets):
+            raise UserError("lora.targets", f"{self.targets} is not a list of paths", "give ['*'] for all linear layers")
+
+    @property
+    def scale(self) -> float:
+        """What adapters are multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When to save and how many to keep; the last step is always saved."""
 
@@ -272,6 +293,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
@@ -287,6 +309,10 @@ class Config:
         if self.optimizer.warmup_steps > self.train.steps:
             raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
+
+        if self.lora.rank and self.train.freeze:
+            raise UserError("train.freeze", "with lora.rank everything is frozen but the adapters",
+                            "leave it out; train.trainable names what is trained beside them")
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain nested dicts, as written to `config.json`: without the credentials in URLs."""

@@ -64,7 +64,8 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was stopped
         partial.mkdir(parents=True)
     exchange(None)  # it is there for all processes
-    published_weights.save(params, run.config.model, partial, jax.numpy.dtype(dtype), file_bytes)
+    published_weights.save(params, run.config.model, partial, jax.numpy.dtype(dtype), file_bytes,
+                           run.config.lora.scale if run.config.lora.rank else 0.0)
     exchange(None)  # all files are written
     if first:
         _write_tokenizer(workdir / "tokenizer", partial, described)

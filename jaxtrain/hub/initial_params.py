@@ -6,8 +6,10 @@ from typing import Any
 
 from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
+from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError, say
 from jaxtrain.hub import published_weights
+from jaxtrain.models.lora import without_adapters
 from jaxtrain.run import Run
 
 KEY = "train.init_from"
@@ -25,10 +27,10 @@ def with_initial_params(run: Run) -> Run:
 def _loaded(folder: Path, step: int | None, run: Run) -> Any:
     """Return the parameters of either kind of source. A run that resumes does not look for it any more."""
     if (folder / "checkpoints").is_dir():
-        return _of_workdir(folder, step, run.abstract_model)
+        return _of_workdir(folder, step, run)
     if step is None and (folder / published_config.FILE).is_file():
         say(f"begins with the published parameters in {folder}")
-        return published_weights.load(folder, run.config.model, run.abstract_model)
+        return published_weights.load(folder, run.config.model, without_adapters(run.abstract_model))
     raise UserError(KEY, f"{folder} is neither a run's workdir with checkpoints nor a folder with a published "
                     f"{published_config.FILE}", "give one of these")
 
@@ -42,7 +44,12 @@ def _parsed(source: str) -> tuple[Path, int | None]:
     return Path(folder), int(step)
 
 
-def _of_workdir(folder: Path, step: int | None, abstract: Any) -> Any:
+def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
+    adapters = load_config(folder / "config.json").lora
+    if adapters.rank and adapters != run.config.lora:
+        raise UserError(KEY, f"{folder} has adapters (lora.rank={adapters.rank}), and this run has others or none",
+                        "set the lora keys as there, or begin with what jaxtrain export makes of it, which merges them")
+    abstract = run.abstract_model if adapters.rank else without_adapters(run.abstract_model)
     found = restore.find_good(folder, step)
     if found is None:
         raise UserError(KEY, f"{folder} has no good checkpoint of step {step}",

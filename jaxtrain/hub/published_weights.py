@@ -24,6 +24,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.hub import safetensors_files
 from jaxtrain.hub.safetensors_files import Tensor
 from jaxtrain.hub.tensor_names import Entry, entries
+from jaxtrain.models.lora import NAME as ADAPTER
 from jaxtrain.sharding.rules import axes_of
 
 # Not parameters of a language model: buffers that old versions saved, and other parts of a multimodal model.
@@ -68,10 +69,11 @@ def read(tensors: Mapping[str, Tensor], entry: Entry, shape: Sequence[int], dtyp
     return out
 
 
-def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int) -> list[str]:
+def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int, lora_scale: float = 0.0) -> list[str]:
     """Write the parameters into files of at most `limit` bytes each, and their index; return the files' names.
 
-    Every process makes the call, and writes its share of the files.
+    Every process makes the call, and writes its share of the files. Adapters are added to their matrices, times
+    `lora_scale`.
     """
     flat = flatten(params)
     parts: dict[str, list[tuple[Entry, tuple[int, ...]]]] = defaultdict(list)
@@ -83,7 +85,7 @@ def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int) 
     files = safetensors_files.split_over_files(sizes, limit)
     called = safetensors_files.file_names(len(files))
     for n, (file, inside) in enumerate(zip(called, files, strict=True)):
-        tensors: Iterator[np.ndarray] = (_published(parts[name], flat, dtype) for name in inside)
+        tensors: Iterator[np.ndarray] = (_published(parts[name], flat, dtype, lora_scale) for name in inside)
         if n % jax.process_count() == jax.process_index():
             safetensors_files.write(folder / file, {name: shapes[name] for name in inside}, dtype, tensors)
         else:  # gathering is done by all processes together
@@ -142,20 +144,32 @@ def _order(entry: Entry, size: int) -> np.ndarray:
     return np.concatenate([np.arange(plain), np.arange(plain, size, 2), np.arange(plain + 1, size, 2)])
 
 
-def _published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str, jax.Array], dtype: Any) -> np.ndarray:
+def _published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str, jax.Array], dtype: Any,
+               lora_scale: float) -> np.ndarray:
     """Gather a tensor from the parameter, or the parameters, that it holds."""
     entry, _ = parts[0]
     shape = flat[entry.ours].shape[_stacked(entry):]
     letters, sizes = "".join(_groups(entry)), _sizes(entry, shape)
     out = np.empty([sizes[letter] for letter in letters], dtype)
     for entry, which in parts:
-        piece = _gathered(flat[entry.ours], which, dtype)
+        piece = _merged(entry.ours, which, flat, dtype, lora_scale)
         if entry.paired:
             piece = piece[..., np.argsort(_order(entry, shape[-1]))]
         ours = entry.layout.split("->")[1]
         where = tuple(entry.part[0] if letter == "p" else slice(None) for letter in letters)
         out[where] = piece.transpose([ours.index(letter) for letter in letters if letter != "p"])
     return out.reshape(published_shape(entry, flat[entry.ours].shape))
+
+
+def _merged(path: str, which: tuple[int, ...], flat: Mapping[str, jax.Array], dtype: Any,
+            lora_scale: float) -> np.ndarray:
+    """Gather one layer of a parameter, or one expert, with the adapter that it may have."""
+    down, up = (f"{path.rpartition('/')[0]}/{ADAPTER}/{name}" for name in ("down", "up"))
+    if down not in flat or not path.endswith("/kernel"):
+        return _gathered(flat[path], which, dtype)
+    kernel, a, b = (_gathered(flat[each], which, np.float32) for each in (path, down, up))
+    product = a.reshape(-1, a.shape[-1]) @ b.reshape(len(b), -1)
+    return (kernel + np.float32(lora_scale) * product.reshape(kernel.shape)).astype(dtype)
 
 
 def _gathered(x: jax.Array, which: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from flax import nnx
 
 from jaxtrain.config.families import ModelConfig
+from jaxtrain.config.schema import LoraConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.deepseek_v3 import deepseek_v3
 from jaxtrain.models.gemma3 import gemma3
 from jaxtrain.models.gpt2 import gpt2
 from jaxtrain.models.llama import llama
+from jaxtrain.models.lora import adapt
 from jaxtrain.models.qwen2 import qwen2
 from jaxtrain.models.qwen3 import qwen3
 
@@ -18,11 +20,15 @@ FAMILIES: dict[str, Callable[..., Decoder]] = {"gpt2": gpt2, "llama": llama, "qw
     "gemma3": gemma3, "mixtral": llama, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3}
 
 
-def make_model(config: ModelConfig, compute: Compute | None = None, *, rngs: nnx.Rngs) -> Decoder:
+def make_model(config: ModelConfig, compute: Compute | None = None, lora: LoraConfig | None = None, *,
+               rngs: nnx.Rngs) -> Decoder:
     """Return the initialized model that `config` describes; callable eagerly as `model(tokens)`."""
     if config.name not in FAMILIES:
         raise UserError("model.name", f"there is no model {config.name!r}", nearest(config.name, FAMILIES))
-    return FAMILIES[config.name](config, compute or Compute(), rngs=rngs)
+    model = FAMILIES[config.name](config, compute or Compute(), rngs=rngs)
+    if lora is not None and lora.rank:
+        adapt(model, lora, rngs)
+    return model
 
 
 __all__ = ["FAMILIES", "Compute", "Decoder", "make_model"]

@@ -53,6 +53,8 @@ def bell(key: jax.Array, shape: tuple[int, ...], std: float = 1.0) -> jax.Array:
 class Linear(nnx.Module):
     """An einsum with a weight, and a bias over the output dimensions that come from the weight."""
 
+    adapter: nnx.Module | None = None  # models/lora.py gives some layers one
+
     def __init__(self, equation: str, shape: tuple[int, ...], axes: Names, out: Names, *, rngs: nnx.Rngs,
                  bias: bool = False, std: float = 0.02):
         self.equation, self.axes, self.out = equation, axes, out
@@ -72,6 +74,8 @@ class Linear(nnx.Module):
             y = sharding.with_bias(products.multiply(self.product, x, kernel), bias)
         else:
             y = self.product(x, kernel, bias)
+        if self.adapter is not None:
+            y = y + self.adapter(x)
         return checkpoint_name(y, self.bias_axes[0])  # by which train.remat may keep it
 
     def product(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:

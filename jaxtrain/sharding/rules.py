@@ -33,6 +33,7 @@ PARAMETER_NAMES = {
     "latent": "model.kv_rank", "rank": "model.kv_rank",  # as an output, and as an input
     "router": "model.num_experts", "router_bias": "model.num_experts",
     "ahead": "model.embed_dim",  # as an output that is not sharded
+    "lora": "lora.rank",
 }
 ACTIVATION_NAMES = {
     "batch": "data.global_batch_size", "seq": "data.seq_len", "block_seq": "data.seq_len",
@@ -303,6 +304,14 @@ def enter(x: jax.Array, names: Names, shared_by: tuple[str, ...]) -> jax.Array:
         return constrain(x, *names)  # among manual axes JAX 0.10 cannot differentiate such a type
     spec, splits = activation_spec(*names) or P(), {axes_of(split_by(name)) for name in shared_by}
     return jax.reshard(x, P(*spec, reduced=set(*splits)) if len(splits) == 1 else spec)
+
+
+def leave_reduced(x: jax.Array) -> jax.Array:
+    """Undo what `enter` records of an activation's gradient, for a product whose output dimension is not split."""
+    here = current()
+    if here is None or not is_explicit(here[0]) or not (spec := jax.typeof(x).sharding.spec).reduced:
+        return x
+    return jax.reshard(x, P(*spec.partitions))
 
 
 def manual_region(f: Callable, in_specs: Any, out_specs: Any) -> Callable:

@@ -10,6 +10,7 @@ import jaxtrain as jt
 from jaxtrain.checkpoint import restore
 from jaxtrain.hub import export
 from tests.numerics import reference
+from tests.numerics.plain_lora import merged
 
 KEYS = {"model.vocab_size": 264, "model.max_seq_len": 32, "data.seq_len": 32, "data.global_batch_size": 8,
         "train.steps": 2, "optimizer.warmup_steps": 1, "train.eval_batches": 1, "train.progress": False,
@@ -66,6 +67,26 @@ def test_a_run_begins_another_and_a_resumed_one_goes_on_with_its_own(workdir, tm
     finally:
         workdir.with_name("elsewhere").rename(workdir)
     jax.tree.map(np.testing.assert_array_equal, first.params, again.params)
+
+
+@pytest.mark.slow
+def test_adapters_of_a_run_are_tuned_resumed_and_merged(workdir, published, tmp_path):
+    """Beside the frozen parameters of a published model, and in what is published in turn."""
+    keys = {"train__init_from": str(published), "lora__rank": 2, "data__source": str(workdir.parent / "text.txt")}
+    state = jt.train(begun(f"hf:{published}", train__steps=2, data__seq_len=32, data__global_batch_size=8, **keys).config,
+                     tmp_path / "tuned")
+    base = jax.device_get(trained(workdir))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.frozen), base)
+    assert export.main([str(tmp_path / "tuned"), f"--to={tmp_path / 'out'}", "--dtype=float32"]) == 0
+    wanted = merged(jax.device_get(state.all_params), 16 / 2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
+                 begun(f"hf:{tmp_path / 'out'}").init().params, wanted)
+    assert not np.array_equal(wanted["blocks"]["layer"]["mlp"]["up"]["kernel"], base["blocks"]["layer"]["mlp"]["up"]["kernel"])
+
+    again = begun(tmp_path / "tuned/config.json", train__init_from=str(tmp_path / "tuned")).init()
+    jax.tree.map(np.testing.assert_array_equal, again.all_params, state.all_params)
+    with pytest.raises(jt.UserError, match=r"train.init_from: .*tuned has adapters \(lora.rank=2\), and this run has others"):
+        begun(tmp_path / "tuned/config.json", train__init_from=str(tmp_path / "tuned"), lora__rank=0).init()
 
 
 @pytest.mark.slow

@@ -1,0 +1,66 @@
+"""Low-rank adaptation (LoRA, arXiv 2106.09685): beside frozen matrices, a narrow and trained product of two.
+
+A linear layer x W becomes x W + scale x A B, with A down to the rank and B up from it. A begins random and B at zero, so
+that the model begins as the one that is adapted. The rest of it is frozen, as `train.freeze` would.
+
+Shape suffixes: of a weight, the letters of the layer's own equation; R the rank.
+"""
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxtrain.config.schema import LoraConfig
+from jaxtrain.errors import UserError, nearest
+from jaxtrain.models.layers import Linear, param
+from jaxtrain.sharding import rules as sharding
+
+NAME = "adapter"  # of the attribute of a linear layer, and so in the paths of its parameters
+
+
+class Adapter(nnx.Module):
+    """The low-rank product of one linear layer, or of all layers of a stack."""
+
+    def __init__(self, linear: Linear, c: LoraConfig, *, rngs: nnx.Rngs):
+        given, weight, result = linear.equation.replace("->", ",").split(",")
+        summed = sum(letter in given for letter in weight)  # first dimensions of the weight
+        shape = linear.kernel.get_value().shape
+        stacked = len(shape) - len(weight)
+        lead, inner, outer = shape[:stacked], shape[stacked:stacked + summed], shape[stacked + summed:]
+        layers = ("layers",) * stacked
+        self.scale, self.out = c.scale, linear.out
+        self.down_axes, self.up_axes = (*linear.axes[:summed], "lora"), ("lora", *linear.axes[summed:])
+        self.down_equation = f"{given},{weight[:summed]}r->{given[:2]}r"
+        self.up_equation = f"{given[:2]}r,r{weight[summed:]}->{result}"
+        self.down = param(rngs, (*lead, *inner, c.rank), (*layers, *self.down_axes), std=0.02)
+        self.up = param(rngs, (*lead, c.rank, *outer), (*layers, *self.up_axes), std=0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = sharding.leave_reduced(x)
+        x_BTR = sharding.einsum(self.down_equation, x, self.down.get_value(), self.down_axes, ("batch", "seq", None))
+        return sharding.einsum(self.up_equation, x_BTR, self.up.get_value(), self.up_axes, self.out) * self.scale
+
+
+def adapt(model: nnx.Module, c: LoraConfig, rngs: nnx.Rngs) -> None:
+    """Give an adapter to every linear layer whose path matches one of `lora.targets`."""
+    linears = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
+    for pattern in c.targets:
+        if not any(fnmatchcase(path, pattern) for path in linears):
+            raise UserError("lora.targets", f"no linear layer's path matches {pattern!r}", nearest(pattern, linears))
+    for path, linear in sorted(linears.items()):
+        if any(fnmatchcase(path, pattern) for pattern in c.targets):
+            setattr(linear, NAME, Adapter(linear, c, rngs=rngs))
+
+
+def is_adapter(path: str) -> bool:
+    """Return whether a parameter's path is that of an adapter."""
+    return f"/{NAME}/" in path
+
+
+def without_adapters(tree: Any) -> Any:
+    """Return a nested dict of parameters without those of adapters."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: without_adapters(inner) for key, inner in tree.items() if key != NAME}

@@ -1,0 +1,86 @@
+"""Adapters of low rank: the loss and gradients of the model that they amount to, on any mesh; all else stays."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.checkpoint.trees import flatten
+from jaxtrain.models.lora import is_adapter
+from jaxtrain.train_step import partition
+from tests.numerics import reference
+from tests.numerics.plain_lora import at_random, merged
+
+LORA = dict(lora__rank=3, lora__alpha=6.0)
+CASES = {
+    "tensor": ("llama", dict(mesh=(1, 2, 4))),
+    "one device": ("gpt2", {}),
+    "all axes": ("gpt2", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2)),
+    "remat by layer": ("qwen3", dict(mesh=(2, 1, 2), train__remat="full:1,attention_and_dots")),
+    "context": ("llama", dict(mesh=(1, 1, 2), mesh__context=2)),
+    "1f1b": ("llama", dict(mesh=(1, 2, 2), mesh__stage=2)),
+    "zero-bubble": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1")),
+    "latents, experts": ("deepseek_v3", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3)),
+    "attention only, beside norms": ("gemma3", dict(mesh=(1, 2, 2), lora__targets=["*/attention/*"],
+                                                    train__trainable=["*norm*"], lora__rank_stabilized=True)),
+}
+QUICK = ("tensor",)
+
+
+@pytest.mark.parametrize("name", [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+def test_loss_and_gradients_are_those_of_the_merged_model(name):
+    family, keys = CASES[name]
+    run = reference.build(family, **(LORA | keys))
+    params = at_random(initial(run))
+    config, batch = run.config, reference.batch(0)
+    trained = partition.like(params, run.layout.axes)
+
+    def truth(trained):
+        whole = partition.merge(trained, partition.without(params, trained))
+        return reference.loss(config.model, merged(whole, config.lora.scale), batch, config.train.z_loss)
+
+    loss, want = jax.jit(jax.value_and_grad(truth))(trained)
+    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
+    norm, o = float(reference.norm_of(want)), config.optimizer
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    got = jax.tree.map(lambda m: np.asarray(m) / (1 - o.b1) / min(1, o.clip_norm / norm), reference.moments(state))
+    error, leaf = reference.worst(got, jax.device_get(want), floor=1e-3 * norm)
+    assert error < 1e-5, leaf
+    frozen = partition.without(params, run.layout.axes)
+    assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(state.frozen), frozen)), "one has changed"
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), jax.device_get(state.params), trained)
+    assert all(jax.tree.leaves(moved)), "one is not trained"
+
+
+def initial(run):
+    """All parameters at step 0, on the host."""
+    quick = {"xla_backend_optimization_level": 0}
+    init = run.compiled_init.lower(jax.random.key(0)).compile(compiler_options=quick)
+    return jax.device_get(init(jax.random.key(0)).all_params)
+
+
+def test_a_model_begins_as_the_one_that_is_adapted():
+    plain, run = reference.build("llama"), reference.build("llama", **LORA)
+    tokens = reference.batch(0)["tokens"]
+    one, other = (run.module(run.init())(tokens) for run in (plain, run))
+    np.testing.assert_array_equal(one, other)
+
+
+def test_only_adapters_have_moments():
+    run = reference.build("llama", **LORA)
+    assert all(map(is_adapter, flatten(run.abstract.params))) and not any(map(is_adapter, flatten(run.abstract.frozen)))
+    assert len(jax.tree.leaves(reference.moments(run.abstract))) == len(jax.tree.leaves(run.abstract.params)) == 14
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    (dict(lora__targets=["*/attention/query"]), "lora.targets: no linear layer's path matches '*/attention/query'; "),
+    (dict(train__freeze=["embed"]), "train.freeze: with lora.rank everything is frozen but the adapters; leave it out"),
+    (dict(lora__targets=[]), "lora.targets: [] is not a list of paths; give ['*'] for all linear layers"),
+    (dict(lora__rank=-1), "lora.rank: -1 is negative; give 0 or more"),
+])
+def test_mistakes_are_told_in_one_line(keys, message):
+    with pytest.raises(jt.UserError) as refusal:
+        reference.build("llama", **(LORA | keys))
+    assert f"{refusal.value}".startswith(message)
