@@ -3,8 +3,9 @@
     python -m tests.composition.fuzz --cases=100 --seed=7 --devices=16
 
 draws meshes of all six axes, rules, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions,
-optimizers and the dtypes of their moments, offloading, frozen parameters, packing, rows without a valid token, model
-families, tied and untied tables, scanned and unrolled layers; training, and of some evaluation and `value_and_grad`.
+optimizers and the dtypes of their moments, offloading, frozen parameters, adapters, packing, rows without a valid token,
+model families, tied and untied tables, scanned and unrolled layers; training, and of some evaluation and
+`value_and_grad`.
 What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.validation documents. A case
 fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it
 again.
@@ -96,7 +97,8 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= {"train.attention": "splash"}
     if not keys.get("model.mtp_loss_weight") and rng.random() < 0.25:
         keys |= {"data.cross_document_attention": True}
-    return keys | remat_of(keys, random.Random(f"{sorted(keys.items())}"))  # its own numbers: it changes no other draw
+    rng = random.Random(f"{sorted(keys.items())}")  # its own numbers: what follows changes no other draw
+    return keys | remat_of(keys, rng) | lora_of(keys, rng)
 
 
 def remat_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -106,6 +108,13 @@ def remat_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     several = keys["mesh.stage"] == 1 and layers > keys.get("model.experts_every", 1)  # that a policy each is for
     by_layer = ["full:1,attention_and_dots", "attention:1,none", "dots:1,heads@host"] if several else []
     return {"train.remat": rng.choice(by_name + by_layer)} if rng.random() < 0.3 else {}
+
+
+def lora_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Adapters in some of the cases, of all linear layers or of attention."""
+    if keys["optimizer.name"] != "adamw" or keys["train.freeze"] or rng.random() < 0.8:
+        return {}
+    return {"lora.rank": rng.choice((1, 3)), "lora.alpha": 4.0, "lora.targets": rng.choice((["*"], ["*attention/*"]))}
 
 
 def config_of(keys: dict[str, Any]):
@@ -135,7 +144,8 @@ def batch_of(packing: bool, empty: str = "", whole: bool = False) -> dict[str, A
 
 
 @functools.lru_cache(maxsize=32)
-def _truth(model: Any, packing: bool, empty: str, z_loss: float, whole: bool = False) -> tuple[Any, ...]:
+def _truth(model: Any, packing: bool, empty: str, z_loss: float, whole: bool = False, lora: Any = None,
+           targets: tuple[str, ...] = ()) -> tuple[Any, ...]:
     """Of the plain model: initial parameters, loss, gradient, its norm, cross-entropy, and the new biases of routers.
     """
     import jax
@@ -145,12 +155,14 @@ def _truth(model: Any, packing: bool, empty: str, z_loss: float, whole: bool = F
     from jaxtrain.models import make_model
     from jaxtrain.train_step.state import Skeleton
     from tests.numerics import reference
+    from tests.numerics.plain_lora import at_random, merged
 
-    init = jax.jit(lambda key: Skeleton.of(make_model(model, rngs=nnx.Rngs(params=key))).params())
-    params = jax.device_get(init.lower(jax.random.key(0)).compile({"xla_backend_optimization_level": 0})(
-        jax.random.key(0)))
+    init = jax.jit(lambda key: Skeleton.of(make_model(model, None, lora, rngs=nnx.Rngs(params=key))).params())
+    params = at_random(jax.device_get(init.lower(jax.random.key(0)).compile({"xla_backend_optimization_level": 0})(
+        jax.random.key(0))))
 
     def value(params):
+        params = merged(params, lora.scale) if lora.rank else params
         loss, excess = reference.loss_and_excess(model, params, batch_of(packing, empty, whole), z_loss)
         return loss, (excess, reference.evaluation(model, params, batch_of(packing, empty, whole)))
 
@@ -169,6 +181,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     from jaxtrain.sharding import rules as sharding
     from jaxtrain.train_step import partition
     from tests.numerics import reference
+    from tests.numerics.plain_lora import merged
 
     config = config_of(keys)
     devices = int(np.prod([keys[f"mesh.{axis}"] for axis in AXES]))
@@ -176,9 +189,10 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     empty = keys.get("empty", "")
     batch, precision = batch_of(keys["packing"], empty), keys["train.precision"]
     params, loss, grads, norm, entropy, bias = _truth(
-        config.model, keys["packing"], empty, config.train.z_loss, config.data.cross_document_attention)
+        config.model, keys["packing"], empty, config.train.z_loss, config.data.cross_document_attention, config.lora,
+        tuple(config.lora.targets))
     grads = partition.like(grads, run.layout.axes)  # those of what is trained
-    norm = norm if not keys.get("train.freeze") else reference.norm_of(grads)
+    norm = reference.norm_of(grads) if keys.get("train.freeze") or config.lora.rank else norm
     state, by_call = reference.start_from(run, params), None
     if keys.get("value_and_grad") or config.optimizer.name != "adamw":
         by_call = jax.device_get(run.value_and_grad(state, batch))
@@ -200,7 +214,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
             lambda path, g, want: want if "['router']['bias']" in jax.tree_util.keystr(path) else g, by_call[1], grads)
         off["gradient of value_and_grad"], leaf = reference.worst(got, grads, floor)
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state.params))), "a parameter is lost"
-    if bias is not None and precision == "float32":
+    if bias is not None and precision == "float32" and not config.lora.rank:
         p = state.all_params
         new = [reference.router(config.model, p)["bias"],
                *(p["ahead"]["block"]["mlp"]["router"]["bias"][None] for _ in range("ahead" in p))]
@@ -211,7 +225,8 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
         at_rest = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, run.abstract.all_params)
         total, weight = lowered.compile({"xla_backend_optimization_level": 0})(at_rest, run.place(batch))
         shown = batch_of(keys["packing"], empty, config.data.cross_document_attention)
-        want = jax.jit(lambda p: reference.evaluation(config.model, p, shown))(params)
+        plain = merged(params, config.lora.scale) if config.lora.rank else params
+        want = jax.jit(lambda p: reference.evaluation(config.model, p, shown))(plain)
         off["evaluation"] = abs(float(total) / float(weight) / float(want) - 1)
     assert int(metrics["skipped"]) == 0, "the step was skipped: something was not finite"
     for what, error in off.items():
