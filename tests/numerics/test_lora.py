@@ -61,6 +61,7 @@ def initial(run):
     return jax.device_get(init(jax.random.key(0)).all_params)
 
 
+@pytest.mark.slow
 def test_a_model_begins_as_the_one_that_is_adapted():
     plain, run = reference.build("llama"), reference.build("llama", **LORA)
     tokens = reference.batch(0)["tokens"]
