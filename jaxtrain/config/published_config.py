@@ -48,14 +48,19 @@ _MORE = {
 # What transformers takes for a key that is not there, where it is not our default.
 _DEFAULTS: dict[str, Keys] = {
     "gpt2": {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
+    "mistral": {"sliding_window": 4096},
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "qwen3_moe": {"norm_topk_prob": False},
+    "qwen2": {"max_window_layers": 28}, "qwen3": {"max_window_layers": 28},
+    "qwen3_moe": {"norm_topk_prob": False, "max_window_layers": 28},
+    "deepseek_v3": {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8,
+                    "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
     "gemma3_text": {"tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
                     "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "sliding_window": 4096},
 }
 _NEEDED = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "n_layer",
-           "n_embd", "n_head", "num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size",
-           "num_experts_per_tok", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+           "n_embd", "n_head", "n_positions", "max_position_embeddings", "num_local_experts", "num_experts",
+           "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok", "kv_lora_rank", "qk_nope_head_dim",
+           "qk_rope_head_dim", "v_head_dim")
 # What a published model may say, since it is what ours do; the first one is the default, and what is written.
 _NO, _SILU = (False, None), ("silu", "swish")
 _BIASES: dict[str, tuple] = {"attention_bias": _NO, "mlp_bias": _NO, "hidden_act": _SILU}
@@ -77,11 +82,16 @@ def model_section(folder: str | Path) -> Keys:
     given = bounded_files.user_json(path, dict, "--config", "give a folder in Hugging Face's format")
     if given is None:
         raise UserError("--config", f"there is no {path}", "give a folder in Hugging Face's format")
-    given = given.get("text_config", {}) | {} if given.get("model_type") == "gemma3" else given
-    kind = given.get("model_type")
-    if kind not in _TYPES:
-        raise UserError(f"{path}", f"model_type={kind} is not one that jaxtrain has", f"known: {', '.join(_TYPES)}")
-    return _section(kind, given, path)
+    try:
+        given = given["text_config"] if given.get("model_type") == "gemma3" else given
+        kind = given.get("model_type")
+        if f"{kind}" not in _TYPES:
+            raise UserError(f"{path}", f"model_type={kind} is not one that jaxtrain has", f"known: {', '.join(_TYPES)}")
+        return _section(kind, given, path)
+    except UserError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"{path}", f"a value does not have the form expected ({error})", "download it again") from error
 
 
 def starting_config(folder: str) -> dict[str, Keys]:
@@ -106,15 +116,21 @@ def _section(kind: str, given: Keys, path: Path) -> Keys:
             raise refuse(key, f"cannot be expressed: only {allowed[0]!r} can")
     table = _GPT2 if kind == "gpt2" else _COMMON | _MORE.get(kind, {})
     for key in _NEEDED:
-        if key in table and not known.get(key):
+        if key in table and (type(known.get(key)) is not int or not known[key]):
             raise UserError(f"{path}", f"it has no {key}", "download it again")
+    if known.get("quantization_config"):
+        raise refuse("quantization_config", "cannot be expressed: only plain weights can")
     section: Keys = {"name": family} | {ours: known[key] for key, ours in table.items() if known.get(key) is not None}
     if kind == "gemma3_text":
         return section | _gemma_layers(known, refuse)
     if kind in ("mistral", "mixtral") or (kind.startswith("qwen") and known.get("use_sliding_window")):
         section["window"] = known.get("sliding_window") or 0
-        if known.get("max_window_layers", 0) and section["window"] and kind.startswith("qwen"):
-            raise refuse("max_window_layers", "cannot be expressed: all layers have the window, or none")
+        if section["window"] and kind.startswith("qwen"):
+            first, layers = known["max_window_layers"], known["num_hidden_layers"]
+            if len(kinds := set(known.get("layer_types") or _windowed(layers, first))) != 1:
+                raise refuse("layer_types" if known.get("layer_types") else "max_window_layers",
+                             "cannot be expressed: all layers have the window, or none")
+            section["window"] *= "sliding_attention" in kinds
     if kind == "qwen3_moe":
         dense = known.get("mlp_only_layers") or []
         if dense != list(range(len(dense))) or len(dense) % section.get("experts_every", 1):
@@ -163,6 +179,11 @@ def _gemma_layers(known: Keys, refuse: Any) -> Keys:
     return {"global_every": every, "rope_theta": float(far["rope_theta"]),
             "local_rope_theta": float(near["rope_theta"]),
             "rope_factor": float(far.get("factor", 1)) if kind == "linear" else 1.0}
+
+
+def _windowed(layers: int, first: int) -> list[str]:
+    """Return the kinds of layers of which those from the first one on have a window."""
+    return ["sliding_attention" if n >= first else "full_attention" for n in range(layers)]
 
 
 def _layer_types(every: int, layers: int) -> list[str]:

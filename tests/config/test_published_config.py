@@ -1,5 +1,6 @@
 """config.json of published models: both ways of writing rotary positions, and what cannot be expressed."""
 
+import contextlib
 import json
 
 import pytest
@@ -37,7 +38,10 @@ def test_what_is_written_says_what_was_read(name, tmp_path):
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "its type is not linear, llama3 or yarn"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 cannot be expressed"),
     ("gpt2", {"activation_function": "relu"}, "activation_function='relu' cannot be expressed"),
-    ("qwen3_window", {"max_window_layers": 1}, "max_window_layers=1 cannot be expressed"),
+    ("qwen3_window", {"max_window_layers": 1, "layer_types": None}, "max_window_layers=1 cannot be expressed"),
+    ("qwen3_window", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'} cannot"),
+    ("llama", {"max_position_embeddings": "many"}, "it has no max_position_embeddings; download it again"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1] cannot be expressed: only the first layers"),
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 cannot be expressed"),
     ("gemma3", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}, "layer_types="),
@@ -48,6 +52,40 @@ def test_what_cannot_be_expressed_is_refused_by_name(name, changes, reason, tmp_
     with pytest.raises(jt.UserError) as refusal:
         section(tmp_path, published.truth()[name]["config"] | changes)
     assert f"{refusal.value}".startswith(f"{tmp_path / 'config.json'}: ") and reason in f"{refusal.value}"
+
+
+@pytest.mark.parametrize(("name", "left_out", "expected"), [  # the defaults of transformers 5.24
+    ("mistral", ["sliding_window"], {"window": 4096}),
+    ("qwen3_window", ["max_window_layers", "layer_types"], {"window": 0}),  # 28: beyond the last layer
+    ("deepseek_v3", ["n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "q_lora_rank",
+                     "n_shared_experts"],
+     {"expert_groups": 8, "expert_groups_used": 4, "router_scale": 2.5, "normalize_router": True, "q_rank": 1536,
+      "shared_experts": 1}),
+    ("mixtral", ["rms_norm_eps", "sliding_window"], {"norm_eps": 1e-5, "window": 0}),
+])
+def test_what_is_left_out_has_the_default_of_its_type(name, left_out, expected, tmp_path):
+    config = {key: value for key, value in published.truth()[name]["config"].items() if key not in left_out}
+    found = section(tmp_path, config)
+    assert {key: found[key] for key in expected} == expected
+
+
+ODD = (None, "x", -1, 0, 1.5, [], {}, [1], {"a": 1}, True, 10**30)
+NESTED = (*ODD, {"rope_type": "linear"}, {"rope_type": "yarn", "factor": "a"}, {"type": "linear", "factor": None},
+          {"full_attention": 3})
+
+
+@pytest.mark.parametrize("name", ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "gpt2", "llama_yarn", "qwen3_window", "qwen3_moe_sparse", "deepseek_v3"))])
+def test_no_value_of_a_wrong_kind_ends_in_a_traceback(name, tmp_path):
+    config = published.truth()[name]["config"]
+    damaged = [{"model_type": "gemma3", "text_config": value} for value in ODD]
+    for key in {*config, "rope_scaling", "rope_parameters", "layer_types"}:
+        damaged += [{other: value for other, value in config.items() if other != key}]
+        damaged += [config | {key: value} for value in NESTED]
+    for content in damaged:
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        with contextlib.suppress(jt.UserError):
+            jt.load_config(f"hf:{tmp_path}")
 
 
 @pytest.mark.parametrize(("family", "changes", "reason"), [
