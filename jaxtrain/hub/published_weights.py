@@ -81,13 +81,16 @@ def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int, 
         for name, which in names(entry, flat[entry.ours].shape):
             parts[name].append((entry, which))
     shapes = {name: published_shape(entry, flat[entry.ours].shape) for name, [(entry, _), *_] in parts.items()}
-    sizes = {name: math.prod(shape) * np.dtype(dtype).itemsize for name, shape in shapes.items()}
+    float32 = {name for name, [(entry, _), *_] in parts.items() if entry.float32}
+    kinds = {name: np.dtype(np.float32 if name in float32 else dtype) for name in shapes}
+    sizes = {name: math.prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
     files = safetensors_files.split_over_files(sizes, limit)
     called = safetensors_files.file_names(len(files))
     for n, (file, inside) in enumerate(zip(called, files, strict=True)):
-        tensors: Iterator[np.ndarray] = (_published(parts[name], flat, dtype, lora_scale) for name in inside)
+        tensors: Iterator[np.ndarray] = (_published(parts[name], flat, kinds[name], lora_scale) for name in inside)
         if n % jax.process_count() == jax.process_index():
-            safetensors_files.write(folder / file, {name: shapes[name] for name in inside}, dtype, tensors)
+            safetensors_files.write(folder / file, {name: shapes[name] for name in inside}, dtype, tensors,
+                                    float32)
         else:  # gathering is done by all processes together
             for _ in tensors:
                 pass
@@ -208,10 +211,12 @@ def _by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
 
 def _tied_head(folder: str | Path, tensors: Mapping[str, Tensor]) -> set[str]:
     """Return the name of a head that repeats the embeddings, as some tied models have it; refuse any other."""
-    head, table = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    head = tensors.get("lm_head.weight")
+    table = tensors.get("model.embed_tokens.weight", tensors.get("transformer.wte.weight"))
     if head is None:
         return set()
-    if table is None or head.shape != table.shape or not np.array_equal(head.view()[:8], table.view()[:8]):
+    if table is None or head.shape != table.shape or not all(
+            np.array_equal(head.view()[n:n + 1024], table.view()[n:n + 1024]) for n in range(0, head.shape[0], 1024)):
         raise UserError(f"{folder}", "its lm_head.weight is not the embedding table, and model.tied_embeddings is set",
                         "set it to false")
     return {"lm_head.weight"}

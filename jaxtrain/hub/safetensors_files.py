@@ -7,7 +7,7 @@ one. The format is described at https://huggingface.co/docs/safetensors.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,12 @@ def tensors_of(folder: str | Path) -> dict[str, Tensor]:
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / INDEX}", f"it cannot be read ({error})", "download it again") from None
     found: dict[str, Tensor] = {}
-    for file in files.values():
-        found |= _header(file)
+    for name, file in files.items():
+        for tensor in _header(file).values():
+            if listed.get(tensor.name) != name:
+                raise UserError(f"{file}", f"{INDEX} does not list its tensor {tensor.name}, or in another file",
+                                "download the folder again")
+            found[tensor.name] = tensor
     if missing := sorted(listed.keys() - found.keys()):
         raise UserError(f"{folder / INDEX}", f"it lists {missing[0]}, which {listed[missing[0]]} does not have",
                         "download the folder again")
@@ -125,13 +129,17 @@ def file_names(count: int) -> list[str]:
     return [SINGLE] if count == 1 else [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
 
 
-def write(path: Path, shapes: Mapping[str, Sequence[int]], dtype: Any, tensors: Iterator[np.ndarray]) -> None:
-    """Write one file: the header, which the shapes determine, then each tensor as it comes, in the same order."""
-    kind, at = np.dtype(dtype), 0
+def write(path: Path, shapes: Mapping[str, Sequence[int]], dtype: Any, tensors: Iterator[np.ndarray],
+          float32: Container[str] = ()) -> None:
+    """Write one file: the header, which the shapes determine, then each tensor as it comes, in the same order.
+
+    `float32`: the names of tensors that are written in float32 rather than in `dtype`.
+    """
+    kinds, at = {name: np.dtype(np.float32 if name in float32 else dtype) for name in shapes}, 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, shape in shapes.items():
-        end = at + math.prod(shape) * kind.itemsize
-        header[name] = {"dtype": _NAMES[kind], "shape": list(shape), "data_offsets": [at, end]}
+        end = at + math.prod(shape) * kinds[name].itemsize
+        header[name] = {"dtype": _NAMES[kinds[name]], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -139,7 +147,7 @@ def write(path: Path, shapes: Mapping[str, Sequence[int]], dtype: Any, tensors: 
         file.write(len(text).to_bytes(8, "little") + text)
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
             assert tensor.shape == tuple(shape), (name, tensor.shape, shape)
-            file.write(np.ascontiguousarray(tensor, kind).view(np.uint8).reshape(-1).data)
+            file.write(np.ascontiguousarray(tensor, kinds[name]).view(np.uint8).reshape(-1).data)
 
 
 def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:

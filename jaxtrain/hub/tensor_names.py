@@ -23,6 +23,7 @@ class Entry:
             the tensor and halves apart in the parameter.
         layers: the published numbers of the layers that the parameter stacks; None: it is not of a layer.
         experts: how many experts it stacks; 0: it is not of an expert.
+        float32: whether it is written in float32 whatever the others are, as published.
     """
 
     ours: str
@@ -32,6 +33,7 @@ class Entry:
     paired: int = 0
     layers: Sequence[int] | None = None
     experts: int = 0
+    float32: bool = False
 
 
 # Of a layer: paths below the layer, names below "model.layers.{layer}.".
@@ -82,7 +84,7 @@ def _experts(c: ExpertsConfig) -> list[Entry]:
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     found = [Entry("mlp/router/kernel", f"{block}.gate.weight", "ed->de")]
     if c.router_bias_rate:
-        found += [Entry("mlp/router/bias", f"{block}.gate.e_score_correction_bias")]
+        found += [Entry("mlp/router/bias", f"{block}.gate.e_score_correction_bias", float32=True)]
     for ours, name in zip(("gate", "up", "down"), names, strict=True):
         found += [Entry(f"mlp/{ours}", f"{block}.experts.{{expert}}.{name}.weight",
                         "df->fd" if ours == "down" else "fd->df", experts=c.num_experts)]

@@ -1,5 +1,6 @@
 """Published weights: the logits and gradients that transformers computes, and the same bytes on the way back."""
 
+import json
 from functools import partial
 
 import jax
@@ -121,3 +122,50 @@ def test_names_may_lack_the_prefix_or_have_that_of_a_multimodal_model(tmp_path, 
     case = published.truth()["llama_head_dim"]
     renamed = {name.replace("model.", prefix): shape for name, shape in case["tensors"].items()}
     loaded(published.write(tmp_path, dict(case, tensors=renamed)))
+
+
+def test_what_is_published_in_float32_stays_so(tmp_path):
+    """The bias that evens out expert load has steps that bfloat16 would lose."""
+    run, params = loaded(published.write(tmp_path / "in", published.truth()["deepseek_v3_plain"]))
+    params["blocks"]["layer"]["mlp"]["router"]["bias"] += 1e-3 / 7
+    (tmp_path / "out").mkdir()
+    published_weights.save(params, run.config.model, tmp_path / "out", jnp.dtype("bfloat16"), 10**6)
+    tensors = safetensors_files.tensors_of(tmp_path / "out")
+    kinds = {name: tensor.dtype for name, tensor in tensors.items()}
+    assert {name for name, kind in kinds.items() if kind == "F32"} == {
+        name for name in kinds if name.endswith("e_score_correction_bias")}
+    bias = next(tensors[name].view() for name in kinds if kinds[name] == "F32")
+    np.testing.assert_array_equal(bias, params["blocks"]["layer"]["mlp"]["router"]["bias"][0])
+
+
+@pytest.mark.parametrize(("name", "table"), [("gpt2", "transformer.wte.weight"),
+                                             ("llama_head_dim", "model.embed_tokens.weight")])
+def test_a_tied_head_may_be_repeated_and_not_differ(name, table, tmp_path, monkeypatch):
+    case, plain = published.truth()[name], published.weight
+    more = dict(case, tensors=case["tensors"] | {"lm_head.weight": case["tensors"][table]})
+
+    def repeated(name, shape, last=0):
+        if name != "lm_head.weight":
+            return plain(name, shape)
+        head = plain(table, shape)
+        head[-1] += last
+        return head
+
+    monkeypatch.setattr(published, "weight", repeated)
+    loaded(published.write(tmp_path / "same", more))
+    monkeypatch.setattr(published, "weight", partial(repeated, last=1))
+    with pytest.raises(jt.UserError, match=r"its lm_head.weight is not the embedding table"):
+        loaded(published.write(tmp_path / "other", more))
+
+
+def test_a_tensor_is_in_the_file_that_the_index_says(tmp_path):
+    run, params = loaded(published.write(tmp_path, published.truth()["llama_head_dim"]))
+    files = published_weights.save(params, run.config.model, tmp_path, np.float32, 4000)
+    (tmp_path / safetensors_files.SINGLE).unlink()
+    index = json.loads((tmp_path / safetensors_files.INDEX).read_text())
+    first = next(iter(index["weight_map"]))
+    for change in ({first: files[-1]}, {}):
+        listed = {name: file for name, file in index["weight_map"].items() if name != first} | change
+        (tmp_path / safetensors_files.INDEX).write_text(json.dumps({"weight_map": listed}))
+        with pytest.raises(jt.UserError, match=rf"{files[0]}: {safetensors_files.INDEX} does not list its tensor "):
+            loaded(tmp_path)
