@@ -60,10 +60,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
                         f"see those that it has: jaxtrain checkpoint list {workdir}")
     params = restore.load_params(workdir, run.abstract_model, found[0])
     partial, first = to.with_name(f"{to.name}.partial"), jax.process_index() == 0
-    if first:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that was stopped
-        partial.mkdir(parents=True)
-    exchange(None)  # it is there for all processes
+    exchange(None, lambda _: _make(partial))  # it is there for all processes
     published_weights.save(params, run.config.model, partial, jax.numpy.dtype(dtype), file_bytes,
                            run.config.lora.scale if run.config.lora.rank else 0.0)
     exchange(None)  # all files are written
@@ -77,6 +74,15 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
         atomic_files.sync(to.absolute().parent)
     exchange(None)
     return found[0]
+
+
+def _make(folder: Path) -> None:
+    """Make a folder anew, which an export that was stopped may have left."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UserError("--to", f"{folder} cannot be made ({error.strerror})", "give a folder that can be") from error
 
 
 def _write_tokenizer(kept: Path, folder: Path, described: dict[str, Any]) -> None:

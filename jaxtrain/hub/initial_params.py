@@ -1,14 +1,17 @@
 """`train.init_from`: a new run begins with the parameters of a published model, or of another run."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
+from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError, say
+from jaxtrain.files.atomic_files import file_digest
 from jaxtrain.hub import published_weights
+from jaxtrain.hub.safetensors_files import INDEX
 from jaxtrain.models.lora import without_adapters
 from jaxtrain.run import Run
 
@@ -24,15 +27,40 @@ def with_initial_params(run: Run) -> Run:
     return replace(run, load_initial=lambda run: _loaded(folder, step, run))
 
 
+def origin(source: str) -> dict[str, Any]:
+    """Return what run.json says of the parameters that a run begins with."""
+    folder, step = _parsed(source)
+    if (folder / "checkpoints").is_dir():
+        found = _checkpoint(folder, step)
+        return {"workdir": str(folder.absolute()), "step": found[0], "parameters": found[1]}
+    names = (published_config.FILE, INDEX, "export.json")
+    return {"folder": str(folder.absolute()),
+            "sha256": {name: file_digest(folder / name) for name in names if (folder / name).is_file()}}
+
+
 def _loaded(folder: Path, step: int | None, run: Run) -> Any:
     """Return the parameters of either kind of source. A run that resumes does not look for it any more."""
     if (folder / "checkpoints").is_dir():
         return _of_workdir(folder, step, run)
     if step is None and (folder / published_config.FILE).is_file():
-        say(f"begins with the published parameters in {folder}")
+        say(f"begins with the published parameters in {folder}{_otherwise(folder, run)}")
         return published_weights.load(folder, run.config.model, without_adapters(run.abstract_model))
     raise UserError(KEY, f"{folder} is neither a run's workdir with checkpoints nor a folder with a published "
                     f"{published_config.FILE}", "give one of these")
+
+
+def _otherwise(folder: Path, run: Run) -> str:
+    """Return which keys of the model differ from those of the published one, as the end of a sentence.
+
+    Those that shape parameters are refused when these are loaded; others may differ on purpose, for longer rows say.
+    """
+    section, model = published_config.model_section(folder), run.config.model
+    theirs = FAMILIES[section["name"]](**section)
+    free = {"name", "vocab_size", "max_seq_len", "router_bias_rate", "mtp_loss_weight", "balance_loss", "router_z_loss"}
+    told = [f"model.{field.name}={getattr(model, field.name)} instead of {getattr(theirs, field.name)}"
+            for field in fields(model) if field.name not in free and hasattr(theirs, field.name)
+            and getattr(model, field.name) != getattr(theirs, field.name)]
+    return f", but with {', '.join(told)}" if told else ""
 
 
 def _parsed(source: str) -> tuple[Path, int | None]:
@@ -44,15 +72,20 @@ def _parsed(source: str) -> tuple[Path, int | None]:
     return Path(folder), int(step)
 
 
+def _checkpoint(folder: Path, step: int | None) -> tuple[int, str]:
+    found = restore.find_good(folder, step)
+    if found is None:
+        raise UserError(KEY, f"{folder} has no good checkpoint of step {step}",
+                        "see those that it has: jaxtrain checkpoint list")
+    return found
+
+
 def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
     adapters = load_config(folder / "config.json").lora
     if adapters.rank and adapters != run.config.lora:
         raise UserError(KEY, f"{folder} has adapters (lora.rank={adapters.rank}), and this run has others or none",
                         "set the lora keys as there, or begin with what jaxtrain export makes of it, which merges them")
     abstract = run.abstract_model if adapters.rank else without_adapters(run.abstract_model)
-    found = restore.find_good(folder, step)
-    if found is None:
-        raise UserError(KEY, f"{folder} has no good checkpoint of step {step}",
-                        "see those that it has: jaxtrain checkpoint list")
+    found = _checkpoint(folder, step)
     say(f"begins with the parameters of step {found[0]} of {folder}")
     return restore.load_params(folder, abstract, found[0])

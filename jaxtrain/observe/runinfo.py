@@ -27,7 +27,8 @@ _FREE: dict[str, Set[str] | None] = {
     "optimizer": {"zero_stage", "offload"},
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
               "eval_batches", "sample_tokens", "progress", "tensorboard", "check_memory", "expert_exchange",
-              "grouped_matmul", "expert_buffer", "deterministic", "compiler_options"},
+              "grouped_matmul", "expert_buffer", "deterministic", "compiler_options",
+              "init_from"},  # what has a checkpoint of its own goes on from that
 }
 # What a resumed run may change where `--may_change` names it: it shapes the steps to come, not the state.
 MAY_CHANGE = frozenset(
@@ -37,7 +38,8 @@ MAY_CHANGE = frozenset(
 # What a resumed run may change where it makes no difference to the steps that are done: data.stages tells which.
 _STAGED = {"mixture", "stages", "seq_len", "global_batch_size"}
 _RUN = {  # what is read of run.json
-    "run?": str, "adopted?": [(str, int)], "data_manifests?": {str: str}, "data_manifest_hash?": str | None,
+    "run?": str, "adopted?": [(str, int)], "init_from?": dict, "data_manifests?": {str: str},
+    "data_manifest_hash?": str | None,
     "own_parts?": {"optimizer?": {"state": str, "update": {str: str}}},
     "data_changes?": [dict], "config_changes?": [dict],
 }
@@ -86,7 +88,8 @@ def identity(workdir: str | Path, saved: Mapping[str, Any],
     workdir = Path(workdir)
     recorded = _read(workdir / "run.json", _RUN) if saved or (workdir / "config.json").exists() else {}
     own = recorded or ({} if adopt else saved)
-    known = {"run": own.get("run") or secrets.token_hex(8), "adopted": own.get("adopted", [])}
+    known: dict[str, Any] = {"run": own.get("run") or secrets.token_hex(8), "adopted": own.get("adopted", []),
+                             **{key: own[key] for key in ("init_from",) if key in own}}
     theirs = [saved.get("run"), saved.get("step")]
     if not saved or theirs[0] == known["run"]:
         return known, saved

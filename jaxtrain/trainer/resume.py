@@ -11,6 +11,7 @@ from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
+from jaxtrain.hub.initial_params import origin
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer.reporting import describe_changes, say
@@ -52,6 +53,8 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     reach = start.skipped.reach(start.step)  # in batches, of which rollbacks may have skipped some
     saved = start.recovered[2] if start.recovered else checkpoints.meta(start.step) if start.step else {}
     known, saved = exchange(None, lambda _: observe.identity(session.workdir, saved, session.adopt))
+    if t.init_from and not start.step:
+        known["init_from"] = origin(t.init_from)
     parts = run.own_parts(observe.recorded_parts(session.workdir, saved) or {})
     changes = observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved,
                                     may_change=session.may_change)

@@ -1,6 +1,11 @@
 """From a run to a published folder and back, and runs that begin with the parameters of either."""
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,6 +16,9 @@ from jaxtrain.checkpoint import restore
 from jaxtrain.hub import export
 from tests.numerics import reference
 from tests.numerics.plain_lora import merged
+from tests.tiny import free_address, virtual_devices
+
+ROOT = Path(__file__).parents[2]
 
 KEYS = {"model.vocab_size": 264, "model.max_seq_len": 32, "data.seq_len": 32, "data.global_batch_size": 8,
         "train.steps": 2, "optimizer.warmup_steps": 1, "train.eval_batches": 1, "train.progress": False,
@@ -61,12 +69,46 @@ def test_a_run_begins_another_and_a_resumed_one_goes_on_with_its_own(workdir, tm
     jax.tree.map(np.testing.assert_array_equal, begun(workdir / "config.json", **keys).init().params, trained(workdir))
     config = begun(workdir / "config.json", **keys).config
     first = jt.train(config, tmp_path)
+    began = {"workdir": str(workdir), "step": 2, "parameters": restore.find_good(workdir)[1]}
+    assert json.loads((tmp_path / "run.json").read_text())["init_from"] == began
     workdir.rename(workdir.with_name("elsewhere"))  # a resumed run does not need it any more
     try:
-        again = jt.train(config, tmp_path)
+        again = jt.train(replace(config, train=replace(config.train, init_from="")), tmp_path)
     finally:
         workdir.with_name("elsewhere").rename(workdir)
     jax.tree.map(np.testing.assert_array_equal, first.params, again.params)
+    assert json.loads((tmp_path / "run.json").read_text())["init_from"] == began
+
+
+@pytest.mark.slow
+def test_what_computes_otherwise_than_the_published_model_is_told(published, capsys):
+    begun(f"hf:{published}", model__rope_theta=500.0).init()
+    assert "but with model.rope_theta=500.0 instead of 10000.0\n" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_export_and_begin_as_one_does(workdir, published, tmp_path):
+    """Each holds a part of every parameter, and writes a part of the files."""
+    def both(*words):
+        where = [f"--coordinator={free_address()}", "--num_processes=2"]
+        started = [subprocess.Popen([sys.executable, "-m", *words, *where, f"--process_id={i}"], cwd=ROOT,
+                                    env=os.environ | {"XLA_FLAGS": virtual_devices(4), "PYTHONPATH": str(ROOT)},
+                                    stderr=subprocess.PIPE, text=True) for i in range(2)]
+        try:
+            said = [process.communicate(timeout=200)[1] for process in started]
+            assert [process.returncode for process in started] == [0, 0], said
+        finally:
+            for process in started:
+                process.kill()
+
+    both("jaxtrain.hub.export", str(workdir), f"--to={tmp_path / 'out'}", "--dtype=float32", "--file_gb=0.00002")
+    for file in published.glob("*model*"):
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+    keys = [f"--config.{key}={value}" for key, value in KEYS.items() if not key.startswith("model.")]
+    keys += [f"--config.data.source={workdir.parent / 'text.txt'}", "--config.optimizer.learning_rate=1e-30",
+             "--config.optimizer.weight_decay=0"]
+    both("jaxtrain.main", f"--config=hf:{published}", *keys, f"--workdir={tmp_path / 'work'}")
+    jax.tree.map(np.testing.assert_array_equal, trained(tmp_path / "work"), trained(workdir))
 
 
 @pytest.mark.slow
@@ -111,6 +153,8 @@ def test_weights_are_rounded_to_bfloat16_by_default(workdir, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "message"), [
     (["--to={out}"], "--to: {out} is there already; name a folder that is not"),
+    (["--to={out}/config.json/new"], "--to: {out}/config.json/new.partial cannot be made (Not a directory); give a "
+                                     "folder that can be"),
     (["--to={new}", "--step=7"], "--step: {work} has no good checkpoint of step 7; see those that it has: "
                                  "jaxtrain checkpoint list {work}"),
 ])
