@@ -217,12 +217,8 @@ class LoraConfig:
         not_negative(self, "lora", "rank")
         positive(self, "lora", "alpha")
         if not self.targets or not all(isinstance(pattern, str) for pattern in self.targets):
-            raise UserError("lora.targets", f"{self.targets} is not a list of paths", "give ['*'] for all linear layers")
-
-    @property
-    def scale(self) -> float:
-        """What adapters are multiplied by."""
-        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+            raise UserError("lora.targets", f"{self.targets} is not a list of paths",
+                            "give ['*'] for all linear layers")
 
 
 @dataclass(frozen=True)

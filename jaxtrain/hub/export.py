@@ -1,10 +1,11 @@
-"""Write a run's model as a folder in Hugging Face's format, which transformers and inference servers read.
+"""Write a run's model as a folder in Hugging Face's format.
 
     jaxtrain export runs/mine --to=published/mine
     jaxtrain export runs/mine --to=published/mine --step=500 --dtype=float32
 
-The folder appears when it is whole: config.json, the weights as safetensors, the run's tokenizer where it is of a kind
-that others read, and export.json, which says of which run and step it is, with the SHA-256 of every file.
+Transformers and inference servers read it. The folder appears when it is whole: config.json, the weights as
+safetensors, the run's tokenizer where it is of a kind that others read, and export.json, which says of which run and
+step it is, with the SHA-256 of every file.
 """
 
 import json
@@ -48,6 +49,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     from jaxtrain.files import atomic_files
     from jaxtrain.hub import published_weights
     from jaxtrain.hub.workdir_model import model_of_workdir
+    from jaxtrain.models import lora
 
     workdir, to = Path(workdir), Path(to)
     if to.exists():
@@ -62,7 +64,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     partial, first = to.with_name(f"{to.name}.partial"), jax.process_index() == 0
     exchange(None, lambda _: _make(partial))  # it is there for all processes
     published_weights.save(params, run.config.model, partial, jax.numpy.dtype(dtype), file_bytes,
-                           run.config.lora.scale if run.config.lora.rank else 0.0)
+                           lora.scale(run.config.lora))
     exchange(None)  # all files are written
     if first:
         _write_tokenizer(workdir / "tokenizer", partial, described)

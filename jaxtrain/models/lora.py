@@ -1,7 +1,7 @@
 """Low-rank adaptation (LoRA, arXiv 2106.09685): beside frozen matrices, a narrow and trained product of two.
 
-A linear layer x W becomes x W + scale x A B, with A down to the rank and B up from it. A begins random and B at zero, so
-that the model begins as the one that is adapted. The rest of it is frozen, as `train.freeze` would.
+A linear layer x W becomes x W + scale x A B, with A down to the rank and B up from it. A begins random and B at zero,
+so that the model begins as the one that is adapted. The rest of it is frozen, as by `train.freeze`.
 
 Shape suffixes: of a weight, the letters of the layer's own equation; R the rank.
 """
@@ -30,7 +30,7 @@ class Adapter(nnx.Module):
         stacked = len(shape) - len(weight)
         lead, inner, outer = shape[:stacked], shape[stacked:stacked + summed], shape[stacked + summed:]
         layers = ("layers",) * stacked
-        self.scale, self.out = c.scale, linear.out
+        self.scale, self.out = scale(c), linear.out
         self.down_axes, self.up_axes = (*linear.axes[:summed], "lora"), ("lora", *linear.axes[summed:])
         self.down_equation = f"{given},{weight[:summed]}r->{given[:2]}r"
         self.up_equation = f"{given[:2]}r,r{weight[summed:]}->{result}"
@@ -41,6 +41,11 @@ class Adapter(nnx.Module):
         x = sharding.leave_reduced(x)
         x_BTR = sharding.einsum(self.down_equation, x, self.down.get_value(), self.down_axes, ("batch", "seq", None))
         return sharding.einsum(self.up_equation, x_BTR, self.up.get_value(), self.up_axes, self.out) * self.scale
+
+
+def scale(c: LoraConfig) -> float:
+    """Return what adapters are multiplied by; 0 without any."""
+    return c.alpha / (c.rank**0.5 if c.rank_stabilized else c.rank) if c.rank else 0.0
 
 
 def adapt(model: nnx.Module, c: LoraConfig, rngs: nnx.Rngs) -> None:

@@ -3,8 +3,8 @@
     python -m tests.composition.fuzz --cases=100 --seed=7 --devices=16
 
 draws meshes of all six axes, rules, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions,
-optimizers and the dtypes of their moments, offloading, frozen parameters, adapters, packing, rows without a valid token,
-model families, tied and untied tables, scanned and unrolled layers; training, and of some evaluation and
+optimizers and the dtypes of their moments, offloading, frozen parameters, adapters, packing, rows without a valid
+token, model families, tied and untied tables, scanned and unrolled layers; training, and of some evaluation and
 `value_and_grad`.
 What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.validation documents. A case
 fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it
@@ -153,6 +153,7 @@ def _truth(model: Any, packing: bool, empty: str, z_loss: float, whole: bool = F
     from flax import nnx
 
     from jaxtrain.models import make_model
+    from jaxtrain.models.lora import scale
     from jaxtrain.train_step.state import Skeleton
     from tests.numerics import reference
     from tests.numerics.plain_lora import at_random, merged
@@ -162,7 +163,7 @@ def _truth(model: Any, packing: bool, empty: str, z_loss: float, whole: bool = F
         jax.random.key(0))))
 
     def value(params):
-        params = merged(params, lora.scale) if lora.rank else params
+        params = merged(params, scale(lora)) if lora.rank else params
         loss, excess = reference.loss_and_excess(model, params, batch_of(packing, empty, whole), z_loss)
         return loss, (excess, reference.evaluation(model, params, batch_of(packing, empty, whole)))
 
@@ -178,6 +179,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     import numpy as np
 
     import jaxtrain as jt
+    from jaxtrain.models.lora import scale
     from jaxtrain.sharding import rules as sharding
     from jaxtrain.train_step import partition
     from tests.numerics import reference
@@ -225,7 +227,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
         at_rest = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, run.abstract.all_params)
         total, weight = lowered.compile({"xla_backend_optimization_level": 0})(at_rest, run.place(batch))
         shown = batch_of(keys["packing"], empty, config.data.cross_document_attention)
-        plain = merged(params, config.lora.scale) if config.lora.rank else params
+        plain = merged(params, scale(config.lora)) if config.lora.rank else params
         want = jax.jit(lambda p: reference.evaluation(config.model, p, shown))(plain)
         off["evaluation"] = abs(float(total) / float(weight) / float(want) - 1)
     assert int(metrics["skipped"]) == 0, "the step was skipped: something was not finite"

@@ -115,19 +115,20 @@ def test_two_processes_export_and_begin_as_one_does(workdir, published, tmp_path
 def test_adapters_of_a_run_are_tuned_resumed_and_merged(workdir, published, tmp_path):
     """Beside the frozen parameters of a published model, and in what is published in turn."""
     keys = {"train__init_from": str(published), "lora__rank": 2, "data__source": str(workdir.parent / "text.txt")}
-    state = jt.train(begun(f"hf:{published}", train__steps=2, data__seq_len=32, data__global_batch_size=8, **keys).config,
-                     tmp_path / "tuned")
+    run = begun(f"hf:{published}", train__steps=2, data__seq_len=32, data__global_batch_size=8, **keys)
+    state = jt.train(run.config, tmp_path / "tuned")
     base = jax.device_get(trained(workdir))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.frozen), base)
     assert export.main([str(tmp_path / "tuned"), f"--to={tmp_path / 'out'}", "--dtype=float32"]) == 0
     wanted = merged(jax.device_get(state.all_params), 16 / 2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
                  begun(f"hf:{tmp_path / 'out'}").init().params, wanted)
-    assert not np.array_equal(wanted["blocks"]["layer"]["mlp"]["up"]["kernel"], base["blocks"]["layer"]["mlp"]["up"]["kernel"])
+    after, before = (tree["blocks"]["layer"]["mlp"]["up"]["kernel"] for tree in (wanted, base))
+    assert not np.array_equal(after, before)
 
     again = begun(tmp_path / "tuned/config.json", train__init_from=str(tmp_path / "tuned")).init()
     jax.tree.map(np.testing.assert_array_equal, again.all_params, state.all_params)
-    with pytest.raises(jt.UserError, match=r"train.init_from: .*tuned has adapters \(lora.rank=2\), and this run has others"):
+    with pytest.raises(jt.UserError, match=r"tuned has adapters \(lora.rank=2\), and this run has others"):
         begun(tmp_path / "tuned/config.json", train__init_from=str(tmp_path / "tuned"), lora__rank=0).init()
 
 

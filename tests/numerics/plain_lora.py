@@ -12,8 +12,8 @@ def merged(params, scale: float):
     found = {key: merged(inner, scale) for key, inner in params.items() if key != "adapter"}
     if "adapter" in params:
         kernel, a, b = params["kernel"], params["adapter"]["down"], params["adapter"]["up"]
-        layers, rank = kernel.shape[0], a.shape[-1]
-        product = jnp.matmul(a.reshape(layers, -1, rank), b.reshape(layers, rank, -1), precision="highest")
+        stacked, rank = kernel.shape[:a.ndim + b.ndim - 2 - kernel.ndim], a.shape[-1]  # a layer that looks ahead is not
+        product = jnp.matmul(a.reshape(*stacked, -1, rank), b.reshape(*stacked, rank, -1), precision="highest")
         found["kernel"] = kernel + scale * product.reshape(kernel.shape)
     return found
 

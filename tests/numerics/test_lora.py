@@ -6,7 +6,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
-from jaxtrain.models.lora import is_adapter
+from jaxtrain.models.lora import is_adapter, scale
 from jaxtrain.train_step import partition
 from tests.numerics import reference
 from tests.numerics.plain_lora import at_random, merged
@@ -38,7 +38,7 @@ def test_loss_and_gradients_are_those_of_the_merged_model(name):
 
     def truth(trained):
         whole = partition.merge(trained, partition.without(params, trained))
-        return reference.loss(config.model, merged(whole, config.lora.scale), batch, config.train.z_loss)
+        return reference.loss(config.model, merged(whole, scale(config.lora)), batch, config.train.z_loss)
 
     loss, want = jax.jit(jax.value_and_grad(truth))(trained)
     state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))

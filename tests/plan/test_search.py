@@ -304,6 +304,7 @@ def test_with_mesh_auto_a_plan_is_what_a_run_would_choose(capsys):
     assert f"1*  {chosen.best} " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_remat_auto_keeps_as_much_as_fits(monkeypatch):
     """Everything where it fits; else the first layers keep less, and one layer more of those that keep more would not
     fit.

@@ -20,6 +20,7 @@ from jaxtrain.plan.report.command import command
 from jaxtrain.plan.report.reasons import duration, reasons
 from jaxtrain.plan.report.table import Choice, Found, shown
 
+pytestmark = pytest.mark.slow  # one search for all of them
 VOID = {"meta"}
 SOURCE = "configs/llama3_8b.py:tiny"
 TITLE = '<script>alert("1 & 2")</script>'
@@ -238,7 +239,6 @@ def test_a_file_that_cannot_be_written(found, tmp_path):
             html.write(found, path, SOURCE)
 
 
-@pytest.mark.slow
 def test_command(tmp_path, capsys):
     words = ["--config=configs/llama3_8b.py:tiny", "--target=h100", f"--html={tmp_path / 'page.html'}"]
     assert main(words) == 0
