@@ -10,8 +10,8 @@ import jax
 from flax import nnx
 
 from jaxtrain.kernels import attention
-from jaxtrain.kernels.attention import HEADS, KV_HEADS, cached_attention
-from jaxtrain.models.kv_cache import CACHE, Cache, entry
+from jaxtrain.kernels.attention import HEADS, KV_HEADS
+from jaxtrain.models.kv_cache import Cache, attend_cached, kept
 from jaxtrain.models.layers import RESIDUAL, Linear
 from jaxtrain.models.rotary import Rotary
 from jaxtrain.parallel import context as parallel
@@ -69,17 +69,3 @@ class Attention(nnx.Module):
         out = self.out(attend(q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
                               context=self.context))
         return out, kept(cache, k, v)
-
-
-def kept(cache: Cache | None, k_BTGK: jax.Array, v_BTGK: jax.Array) -> dict[str, Any]:
-    """Return the auxiliary value of a layer: its entries of the cache where there is one."""
-    return {} if cache is None else {CACHE: {"keys": entry(k_BTGK), "values": entry(v_BTGK)}}
-
-
-def attend_cached(out: Linear, q_B1HK: jax.Array, k_B1GK: jax.Array, v_B1GK: jax.Array, cache: Cache,
-                  window: Any) -> tuple[jax.Array, dict[str, Any]]:
-    """Return what a layer does for one token per row, which attends to the cache and to itself."""
-    new, before = kept(cache, k_B1GK, v_B1GK), cache.entries
-    visible_BS = cache.visible(before["keys"].shape[-2], window)
-    return out(cached_attention.attend(q_B1HK, *new[CACHE].values(), before["keys"], before["values"], visible_BS,
-                                       q_B1HK.shape[-1]**-0.5)), new

@@ -15,9 +15,9 @@ from flax import nnx
 
 from jaxtrain.config.families import Gemma3Config
 from jaxtrain.kernels.functions import gelu, rms_norm
-from jaxtrain.models.attention import Attention, attend, attend_cached, kept
+from jaxtrain.models.attention import Attention, attend
 from jaxtrain.models.decoder import Compute, Decoder
-from jaxtrain.models.kv_cache import Cache
+from jaxtrain.models.kv_cache import Cache, attend_cached, kept
 from jaxtrain.models.layers import INSIDE, Embed, Head, SwiGLU, param
 from jaxtrain.models.rotary import Rotary, frequencies
 from jaxtrain.sharding import rules as sharding

@@ -4,11 +4,14 @@ An entry is an array [B, G, S, K] of one layer; entries of all layers are stacke
 aligned at their last token: all of a batch write to the same slot S, and a row's text begins at its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxtrain.kernels.attention import cached_attention
 
 CACHE = "cache"  # the auxiliary value under which a layer returns its keys and values of the tokens that it was given
 
@@ -35,10 +38,26 @@ class Cache:
 
     def extended(self, new: Any) -> Any:
         """Return the entries with those of the token that was computed in its slot."""
-        return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, self.slot, axis=-2),
+        slot = self.slot
+        assert slot is not None
+        return jax.tree.map(lambda before, one: jax.lax.dynamic_update_slice_in_dim(before, one, slot, axis=-2),
                             self.entries, new)
 
 
 def entry(x_BTGK: jax.Array) -> jax.Array:
     """Return keys or values as the cache has them, [B, G, T, K]: then products with them need no transposes."""
     return x_BTGK.transpose(0, 2, 1, 3)
+
+
+def kept(cache: Cache | None, k_BTGK: jax.Array, v_BTGK: jax.Array) -> dict[str, Any]:
+    """Return the auxiliary value of a layer: its entries of the cache where there is one."""
+    return {} if cache is None else {CACHE: {"keys": entry(k_BTGK), "values": entry(v_BTGK)}}
+
+
+def attend_cached(out: Callable[[jax.Array], jax.Array], q_B1HK: jax.Array, k_B1GK: jax.Array, v_B1GK: jax.Array,
+                  cache: Cache, window: Any) -> tuple[jax.Array, dict[str, Any]]:
+    """Return what a layer does for one token per row, which attends to the cache and to itself."""
+    new, before = kept(cache, k_B1GK, v_B1GK), cache.entries
+    visible_BS = cache.visible(before["keys"].shape[-2], window)
+    return out(cached_attention.attend(q_B1HK, new[CACHE]["keys"], new[CACHE]["values"], before["keys"],
+                                       before["values"], visible_BS, q_B1HK.shape[-1]**-0.5)), new

@@ -25,8 +25,8 @@ class Group(nnx.Module):
             graphdef, weights = nnx.split(getattr(self, name))
 
             @self.remat
-            def apply(x, weights, graphdef=graphdef, cache=cache and cache.of(name)):
-                return nnx.merge(graphdef, weights)(x, segments_BT, angles, cache)
+            def apply(x, weights, graphdef=graphdef, name=name):
+                return nnx.merge(graphdef, weights)(x, segments_BT, angles, cache and cache.of(name))
 
             x_BTD, aux = apply(x_BTD, weights)  # the last layer has experts, which report something
             entries[name] = aux.pop(CACHE, None)

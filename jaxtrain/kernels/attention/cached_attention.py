@@ -5,6 +5,8 @@ The cache is read in place: scores of the cache and of the token itself are comp
 Shape suffixes: B batch, H query heads, G key/value heads, R query heads per group (H = G R), S slots, K head width.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -26,14 +28,14 @@ def attend(q_B1HK: jax.Array, k_BG1K: jax.Array, v_BG1K: jax.Array, k_BGSK: jax.
                                           for x in (k_BG1K, v_BG1K, k_BGSK, v_BGSK))
     heads, entry = sharding.activation_spec(*HEADS), sharding.activation_spec(*names)
     if heads is None:
-        return _attend(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, visible_BS, scale)
+        return _attend(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, visible_BS, scale=scale)
     return sharding.manual_region(
-        lambda *arrays: _attend(*arrays, scale),
+        partial(_attend, scale=scale),
         in_specs=(heads, *[entry] * 4, sharding.activation_spec("batch", None)), out_specs=heads,
     )(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, sharding.constrain(visible_BS, "batch", None))
 
 
-def _attend(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, visible_BS, scale):
+def _attend(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, visible_BS, *, scale):
     B, _, H, K = q_B1HK.shape
     G, S = k_BGSK.shape[1:3]
     q_BGRK = (q_B1HK * scale).astype(q_B1HK.dtype).reshape(B, G, H // G, K)
