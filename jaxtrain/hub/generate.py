@@ -55,14 +55,17 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
         seed: other numbers give other texts.
         logprobs: also return the log-probability of each token.
         batch_size: how many prompts are continued at once.
-        tokenizer: the folder of one that was kept, such as "WORKDIR/tokenizer"; by default that of the run's data,
-            where texts need one.
+        tokenizer: the folder of one that was kept, such as "WORKDIR/tokenizer"; by default that of the run's data.
+            Without one, where all prompts are token ids, the records have no text.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    _check(run, prompts, max_new_tokens, stop, batch_size)
+    check(prompts, max_new_tokens, stop, batch_size)
+    if run.own_model:
+        raise UserError("run", "a model of your own has no key-value cache", "generate with a model of the config")
+    run.check_devices()
     strings = [one for one in stop if isinstance(one, str)]
     words: Tokenizer | None = None
-    if tokenizer or strings or run.data is None or any(isinstance(prompt, str) for prompt in prompts):
+    if tokenizer or strings or any(isinstance(prompt, str) for prompt in prompts):
         words = load_tokenizer(f"{tokenizer}") if tokenizer else run.corpus.tokenizer
     ends = [one for one in stop if not isinstance(one, str)] + ([words.eod] if words and not ignore_end else [])
     ids = _encoded(run, prompts, words)
@@ -175,11 +178,8 @@ def _encoded(run: "Run", prompts: Sequence[Prompt], words: Tokenizer | None) -> 
     return found
 
 
-def _check(run: "Run", prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[str | int],
-           batch_size: int) -> None:
-    if run.own_model:
-        raise UserError("run", "a model of your own has no key-value cache", "generate with a model of the config")
-    run.check_devices()
+def check(prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[str | int], batch_size: int) -> None:
+    """Refuse what no model can do."""
     if isinstance(prompts, str):
         raise UserError("prompts", "it is a single text", "give a list of texts")
     if isinstance(stop, str):
