@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxtrain.data.loading.batch_function import BatchFunction
     from jaxtrain.data.loading.batch_source import BatchSource
     from jaxtrain.errors import UserError
-    from jaxtrain.hub.generate import sample
+    from jaxtrain.hub.generate import Generated, generate, sample
     from jaxtrain.kernels.cross_entropy import cross_entropy
     from jaxtrain.models import make_model
     from jaxtrain.objectives import NextToken, Objective
@@ -47,7 +47,7 @@ _NAMES = {  # module: what it gives
     "data.loading.batch_function": ["BatchFunction"],
     "data.loading.batch_source": ["BatchSource"],
     "errors": ["UserError"],
-    "hub.generate": ["sample"],
+    "hub.generate": ["Generated", "generate", "sample"],
     "kernels.cross_entropy": ["cross_entropy"],
     "models": ["make_model"],
     "objectives": ["NextToken", "Objective"],
@@ -64,10 +64,10 @@ _NAMES = {  # module: what it gives
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [  # imported when first used, so that `import jaxtrain` is quick
-    "BatchFunction", "BatchSource", "CheckpointManager", "Config", "MetricsWriter", "NextToken", "Objective",
-    "Observer", "Rules", "Run", "TrainState", "TrainStep", "UserError", "Weighted", "build", "constrain",
-    "cross_entropy", "distillation", "enable_compilation_cache", "load_config", "make_config", "make_mesh",
-    "make_model", "make_train_step", "plan", "rules", "sample", "train",
+    "BatchFunction", "BatchSource", "CheckpointManager", "Config", "Generated", "MetricsWriter", "NextToken",
+    "Objective", "Observer", "Rules", "Run", "TrainState", "TrainStep", "UserError", "Weighted", "build",
+    "constrain", "cross_entropy", "distillation", "enable_compilation_cache", "generate", "load_config",
+    "make_config", "make_mesh", "make_model", "make_train_step", "plan", "rules", "sample", "train",
 ]
 
 

@@ -1,72 +1,191 @@
-"""Text from a model: the whole generation is one compiled loop on the mesh the model lives on.
+"""Continue prompts with a model: one record per prompt, generated in batches on the mesh that the model lives on."""
 
-Here every axis but `tensor` splits rows, `stage` and `context` too: one row is never spread over several devices.
-"""
-
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxtrain.data.tokenizers.tokenizer import encode_documents, load_tokenizer
+from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError
-from jaxtrain.models import Decoder
-from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.mesh import AXES
+from jaxtrain.hub.decoding import Decoding, decoding
+from jaxtrain.hub.sampling import Sampling
 
 if TYPE_CHECKING:
     from jaxtrain.run import Run
     from jaxtrain.train_step.state import TrainState
 
+Prompt = str | Sequence[int]
+CHUNK = 32  # tokens between looks for stop strings, which are found on the host
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What followed a prompt."""
+
+    text: str  # without the stop string
+    tokens: tuple[int, ...]  # without the stop token; they end with the token in which a stop string begins
+    logprobs: tuple[float, ...] | None  # of each token by the model itself, before temperature and filters
+    finish_reason: str  # "stop": a stop token or string; "length": there was no room for more
+
+
+def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_new_tokens: int = 128,
+             temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+             repetition_penalty: float = 1.0, stop: Sequence[str | int] = (), ignore_end: bool = False, seed: int = 0,
+             logprobs: bool = False, batch_size: int = 64, tokenizer: str | Path = "") -> list[Generated]:
+    """Continue prompts with a key-value cache; return a record for each.
+
+    What follows a prompt depends on `seed` and on its place among the prompts, not on the other prompts, the size of
+    batches or the mesh.
+
+    Args:
+        run: its mesh is used: rows are split over every axis but `tensor`, heads over `tensor`.
+        state: whose parameters are used.
+        prompts: texts, or lists of token ids.
+        max_new_tokens: at most so many, and as many as `model.max_seq_len` has room for.
+        temperature: 0 for the most probable token each time.
+        top_k: choose among so many most probable tokens; 0: among all.
+        top_p: choose among the fewest tokens that are together at least so probable.
+        min_p: choose among tokens that are at least so probable compared with the most probable one.
+        repetition_penalty: above 1 makes tokens less likely that the prompt or the text has.
+        stop: texts or token ids before which a text ends. So does the tokenizer's end of a document.
+        ignore_end: go on behind the end of a document.
+        seed: other numbers give other texts.
+        logprobs: also return the log-probability of each token.
+        batch_size: how many prompts are continued at once.
+        tokenizer: the folder of one that was kept, such as "WORKDIR/tokenizer"; by default that of the run's data.
+            Without one, where all prompts are token ids, the records have no text.
+    """
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    check(prompts, max_new_tokens, stop, batch_size)
+    if run.own_model:
+        raise UserError("run", "a model of your own has no key-value cache", "generate with a model of the config")
+    run.check_devices()
+    strings = [one for one in stop if isinstance(one, str)]
+    words: Tokenizer | None = None
+    if tokenizer or strings or any(isinstance(prompt, str) for prompt in prompts):
+        words = load_tokenizer(f"{tokenizer}") if tokenizer else run.corpus.tokenizer
+    ends = [one for one in stop if not isinstance(one, str)] + ([words.eod] if words and not ignore_end else [])
+    ids = _encoded(run, prompts, words)
+    programs, key = decoding(run), jax.random.key(seed)
+    records: list[Generated] = []
+    for first in range(0, len(ids), batch_size):
+        batch = _Batch(programs, state.all_params, ids[first:first + batch_size], max_new_tokens, ends,
+                       jax.vmap(lambda row: jax.random.key_data(jax.random.fold_in(key, row))), first)
+        records += batch.finish(sampling, words, strings, logprobs)
+    return records
+
 
 def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200, *, temperature: float = 0.8,
            seed: int = 0, tokenizer: str | Path = "") -> str:
-    """`prompt` continued by at most `length` tokens, as many as `data.seq_len` has room for.
+    """Return `prompt` continued by at most `length` tokens, as many as `data.seq_len` has room for.
 
-    Every step computes the whole window again, without a cache: fine for a look at what a run has learned. At
-    `temperature=0` each token is the most probable one. `tokenizer` is the folder of one that was kept, such as
+    At `temperature=0` each token is the most probable one. `tokenizer` is the folder of one that was kept, such as
     "WORKDIR/tokenizer", for where the data is no longer there.
     """
-    if temperature < 0:
-        raise UserError("temperature", f"{temperature} is below 0", "give 0 for the most probable tokens, or more")
     words = load_tokenizer(f"{tokenizer}") if tokenizer else run.corpus.tokenizer
     # A document's first token has no predecessor in training, so an empty prompt starts behind a line's end.
     begin, = encode_documents([(prompt or "\n").encode()], words)
-    start = np.asarray(begin, np.int32)[-(run.config.data.seq_len - 1):]
-    stop = min(len(start) + length, run.config.data.seq_len)
-    rules = sharding.Rules({**run.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"), "seq": (),
-                            "block_seq": tuple(axis for axis in run.rules["block_seq"] if axis == "tensor")})
-    where = NamedSharding(run.mesh, P(sharding.without_trivial_axes(rules.spec(("batch",)), run.mesh)[0], None))
-    # One row for every piece the batch is cut into: the mesh is busy either way.
-    tokens = np.zeros((sharding.shards(where.spec[0], run.mesh), run.config.data.seq_len), np.int32)
-    tokens[:, : len(start)] = start
+    begin, seq_len = begin[-(run.config.data.seq_len - 1):].tolist(), run.config.data.seq_len
+    found, = generate(run, state, [begin], max_new_tokens=min(length, seq_len - len(begin)), temperature=temperature,
+                      ignore_end=True, seed=seed, tokenizer=tokenizer)
+    return words.decode([*(begin if prompt else []), *found.tokens])
 
-    def generate(params, tokens, key):
-        params = dict(run.cast(params))
-        for stack in params.keys() & set(Decoder.STACKS):  # layers are taken from it one by one
-            params[stack] = jax.tree.map(lambda w: jax.reshard(w, P(None, *jax.typeof(w).sharding.spec[1:])),
-                                         params[stack])
-        model = run.model.merge(params)
 
-        def extend(i, tokens):
-            x_BTD = model.hidden(tokens)
-            last_BD = jax.lax.dynamic_index_in_dim(x_BTD, i - 1, axis=1, keepdims=False)
-            head_DV = sharding.gather(model.head(), "embed", "vocab")
-            logits_BV = jnp.einsum("bd,dv->bv", last_BD, head_DV, preferred_element_type=jnp.float32,
-                                   out_sharding=sharding.activation_spec("batch", None))
-            noise = jax.random.gumbel(jax.random.fold_in(key, i), logits_BV.shape[-1:])
-            next_B = jnp.argmax(logits_BV + temperature * noise, axis=-1).astype(jnp.int32)
-            return jnp.where(jnp.arange(tokens.shape[1]) == i, next_B[:, None], tokens)
+class _Batch:
+    """Prompts that are continued together."""
 
-        return jax.lax.fori_loop(len(start), stop, extend, tokens)
+    def __init__(self, programs: Decoding, params, ids: list[list[int]], new: int, ends: list[int], seeds, first: int):
+        self.programs, self.params, self.count = programs, params, len(ids)
+        longest = programs.run.config.model.max_seq_len
+        # Powers of two, so that batches of other lengths use the same programs.
+        width, rows = _bucket(max(map(len, ids))), programs.rows * _bucket(-(-len(ids) // programs.rows))
+        prompts, begins, limits = np.zeros((rows, width), np.int32), np.full(rows, width), np.zeros(rows, np.int32)
+        for row, prompt in enumerate(ids):
+            begins[row], limits[row] = width - len(prompt), min(new, longest - len(prompt))
+            prompts[row, begins[row]:] = prompt
+        self.limits, self.stops = limits, np.full(_bucket(len(ends)), -1, np.int32)
+        self.stops[:len(ends)] = ends
+        self.placed = programs.place(limits), programs.place(np.asarray(seeds(first + np.arange(rows))))
+        self.state = programs.start(params, prompts, begins, _bucket(int(limits.max())))
 
-    placed = jax.make_array_from_callback(tokens.shape, where, lambda index: tokens[index])
-    key = jax.random.key(seed)
-    with sharding.use(run.mesh, rules):
-        out = jax.jit(generate)(state.all_params, placed, key)
-    row = np.asarray(out.addressable_shards[0].data)[0]
-    return words.decode(row[:stop] if prompt else row[1:stop])
+    def finish(self, sampling: Sampling, words: Tokenizer | None, strings: list[str],
+               logprobs: bool) -> list[Generated]:
+        """Generate until all rows are finished; return a record for each prompt."""
+        limits, seeds = self.placed
+        last, step, cut = int(self.limits.max()), 0, {}  # cut: the texts that a stop string ended, and tokens of each
+        while True:
+            step = min(last, step + CHUNK) if strings else last
+            self.state = self.programs.go_on(self.params, self.state, step, limits, self.stops, seeds, sampling)
+            seen = self.programs.read(self.state)
+            if words and strings:
+                for row in set(range(self.count)) - cut.keys():
+                    if found := _before(strings, words, seen["tokens"][row, :seen["count"][row]]):
+                        cut[row] = found
+            done = seen["done"] | np.isin(np.arange(len(seen["done"])), list(cut))
+            if step == last or done.all():
+                break
+            self.state = {**self.state, "done": self.programs.place(done)}
+        return [self._record(row, seen, cut.get(row), words, logprobs) for row in range(self.count)]
+
+    def _record(self, row: int, seen: dict[str, np.ndarray], cut: tuple[str, int] | None, words: Tokenizer | None,
+                logprobs: bool) -> Generated:
+        many = cut[1] if cut else int(seen["count"][row])
+        tokens = seen["tokens"][row, :many]
+        text = cut[0] if cut else words.decode(tokens.tolist()) if words else ""
+        said = tuple(seen["logprobs"][row, :many].tolist()) if logprobs else None
+        stopped = cut is not None or many < self.limits[row]
+        return Generated(text, tuple(tokens.tolist()), said, "stop" if stopped else "length")
+
+
+def _before(strings: list[str], words: Tokenizer, tokens: np.ndarray) -> tuple[str, int] | None:
+    """Return the text before the first of some strings, and how many tokens reach into it; None without one."""
+    text = words.decode(tokens.tolist())
+    at = min((place for one in strings if (place := text.find(one)) >= 0), default=None)
+    if at is None:
+        return None
+    low, high = 0, len(tokens)  # the fewest tokens whose text is longer than what is kept
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(words.decode(tokens[:middle].tolist())) > at else (middle + 1, high)
+    return text[:at], low
+
+
+def _bucket(size: int) -> int:
+    """Return the least power of two that is not smaller."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _encoded(run: "Run", prompts: Sequence[Prompt], words: Tokenizer | None) -> list[list[int]]:
+    """Return the tokens of each prompt; refuses one that the model cannot continue."""
+    c, found = run.config.model, []
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            assert words is not None
+            prompt, = encode_documents([prompt.encode()], words)
+        ids = [int(id) for id in prompt]
+        if not ids:
+            raise UserError(f"prompts[{number}]", "it has no tokens", "give a text to continue, such as a line's end")
+        if len(ids) >= c.max_seq_len:
+            raise UserError(f"prompts[{number}]", f"its {len(ids)} tokens leave no room in model.max_seq_len="
+                            f"{c.max_seq_len}", f"give at most {c.max_seq_len - 1}")
+        if wrong := next((id for id in ids if not 0 <= id < c.vocab_size), None):
+            raise UserError(f"prompts[{number}]", f"token {wrong} is not below model.vocab_size={c.vocab_size}",
+                            "use the tokenizer with which the model was trained")
+        found.append(ids)
+    return found
+
+
+def check(prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[str | int], batch_size: int) -> None:
+    """Refuse what no model can do."""
+    if isinstance(prompts, str):
+        raise UserError("prompts", "it is a single text", "give a list of texts")
+    if isinstance(stop, str):
+        raise UserError("stop", "it is a single text", "give a list of texts or token ids")
+    for key, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            raise UserError(key, f"{value} is below 1", "give 1 or more")
+    if "" in stop:
+        raise UserError("stop", "an empty text is everywhere", "leave it out")

@@ -4,12 +4,14 @@ Shape suffixes: B batch, T and S sequence, D embedding, H query heads, G key/val
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
 
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.attention import HEADS, KV_HEADS
+from jaxtrain.models.kv_cache import Cache, attend_cached, kept
 from jaxtrain.models.layers import RESIDUAL, Linear
 from jaxtrain.models.rotary import Rotary
 from jaxtrain.parallel import context as parallel
@@ -57,9 +59,13 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles=None) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles=None,
+                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         q, k, v = self.project(x_BTD)
         if angles is not None:
             q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
-        return self.out(attend(q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
-                               context=self.context))
+        if cache is not None and cache.entries is not None:
+            return attend_cached(self.out, q, k, v, cache, self.window)
+        out = self.out(attend(q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
+                              context=self.context))
+        return out, kept(cache, k, v)

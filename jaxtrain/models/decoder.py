@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtrain.config.schema import Config
 from jaxtrain.models.ahead import MTPHead
 from jaxtrain.models.experts.moe import MoE, totals
+from jaxtrain.models.kv_cache import CACHE, Cache
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.rematerialization import cut, layers_at_once, wraps
 from jaxtrain.parallel.experts import DEFAULT, Options
@@ -43,14 +44,16 @@ class Block(nnx.Module):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
-    def __call__(self, x_BTD: jax.Array, segments_BT, angles) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(self, x_BTD: jax.Array, segments_BT, angles,
+                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
-        x_BTD = x_BTD + self.attention(h, segments_BT, angles)
+        y_BTD, aux = self.attention(h, segments_BT, angles, cache)
+        x_BTD = x_BTD + y_BTD
         h = self.mlp_norm(x_BTD)
         if isinstance(self.mlp, MoE):
-            y_BTD, aux = self.mlp(h, segments_BT)
-            return x_BTD + y_BTD, aux
-        return x_BTD + self.mlp(sharding.enter(h, INSIDE, shared_by=("act_mlp",))), {}
+            y_BTD, routed = self.mlp(h, segments_BT)
+            return x_BTD + y_BTD, aux | routed
+        return x_BTD + self.mlp(sharding.enter(h, INSIDE, shared_by=("act_mlp",))), aux
 
 
 class Decoder(nnx.Module):
@@ -91,14 +94,19 @@ class Decoder(nnx.Module):
         return x_BTD if self.positions is None else x_BTD + self.positions(positions_BT)
 
     def through(self, x_BTD: jax.Array, segments_BT: jax.Array | None, positions_BT: jax.Array,
-                slots: Mapping[str, Any] | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Apply all layers, or those in the `slots` of a stage; also returns auxiliary values, stacked over layers."""
+                slots: Mapping[str, Any] | None = None,
+                cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+        """Apply all layers, or those in the `slots` of a stage; also returns auxiliary values, stacked over layers.
+
+        With a `cache`, these have the new entries of each stack under `CACHE`.
+        """
         angles = self.rotary.angles(positions_BT) if self.rotary is not None else None
-        slots = slots or {}
-        if self.first_blocks is not None:
-            x_BTD, _ = self.first_blocks(x_BTD, segments_BT, angles, slots=slots.get("first_blocks"))
-        x_BTD, aux = self.blocks(x_BTD, segments_BT, angles, slots=slots.get("blocks"))
-        return x_BTD, totals(aux)
+        slots, entries, aux = slots or {}, {}, {}
+        for name in self.STACKS:
+            if (stack := getattr(self, name)) is not None:
+                x_BTD, aux = stack(x_BTD, segments_BT, angles, slots=slots.get(name), cache=cache and cache.of(name))
+                entries[name] = aux.pop(CACHE, None)
+        return x_BTD, totals(aux) | ({CACHE: entries} if cache else {})
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the last norm."""

@@ -7,6 +7,7 @@ square root of their width, and queries and keys are normalised.
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxtrain.config.families import Gemma3Config
 from jaxtrain.kernels.functions import gelu, rms_norm
 from jaxtrain.models.attention import Attention, attend
 from jaxtrain.models.decoder import Compute, Decoder
+from jaxtrain.models.kv_cache import Cache, attend_cached, kept
 from jaxtrain.models.layers import INSIDE, Embed, Head, SwiGLU, param
 from jaxtrain.models.rotary import Rotary, frequencies
 from jaxtrain.sharding import rules as sharding
@@ -73,20 +75,22 @@ class LocalOrGlobalAttention(Attention):
         self.query_factor = math.sqrt(c.head_dim / c.query_scale)  # attention itself divides by sqrt(head_dim)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: tuple[Angles, Angles],
-                 layer: jax.Array) -> jax.Array:
+                 layer: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         q, k, v = self.project(x_BTD)
         everywhere = (layer + 1) % self.global_every == 0
         turn = jax.tree.map(lambda near, far: jnp.where(everywhere, far, near), *angles)
         q, k = Rotary.rotate(q, turn), Rotary.rotate(k, turn)
         if self.query_factor != 1:
             q = (q * self.query_factor).astype(q.dtype)
+        if cache is not None and cache.entries is not None:
+            return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window))
 
         def with_window(window):
             # By this name jaxtrain.plan tells which layers take a branch.
             return jax.named_scope(f"window_{window}")(lambda q, k, v: attend(
                 q, k, v, segments_BT=segments_BT, window=window, backend=self.backend, context=self.context))
         out = jax.lax.cond(everywhere, with_window(0), with_window(self.window), q, k, v)
-        return self.out(out)
+        return self.out(out), kept(cache, k, v)
 
 
 class Gemma3Block(nnx.Module):
@@ -99,11 +103,13 @@ class Gemma3Block(nnx.Module):
         self.attention_out_norm, self.mlp_norm = norm(), norm()
         self.mlp, self.mlp_out_norm = GeGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs), norm()
 
-    def __call__(self, x_BTD: jax.Array, segments_BT, angles, layer) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(self, x_BTD: jax.Array, segments_BT, angles, layer,
+                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
-        x_BTD = x_BTD + self.attention_out_norm(self.attention(h, segments_BT, angles, layer))
+        h, aux = self.attention(h, segments_BT, angles, layer, cache)
+        x_BTD = x_BTD + self.attention_out_norm(h)
         h = sharding.enter(self.mlp_norm(x_BTD), INSIDE, shared_by=("act_mlp",))
-        return x_BTD + self.mlp_out_norm(self.mlp(h)), {}
+        return x_BTD + self.mlp_out_norm(self.mlp(h)), aux
 
 
 def gemma3(c: Gemma3Config, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:

@@ -1,9 +1,12 @@
 """Groups of layers that differ, to be stacked and scanned where equal layers would be."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
+
+from jaxtrain.models.kv_cache import CACHE, Cache
 
 
 class Group(nnx.Module):
@@ -15,14 +18,16 @@ class Group(nnx.Module):
         for name, layer in zip(self.names, layers, strict=True):
             setattr(self, name, layer(rngs))
 
-    def __call__(self, x_BTD: jax.Array, segments_BT, angles) -> tuple[jax.Array, dict[str, jax.Array]]:
-        aux = {}
+    def __call__(self, x_BTD: jax.Array, segments_BT, angles,
+                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+        aux, entries = {}, {}
         for name in self.names:
             graphdef, weights = nnx.split(getattr(self, name))
 
             @self.remat
-            def apply(x, weights, graphdef=graphdef):
-                return nnx.merge(graphdef, weights)(x, segments_BT, angles)
+            def apply(x, weights, graphdef=graphdef, name=name):
+                return nnx.merge(graphdef, weights)(x, segments_BT, angles, cache and cache.of(name))
 
             x_BTD, aux = apply(x_BTD, weights)  # the last layer has experts, which report something
-        return x_BTD, aux
+            entries[name] = aux.pop(CACHE, None)
+        return x_BTD, aux if cache is None else aux | {CACHE: entries}

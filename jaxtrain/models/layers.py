@@ -5,6 +5,7 @@ vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, swiglu
+from jaxtrain.models.kv_cache import Cache
 from jaxtrain.models.rematerialization import Wrap
 from jaxtrain.parallel.pipeline import deferred
 from jaxtrain.parallel.pipeline.deferred import Deferred
@@ -190,22 +192,25 @@ class Stack(nnx.Module):
             if isinstance(weight, nnx.Param):
                 weight.set_metadata(axes=("layers", *weight.get_metadata()["axes"]))
 
-    def __call__(self, x: jax.Array, *args, slots: Slots | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(self, x: jax.Array, *args, slots: Slots | None = None,
+                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         """Apply the layers. `slots`: those that a pipeline stage holds; an empty slot passes `x` on."""
         graphdef, weights = nnx.split(self.layer)
         numbers = jnp.arange(self.num_layers) if slots is None else slots.numbers
         given = (weights, numbers if self.numbered else None,
-                 None if slots is None or slots.full else slots.numbers >= 0)
+                 None if slots is None or slots.full else slots.numbers >= 0, cache and cache.entries)
 
-        def layer(x, weights, number):
-            return nnx.merge(graphdef, weights)(x, *args, *(() if number is None else (number,)))
+        def layer(x, weights, number, entries):
+            held = {} if cache is None else {"cache": replace(cache, entries=entries)}
+            return nnx.merge(graphdef, weights)(x, *args, *(() if number is None else (number,)), **held)
 
         def step(apply, x, given):
-            weights, number, there = given
+            weights, number, there, entries = given
+            inputs = x, weights, number, entries
             if there is None:
-                return apply(x, weights, number)
-            none = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(apply, x, weights, number)[1])
-            return jax.lax.cond(there, apply, lambda x, *_: (x, none), x, weights, number)
+                return apply(*inputs)
+            none = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(apply, *inputs)[1])
+            return jax.lax.cond(there, apply, lambda x, *_: (x, none), *inputs)
 
         if len(self.remat) < 2:  # a pipeline's stage has some of the layers
             wrap = self.remat[0][0] if self.remat else lambda f: f

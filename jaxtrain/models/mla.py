@@ -7,14 +7,18 @@ in another order.
 Shape suffixes: B batch, T sequence, D embedding, L latent width, H heads, K head width, R rotary width.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.kernels.attention import HEADS
+from jaxtrain.kernels.attention import HEADS, cached_attention
 from jaxtrain.models.attention import attend
+from jaxtrain.models.kv_cache import CACHE, Cache, entry
 from jaxtrain.models.layers import RESIDUAL, Linear, RMSNorm
 from jaxtrain.models.rotary import Rotary
+from jaxtrain.sharding import rules as sharding
 
 LATENT = ("batch", "seq", None)
 
@@ -39,15 +43,44 @@ class LatentAttention(nnx.Module):
         self.out = Linear("bthk,hkd->btd", (heads, value_dim, dim), ("heads", "head_dim", "embed"), RESIDUAL,
                           std=out_std, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles,
+                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         q_BTL = x_BTD if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x_BTD))
         q_BTHK, q_BTHR = jnp.split(self.q(q_BTL), [self.head_dim], axis=-1)
         kv_BTL, k_BTR = jnp.split(self.kv_down(x_BTD), [self.kv_rank], axis=-1)
-        k_BTHK, v_BTHV = jnp.split(self.kv(self.kv_norm(kv_BTL)), [self.head_dim], axis=-1)
+        kv_BTL = self.kv_norm(kv_BTL)
+        if cache is not None and cache.entries is not None:
+            return self.absorbed(q_BTHK, Rotary.rotate(q_BTHR, angles), kv_BTL, k_BTR, angles, cache)
+        k_BTHK, v_BTHV = jnp.split(self.kv(kv_BTL), [self.head_dim], axis=-1)
         k_BT1R = Rotary.rotate(k_BTR[:, :, None], angles)
         q = jnp.concatenate([q_BTHK, Rotary.rotate(q_BTHR, angles)], axis=-1)
         if self.score_factor != 1:
             q = (q * self.score_factor).astype(q.dtype)
         k = jnp.concatenate([k_BTHK, k_BT1R + jnp.zeros_like(q_BTHR)], axis=-1)
-        return self.out(attend(q, k, v_BTHV, segments_BT=segments_BT, window=self.window, backend=self.backend,
-                               context=self.context))
+        out = self.out(attend(q, k, v_BTHV, segments_BT=segments_BT, window=self.window, backend=self.backend,
+                              context=self.context))
+        return out, {} if cache is None else {CACHE: _entry(kv_BTL, k_BT1R)}
+
+    def absorbed(self, q_BTHK: jax.Array, q_BTHR: jax.Array, kv_BTL: jax.Array, k_BTR: jax.Array, angles,
+                 cache: Cache) -> tuple[jax.Array, dict[str, Any]]:
+        """Return attention of one token per row over cached latents, which are keys and values of all heads.
+
+        Queries are projected to the latents' space and sums of latents to values, so that no latent is projected up.
+        """
+        kernel_LHK = sharding.gather(self.kv.kernel[...], *self.kv.axes)
+        up_LHK, up_LHV = jnp.split(kernel_LHK, [self.head_dim], axis=-1)
+        spec = sharding.activation_spec(*HEADS)
+        q_BTHL = jnp.einsum("bthk,lhk->bthl", q_BTHK, up_LHK, out_sharding=spec)
+        q = jnp.concatenate([q_BTHL, q_BTHR], axis=-1)
+        new = _entry(kv_BTL, Rotary.rotate(k_BTR[:, :, None], angles))
+        before = cache.entries["latents"]
+        scale = self.score_factor * (self.head_dim + q_BTHR.shape[-1])**-0.5
+        sums_BTHL = cached_attention.attend(
+            q, new["latents"], new["latents"][..., :self.kv_rank], before, before[..., :self.kv_rank],
+            cache.visible(before.shape[-2], self.window), scale)
+        return self.out(jnp.einsum("bthl,lhv->bthv", sums_BTHL, up_LHV, out_sharding=spec)), {CACHE: new}
+
+
+def _entry(kv_BTL: jax.Array, k_BT1R: jax.Array) -> dict[str, jax.Array]:
+    """Return what the cache keeps of a token: the normalised latent, and the rotary key that all heads share."""
+    return {"latents": entry(jnp.concatenate([kv_BTL[:, :, None], k_BT1R], axis=-1))}

@@ -37,7 +37,7 @@ def test_without_temperature_the_most_probable_token_is_taken(text, tmp_path):
                     devices=jax.devices()[:1])
     tokenizer_folder.save(run.corpus.tokenizer, tmp_path / "tokenizer")
     assert {sample(gone, state, prompt="line 7", length=3, temperature=0, tokenizer=tmp_path / "tokenizer")} == found
-    with pytest.raises(jt.UserError, match=r"temperature: -1 is below 0"):
+    with pytest.raises(jt.UserError, match=r"temperature: -1 is out of range"):
         sample(run, state, temperature=-1)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from jaxtrain.data.chat.loss_masks import CLOSE, OPEN, Learnt, encode, probed, spans_of
 from jaxtrain.data.formats.conversations import Example, Messages, Unusable
 from jaxtrain.data.tokenizers.special_tokens import BREAK, CODE, Specials
-from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, begun
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.files.bounded_files import read, user_json
 
@@ -161,6 +161,25 @@ class Chat:
 
     # ------------------------------------------------------------------------------------------------------------- ids
 
+    def prompt(self, messages: Messages) -> list[int]:
+        """Return the ids of messages, and of what introduces the assistant's answer."""
+        try:
+            text = self._text(self.specials.guarded(messages), None, add_generation_prompt=True)
+        except Unusable as reason:
+            raise UserError("--chat_template", str(reason), FIX) from reason
+        (ids, _, _), = self.specials.encode([spans_of(text)[0]])
+        return begun(ids, self.tokenizer).tolist()
+
+    def ends(self) -> list[int]:
+        """Return the special tokens that end a turn of the assistant."""
+        messages = [{"role": role, "content": "x"} for role in ("user", "assistant")]
+        try:
+            text, spans = self._render(messages, None, [1])
+        except Unusable as reason:
+            raise UserError("--chat_template", str(reason), FIX) from reason
+        ends = [id for _, stop in spans for token, id in self.specials.ids.items() if text.endswith(token, 0, stop)]
+        return sorted({*ends, self.tokenizer.eod})
+
     def encode_many(self, contents: list[bytes]) -> list[list[Learnt] | str]:
         """Return each example's documents, or the reason why it is left out."""
         found: list[list[str] | str] = []
@@ -209,6 +228,8 @@ def _find(tokenizer: Tokenizer, asked: str, config: dict[str, Any]) -> tuple[str
     """Return name and content of the template: the one requested, else the tokenizer's own, else empty strings."""
     if asked in BUILT_IN:
         return asked, _joined(BUILT_IN[asked])
+    if "{%" in asked:  # kept in a corpus's manifest
+        return "the template of the data", asked
     if asked:
         return Path(asked).name, _read(Path(asked).expanduser())
     if not isinstance(tokenizer, JsonTokenizer):

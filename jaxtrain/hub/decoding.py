@@ -1,0 +1,186 @@
+"""The compiled programs of generation: one pass over the prompts, then a loop of one token per row and iteration.
+
+Prompts of a batch end in the same slot, behind padding (kv_cache.py says why). Every axis of the mesh but `tensor`
+splits rows, `stage` and `context` too; heads and their part of the cache are split over `tensor`. Programs are compiled
+once for each number of rows, length of prompts and room for new tokens, which are rounded up to powers of two.
+
+Shape suffixes: B batch, P slots of prompts, N new tokens, D embedding, V vocabulary.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.families import ExpertsConfig
+from jaxtrain.hub.sampling import Sampling, choose, penalized
+from jaxtrain.models import Compute, Decoder, make_model
+from jaxtrain.models.kv_cache import CACHE, Cache
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.mesh import AXES
+from jaxtrain.train_step.state import Skeleton
+
+if TYPE_CHECKING:
+    from jaxtrain.run import Run
+
+State = dict[str, Any]
+
+
+@functools.lru_cache(maxsize=4)
+def decoding(run: "Run") -> "Decoding":
+    """Return the programs of a run, the same ones each time, so that what they compiled is used again."""
+    # Without remat, which is for gradients, and without a capacity of experts: no token is dropped.
+    c = run.config.model
+    c = replace(c, capacity_factor=0.0) if isinstance(c, ExpertsConfig) else c
+    how = Compute(experts=Compute.of(run.config).experts)
+    model = Skeleton.of(nnx.eval_shape(lambda: make_model(c, how, rngs=nnx.Rngs(params=jax.random.key(0)))))
+    rules = sharding.Rules({**run.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"), "seq": (),
+                            "block_seq": ()})
+    return Decoding(run, model, rules)
+
+
+@dataclass(frozen=True, eq=False)
+class Decoding:
+    """The programs that generate with one run's model on its mesh."""
+
+    run: "Run"
+    model: Skeleton
+    rules: sharding.Rules
+
+    @property
+    def rows(self) -> int:
+        """The number of rows is a multiple of this: the number of parts that the mesh cuts a batch into."""
+        return sharding.shards(self.rules.spec(("batch",))[0], self.run.mesh)
+
+    def place(self, rows: np.ndarray) -> jax.Array:
+        """Spread an array over the mesh by its first dimension; every process gives the whole."""
+        spec = sharding.without_trivial_axes(self.rules.spec(("batch", *[None] * (rows.ndim - 1))), self.run.mesh)
+        return jax.make_array_from_callback(rows.shape, NamedSharding(self.run.mesh, spec), lambda index: rows[index])
+
+    def start(self, params: Any, prompts: np.ndarray, begins: np.ndarray, new: int) -> State:
+        """Compute the prompts [B, P], whose texts begin at these slots; return a state with room for `new` tokens."""
+        done = begins == prompts.shape[1]  # rows without a prompt fill the batch up
+        with sharding.use(self.run.mesh, self.rules):
+            return self._start(params, self.place(prompts), self.place(begins.astype(np.int32)), self.place(done), new)
+
+    def go_on(self, params: Any, state: State, until: int, limits: jax.Array, stops: np.ndarray, seeds: jax.Array,
+              sampling: Sampling) -> State:
+        """Generate up to `until` tokens per row, or until all rows are finished; the given state is used up.
+
+        Args:
+            limits: how many tokens each row may have.
+            stops: the tokens that finish a row; they are not part of its text.
+            seeds: keys of random numbers as the numbers that each row has for them [B, 2].
+        """
+        with sharding.use(self.run.mesh, self.rules):
+            return self._go_on(params, state, np.int32(until), limits, stops, seeds, sampling.numbers(),
+                               sampling.filters, sampling.penalizes)
+
+    def read(self, state: State) -> dict[str, np.ndarray]:
+        """Return what the rows have so far, on the host of every process."""
+        shown = {name: state[name] for name in ("tokens", "logprobs", "count", "done")}
+        with sharding.use(self.run.mesh, self.rules):
+            return jax.tree.map(np.asarray, self._replicate(shown))
+
+    # ------------------------------------------------------------------------------------------- the compiled programs
+
+    @functools.cached_property
+    def _replicate(self):
+        return jax.jit(lambda tree: jax.tree.map(lambda x: jax.reshard(x, P(*[None] * x.ndim)), tree))
+
+    @functools.cached_property
+    def _start(self):
+        def start(params, prompts_BP, begins_B, done_B, new):
+            model = self._model(params)
+            at_BP = jnp.arange(prompts_BP.shape[1])[None] - begins_B[:, None]
+            x_BPD, aux = self._through(model, prompts_BP, (at_BP >= 0).astype(jnp.int32), jnp.maximum(at_BP, 0),
+                                       Cache())
+            entries = jax.tree.map(lambda kept: jnp.pad(kept, [(0, 0)] * (kept.ndim - 2) + [(0, new), (0, 0)]),
+                                   aux[CACHE])
+            rows, vocab = prompts_BP.shape[0], self.run.config.model.vocab_size
+            seen_BV = self._by_row(lambda rows, _: jax.vmap(
+                lambda ids, real: jnp.zeros(vocab, bool).at[ids].max(real))(*rows), (prompts_BP, at_BP >= 0))
+            where = jax.typeof(prompts_BP).sharding.spec[0]
+            return {"entries": entries, "begins": begins_B, "slot": jnp.int32(prompts_BP.shape[1]),
+                    "logits": self._logits(model, x_BPD[:, -1:]), "seen": seen_BV, "done": done_B,
+                    "count": jnp.zeros_like(begins_B), "step": jnp.int32(0),
+                    "tokens": jnp.zeros((rows, new), jnp.int32, out_sharding=P(where, None)),
+                    "logprobs": jnp.zeros((rows, new), jnp.float32, out_sharding=P(where, None))}
+
+        return jax.jit(start, static_argnums=4)
+
+    @functools.cached_property
+    def _go_on(self):
+        def go_on(params, state, until, limits_B, stops, seeds_B, numbers, filters, penalizes):
+            model, c = self._model(params), self.run.config.model
+            pick = partial(_pick, filters=filters, penalizes=penalizes)
+
+            def unfinished(state):
+                return (state["step"] < until) & ~jnp.all(state["done"])
+
+            def extend(state):
+                rows = {name: state[name] for name in
+                        ("logits", "seen", "done", "count", "tokens", "logprobs")} | {
+                            "limits": limits_B, "seeds": seeds_B}
+                rows, token_B = self._by_row(pick, rows, {"step": state["step"], "stops": stops, **numbers})
+                slot, live_B1 = state["slot"], ~rows["done"][:, None]
+                x_B1D, aux = self._through(model, token_B[:, None], live_B1.astype(jnp.int32),
+                                           jnp.minimum(slot - state["begins"], c.max_seq_len - 1)[:, None],
+                                           cache := Cache(state["entries"], state["begins"], slot))
+                return state | rows | {"entries": cache.extended(aux[CACHE]), "slot": slot + 1,
+                                       "step": state["step"] + 1, "logits": self._logits(model, x_B1D)}
+
+            return jax.lax.while_loop(unfinished, extend, state)
+
+        return jax.jit(go_on, static_argnums=(7, 8), donate_argnums=1)
+
+    # --------------------------------------------------------------------------------------------------------- innards
+
+    def _model(self, params: Any) -> Decoder:
+        params = dict(self.run.cast(params))
+        for stack in params.keys() & set(Decoder.STACKS):  # layers are taken from it one by one
+            params[stack] = jax.tree.map(lambda w: jax.reshard(w, P(None, *jax.typeof(w).sharding.spec[1:])),
+                                         params[stack])
+        return self.model.merge(params)
+
+    def _through(self, model: Decoder, tokens_BT, segments_BT, positions_BT, cache: Cache):
+        x_BTD, aux = model.through(model.begin(tokens_BT, positions_BT), segments_BT, positions_BT, cache=cache)
+        return model.finish(x_BTD), aux
+
+    def _logits(self, model: Decoder, x_B1D: jax.Array) -> jax.Array:
+        head_DV = sharding.gather(model.head(), "embed", "vocab")
+        logits_BV = jnp.einsum("btd,dv->bv", x_B1D, head_DV, preferred_element_type=jnp.float32,
+                               out_sharding=sharding.activation_spec("batch", "act_vocab"))
+        return sharding.constrain(logits_BV, "batch", None)
+
+    def _by_row(self, f: Any, rows: Any, shared: Any = None) -> Any:
+        """Apply a function of each row alone, and of what all rows share: every device computes its own."""
+        spec = sharding.activation_spec("batch")
+        return sharding.manual_region(f, in_specs=(spec, P()), out_specs=spec)(rows, shared)
+
+
+def _pick(rows: State, shared: State, *, filters: bool, penalizes: bool) -> tuple[State, jax.Array]:
+    """Choose a token per row and note it, unless the row is finished or the token finishes it."""
+    rows = dict(rows)
+    limits_B, seeds_B = rows.pop("limits"), rows.pop("seeds")
+    logits_BV = rows.pop("logits")
+    adjusted_BV = penalized(logits_BV, rows["seen"], shared["repetition_penalty"]) if penalizes else logits_BV
+    keys_B = jax.vmap(lambda words, count: jax.random.fold_in(jax.random.wrap_key_data(words), count))(
+        seeds_B, rows["count"])
+    token_B = choose(adjusted_BV, keys_B, shared, filters)
+    said_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), token_B[:, None], -1)[:, 0]
+    done_B = rows["done"] | (token_B[:, None] == shared["stops"][None]).any(-1)
+    at_BN = (jnp.arange(rows["tokens"].shape[1]) == shared["step"]) & ~done_B[:, None]
+    rows["tokens"] = jnp.where(at_BN, token_B[:, None], rows["tokens"])
+    rows["logprobs"] = jnp.where(at_BN, said_B[:, None], rows["logprobs"])
+    rows["seen"] |= (jnp.arange(logits_BV.shape[1]) == token_B[:, None]) & ~done_B[:, None]
+    rows["count"] += ~done_B
+    rows["done"] = done_B | (rows["count"] >= limits_B)
+    return rows, jnp.where(done_B, 0, token_B)

@@ -1,0 +1,172 @@
+"""Continue prompts, or answer them, with what a run has trained.
+
+    jaxtrain generate runs/first --prompt="def main(" --prompt="import " --max_new_tokens=100
+    jaxtrain generate runs/first --prompts=prompts.jsonl --temperature=0 --json
+
+Reads WORKDIR/config.json, WORKDIR/tokenizer and the parameters of the newest checkpoint that was found good, without
+the optimizer's state. All devices here share the prompts; --config.mesh.tensor=N splits a model that one of them cannot
+hold.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import user_json
+from jaxtrain.flags import command, overrides_of, parser_of
+
+if TYPE_CHECKING:
+    from jaxtrain.data.tokenizers.tokenizer import Tokenizer
+    from jaxtrain.run import Run
+    from jaxtrain.train_step.state import TrainState
+
+
+@command()
+def main(argv: list[str] | None) -> None:
+    """Run the command; exit status 2 means a user error, reported in one line."""
+    flags, overrides = parse(argv)
+    texts, config = _prompts(flags), _config(flags.workdir)
+    from jaxtrain.hub.generate import check, generate
+    from jaxtrain.hub.sampling import Sampling
+
+    how = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.min_p, flags.repetition_penalty)
+    check(texts, flags.max_new_tokens, flags.stop, flags.batch_size)
+    words = _tokenizer(flags.workdir)
+    prompts, ends = answered(config, words, flags.chat_template, texts) if flags.chat else (texts, [])
+    run, state = restored(flags.workdir, config, overrides, flags.step)
+    found = generate(run, state, prompts, **asdict(how), max_new_tokens=flags.max_new_tokens, seed=flags.seed,
+                     stop=[*flags.stop, *ends], ignore_end=flags.ignore_end, batch_size=flags.batch_size,
+                     logprobs=flags.logprobs, tokenizer=f"{flags.workdir}/tokenizer")
+    for prompt, one in zip(texts, found, strict=True):
+        if flags.json:
+            print(json.dumps({"prompt": prompt} | asdict(one), ensure_ascii=False))
+        else:
+            print(one.text if flags.chat else prompt + one.text, end="\n" if len(found) == 1 else "\n---\n")
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Return the parsed flags and the dotted config overrides."""
+    parser = parser_of("generate", __doc__)
+    parser.add_argument("workdir", metavar="WORKDIR", help="the folder of a run")
+    parser.add_argument("--prompt", action="append", default=[], help="a text to continue; can be given several times")
+    parser.add_argument("--prompts", metavar="FILE", help='JSON lines: texts, or objects with a "prompt"')
+    parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest that was found good")
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="default: 128")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the most probable token; default: 1")
+    parser.add_argument("--top_k", type=int, default=0, help="choose among so many most probable tokens; default: all")
+    parser.add_argument("--top_p", type=float, default=1.0,
+                        help="choose among the fewest tokens that together are at least so probable; default: 1")
+    parser.add_argument("--min_p", type=float, default=0.0,
+                        help="leave out tokens less probable than this share of the most probable one; default: 0")
+    parser.add_argument("--repetition_penalty", type=float, default=1.0,
+                        help="above 1: tokens that are there already become less likely; default: 1")
+    parser.add_argument("--stop", action="append", default=[], help="a text to stop before; can be given several times")
+    parser.add_argument("--ignore_end", action="store_true", help="go on behind the end of a document")
+    parser.add_argument("--seed", type=int, default=0, help="another number gives other texts; default: 0")
+    parser.add_argument("--batch_size", type=int, default=64, help="prompts continued at once; default: 64")
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message, and is answered")
+    parser.add_argument("--chat_template", default="", help="a file or plain or chatml; default: that of the run's data")
+    parser.add_argument("--json", action="store_true", help="print JSON lines, with tokens and why each text ended")
+    parser.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each token")
+    flags, rest = parser.parse_known_args(argv)
+    overrides = overrides_of(rest, vars(flags))
+    if other := next((key for key in overrides if not key.startswith(("mesh.", "train.precision"))), None):
+        raise UserError(f"--config.{other}", "the model is as it was trained",
+                        "change --config.mesh.KEY or --config.train.precision, or leave it out")
+    return flags, overrides
+
+
+def restored(workdir: str | Path, config: dict[str, Any], overrides: dict[str, str],
+             step: int | None = None) -> tuple["Run", "TrainState"]:
+    """Return a run for the devices here with the parameters of a checkpoint, without an optimizer's state.
+
+    Raises:
+        UserError: the checkpoint is not there or not good, or the model does not fit the mesh.
+    """
+    import jax
+
+    from jaxtrain import builder
+    from jaxtrain.checkpoint.restore import find_good, load_params
+    from jaxtrain.config.families import ModelConfig
+    from jaxtrain.config.load import make_config
+
+    found = find_good(workdir, step)
+    if found is None:
+        raise UserError("--step", f"{workdir} has no checkpoint of step {step} that was found good",
+                        f"see jaxtrain checkpoint list {workdir}")
+    mesh, devices = config.get("mesh", {}), len(jax.devices())
+    longest = config["model"].get("max_seq_len", ModelConfig.max_seq_len)
+    # Of the rest nothing is needed: how a run was trained need not fit the devices here.
+    kept = {"model": config["model"], "mesh": {key: mesh[key] for key in ("rules", "overrides") if key in mesh},
+            "train": {"precision": config.get("train", {}).get("precision", "auto")},
+            "data": {"global_batch_size": devices, "seq_len": longest - longest % devices or longest}}
+    run = builder.build(make_config(kept, overrides))
+    return run, replace(run.abstract, params=load_params(workdir, run.abstract.params, found[0]))
+
+
+def answered(config: dict[str, Any], words: "Tokenizer", template: str,
+             texts: list[str]) -> tuple[list[Any], list[int]]:
+    """Return the tokens of conversations that begin with these messages, and the tokens that end an answer."""
+    from jaxtrain.data.chat.templates import Chat
+
+    kept = {} if template else _kept_template(config)
+    chat = Chat(words, template or kept.get("template", ""))
+    chat.variables |= kept.get("special_tokens", {})
+    return [chat.prompt([{"role": "user", "content": text}]) for text in texts], chat.ends()
+
+
+def _kept_template(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what the manifest of the run's corpus says of its chat template; {} without a manifest."""
+    from jaxtrain.data.corpus.open import read_manifest
+
+    source = Path(config.get("data", {}).get("source", ""))
+    return read_manifest(source).get("chat") or {} if (source / "manifest.json").is_file() else {}
+
+
+def _config(workdir: str) -> dict[str, Any]:
+    path = Path(workdir) / "config.json"
+    config = user_json(path, dict, "WORKDIR", "give the workdir of a run")
+    if config is None or "model" not in config:
+        raise UserError("WORKDIR", f"{workdir} is not a run's workdir: it has no config.json",
+                        "give the --workdir of a run")
+    return config
+
+
+def _tokenizer(workdir: str) -> "Tokenizer":
+    from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
+
+    folder = Path(workdir) / "tokenizer"
+    if not folder.is_dir():
+        raise UserError("WORKDIR", f"{folder} is not there", "copy it from where the run was trained")
+    return load_tokenizer(str(folder))
+
+
+def _prompts(flags: argparse.Namespace) -> list[str]:
+    texts = list(flags.prompt)
+    if flags.prompts:
+        try:
+            lines = Path(flags.prompts).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError("--prompts", f"{flags.prompts} cannot be read ({error})",
+                            "give a file of JSON lines") from error
+        for number, line in enumerate(filter(str.strip, lines), 1):
+            try:
+                one = json.loads(line)
+            except ValueError:
+                one = None
+            one = one.get("prompt") if isinstance(one, dict) else one
+            if not isinstance(one, str):
+                raise UserError("--prompts", f"line {number} of {flags.prompts} is neither a text nor has a prompt",
+                                'write lines such as {"prompt": "def "}')
+            texts.append(one)
+    if not texts:
+        raise UserError("--prompt", "there is no prompt", "give --prompt=TEXT or --prompts=FILE")
+    return texts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Attention of one new token per row over the keys and values of a cache, and over its own.
+
+The cache is read in place: scores of the cache and of the token itself are computed apart and normalised together.
+
+Shape suffixes: B batch, H query heads, G key/value heads, R query heads per group (H = G R), S slots, K head width.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.kernels.functions import softmax
+from jaxtrain.sharding import rules as sharding
+
+HEADS = ("batch", None, "act_heads", "act_head_dim")
+ENTRY = ("batch", "act_kv_heads", None, "act_head_dim")
+SHARED = ("batch", None, None, "act_head_dim")  # an entry of which all heads read the same
+
+
+def attend(q_B1HK: jax.Array, k_BG1K: jax.Array, v_BG1K: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array,
+           visible_BS: jax.Array, scale: float) -> jax.Array:
+    """Return attention [B, 1, H, K] of a token over the visible slots and itself; scores are multiplied by `scale`."""
+    names = SHARED if k_BGSK.shape[1] == 1 else ENTRY
+    if names == ENTRY and sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
+        repeats, names = q_B1HK.shape[2] // k_BGSK.shape[1], ("batch", "act_heads", None, "act_head_dim")
+        k_BG1K, v_BG1K, k_BGSK, v_BGSK = (sharding.constrain(jnp.repeat(x, repeats, axis=1), *names)
+                                          for x in (k_BG1K, v_BG1K, k_BGSK, v_BGSK))
+    heads, entry = sharding.activation_spec(*HEADS), sharding.activation_spec(*names)
+    if heads is None:
+        return _attend(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, visible_BS, scale=scale)
+    return sharding.manual_region(
+        partial(_attend, scale=scale),
+        in_specs=(heads, *[entry] * 4, sharding.activation_spec("batch", None)), out_specs=heads,
+    )(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, sharding.constrain(visible_BS, "batch", None))
+
+
+def _attend(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, visible_BS, *, scale):
+    B, _, H, K = q_B1HK.shape
+    G, S = k_BGSK.shape[1:3]
+    q_BGRK = (q_B1HK * scale).astype(q_B1HK.dtype).reshape(B, G, H // G, K)
+    before, own = (jnp.einsum("bgrk,bgsk->bgrs", q_BGRK, k, preferred_element_type=jnp.float32)
+                   for k in (k_BGSK, k_BG1K))
+    before += jnp.where(visible_BS, 0.0, -1e30)[:, None, None]
+    weights = softmax(jnp.concatenate([before, own], -1)).astype(v_BGSK.dtype)
+    out_BGRK = jnp.einsum("bgrs,bgsk->bgrk", weights[..., :S], v_BGSK) + weights[..., S:] * v_BG1K
+    return out_BGRK.reshape(B, 1, H, -1)

@@ -1,0 +1,63 @@
+"""The key-value cache of generation: what attention keeps of earlier tokens, so that a step computes one token only.
+
+An entry is an array [B, G, S, K] of one layer; entries of all layers are stacked and scanned like parameters. Rows are
+aligned at their last token: all of a batch write to the same slot S, and a row's text begins at its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.kernels.attention import cached_attention
+
+CACHE = "cache"  # the auxiliary value under which a layer returns its keys and values of the tokens that it was given
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """The entries of all layers, or of one; without entries (a prompt's pass) layers only return theirs."""
+
+    entries: Any = None
+    begins_B: jax.Array | None = None  # the first slot of each row's text
+    slot: jax.Array | None = None  # of the token that is computed
+
+    def of(self, name: str) -> "Cache":
+        """Return the part of a layer or a stack with this name."""
+        return replace(self, entries=None if self.entries is None else self.entries.get(name))
+
+    def visible(self, slots: int, window: Any = 0) -> jax.Array:
+        """Return which of the earlier slots the token attends to [B, S]; `window` is a number or an array, 0: all."""
+        assert self.begins_B is not None and self.slot is not None
+        at_S = jnp.arange(slots)
+        near_S = (at_S < self.slot) & ((self.slot - at_S < window) | (jnp.asarray(window) == 0))
+        return near_S[None] & (at_S[None] >= self.begins_B[:, None])
+
+    def extended(self, new: Any) -> Any:
+        """Return the entries with those of the token that was computed in its slot."""
+        slot = self.slot
+        assert slot is not None
+        return jax.tree.map(lambda before, one: jax.lax.dynamic_update_slice_in_dim(before, one, slot, axis=-2),
+                            self.entries, new)
+
+
+def entry(x_BTGK: jax.Array) -> jax.Array:
+    """Return keys or values as the cache has them, [B, G, T, K]: then products with them need no transposes."""
+    return x_BTGK.transpose(0, 2, 1, 3)
+
+
+def kept(cache: Cache | None, k_BTGK: jax.Array, v_BTGK: jax.Array) -> dict[str, Any]:
+    """Return the auxiliary value of a layer: its entries of the cache where there is one."""
+    return {} if cache is None else {CACHE: {"keys": entry(k_BTGK), "values": entry(v_BTGK)}}
+
+
+def attend_cached(out: Callable[[jax.Array], jax.Array], q_B1HK: jax.Array, k_B1GK: jax.Array, v_B1GK: jax.Array,
+                  cache: Cache, window: Any) -> tuple[jax.Array, dict[str, Any]]:
+    """Return what a layer does for one token per row, which attends to the cache and to itself."""
+    new, before = kept(cache, k_B1GK, v_B1GK), cache.entries
+    visible_BS = cache.visible(before["keys"].shape[-2], window)
+    return out(cached_attention.attend(q_B1HK, new[CACHE]["keys"], new[CACHE]["values"], before["keys"],
+                                       before["values"], visible_BS, q_B1HK.shape[-1]**-0.5)), new

@@ -1,0 +1,162 @@
+"""What the cache gives is what the whole forward pass gives, for every family, on any mesh, in any company."""
+
+import functools
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.hub.decoding import decoding
+from jaxtrain.hub.sampling import Sampling
+from jaxtrain.sharding.mesh import AXES
+from tests.numerics import reference
+
+PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 11, 12], [5, 6]]
+NEW, LONGEST = 12, 32  # the windows of 5 and 6 are shorter than the texts
+FAMILIES = ("gpt2", "gpt2_untied", "llama", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v3",
+            "alternating")
+QUICK = ("gpt2",)
+
+
+@functools.cache  # and with it its compiled programs
+def build(family, **keys):
+    config = reference.tiny(family, model__max_seq_len=LONGEST, **keys)
+    many = math.prod(getattr(config.mesh, axis) for axis in AXES)
+    return jt.build(config, devices=jax.devices()[:many])
+
+
+@functools.cache
+def params(family, **keys):
+    """Parameters of which none has its initial value: logits that differ clearly."""
+    run, rng = build(family, **keys), np.random.default_rng(0)
+    return jax.tree.map(lambda p: 0.2 * rng.standard_normal(p.shape).astype(np.float32), run.abstract.params)
+
+
+def state(run, family, **keys):
+    return replace(run.abstract, params=jax.tree.map(jax.device_put, params(family, **keys),
+                                                     run.layout.state.params))
+
+
+@functools.cache
+def continued(family, temperature=0.0):
+    run = build(family)
+    return jt.generate(run, state(run, family), PROMPTS, max_new_tokens=NEW, temperature=temperature, logprobs=True,
+                       seed=3)
+
+
+@functools.cache
+def forward(family):
+    """The whole forward pass without a mesh, and without a capacity of experts."""
+    run = build(family, **({"model__capacity_factor": 0.0} if family in reference.EXPERTS else {}))
+    weights = jax.tree.map(jnp.asarray, params(family))
+    return jax.jit(lambda tokens: run.model.merge(weights)(tokens))
+
+
+def logits(family, texts):
+    tokens = np.zeros((len(texts), LONGEST), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, :len(text)] = text
+    return np.asarray(forward(family)(tokens))
+
+
+@pytest.mark.parametrize("family", [
+    pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES])
+def test_tokens_and_logits_are_those_of_the_whole_forward_pass(family):
+    for temperature in (0.0, 1.0):
+        records = continued(family, temperature)
+        truth = logits(family, [[*prompt, *one.tokens] for prompt, one in zip(PROMPTS, records, strict=True)])
+        for row, (prompt, one) in enumerate(zip(PROMPTS, records, strict=True)):
+            assert (one.finish_reason, len(one.tokens)) == ("length", NEW)
+            here = truth[row, len(prompt) - 1:len(prompt) - 1 + NEW]
+            key = jax.random.fold_in(jax.random.key(3), row)
+            noise = np.stack([jax.random.gumbel(jax.random.fold_in(key, n), here.shape[-1:]) for n in range(NEW)])
+            assert list(one.tokens) == (here + temperature * noise).argmax(-1).tolist()
+            want = jax.nn.log_softmax(here)[np.arange(NEW), list(one.tokens)]
+            np.testing.assert_allclose(one.logprobs, want, rtol=1e-5, atol=1e-5)
+
+
+    check_all_logits(build(family), family)
+
+
+def check_all_logits(run, family):
+    """Not of the chosen tokens alone: after the prompts, and after some steps."""
+    programs, weights = decoding(run), state(run, family).all_params
+    tokens, begins = np.zeros((4, 16), np.int32), np.zeros(4, int)
+    for row, prompt in enumerate(PROMPTS):
+        begins[row] = 16 - len(prompt)
+        tokens[row, begins[row]:] = prompt
+    held = programs.start(weights, tokens, begins, 16)
+    seeds = programs.place(np.zeros((4, 2), np.uint32))
+    for until in (0, 1, 7, 11):
+        held = programs.go_on(weights, held, until, programs.place(np.full(4, 16, np.int32)),
+                              np.full(1, -1, np.int32), seeds, Sampling(0.0))
+        texts = [[*prompt, *said[:until]] for prompt, said in
+                 zip(PROMPTS, programs.read(held)["tokens"].tolist(), strict=True)]
+        want = logits(family, texts)[np.arange(4), [len(text) - 1 for text in texts]]
+        np.testing.assert_allclose(held["logits"], want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "sizes"), [
+    ("gpt2", dict(tensor=8)), ("llama", dict(data=2, fsdp=2, tensor=2)), ("gemma3", dict(context=2, tensor=4)),
+    ("qwen3", dict(fsdp=4, stage=2)), ("mixtral", dict(expert=4, tensor=2)),
+    ("deepseek_v3", dict(fsdp=2, expert=2, tensor=2))], ids=str)
+def test_any_mesh_gives_the_same_tokens(family, sizes):
+    run = build(family, **{f"mesh__{axis}": size for axis, size in sizes.items()})
+    found = jt.generate(run, state(run, family), PROMPTS, max_new_tokens=NEW, temperature=1.0, logprobs=True, seed=3)
+    for one, other in zip(found, continued(family, 1.0), strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_fewer_key_heads_than_devices():
+    keys = dict(model__num_kv_heads=2)
+    alone = build("llama", **keys)
+    want = jt.generate(alone, state(alone, "llama", **keys), PROMPTS, max_new_tokens=NEW, temperature=0)
+    whole = {"mesh__overrides__kv_heads": "none", "mesh__overrides__act_kv_heads": "none"}
+    run = build("llama", mesh__data=2, mesh__tensor=4, **keys, **whole)
+    assert jt.generate(run, state(run, "llama", **keys), PROMPTS, max_new_tokens=NEW, temperature=0) == want
+
+
+@pytest.mark.slow
+def test_the_cache_holds_key_heads_and_latents_only():
+    def shapes(family):
+        run = build(family)
+        programs = decoding(run)
+        held = programs.start(state(run, family).all_params, np.ones((4, 16), np.int32), np.zeros(4, int), 16)
+        return {name: {key: leaf.shape for key, leaf in stack.items()} for name, stack in held["entries"].items()
+                if stack}
+
+    assert shapes("deepseek_v3") == {"first_blocks": {"latents": (1, 4, 1, 32, 26)},
+                                     "blocks": {"latents": (2, 4, 1, 32, 26)}}  # 24 wide, and a rotary key of 2
+
+
+@pytest.mark.slow
+def test_what_follows_a_prompt_does_not_depend_on_the_others_and_compiles_once():
+    run, family = build("gpt2"), "gpt2"
+    weights, programs = state(run, family), decoding(run)
+
+    def say(prompts, **keys):
+        return [one.tokens for one in jt.generate(run, weights, prompts, max_new_tokens=NEW, seed=3, **keys)]
+
+    want = [one.tokens for one in continued(family, 1.0)]
+    assert say(PROMPTS, batch_size=1) == want  # of the same places among the prompts
+    assert say(PROMPTS[:1]) == want[:1]
+    before = programs._start._cache_size(), programs._go_on._cache_size()
+    assert say([[1, 2, 3, 4, 5, 6]], temperature=0.5) != say([[1, 2, 3, 4, 5, 6, 7, 8]], temperature=0.7)
+    assert (programs._start._cache_size(), programs._go_on._cache_size()) == before
+    assert [len(tokens) for tokens in say([[1] * 30, [1] * 31])] == [2, 1]  # as many as there is room for
+
+
+def test_a_row_that_is_finished_stays_as_it_is():
+    run, greedy = build("gpt2"), [one.tokens for one in continued("gpt2")]
+    end = greedy[0][4]
+    found = jt.generate(run, state(run, "gpt2"), PROMPTS, max_new_tokens=NEW, temperature=0, stop=[end])
+    for one, whole in zip(found, greedy, strict=True):
+        kept = whole[:whole.index(end)] if end in whole else whole
+        assert (one.tokens, one.finish_reason) == (kept, "stop" if end in whole else "length")
