@@ -17,7 +17,7 @@ import optax
 
 from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.kernels.cross_entropy import cross_entropy
-from jaxtrain.models.attention import attend
+from jaxtrain.models.attention.self_attention import attend
 from jaxtrain.plan.trace import kernels
 from jaxtrain.train_step.optimizers import make_optimizer, make_schedule
 from tools.accelerator_blocks import Session, median_seconds

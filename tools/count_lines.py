@@ -18,7 +18,7 @@ LEARNING = """
     __init__ main errors redaction builder run validation rule_checks
     config/schema config/families config/field_checks config/load
     sharding/rules sharding/mesh sharding/products
-    models/__init__ models/decoder models/layers models/attention models/gpt2
+    models/__init__ models/decoder models/layers models/attention/self_attention models/gpt2
     kernels/functions kernels/cross_entropy kernels/attention/__init__ kernels/attention/xla_attention
     objectives/objective objectives/next_token
     train_step/state train_step/gradients

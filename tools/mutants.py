@@ -42,8 +42,9 @@ MUTANTS = {
         "kernels/attention/xla_attention.py", "mask &= segments_BT[:, :, None] == segments_BT[:, None, :]", "pass",
         (ATTENTION, EQUAL)),
     "rotary_turned_backwards": Mutant(
-        "models/rotary.py", "[a * cos - b * sin, b * cos + a * sin]", "[a * cos + b * sin, b * cos - a * sin]",
-        ("tests/models/test_rotary.py", EQUAL)),
+        "models/attention/rotary.py", "[a * cos - b * sin, b * cos + a * sin]",
+        "[a * cos + b * sin, b * cos - a * sin]",
+        ("tests/models/attention/test_rotary.py", EQUAL)),
     "loss_not_summed_over_vocabulary_shards": Mutant(
         "kernels/cross_entropy.py", "jnp.exp(own_N - top_N))), over_vocab(correct_N)",
         "jnp.exp(own_N - top_N))), correct_N", ("tests/kernels", EQUAL)),

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.families import ExpertsConfig
 from jaxtrain.hub.sampling import Sampling, choose, penalized
 from jaxtrain.models import Compute, Decoder, make_model
-from jaxtrain.models.kv_cache import CACHE, Cache
+from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES
 from jaxtrain.train_step.state import Skeleton
@@ -40,7 +40,8 @@ def decoding(run: "Run") -> "Decoding":
     c = run.config.model
     c = replace(c, capacity_factor=0.0) if isinstance(c, ExpertsConfig) else c
     how = Compute(experts=Compute.of(run.config).experts)
-    model = Skeleton.of(nnx.eval_shape(lambda: make_model(c, how, rngs=nnx.Rngs(params=jax.random.key(0)))))
+    model = Skeleton.of(nnx.eval_shape(
+        lambda: make_model(c, how, run.config.lora, rngs=nnx.Rngs(params=jax.random.key(0)))))
     rules = sharding.Rules({**run.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"), "seq": (),
                             "block_seq": ()})
     return Decoding(run, model, rules)

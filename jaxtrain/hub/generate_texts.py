@@ -69,7 +69,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--seed", type=int, default=0, help="another number gives other texts; default: 0")
     parser.add_argument("--batch_size", type=int, default=64, help="prompts continued at once; default: 64")
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message, and is answered")
-    parser.add_argument("--chat_template", default="", help="a file or plain or chatml; default: that of the run's data")
+    parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: that of the run's data")
     parser.add_argument("--json", action="store_true", help="print JSON lines, with tokens and why each text ended")
     parser.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each token")
     flags, rest = parser.parse_known_args(argv)
@@ -93,6 +93,7 @@ def restored(workdir: str | Path, config: dict[str, Any], overrides: dict[str, s
     from jaxtrain.checkpoint.restore import find_good, load_params
     from jaxtrain.config.families import ModelConfig
     from jaxtrain.config.load import make_config
+    from jaxtrain.train_step import partition
 
     found = find_good(workdir, step)
     if found is None:
@@ -102,10 +103,13 @@ def restored(workdir: str | Path, config: dict[str, Any], overrides: dict[str, s
     longest = config["model"].get("max_seq_len", ModelConfig.max_seq_len)
     # Of the rest nothing is needed: how a run was trained need not fit the devices here.
     kept = {"model": config["model"], "mesh": {key: mesh[key] for key in ("rules", "overrides") if key in mesh},
+            "lora": config.get("lora", {}),
             "train": {"precision": config.get("train", {}).get("precision", "auto")},
             "data": {"global_batch_size": devices, "seq_len": longest - longest % devices or longest}}
     run = builder.build(make_config(kept, overrides))
-    return run, replace(run.abstract, params=load_params(workdir, run.abstract.params, found[0]))
+    params = load_params(workdir, run.abstract_model, found[0])
+    trained = partition.like(params, run.abstract.params)
+    return run, replace(run.abstract, params=trained, frozen=partition.without(params, trained))
 
 
 def answered(config: dict[str, Any], words: "Tokenizer", template: str,
@@ -113,8 +117,8 @@ def answered(config: dict[str, Any], words: "Tokenizer", template: str,
     """Return the tokens of conversations that begin with these messages, and the tokens that end an answer."""
     from jaxtrain.data.chat.templates import Chat
 
-    kept = {} if template else _kept_template(config)
-    chat = Chat(words, template or kept.get("template", ""))
+    kept: dict[str, Any] = {} if template else _kept_template(config)
+    chat = Chat(words, template or kept.get("template") or "")
     chat.variables |= kept.get("special_tokens", {})
     return [chat.prompt([{"role": "user", "content": text}]) for text in texts], chat.ends()
 

@@ -11,8 +11,8 @@ from flax import nnx
 
 from jaxtrain.config.schema import Config
 from jaxtrain.models.ahead import MTPHead
+from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.models.experts.moe import MoE, totals
-from jaxtrain.models.kv_cache import CACHE, Cache
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.rematerialization import cut, layers_at_once, wraps
 from jaxtrain.parallel.experts import DEFAULT, Options

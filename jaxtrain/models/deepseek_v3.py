@@ -3,10 +3,10 @@
 from flax import nnx
 
 from jaxtrain.config.families import DeepseekV3Config
+from jaxtrain.models.attention.mla import LatentAttention
+from jaxtrain.models.attention.rotary import score_factor
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.llama import rotary_decoder
-from jaxtrain.models.mla import LatentAttention
-from jaxtrain.models.rotary import score_factor
 
 
 def deepseek_v3(c: DeepseekV3Config, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:

@@ -15,11 +15,11 @@ from flax import nnx
 
 from jaxtrain.config.families import Gemma3Config
 from jaxtrain.kernels.functions import gelu, rms_norm
-from jaxtrain.models.attention import Attention, attend
+from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
+from jaxtrain.models.attention.rotary import Rotary, frequencies
+from jaxtrain.models.attention.self_attention import Attention, attend
 from jaxtrain.models.decoder import Compute, Decoder
-from jaxtrain.models.kv_cache import Cache, attend_cached, kept
 from jaxtrain.models.layers import INSIDE, Embed, Head, SwiGLU, param
-from jaxtrain.models.rotary import Rotary, frequencies
 from jaxtrain.sharding import rules as sharding
 
 Angles = tuple[jax.Array, jax.Array]

@@ -3,7 +3,7 @@
 from flax import nnx
 
 from jaxtrain.config.families import Gpt2Config
-from jaxtrain.models.attention import Attention
+from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute, Decoder
 from jaxtrain.models.layers import Embed, GeluMLP, Head, LayerNorm, LearnedPositions
 

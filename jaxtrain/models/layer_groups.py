@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtrain.models.kv_cache import CACHE, Cache
+from jaxtrain.models.attention.kv_cache import CACHE, Cache
 
 
 class Group(nnx.Module):

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, swiglu
-from jaxtrain.models.kv_cache import Cache
+from jaxtrain.models.attention.kv_cache import Cache
 from jaxtrain.models.rematerialization import Wrap
 from jaxtrain.parallel.pipeline import deferred
 from jaxtrain.parallel.pipeline.deferred import Deferred
@@ -55,7 +55,7 @@ def bell(key: jax.Array, shape: tuple[int, ...], std: float = 1.0) -> jax.Array:
 class Linear(nnx.Module):
     """An einsum with a weight, and a bias over the output dimensions that come from the weight."""
 
-    adapter: nnx.Module | None = None  # models/lora.py gives some layers one
+    adapter: Any = None  # models/lora.py gives some layers one
 
     def __init__(self, equation: str, shape: tuple[int, ...], axes: Names, out: Names, *, rngs: nnx.Rngs,
                  bias: bool = False, std: float = 0.02):
@@ -79,6 +79,11 @@ class Linear(nnx.Module):
         if self.adapter is not None:
             y = y + self.adapter(x)
         return checkpoint_name(y, self.bias_axes[0])  # by which train.remat may keep it
+
+    def matrix(self) -> jax.Array:
+        """Return the weight as it is in use, with what an adapter adds to it."""
+        kernel = sharding.gather(self.kernel.get_value(), *self.axes)
+        return kernel if self.adapter is None else kernel + self.adapter.matrix()
 
     def product(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         """Return input times weight, plus bias."""

@@ -7,13 +7,13 @@ from flax import nnx
 
 from jaxtrain.config.families import ExpertsConfig, LlamaConfig, RotaryConfig
 from jaxtrain.models.ahead import MTPHead
-from jaxtrain.models.attention import Attention
+from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
+from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute, Decoder
 from jaxtrain.models.experts.moe import MoE
 from jaxtrain.models.layer_groups import Group
 from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
 from jaxtrain.models.rematerialization import wraps
-from jaxtrain.models.rotary import Rotary, scaled_frequencies
 
 
 def llama(c: LlamaConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = False,

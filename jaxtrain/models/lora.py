@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.schema import LoraConfig
@@ -34,6 +35,7 @@ class Adapter(nnx.Module):
         self.down_axes, self.up_axes = (*linear.axes[:summed], "lora"), ("lora", *linear.axes[summed:])
         self.down_equation = f"{given},{weight[:summed]}r->{given[:2]}r"
         self.up_equation = f"{given[:2]}r,r{weight[summed:]}->{result}"
+        self.product = f"{weight[:summed]}r,r{weight[summed:]}->{weight}"
         self.down = param(rngs, (*lead, *inner, c.rank), (*layers, *self.down_axes), std=0.02)
         self.up = param(rngs, (*lead, c.rank, *outer), (*layers, *self.up_axes), std=0)
 
@@ -41,6 +43,14 @@ class Adapter(nnx.Module):
         x = sharding.leave_reduced(x)
         x_BTR = sharding.einsum(self.down_equation, x, self.down.get_value(), self.down_axes, ("batch", "seq", None))
         return sharding.einsum(self.up_equation, x_BTR, self.up.get_value(), self.up_axes, self.out) * self.scale
+
+    def matrix(self) -> jax.Array:
+        """Return what the adapter adds to the layer's weight, as that is in use."""
+        down, up = (sharding.gather(weight.get_value(), *axes) for weight, axes in (
+            (self.down, self.down_axes), (self.up, self.up_axes)))
+        names = (*self.down_axes[:-1], *self.up_axes[1:])
+        spec = None if sharding.activation_spec() is None else sharding.gathered_spec(*names)
+        return jnp.einsum(self.product, down, up, out_sharding=spec) * self.scale
 
 
 def scale(c: LoraConfig) -> float:

@@ -14,6 +14,7 @@ from jaxtrain.hub.decoding import decoding
 from jaxtrain.hub.sampling import Sampling
 from jaxtrain.sharding.mesh import AXES
 from tests.numerics import reference
+from tests.numerics.plain_lora import at_random, merged
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 11, 12], [5, 6]]
 NEW, LONGEST = 12, 32  # the windows of 5 and 6 are shorter than the texts
@@ -80,6 +81,22 @@ def test_tokens_and_logits_are_those_of_the_whole_forward_pass(family):
 
 
     check_all_logits(build(family), family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "sizes"), [("deepseek_v3", {"tensor": 2, "fsdp": 2}), ("gpt2", {"tensor": 2})])
+def test_adapters_are_part_of_the_model(family, sizes):
+    """Of latents, too, whose projections are absorbed while one token at a time is computed."""
+    run = build(family, lora__rank=3, lora__alpha=6.0, **{f"mesh__{axis}": size for axis, size in sizes.items()})
+    quick = jax.jit(run._init, out_shardings=run.layout.state, compiler_options={"xla_backend_optimization_level": 0})
+    whole = at_random(jax.device_get(quick(jax.random.key(0)).all_params))
+    plain = build(family)
+    greedy = dict(max_new_tokens=NEW, temperature=0, logprobs=True)
+    found = jt.generate(run, run.with_params(whole), PROMPTS, **greedy)
+    want = jt.generate(plain, plain.with_params(merged(whole, 2.0)), PROMPTS, **greedy)
+    for one, other in zip(found, want, strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
 
 
 def check_all_logits(run, family):

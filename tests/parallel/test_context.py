@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.models.attention import attend
+from jaxtrain.models.attention.self_attention import attend
 from jaxtrain.parallel import context, tiles
 from jaxtrain.plan import hlo
 from jaxtrain.sharding import rules as sharding

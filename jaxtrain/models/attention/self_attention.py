@@ -11,9 +11,9 @@ from flax import nnx
 
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.attention import HEADS, KV_HEADS
-from jaxtrain.models.kv_cache import Cache, attend_cached, kept
+from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
+from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.layers import RESIDUAL, Linear
-from jaxtrain.models.rotary import Rotary
 from jaxtrain.parallel import context as parallel
 
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.kernels.attention import HEADS, cached_attention
-from jaxtrain.models.attention import attend
-from jaxtrain.models.kv_cache import CACHE, Cache, entry
+from jaxtrain.models.attention.kv_cache import CACHE, Cache, entry
+from jaxtrain.models.attention.rotary import Rotary
+from jaxtrain.models.attention.self_attention import attend
 from jaxtrain.models.layers import RESIDUAL, Linear, RMSNorm
-from jaxtrain.models.rotary import Rotary
 from jaxtrain.sharding import rules as sharding
 
 LATENT = ("batch", "seq", None)
@@ -67,8 +67,7 @@ class LatentAttention(nnx.Module):
 
         Queries are projected to the latents' space and sums of latents to values, so that no latent is projected up.
         """
-        kernel_LHK = sharding.gather(self.kv.kernel[...], *self.kv.axes)
-        up_LHK, up_LHV = jnp.split(kernel_LHK, [self.head_dim], axis=-1)
+        up_LHK, up_LHV = jnp.split(self.kv.matrix(), [self.head_dim], axis=-1)
         spec = sharding.activation_spec(*HEADS)
         q_BTHL = jnp.einsum("bthk,lhk->bthl", q_BTHK, up_LHK, out_sharding=spec)
         q = jnp.concatenate([q_BTHL, q_BTHR], axis=-1)

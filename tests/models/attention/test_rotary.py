@@ -7,7 +7,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.config.families import DeepseekV3Config, LlamaConfig
-from jaxtrain.models.rotary import Rotary, frequencies, scaled_frequencies, score_factor
+from jaxtrain.models.attention.rotary import Rotary, frequencies, scaled_frequencies, score_factor
 from tests.numerics import plain_rotary, reference
 
 B, T, K = 2, 12, 8

@@ -1,0 +1,1 @@
+"""Attention in models: projections and rotary positions, latent attention, and the cache of generation."""
