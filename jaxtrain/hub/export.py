@@ -43,24 +43,20 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     """Write the model of a workdir's checkpoint into the folder `to`, and return the step. Every process calls it."""
     import jax
 
-    from jaxtrain.checkpoint import restore
     from jaxtrain.config.published_config import FILE, config_json
     from jaxtrain.distributed.coordination import exchange
     from jaxtrain.files import atomic_files
-    from jaxtrain.hub import published_weights
-    from jaxtrain.hub.workdir_model import model_of_workdir
+    from jaxtrain.hub import published_weights, trained_model
     from jaxtrain.models import lora
 
     workdir, to = Path(workdir), Path(to)
     if to.exists():
         raise UserError("--to", f"{to} is there already", "name a folder that is not")
-    run = model_of_workdir(workdir)
+    run = _spread(trained_model.sections_of(workdir))
     described = config_json(run.config.model) | {"dtype": dtype}
-    found = restore.find_good(workdir, step)
+    params, found = trained_model.load(workdir, run, step)
     if found is None:
-        raise UserError("--step", f"{workdir} has no good checkpoint of step {step}",
-                        f"see those that it has: jaxtrain checkpoint list {workdir}")
-    params = restore.load_params(workdir, run.abstract_model, found[0])
+        raise UserError("WORKDIR", f"{workdir} is a published folder already", "give the workdir of a run")
     partial, first = to.with_name(f"{to.name}.partial"), jax.process_index() == 0
     exchange(None, lambda _: _make(partial))  # it is there for all processes
     published_weights.save(params, run.config.model, partial, jax.numpy.dtype(dtype), file_bytes,
@@ -76,6 +72,16 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
         atomic_files.sync(to.absolute().parent)
     exchange(None)
     return found[0]
+
+
+def _spread(sections: dict[str, Any]) -> Any:
+    """Return the model, sharded over all devices here where its dimensions divide over them."""
+    from jaxtrain.hub import trained_model
+
+    try:
+        return trained_model.model_of(sections, {}, spread="fsdp")
+    except UserError:
+        return trained_model.model_of(sections, {}, spread="data")
 
 
 def _make(folder: Path) -> None:

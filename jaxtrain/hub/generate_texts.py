@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.errors import UserError
-from jaxtrain.files.bounded_files import user_json
 from jaxtrain.flags import command, overrides_of, parser_of
 
 if TYPE_CHECKING:
@@ -29,18 +28,23 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None) -> None:
     """Run the command; exit status 2 means a user error, reported in one line."""
     flags, overrides = parse(argv)
-    texts, config = _prompts(flags), _config(flags.workdir)
+    texts = _prompts(flags)
+    from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
     from jaxtrain.hub.generate import check, generate
     from jaxtrain.hub.sampling import Sampling
+    from jaxtrain.hub.trained_model import sections_of
+
+    config = sections_of(flags.workdir)
 
     how = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.min_p, flags.repetition_penalty)
     check(texts, flags.max_new_tokens, flags.stop, flags.batch_size)
-    words = _tokenizer(flags.workdir)
+    folder = _tokenizer_folder(flags.workdir)
+    words = load_tokenizer(f"{folder}")
     prompts, ends = answered(config, words, flags.chat_template, texts) if flags.chat else (texts, [])
     run, state = restored(flags.workdir, config, overrides, flags.step)
     found = generate(run, state, prompts, **asdict(how), max_new_tokens=flags.max_new_tokens, seed=flags.seed,
                      stop=[*flags.stop, *ends], ignore_end=flags.ignore_end, batch_size=flags.batch_size,
-                     logprobs=flags.logprobs, tokenizer=f"{flags.workdir}/tokenizer")
+                     logprobs=flags.logprobs, tokenizer=folder)
     for prompt, one in zip(texts, found, strict=True):
         if flags.json:
             print(json.dumps({"prompt": prompt} | asdict(one), ensure_ascii=False))
@@ -51,7 +55,7 @@ def main(argv: list[str] | None) -> None:
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     """Return the parsed flags and the dotted config overrides."""
     parser = parser_of("generate", __doc__)
-    parser.add_argument("workdir", metavar="WORKDIR", help="the folder of a run")
+    parser.add_argument("workdir", metavar="WORKDIR", help="the folder of a run, or a published one")
     parser.add_argument("--prompt", action="append", default=[], help="a text to continue; can be given several times")
     parser.add_argument("--prompts", metavar="FILE", help='JSON lines: texts, or objects with a "prompt"')
     parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest that was found good")
@@ -80,34 +84,18 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     return flags, overrides
 
 
-def restored(workdir: str | Path, config: dict[str, Any], overrides: dict[str, str],
+def restored(folder: str | Path, sections: dict[str, Any], overrides: dict[str, str],
              step: int | None = None) -> tuple["Run", "TrainState"]:
     """Return a run for the devices here with the parameters of a checkpoint, without an optimizer's state.
 
     Raises:
         UserError: the checkpoint is not there or not good, or the model does not fit the mesh.
     """
-    import jax
-
-    from jaxtrain import builder
-    from jaxtrain.checkpoint.restore import find_good, load_params
-    from jaxtrain.config.families import ModelConfig
-    from jaxtrain.config.load import make_config
+    from jaxtrain.hub import trained_model
     from jaxtrain.train_step import partition
 
-    found = find_good(workdir, step)
-    if found is None:
-        raise UserError("--step", f"{workdir} has no checkpoint of step {step} that was found good",
-                        f"see jaxtrain checkpoint list {workdir}")
-    mesh, devices = config.get("mesh", {}), len(jax.devices())
-    longest = config["model"].get("max_seq_len", ModelConfig.max_seq_len)
-    # Of the rest nothing is needed: how a run was trained need not fit the devices here.
-    kept = {"model": config["model"], "mesh": {key: mesh[key] for key in ("rules", "overrides") if key in mesh},
-            "lora": config.get("lora", {}),
-            "train": {"precision": config.get("train", {}).get("precision", "auto")},
-            "data": {"global_batch_size": devices, "seq_len": longest - longest % devices or longest}}
-    run = builder.build(make_config(kept, overrides))
-    params = load_params(workdir, run.abstract_model, found[0])
+    run = trained_model.model_of(sections, overrides, spread="data")
+    params, _ = trained_model.load(folder, run, step)
     trained = partition.like(params, run.abstract.params)
     return run, replace(run.abstract, params=trained, frozen=partition.without(params, trained))
 
@@ -131,22 +119,14 @@ def _kept_template(config: dict[str, Any]) -> dict[str, Any]:
     return read_manifest(source).get("chat") or {} if (source / "manifest.json").is_file() else {}
 
 
-def _config(workdir: str) -> dict[str, Any]:
-    path = Path(workdir) / "config.json"
-    config = user_json(path, dict, "WORKDIR", "give the workdir of a run")
-    if config is None or "model" not in config:
-        raise UserError("WORKDIR", f"{workdir} is not a run's workdir: it has no config.json",
-                        "give the --workdir of a run")
-    return config
-
-
-def _tokenizer(workdir: str) -> "Tokenizer":
-    from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
-
-    folder = Path(workdir) / "tokenizer"
-    if not folder.is_dir():
-        raise UserError("WORKDIR", f"{folder} is not there", "copy it from where the run was trained")
-    return load_tokenizer(str(folder))
+def _tokenizer_folder(folder: str) -> Path:
+    """Return the tokenizer that a run has kept, or that a published folder has."""
+    kept, published = Path(folder) / "tokenizer", Path(folder)
+    if kept.is_dir():
+        return kept
+    if any((published / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        return published
+    raise UserError("WORKDIR", f"{kept} is not there", "copy it from where the run was trained")
 
 
 def _prompts(flags: argparse.Namespace) -> list[str]:

@@ -156,8 +156,8 @@ def test_weights_are_rounded_to_bfloat16_by_default(workdir, tmp_path):
     (["--to={out}"], "--to: {out} is there already; name a folder that is not"),
     (["--to={out}/config.json/new"], "--to: {out}/config.json/new.partial cannot be made (Not a directory); give a "
                                      "folder that can be"),
-    (["--to={new}", "--step=7"], "--step: {work} has no good checkpoint of step 7; see those that it has: "
-                                 "jaxtrain checkpoint list {work}"),
+    (["--to={new}", "--step=7"], "--step: {work} has no checkpoint of step 7 that was found good; see those that "
+                                 "it has: jaxtrain checkpoint list {work}"),
 ])
 def test_what_cannot_be_exported_is_told_in_one_line(workdir, published, capsys, flags, message):
     names = {"out": published, "new": published.parent / "new", "work": workdir}
