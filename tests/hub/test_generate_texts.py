@@ -1,0 +1,90 @@
+"""`jaxtrain generate`: texts from a run's workdir and from a published folder, as `jt.generate` gives them."""
+
+import json
+import shutil
+
+import jax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.hub import export, generate_texts
+from tests.numerics import reference
+
+pytestmark = pytest.mark.slow
+FEW = "--max_new_tokens=8"
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text("It was the best of times, it was the worst of times.\n" * 200)
+    config = reference.tiny("llama", model__vocab_size=264, model__max_seq_len=64, data__seq_len=32,
+                            data__global_batch_size=8, train__steps=2, optimizer__warmup_steps=1,
+                            data__source=str(folder / "text.txt"), mesh__data=8)
+    jt.train(config, folder / "work")
+    return folder / "work"
+
+
+def said(capsys, *words):
+    status = generate_texts.main([f"{word}" for word in words])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def test_a_run_continues_prompts_as_from_python(workdir, capsys):
+    words = "--prompt=It was", "--prompt=the", "--temperature=0", FEW, "--json", "--logprobs"
+    status, out, _ = said(capsys, workdir, *words)
+    assert status == 0
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [one["prompt"] for one in found] == ["It was", "the"]
+
+    run, state = generate_texts.restored(workdir, json.loads((workdir / "config.json").read_text()), {"mesh.data": "1",
+                                         "mesh.tensor": "8"})
+    assert run.mesh.shape["tensor"] == 8
+    want = jt.generate(run, state, ["It was", "the"], max_new_tokens=8, temperature=0, logprobs=True,
+                       tokenizer=workdir / "tokenizer")
+    assert [one["tokens"] for one in found] == [list(one.tokens) for one in want]
+    assert found[0]["logprobs"] == pytest.approx(want[0].logprobs, rel=1e-4)
+
+
+def test_prompts_may_come_from_a_file_and_texts_are_printed_behind_them(workdir, capsys, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "It was"}\n"the"\n')
+    status, out, _ = said(capsys, workdir, f"--prompts={tmp_path / 'prompts.jsonl'}", "--temperature=0", FEW)
+    first, second, rest = out.split("\n---\n")
+    assert status == 0 and first.startswith("It was") and second.startswith("the") and rest == ""
+
+
+def test_a_message_is_answered_through_a_template(workdir, capsys):
+    status, out, _ = said(capsys, workdir, "--prompt=Hello", "--chat", "--chat_template=plain", FEW, "--json")
+    assert status == 0 and json.loads(out)["prompt"] == "Hello"
+
+
+def test_a_published_folder_continues_prompts_too(workdir, capsys, tmp_path):
+    assert export.main([f"{workdir}", f"--to={tmp_path / 'out'}", "--dtype=float32"]) == 0
+    words = "--prompt=It was", "--temperature=0", FEW, "--json"
+    status, _, err = said(capsys, tmp_path / "out", *words)
+    assert status == 2 and "tokenizer is not there" in err  # bytes have no published form
+    shutil.copytree(workdir / "tokenizer", tmp_path / "out/tokenizer")
+    assert said(capsys, tmp_path / "out", *words)[:2] == said(capsys, workdir, *words)[:2]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["{work}"], "--prompt: there is no prompt; give --prompt=TEXT or --prompts=FILE"),
+    (["{gone}", "--prompt=a"], "WORKDIR: {gone} has no config.json; give the workdir of a run"),
+    (["{work}", "--prompt=a", "--step=7"], "--step: {work} has no checkpoint of step 7 that was found good; "),
+    (["{work}", "--prompt=a", "--top_p=2"], "top_p: 2.0 is out of range; give more than 0 and at most 1"),
+    (["{work}", "--prompt=a", "--max_new_tokens=0"], "max_new_tokens: 0 is below 1; give 1 or more"),
+    (["{work}", "--prompt=a", "--config.model.num_layers=3"], "--config.model.num_layers: the model is as it was "),
+    (["{work}", "--prompt=" + 64 * "a"], "prompts[0]: its 64 tokens leave no room in model.max_seq_len=64; "),
+    (["{work}", "--prompts={gone}"], "--prompts: {gone} cannot be read ("),
+    (["{work}", "--prompt=a", "--chat", "--chat_template={gone}"], ""),
+])
+def test_mistakes_are_told_in_one_line(workdir, capsys, tmp_path, words, message):
+    names = {"work": workdir, "gone": tmp_path / "gone"}
+    status, out, err = said(capsys, *(word.format(**names) for word in words))
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(message.format(**names))
+
+
+def test_all_devices_share_the_prompts(workdir):
+    run, _ = generate_texts.restored(workdir, json.loads((workdir / "config.json").read_text()), {})
+    assert run.mesh.shape["data"] == jax.device_count() == 8
