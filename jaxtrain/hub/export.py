@@ -1,7 +1,7 @@
 """Write a run's model as a folder in Hugging Face's format.
 
-    jaxtrain export runs/mine --to=published/mine
-    jaxtrain export runs/mine --to=published/mine --step=500 --dtype=float32
+    jaxtrain export WORKDIR --to=FOLDER
+    jaxtrain export WORKDIR --to=FOLDER --step=500 --dtype=float32
 
 Transformers and inference servers read it. The folder appears when it is whole: config.json, the weights as
 safetensors, the run's tokenizer where it is of a kind that others read, and export.json, which says of which run and

@@ -1,7 +1,7 @@
 """Continue prompts, or answer them, with what a run has trained.
 
-    jaxtrain generate runs/first --prompt="def main(" --prompt="import " --max_new_tokens=100
-    jaxtrain generate runs/first --prompts=prompts.jsonl --temperature=0 --json
+    jaxtrain generate WORKDIR --prompt="def main(" --prompt="import " --max_new_tokens=100
+    jaxtrain generate WORKDIR --prompts=prompts.jsonl --temperature=0 --json
 
 Reads WORKDIR/config.json, WORKDIR/tokenizer and the parameters of the newest checkpoint that was found good, without
 the optimizer's state. All devices here share the prompts; --config.mesh.tensor=N splits a model that one of them cannot

@@ -1,4 +1,4 @@
-"""Damaged and forged corpora: 500 of them are opened and read in one process, none of which can harm it.
+"""Damaged and forged corpora: 200 of them are opened and read in one process, none of which can harm it.
 
 Each is the copy of a prepared corpus with one to three changes: to bytes, to the manifest (its own hash made to fit or
 not), or to what lies in the place of a file. Reading it gives the tokens of the undamaged corpus, or another corpus by
@@ -30,7 +30,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files
 from tests.odd_files import device, fifo, folder, sparse, unix_socket
 
-CASES = 500
+CASES = 200
 MEMORY = 2**27  # bytes that one of them may take
 FOREIGN: set[str] = set()  # links that count as made by somebody else
 
