@@ -102,7 +102,8 @@ def chains() -> list:
         return next((folder for folder in ("corpora/", "models/") if folder in command), "")
 
     # These have tests of their own, or take hours.
-    slow = "pytest", "tools/bench", "tools/hub_truth", "tools/chaos", "tools/accelerator", "tools/mutants", "python examples/"
+    slow = ("pytest", "tools/bench", "tools/hub_truth",
+            "tools/chaos", "tools/accelerator", "tools/mutants", "python examples/")
     commands = [command for command in shown() if not any(word in command for word in slow)]
     groups = [list(group) for _, group in itertools.groupby(commands, key=made)]
     found = [chain for group in groups for chain in ([group] if made(group[0]) else [[one] for one in group])]

@@ -72,17 +72,18 @@ class Decoding:
             return self._start(params, self.place(prompts), self.place(begins.astype(np.int32)), self.place(done), new)
 
     def go_on(self, params: Any, state: State, until: int, limits: jax.Array, stops: np.ndarray, seeds: jax.Array,
-              sampling: Sampling) -> State:
+              sampling: Sampling, known: int) -> State:
         """Generate up to `until` tokens per row, or until all rows are finished; the given state is used up.
 
         Args:
             limits: how many tokens each row may have.
             stops: the tokens that finish a row; they are not part of its text.
             seeds: keys of random numbers as the numbers that each row has for them [B, 2].
+            known: how many tokens the tokenizer has; the table may have more rows, which are never chosen.
         """
         with sharding.use(self.run.mesh, self.rules):
-            return self._go_on(params, state, np.int32(until), limits, stops, seeds, sampling.numbers(),
-                               sampling.filters, sampling.penalizes)
+            return self._go_on(params, state, np.int32(until), limits, stops, seeds,
+                               sampling.numbers() | {"known": np.int32(known)}, sampling.filters, sampling.penalizes)
 
     def read(self, state: State) -> dict[str, np.ndarray]:
         """Return what the rows have so far, on the host of every process."""
@@ -173,6 +174,7 @@ def _pick(rows: State, shared: State, *, filters: bool, penalizes: bool) -> tupl
     limits_B, seeds_B = rows.pop("limits"), rows.pop("seeds")
     logits_BV = rows.pop("logits")
     adjusted_BV = penalized(logits_BV, rows["seen"], shared["repetition_penalty"]) if penalizes else logits_BV
+    adjusted_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < shared["known"], adjusted_BV, -jnp.inf)
     keys_B = jax.vmap(lambda words, count: jax.random.fold_in(jax.random.wrap_key_data(words), count))(
         seeds_B, rows["count"])
     token_B = choose(adjusted_BV, keys_B, shared, filters)

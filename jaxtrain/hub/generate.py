@@ -59,7 +59,7 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
             Without one, where all prompts are token ids, the records have no text.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    check(prompts, max_new_tokens, stop, batch_size)
+    check(prompts, max_new_tokens, stop, batch_size, seed)
     if run.own_model:
         raise UserError("run", "a model of your own has no key-value cache", "generate with a model of the config")
     run.check_devices()
@@ -108,6 +108,7 @@ class _Batch:
             prompts[row, begins[row]:] = prompt
         self.limits, self.stops = limits, np.full(_bucket(len(ends)), -1, np.int32)
         self.stops[:len(ends)] = ends
+        self.known = programs.run.config.model.vocab_size
         self.placed = programs.place(limits), programs.place(np.asarray(seeds(first + np.arange(rows))))
         self.state = programs.start(params, prompts, begins, _bucket(int(limits.max())))
 
@@ -118,7 +119,8 @@ class _Batch:
         last, step, cut = int(self.limits.max()), 0, {}  # cut: the texts that a stop string ended, and tokens of each
         while True:
             step = min(last, step + CHUNK) if strings else last
-            self.state = self.programs.go_on(self.params, self.state, step, limits, self.stops, seeds, sampling)
+            self.state = self.programs.go_on(self.params, self.state, step, limits, self.stops, seeds, sampling,
+                                             words.vocab_size if words else self.known)
             seen = self.programs.read(self.state)
             if words and strings:
                 for row in set(range(self.count)) - cut.keys():
@@ -178,7 +180,8 @@ def _encoded(run: "Run", prompts: Sequence[Prompt], words: Tokenizer | None) -> 
     return found
 
 
-def check(prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[str | int], batch_size: int) -> None:
+def check(prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[str | int], batch_size: int,
+          seed: int) -> None:
     """Refuse what no model can do."""
     if isinstance(prompts, str):
         raise UserError("prompts", "it is a single text", "give a list of texts")
@@ -187,5 +190,9 @@ def check(prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[str | i
     for key, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if value < 1:
             raise UserError(key, f"{value} is below 1", "give 1 or more")
+    if not 0 <= seed < 2**32:
+        raise UserError("seed", f"{seed} is out of range", "give 0 or more, and less than 2^32")
+    if wrong := [one for one in stop if not isinstance(one, str) and not 0 <= one < 2**31]:
+        raise UserError("stop", f"{wrong[0]} is not a token", "give texts or token ids")
     if "" in stop:
         raise UserError("stop", "an empty text is everywhere", "leave it out")

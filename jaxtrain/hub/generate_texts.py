@@ -37,7 +37,7 @@ def main(argv: list[str] | None) -> None:
     config = sections_of(flags.workdir)
 
     how = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.min_p, flags.repetition_penalty)
-    check(texts, flags.max_new_tokens, flags.stop, flags.batch_size)
+    check(texts, flags.max_new_tokens, flags.stop, flags.batch_size, flags.seed)
     folder = _tokenizer_folder(flags.workdir)
     words = load_tokenizer(f"{folder}")
     prompts, ends = answered(config, words, flags.chat_template, texts) if flags.chat else (texts, [])

@@ -24,7 +24,7 @@ class Sampling:
     def __post_init__(self):
         for key, value, good, range_ in (
                 ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 or more"),
-                ("top_k", self.top_k, self.top_k >= 0, "0 or more"),
+                ("top_k", self.top_k, 0 <= self.top_k < 2**31, "0 or more, and less than 2^31"),
                 ("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1"),
                 ("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1"),
                 ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < float("inf"),

@@ -110,7 +110,7 @@ def check_all_logits(run, family):
     seeds = programs.place(np.zeros((4, 2), np.uint32))
     for until in (0, 1, 7, 11):
         held = programs.go_on(weights, held, until, programs.place(np.full(4, 16, np.int32)),
-                              np.full(1, -1, np.int32), seeds, Sampling(0.0))
+                              np.full(1, -1, np.int32), seeds, Sampling(0.0), reference.VOCAB)
         texts = [[*prompt, *said[:until]] for prompt, said in
                  zip(PROMPTS, programs.read(held)["tokens"].tolist(), strict=True)]
         want = logits(family, texts)[np.arange(4), [len(text) - 1 for text in texts]]
@@ -128,6 +128,24 @@ def test_any_mesh_gives_the_same_tokens(family, sizes):
     for one, other in zip(found, continued(family, 1.0), strict=True):
         assert one.tokens == other.tokens
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "keys"), [
+    ("deepseek_v3", dict(model__rope_type="yarn", model__rope_scaling=4.0, model__rope_original_len=8,
+                         model__rope_mscale=1.0, model__rope_mscale_all_dim=1.0, model__capacity_factor=0.0)),
+    ("llama", dict(model__rope_scaling=4.0, model__rope_original_len=8))], ids=str)
+def test_scaled_positions_are_those_of_the_whole_forward_pass(family, keys):
+    """With DeepSeek's factor of all scores, which is another one for absorbed latents."""
+    run = build(family, **keys)
+    held = state(run, family, **keys)
+    found = jt.generate(run, held, PROMPTS[:2], max_new_tokens=NEW, temperature=0, logprobs=True)
+    model = run.module(held)
+    for prompt, one in zip(PROMPTS, found, strict=False):
+        logits = np.asarray(model(jnp.asarray([[*prompt, *one.tokens]])))[0, len(prompt) - 1:-1]
+        assert list(one.tokens) == logits.argmax(-1).tolist()
+        want = jax.nn.log_softmax(logits)[np.arange(NEW), list(one.tokens)]
+        np.testing.assert_allclose(one.logprobs, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -54,6 +54,17 @@ def test_prompts_may_come_from_a_file_and_texts_are_printed_behind_them(workdir,
     assert status == 0 and first.startswith("It was") and second.startswith("the") and rest == ""
 
 
+def test_a_text_ends_before_a_stop_string_wherever_its_tokens_do(workdir):
+    run, state = generate_texts.restored(workdir, json.loads((workdir / "config.json").read_text()), {})
+    keys = dict(max_new_tokens=40, temperature=1.0, seed=5, tokenizer=workdir / "tokenizer")
+    whole, = jt.generate(run, state, ["It was"], **keys)
+    end = next(whole.text[n:n + 2] for n in range(4, 20) if whole.text.find(whole.text[n:n + 2]) == n
+               and whole.text[n:n + 2].isascii())
+    one, = jt.generate(run, state, ["It was"], stop=[end], **keys)
+    assert (one.text, one.finish_reason) == (whole.text[:whole.text.index(end)], "stop")
+    assert one.tokens == whole.tokens[:len(one.tokens)] and max(whole.tokens) < 257  # of 264 rows of the table
+
+
 def test_a_message_is_answered_through_a_template(workdir, capsys):
     status, out, _ = said(capsys, workdir, "--prompt=Hello", "--chat", "--chat_template=plain", FEW, "--json")
     assert status == 0 and json.loads(out)["prompt"] == "Hello"
@@ -73,6 +84,8 @@ def test_a_published_folder_continues_prompts_too(workdir, capsys, tmp_path):
     (["{gone}", "--prompt=a"], "WORKDIR: {gone} has no config.json; give the workdir of a run"),
     (["{work}", "--prompt=a", "--step=7"], "--step: {work} has no checkpoint of step 7 that was found good; "),
     (["{work}", "--prompt=a", "--top_p=2"], "top_p: 2.0 is out of range; give more than 0 and at most 1"),
+    (["{work}", "--prompt=a", "--seed=-1"], "seed: -1 is out of range; give 0 or more, and less than 2^32"),
+    (["{work}", "--prompt=a", f"--top_k={2**31}"], "top_k: 2147483648 is out of range; give 0 or more, and less"),
     (["{work}", "--prompt=a", "--max_new_tokens=0"], "max_new_tokens: 0 is below 1; give 1 or more"),
     (["{work}", "--prompt=a", "--config.model.num_layers=3"], "--config.model.num_layers: the model is as it was "),
     (["{work}", "--prompt=" + 64 * "a"], "prompts[0]: its 64 tokens leave no room in model.max_seq_len=64; "),
