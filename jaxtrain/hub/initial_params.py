@@ -33,6 +33,8 @@ def origin(source: str) -> dict[str, Any]:
     if (folder / "checkpoints").is_dir():
         found = _checkpoint(folder, step)
         return {"workdir": str(folder.absolute()), "step": found[0], "parameters": found[1]}
+    if step is not None or not (folder / published_config.FILE).is_file():
+        raise _neither(folder)
     names = (published_config.FILE, INDEX, "export.json")
     return {"folder": str(folder.absolute()),
             "sha256": {name: file_digest(folder / name) for name in names if (folder / name).is_file()}}
@@ -45,8 +47,12 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
     if step is None and (folder / published_config.FILE).is_file():
         say(f"begins with the published parameters in {folder}{_otherwise(folder, run)}")
         return published_weights.load(folder, run.config.model, without_adapters(run.abstract_model))
-    raise UserError(KEY, f"{folder} is neither a run's workdir with checkpoints nor a folder with a published "
-                    f"{published_config.FILE}", "give one of these")
+    raise _neither(folder)
+
+
+def _neither(folder: Path) -> UserError:
+    return UserError(KEY, f"{folder} is neither a run's workdir with checkpoints nor a folder with a published "
+                     f"{published_config.FILE}", "give one of these")
 
 
 def _otherwise(folder: Path, run: Run) -> str:

@@ -106,6 +106,14 @@ def test_ntk_scaling_is_published_as_another_base():
     assert config_json(model)["rope_theta"] == pytest.approx(100 * 2 ** (8 / 6))
 
 
+def test_weights_that_are_not_safetensors_are_not_passed_over(tmp_path):
+    section(tmp_path, published.truth()["llama"]["config"])
+    assert jt.load_config(f"hf:{tmp_path}").train.init_from == ""  # there are none
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(jt.UserError, match=r"are not safetensors but pytorch_model.bin; save them as safetensors"):
+        jt.load_config(f"hf:{tmp_path}")
+
+
 def test_a_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(jt.UserError, match=r"--config: there is no .*config.json; give a folder in Hugging"):
         jt.load_config(f"hf:{tmp_path}")
