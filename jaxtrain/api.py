@@ -12,7 +12,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
 from jaxtrain.hub.initial_params import with_initial_params
-from jaxtrain.objectives import MakeObjective, NextToken
+from jaxtrain.objectives import MakeObjective, configured
 from jaxtrain.plan import preflight, search
 from jaxtrain.plan import targets as accelerators
 from jaxtrain.run import Run
@@ -20,7 +20,7 @@ from jaxtrain.sharding.rules import AnyMesh
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
-          objective: MakeObjective = NextToken.of, optimizer: optax.GradientTransformation | None = None,
+          objective: MakeObjective = configured, optimizer: optax.GradientTransformation | None = None,
           data: BatchSource | None = None, model: Any = None, loss_fn: Callable[..., Any] | None = None,
           axes: Any = None, gather: bool = True, with_key: bool = False) -> Run:
     """Resolve a config against devices and check that it fits; nothing is allocated.
@@ -42,9 +42,9 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     own_model = model is not None or loss_fn is not None
     if mesh is None:
         config = preflight.resolve(config, jax.devices() if devices is None else devices,
-                                   own_parts=own_model or optimizer is not None or objective != NextToken.of)
+                                   own_parts=own_model or optimizer is not None or objective != configured)
     if own_model:
-        if objective != NextToken.of:
+        if objective != configured:
             raise UserError("objective", "a model of your own is trained by its loss_fn", "leave one of them out")
         return own_run.build_own(config, model=model, loss_fn=loss_fn, mesh=mesh, devices=devices, platform=platform,
                                  optimizer=optimizer, data=data, axes=axes, gather=gather, with_key=with_key)

@@ -1,6 +1,7 @@
 """Config -> Run: resolve a config against devices and check that it fits. Building allocates nothing."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models import Compute, make_model
-from jaxtrain.models.lora import is_adapter
-from jaxtrain.objectives import MakeObjective, NextToken, Objective
+from jaxtrain.models.trained_parameters import is_frozen
+from jaxtrain.objectives import MakeObjective, Objective, configured
 from jaxtrain.objectives.next_token import stacks
 from jaxtrain.parallel.pipeline.stage_placement import Placement
 from jaxtrain.parallel.schedules import Schedule
@@ -28,7 +29,7 @@ from jaxtrain.train_step.state import Skeleton, TrainState, abstract_state, make
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
-          objective: MakeObjective = NextToken.of, optimizer: optax.GradientTransformation | None = None,
+          objective: MakeObjective = configured, optimizer: optax.GradientTransformation | None = None,
           data: BatchSource | None = None) -> Run:
     """Resolve a config against devices (all of them; an integer for an abstract mesh) and check that it fits.
 
@@ -49,9 +50,10 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     how = Compute.of(config, kind, pipeline=schedules is not None)
     model = Skeleton.of(nnx.eval_shape(
         lambda: make_model(config.model, how, config.lora, rngs=nnx.Rngs(params=jax.random.key(0)))))
+    rule_checks.are_used(config, model.axes())
+    frozen = is_frozen(config, model.axes())
+    axes, frozen_axes = partition.split(model.axes(), frozen)
     goal = objective(config, model)
-    is_frozen = _frozen_paths(config, model)
-    axes, frozen_axes = partition.split(model.axes(), is_frozen)
     moments_by_layer = optimizer is None and schedules is None and _moments_by_layer(config)
     schedule = None
     if optimizer is None:
@@ -59,7 +61,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         optimizer = optimizers.make_optimizer(config.optimizer, schedule, axes)
     optimizer = optimizers.with_update_rules(optimizer, partition.like(model.metadata("update"), axes),
                                              config.model.router_bias_rate)
-    abstract = _abstract(config, model, goal, is_frozen, optimizer, compute)
+    abstract = _abstract(config, model, goal, frozen, optimizer, compute)
     if schedules:
         rules = _pipeline_rules(rules, goal, model, schedules[0])
     layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=schedules is not None,
@@ -101,15 +103,6 @@ def _rules(config: Config) -> Rules:
     return rules
 
 
-def _frozen_paths(config: Config, model: Skeleton):
-    axes = model.axes()
-    rule_checks.are_used(config, axes)
-    if config.lora.rank:
-        beside = partition.frozen_paths(axes, (), config.train.trainable) if config.train.trainable else None
-        return lambda path: not is_adapter(path) and (beside is None or path in beside)
-    return partition.frozen_paths(axes, config.train.freeze, config.train.trainable).__contains__
-
-
 def _moments_by_layer(config: Config) -> bool:
     """Whether moments pass through float32 as whole arrays, where blocks or matrices are computed with.
 
@@ -119,10 +112,10 @@ def _moments_by_layer(config: Config) -> bool:
     return own.moment_dtype == "int8" or (own.moment_dtype, own.name) == ("bfloat16", "muon")
 
 
-def _abstract(config: Config, model: Skeleton, goal: Objective, is_frozen: Any,
+def _abstract(config: Config, model: Skeleton, goal: Objective, is_frozen: Callable[[str], bool],
               optimizer: optax.GradientTransformation, compute: str) -> TrainState:
     params, frozen = partition.split(model.params(), is_frozen)
-    frozen |= jax.eval_shape(goal.init_frozen, jax.random.key(0))
+    frozen |= jax.eval_shape(goal.init_frozen, jax.random.key(0), model.params())
     own_dtype = model.metadata("compute_dtype", "") | goal.frozen_metadata("compute_dtype")
     frozen = precision.frozen_dtype(frozen, config.train.frozen_dtype, partition.like(own_dtype, frozen))
     return abstract_state(params, optimizer, compute == "float16", EXTRAS, frozen)

@@ -28,7 +28,7 @@ def say(text: object) -> None:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a suggestion for a name that is not known: what it is called here, the nearest one, or all of them."""
-    known, meant = sorted(known), SYNONYMS.get(word.lower().replace("-", "_"), "")
+    known, meant = sorted(filter(None, known)), SYNONYMS.get(word.lower().replace("-", "_"), "")
     if " " in meant:
         return meant
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.65 if len(word) > 2 else 1)

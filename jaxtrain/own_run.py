@@ -4,7 +4,7 @@ The config says how it is trained: mesh, train, checkpoint and resilience. What 
 of ours does not count, and is refused where it was set.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -59,6 +59,11 @@ class OwnLoss:
         return {}
 
     @property
+    def evaluation_metrics(self) -> Sequence[str]:
+        """None: what a loss of one's own means is not known."""
+        return ()
+
+    @property
     def evaluation(self) -> "OwnLoss":
         """The loss itself."""
         return self
@@ -75,7 +80,7 @@ class OwnLoss:
         """Return no metadata: there are no further parameters."""
         return {}
 
-    def init_frozen(self, key: jax.Array) -> dict:
+    def init_frozen(self, key: jax.Array, params: Any) -> dict:
         """Return no parameters."""
         return {}
 

@@ -19,7 +19,7 @@ from jaxtrain.data.loading.batch_spec import BatchSpec
 from jaxtrain.data.loading.placement import place_batch
 from jaxtrain.errors import UserError
 from jaxtrain.models import Compute, make_model
-from jaxtrain.objectives import NextToken, Objective
+from jaxtrain.objectives import Objective, configured
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
 from jaxtrain.parallel.pipeline.pipeline import Pipeline
 from jaxtrain.parallel.schedules import Schedule
@@ -153,7 +153,8 @@ class Run:
                 raise UserError("batch", f"its shape is {rows} x {seq_len}, and the config declares "
                                 f"{data.global_batch_size} x {data.seq_len}",
                                 "give batches of that shape, or declare the other in data.stages")
-            data = replace(data, global_batch_size=rows, seq_len=seq_len, stages=[], packing="concat", buckets=[])
+            data = replace(data, global_batch_size=rows, seq_len=seq_len, stages=[], buckets=[],
+                           packing="pairs" if data.packing == "pairs" else "concat")
             config = replace(self.config, data=data)
             # The config's rules: this run's own may leave layers out, where stages have unequal numbers of them.
             rules = sharding.rules(config.mesh.rules, **config.mesh.overrides)
@@ -299,8 +300,12 @@ class Run:
         for n in range(many):
             sums.append(self.compiled_eval(state.all_params, self.placed(self.eval_batches, n)))
             jax.block_until_ready(sums[-2:-1])  # of many at once, CPU devices that share few cores may wait forever
-        total, weight = np.sum(jax.device_get(sums), axis=0)
-        nats = float(total / weight)
+        total, weight, *more = jax.tree.map(lambda *x: np.sum(x, axis=0), *jax.device_get(sums))
+        nats = float(total / max(weight, 1e-8))
+        if more:
+            told = self.objective.evaluation.metrics(*more)
+            names = self.objective.evaluation_metrics
+            return {"eval_loss": nats} | {f"eval_{name}": float(told[name]) for name in names}
         text = self.corpus.eval
         found = {"eval_loss": nats, "eval_perplexity": float(np.exp(min(nats, 700.0)))}
         if text.masked:  # how many bytes the learnt tokens stand for is not known
@@ -351,7 +356,7 @@ class Run:
     @property
     def has_own_parts(self) -> bool:
         """Whether the objective or the optimizer is not the config's."""
-        return self.schedule is None or type(self.objective) is not NextToken
+        return self.schedule is None or type(self.objective) is not type(configured(self.config, self.model))
 
     def own_parts(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """The description of what the config does not name, for run.json (observe/own_parts.py).
@@ -360,7 +365,7 @@ class Run:
         """
         found: dict[str, Any] = {}
         goal = _identity(self.objective, recorded.get("objective") or {})
-        if goal != _identity(NextToken.of(self.config, self.model), {}):
+        if goal != _identity(configured(self.config, self.model), {}):
             found["objective"] = goal
         if self.schedule is None:
             found["optimizer"] = describe_optimizer(self.optimizer, self.abstract.params)
@@ -388,14 +393,15 @@ class Run:
         return Skeleton.of(model).params()
 
     def _state(self, params: Any, key: jax.Array) -> TrainState:
-        frozen = partition.without(params, self.layout.axes) | self.objective.init_frozen(key)
+        frozen = partition.without(params, self.layout.axes) | self.objective.init_frozen(key, params)
         frozen = precision.frozen_dtype(frozen, self.config.train.frozen_dtype,
                                         self._metadata("compute_dtype", frozen))
         return initial_state(partition.like(params, self.layout.axes), self.optimizer, self.precision == "float16",
                              self.extras, frozen)
 
-    def _eval(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        return self._loss(self.objective.evaluation, self.cast(params), batch)[:2]
+    def _eval(self, params: Any, batch: Any) -> tuple[Any, ...]:
+        found = self._loss(self.objective.evaluation, self.cast(params), batch)
+        return found if self.objective.evaluation_metrics else found[:2]
 
     def _loss(self, objective: Objective, params: Any, batch: Any) -> Any:
         return (self._pipeline(objective) if self.schedules else objective).loss(params, batch)

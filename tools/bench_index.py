@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxtrain.data import Batches, PackedRows, Tokens
 from jaxtrain.data.corpus.corpus import Shard
-from jaxtrain.data.loading.best_fit import cached_plan
-from jaxtrain.data.loading.packing import FittedRows
+from jaxtrain.data.packing.best_fit import cached_plan
+from jaxtrain.data.packing.packed_rows import FittedRows
 
 SEEKS = 1000
 

@@ -16,9 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1] / "jaxtrain"
 LEARNING = """
     __init__ main errors redaction builder run validation rule_checks
-    config/schema config/families config/field_checks config/load
+    config/schema config/families config/field_checks config/tuning_keys config/load
     sharding/rules sharding/mesh sharding/products
-    models/__init__ models/decoder models/layers models/attention/self_attention models/gpt2
+    models/__init__ models/decoder models/layers models/attention/self_attention models/gpt2 models/trained_parameters
     kernels/functions kernels/cross_entropy kernels/attention/__init__ kernels/attention/xla_attention
     objectives/objective objectives/next_token
     train_step/state train_step/gradients
@@ -27,7 +27,7 @@ LEARNING = """
     data/__init__ data/tokenizers/tokenizer data/corpus/corpus data/corpus/text_cache
     data/corpus/text_source files/atomic_files data/loading/batch_source
     data/loading/batch_spec data/loading/batches
-    data/loading/loader data/loading/shuffle data/loading/packing data/loading/placement
+    data/loading/loader data/loading/shuffle data/packing/packed_rows data/loading/placement
     trainer/loop trainer/session trainer/resume trainer/saver trainer/evaluate trainer/reporting trainer/observers
 """
 SURVIVAL = """

@@ -79,8 +79,8 @@ MUTANTS = {
         "data/loading/shuffle.py", "(seed + epoch) % 2**32", "seed % 2**32",
         ("tests/data/loading/test_shuffle.py", "tests/data/loading/test_loader.py")),
     "foreign_targets_learnt": Mutant(
-        "data/loading/packing.py", "weights[row_S[begun_S], within_S[begun_S] - 1] = 0", "pass",
-        ("tests/data/loading/test_packing.py",)),
+        "data/packing/packed_rows.py", "weights[row_S[begun_S], within_S[begun_S] - 1] = 0", "pass",
+        ("tests/data/packing/test_packed_rows.py",)),
     "checkpoint_byte_flipped": Mutant(
         "checkpoint/verify.py", "if hashes and hash_file(folder / name)[1] != sha256:", "if False:",
         ("tests/checkpoint/test_damage.py", "tests/checkpoint")),

@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.config import remat_policies
+from jaxtrain.config import remat_policies, tuning_keys
 from jaxtrain.config.families import Gpt2Config, ModelConfig
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
+from jaxtrain.config.tuning_keys import LoraConfig, PreferenceConfig
 from jaxtrain.errors import UserError
 from jaxtrain.redaction import redacted
 
@@ -70,7 +71,8 @@ class DataConfig:
     tokenizer: str = "bytes"  # of text that is not a prepared corpus
     mixture: dict[str, Any] = field(default_factory=dict, hash=False)  # for source: name -> {source, weight, epochs}
     stages: list[Any] = field(default_factory=list, hash=False)  # what changes at which step: docs/data-mixtures.md
-    packing: str = "concat"  # documents end to end, cut at rows; "best_fit": few are cut; "bucket": a document a row
+    # Documents end to end, cut at rows; "best_fit": few are cut; "bucket": a document a row; "pairs": whole pairs.
+    packing: str = "concat"
     buckets: list[int] = field(default_factory=list, hash=False)  # lengths of rows in buckets; none: chosen
     cross_document_attention: bool = False  # attend to all earlier tokens of a row, as many published recipes do
     seq_len: int = 256  # tokens in a row
@@ -95,7 +97,7 @@ class DataConfig:
         if self.cache_bytes < 2**20:
             raise UserError("data.cache_bytes", f"{self.cache_bytes} holds no chunk of tokens", f"use {2**20} or more")
         one_of("data.corrupt", self.corrupt, ("fail", "skip_and_count"))
-        one_of("data.packing", self.packing, ("concat", "best_fit", "bucket"))
+        one_of("data.packing", self.packing, ("concat", "best_fit", "bucket", "pairs"))
         if self.buckets != sorted({size for size in self.buckets if type(size) is int and 0 < size <= self.seq_len}):
             raise UserError("data.buckets",
                             f"{self.buckets} are not ascending lengths up to data.seq_len={self.seq_len}",
@@ -205,23 +207,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class LoraConfig:
-    """Adapters of low rank beside frozen linear layers (docs/tuning.md); none by default."""
-
-    rank: int = 0  # of the adapters, which are all that is trained; 0: no adapters
-    alpha: float = 16.0  # adapters are multiplied by alpha / rank
-    rank_stabilized: bool = False  # by alpha / sqrt(rank) instead, which lets higher ranks learn as fast
-    targets: list[str] = field(default_factory=lambda: ["*"], hash=False)  # paths with wildcards of linear layers
-
-    def __post_init__(self):
-        not_negative(self, "lora", "rank")
-        positive(self, "lora", "alpha")
-        if not self.targets or not all(isinstance(pattern, str) for pattern in self.targets):
-            raise UserError("lora.targets", f"{self.targets} is not a list of paths",
-                            "give ['*'] for all linear layers")
-
-
-@dataclass(frozen=True)
 class CheckpointConfig:
     """When to save and how many to keep; the last step is always saved."""
 
@@ -290,6 +275,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
@@ -305,10 +291,7 @@ class Config:
         if self.optimizer.warmup_steps > self.train.steps:
             raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
-
-        if self.lora.rank and self.train.freeze:
-            raise UserError("train.freeze", "with lora.rank everything is frozen but the adapters",
-                            "leave it out; train.trainable names what is trained beside them")
+        tuning_keys.check(self)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain nested dicts, as written to `config.json`: without the credentials in URLs."""

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from jaxtrain.data.corpus.text_cache import load_corpus
     from jaxtrain.data.corpus.text_source import Document, find_documents
     from jaxtrain.data.loading.bucketing import BucketedBatches
-    from jaxtrain.data.loading.document_rows import DocumentRows, SequenceRows
     from jaxtrain.data.loading.loader import Batches, prefetch
-    from jaxtrain.data.loading.packing import PackedRows
+    from jaxtrain.data.packing.document_rows import DocumentRows, SequenceRows
+    from jaxtrain.data.packing.packed_rows import PackedRows
     from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 _NAMES = {  # module: the names it provides
@@ -35,9 +35,9 @@ _NAMES = {  # module: the names it provides
     "corpus.text_cache": ["load_corpus"],
     "corpus.text_source": ["Document", "find_documents"],
     "loading.bucketing": ["BucketedBatches"],
-    "loading.document_rows": ["DocumentRows", "SequenceRows"],
+    "packing.document_rows": ["DocumentRows", "SequenceRows"],
     "loading.loader": ["Batches", "prefetch"],
-    "loading.packing": ["PackedRows"],
+    "packing.packed_rows": ["PackedRows"],
     "tokenizers.tokenizer": ["Tokenizer", "load_tokenizer"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -69,12 +69,12 @@ def default_chunks(tokens: int, vocab: int) -> int:
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def _summed(x, head, targets, weights, teacher, *options):
-    sums_2, = _run(x, head, targets, weights, teacher, options, gradients=False)
+    sums_2, _ = run_head(x, head, targets, weights, teacher, options, gradients=False)
     return sums_2[0], sums_2[1]
 
 
 def _forward(x, head, targets, weights, teacher, *options):
-    sums_2, dx, dhead, dweights = _run(x, head, targets, weights, teacher, options, gradients=True)
+    sums_2, dx, dhead, dweights = run_head(x, head, targets, weights, teacher, options, gradients=True)
     dweights = dweights.astype(weights.dtype) if jnp.issubdtype(weights.dtype, jnp.inexact) else None
     return (sums_2[0], sums_2[1]), (dx, dhead, jnp.zeros((), head.dtype), dweights)
 
@@ -88,7 +88,8 @@ def _backward(z_loss, chunks, soft, temperature, saved, g):
 _summed.defvjp(_forward, _backward)
 
 
-def _run(x, head, targets, weights, teacher, options, gradients) -> Any:
+def run_head(x, head, targets, weights, teacher, options, gradients) -> Any:
+    """Return sums over tokens (with z-loss and without), then the gradients of the former, then each token's loss."""
     local = partial(_local, options=options, gradients=gradients)
     if sharding.activation_spec() is None:
         return local(x, targets, weights, (head, *teacher[1:]), teacher[:1])
@@ -108,7 +109,7 @@ def _run(x, head, targets, weights, teacher, options, gradients) -> Any:
         partial(local, batch_axes=batch_axes, vocab_axes=vocab_axes,
                 row_axes=[sharding.axes_of(spec[0]) for spec in specs]),
         in_specs=(x_spec, tokens, tokens, tuple(specs), (x_spec,) * len(teacher[:1])),
-        out_specs=(P(), x_spec, specs[0], tokens) if gradients else (P(),),
+        out_specs=(P(), x_spec, specs[0], tokens) if gradients else (P(), tokens),
     )(x, targets, weights, tuple(map(jax.reshard, heads, specs)), teacher[:1])
     if gradients:
         more[1] = jax.reshard(more[1], jax.typeof(head).sharding.spec)
@@ -180,7 +181,7 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_a
             loss_N, dlogits_NV = (1 - soft) * loss_N + soft * other_N, (1 - soft) * dlogits_NV + soft * dother_NV
         sums_2 += jnp.stack([(weight_N * loss_N).sum(), (weight_N * entropy_N).sum()])
         if not gradients:
-            return (sums_2, dhead_DV), None
+            return (sums_2, dhead_DV), loss_N
         dlogits_NV = dlogits_NV.astype(x_ND.dtype)
         dx_ND = over_vocab(jnp.dot(dlogits_NV, head_DV.T, preferred_element_type=F32)).astype(x_ND.dtype)
         dhead_DV = dhead_DV + jnp.dot(x_ND.T, dlogits_NV, preferred_element_type=F32)
@@ -196,7 +197,7 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_a
     if batch_axes:
         sums_2 = lax.psum(sums_2, batch_axes)
     if not gradients:
-        return (sums_2,)
+        return sums_2, each.reshape(weights_BT.shape)
     dx, loss_N = each
     # A sum over tokens may be too large for float16 until the backward pass has divided it.
     dhead_DV = dhead_DV.astype(F32 if head_DV.dtype == jnp.float16 else head_DV.dtype)

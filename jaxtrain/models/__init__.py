@@ -5,7 +5,7 @@ from collections.abc import Callable
 from flax import nnx
 
 from jaxtrain.config.families import ModelConfig
-from jaxtrain.config.schema import LoraConfig
+from jaxtrain.config.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.deepseek_v3 import deepseek_v3

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.schema import LoraConfig
+from jaxtrain.config.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models.layers import Linear, param
 from jaxtrain.sharding import rules as sharding

@@ -1,6 +1,18 @@
 """What a train step can minimise: objectives, which a `Run` takes as they are and knows nothing else about."""
 
+from jaxtrain.config.schema import Config
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import MakeObjective, Objective
+from jaxtrain.train_step.state import Skeleton
 
-__all__ = ["MakeObjective", "NextToken", "Objective"]
+
+def configured(config: Config, model: Skeleton) -> Objective:
+    """Return the objective that a config names."""
+    if config.preference.loss:
+        from jaxtrain.objectives.preference import Preference
+
+        return Preference.of(config, model)
+    return NextToken.of(config, model)
+
+
+__all__ = ["MakeObjective", "NextToken", "Objective", "configured"]

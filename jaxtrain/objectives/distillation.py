@@ -70,7 +70,7 @@ class Distillation(NextToken):
         """Return the teacher's metadata: its routers compute in float32, whatever the precision."""
         return {TEACHER: self.teacher.metadata(key, "")}
 
-    def init_frozen(self, key: jax.Array) -> dict:
+    def init_frozen(self, key: jax.Array, params: Any) -> dict:
         """Return the teacher's initial parameters: a placeholder where it is loaded from a workdir."""
         model = make_model(self.teacher_config.model, self.compute, rngs=nnx.Rngs(params=key))
         return {TEACHER: Skeleton.of(model).params()}

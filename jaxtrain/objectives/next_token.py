@@ -1,6 +1,6 @@
 """Next-token prediction: cross-entropy of each token given those before it, with the penalties that a model reports."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -59,7 +59,11 @@ class NextToken:
         """Return the cross-entropy in nats per token, its exponential, unknown ids, and the metrics of routers."""
         entropy = sums["cross_entropy"] / jnp.maximum(sums["weight"], 1e-8)
         plain = {"cross_entropy": entropy, "perplexity": jnp.exp(entropy), "unknown_ids": sums["unknown_ids"]}
-        return plain | (moe.metrics(sums, self.experts_per_token) if "load" in sums else {})
+        return plain | self.router_metrics(sums)
+
+    def router_metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return the metrics of the model's routers, if it has any."""
+        return moe.metrics(sums, self.experts_per_token) if "load" in sums else {}
 
     @property
     def pipeline_parts(self) -> Parts:
@@ -107,6 +111,11 @@ class NextToken:
                                        chunks=self.chunks)
 
     @property
+    def evaluation_metrics(self) -> Sequence[str]:
+        """None: an evaluation reports the loss per token and what follows from it."""
+        return ()
+
+    @property
     def frozen_axes(self) -> dict:
         """Empty: the loss needs no parameters but the model's."""
         return {}
@@ -115,7 +124,7 @@ class NextToken:
         """Return no metadata: there are no parameters."""
         return {}
 
-    def init_frozen(self, key: jax.Array) -> dict:
+    def init_frozen(self, key: jax.Array, params: Any) -> dict:
         """Return no parameters."""
         return {}
 

@@ -1,6 +1,6 @@
 """The protocol of an objective: the loss, the batches it takes, and how a pipeline cuts it into stages."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -40,6 +40,11 @@ class Objective(Protocol):
         ...
 
     @property
+    def evaluation_metrics(self) -> Sequence[str]:
+        """Which of `metrics` an evaluation reports, where the loss is no cross-entropy per token; else none."""
+        ...
+
+    @property
     def frozen_axes(self) -> dict:
         """The logical names of parameters beside the model's that the loss needs and nobody trains."""
         ...
@@ -48,8 +53,11 @@ class Objective(Protocol):
         """Return one entry of the metadata of each of these parameters, "" where it has none."""
         ...
 
-    def init_frozen(self, key: jax.Array) -> dict:
-        """Return these parameters at step 0; it is traced."""
+    def init_frozen(self, key: jax.Array, params: Any) -> dict:
+        """Return these parameters at step 0; it is traced.
+
+        `params`: the model's parameters at step 0, of which these may be a copy.
+        """
         ...
 
     def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:

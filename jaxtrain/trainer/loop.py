@@ -19,7 +19,7 @@ from jaxtrain.data.loading.skipped_batches import remaining
 from jaxtrain.distributed import processes
 from jaxtrain.distributed.run_lock import run_lock
 from jaxtrain.hub.initial_params import with_initial_params
-from jaxtrain.objectives import MakeObjective, NextToken
+from jaxtrain.objectives import MakeObjective, configured
 from jaxtrain.plan import preflight
 from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.replicas import Replicas
@@ -65,7 +65,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
     with watched(workdir, limits) as (watchdog, ledger):
         run = config if isinstance(config, Run) else with_initial_params(build(
             preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer)),
-            objective=objective or NextToken.of, optimizer=optimizer, data=data))
+            objective=objective or configured, optimizer=optimizer, data=data))
         say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)

@@ -130,7 +130,7 @@ def test_a_teacher_with_experts_and_as_many_layers_as_stages_divide(stages):
         config = reference.tiny("gpt2", model__num_layers=4, train__precision="float32", **keys)
         run = jt.build(config, devices=jax.devices()[:keys.get("mesh__stage", 1)], objective=make)
         params = reference.initial("gpt2", 4)
-        of = jax.device_get(jax.jit(run.objective.init_frozen)(jax.random.key(7)))
+        of = jax.device_get(jax.jit(run.objective.init_frozen)(jax.random.key(7), {}))
         state = reference.start_from(run, params | of)
         losses.append(float(reference.compiled(run)(state, run.place(reference.batch(0)))[1]["loss"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class Tokens:
 
     shards: tuple[Shard, ...]
     num_bytes: int  # size of the text behind the tokens
+    whole: ClassVar[bool] = False  # whether nothing between two edges may be cut
 
     def __post_init__(self):
         starts = [0, *accumulate(len(shard.tokens) for shard in self.shards)]
@@ -60,6 +61,10 @@ class Tokens:
         """The number of tokens known to be corrupt, in ids or masks; a remote chunk is known only once it is read."""
         return sum(max(column.damage.lost if hasattr(column, "damage") else 0
                        for column in (shard.tokens, shard.trained)) for shard in self.shards)
+
+    def edges(self, shard: Shard) -> np.ndarray:
+        """Return where each document of a shard begins and the last one ends."""
+        return shard.offsets
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return tokens `start` to `stop` of the split as int32."""
@@ -114,6 +119,7 @@ class Corpus:
     path: Path  # the folder of the manifest and the other small files
     threads: int = 0  # number of reader threads, where reading waits for a network
     parts: Mapping[str, "Corpus"] = field(default_factory=dict)  # the sources of a mixture, by name
+    pairs: bool = False  # documents 2i and 2i + 1 are the chosen and the rejected answer to a prompt
 
     def part(self, name: str) -> "Corpus":
         """Return one source of the mixture; a corpus that is not a mixture is its own only part."""

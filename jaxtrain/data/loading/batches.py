@@ -8,14 +8,14 @@ from jaxtrain.config.schema import DataConfig
 from jaxtrain.data.corpus.corpus import Corpus
 from jaxtrain.data.corpus.text_cache import cache_root
 from jaxtrain.data.loading.batch_source import BatchSource
-from jaxtrain.data.loading.best_fit import cached_plan
 from jaxtrain.data.loading.loader import Batches
-from jaxtrain.data.loading.packing import FittedRows, PackedRows
+from jaxtrain.data.packing.best_fit import cached_plan
+from jaxtrain.data.packing.packed_rows import FittedRows, PackedRows
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:  # imported only if a config needs them
     from jaxtrain.data.corpus.corruption import SparedRows
-    from jaxtrain.data.loading.document_rows import DocumentRows
+    from jaxtrain.data.packing.document_rows import DocumentRows
 
 MULTIPLE = 64  # divides the lengths of automatic buckets if rows are long, so that most meshes split them evenly
 
@@ -85,8 +85,12 @@ def _packed(config: DataConfig, corpus: Corpus, split: str, seq_len: int) -> Pac
     # Evaluation of bucketed data uses packed rows: documents cannot attend to each other there either.
     if config.packing == "concat":
         return PackedRows(tokens, seq_len, pad_last=split == "eval")
-    plan = cached_plan(tokens, seq_len, cache_root(config) / "plans", f"{corpus.manifest_hash} {split}")
-    return FittedRows(tokens, plan, seq_len)
+    identity, form = f"{corpus.manifest_hash} {split}", FittedRows
+    if config.packing == "pairs":
+        from jaxtrain.data.packing.pair_rows import PairRows, paired
+
+        tokens, identity, form = paired(tokens, corpus.pairs), f"{identity} pairs", PairRows
+    return form(tokens, cached_plan(tokens, seq_len, cache_root(config) / "plans", identity), seq_len)
 
 
 @functools.lru_cache(maxsize=1)  # used by the batches and by their summary
@@ -96,7 +100,7 @@ def _bucketed(config: DataConfig, corpus: Corpus) -> "tuple[DocumentRows | Spare
     The lengths are `data.buckets`, or else the eight that need the least padding.
     """
     from jaxtrain.data.loading.bucketing import choose
-    from jaxtrain.data.loading.document_rows import DocumentRows
+    from jaxtrain.data.packing.document_rows import DocumentRows
 
     documents: Any = DocumentRows(corpus.train, config.seq_len)
     if config.corrupt != "fail":
@@ -131,8 +135,11 @@ def packing(config: DataConfig, corpus: Corpus) -> str:
         documents += part.train.num_documents
     apart = [name for name, part in corpus.parts.items() if not _trains(part)]
     only = f"; {', '.join(apart)}: evaluation only" if apart else ""
+    cuts = f"{cut:,} of {documents:,} documents are cut"
+    if config.packing == "pairs":
+        cuts = f"{cut:,} of {documents // 2:,} pairs are longer than data.seq_len and left out"
     fill = sum(share * count for share, count in full) / sum(count for _, count in full)
-    return f"{config.packing}: rows are {fill:.2%} full, {cut:,} of {documents:,} documents are cut{only}"
+    return f"{config.packing}: rows are {fill:.2%} full, {cuts}{only}"
 
 
 def epochs(batches: BatchSource, steps: int) -> str:

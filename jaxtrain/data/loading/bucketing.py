@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxtrain.data.loading.document_rows import Unpacked
 from jaxtrain.data.loading.readahead import ReadAhead
+from jaxtrain.data.packing.document_rows import Unpacked
 from jaxtrain.errors import UserError
 
 CANDIDATES = 1024  # lengths considered for buckets; more would take longer for a tenth of a percent less padding

@@ -13,7 +13,7 @@ from jaxtrain.data import open_corpus
 from jaxtrain.data.corpus.open import BESIDE
 from jaxtrain.data.corpus.origins import origins
 from jaxtrain.data.corpus.shard_writer import ORIGIN
-from jaxtrain.data.loading.packing import PackedRows
+from jaxtrain.data.packing.packed_rows import PackedRows
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from tests.data import made

@@ -13,7 +13,7 @@ from jaxtrain.config.schema import DataConfig
 from jaxtrain.data.corpus.corpus import Corpus, Shard, Tokens
 from jaxtrain.data.loading.batches import train_batches
 from jaxtrain.data.loading.loader import Batches
-from jaxtrain.data.loading.packing import PackedRows
+from jaxtrain.data.packing.packed_rows import PackedRows
 from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer
 from jaxtrain.errors import UserError
 

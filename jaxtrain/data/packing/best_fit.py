@@ -76,13 +76,21 @@ def plan(tokens: Tokens, seq_len: int) -> Plan:
 
 
 def pieces(tokens: Tokens, seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Yield starts and lengths of pieces, and the number of cut documents; a document's last token is only a target."""
+    """Yield starts and lengths of pieces, and the number of cut documents; a document's last token is only a target.
+
+    With `tokens.whole` nothing is cut: what is longer than `seq_len` is left out, and counted.
+    """
     before = 0
     for shard in tokens.shards:
-        for at in range(0, len(shard.offsets) - 1, CHUNK):
-            offsets = shard.offsets[at: at + CHUNK + 1]
+        edges = tokens.edges(shard)
+        for at in range(0, len(edges) - 1, CHUNK):
+            offsets = edges[at: at + CHUNK + 1]
             inputs_D = np.diff(offsets) - 1
             pieces_D = -(-inputs_D // seq_len)
+            if tokens.whole:
+                long = pieces_D > 1
+                yield offsets[:-1][~long] + before, inputs_D[~long], int(long.sum())
+                continue
             within = _ranges(np.zeros_like(pieces_D), pieces_D) * seq_len
             lengths = np.minimum(np.repeat(inputs_D, pieces_D) - within, seq_len)
             yield np.repeat(offsets[:-1] + before, pieces_D) + within, lengths, int((pieces_D > 1).sum())

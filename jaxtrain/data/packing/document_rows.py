@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxtrain.data.corpus.corpus import Tokens
 from jaxtrain.data.corpus.sequences import STEPS, Sequences
-from jaxtrain.data.loading.best_fit import pieces
+from jaxtrain.data.packing.best_fit import pieces
 from jaxtrain.errors import UserError
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain.data.corpus.corpus import Tokens
-from jaxtrain.data.loading.best_fit import Plan
+from jaxtrain.data.packing.best_fit import Plan
 from jaxtrain.errors import UserError
 
 

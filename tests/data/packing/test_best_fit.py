@@ -8,9 +8,9 @@ import pytest
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import load_corpus
 from jaxtrain.data.corpus.corpus import Shard, Tokens
-from jaxtrain.data.loading import best_fit
 from jaxtrain.data.loading.batches import eval_batches, rows, train_batches
-from jaxtrain.data.loading.packing import FittedRows
+from jaxtrain.data.packing import best_fit
+from jaxtrain.data.packing.packed_rows import FittedRows
 from jaxtrain.errors import UserError
 
 EOD = 9

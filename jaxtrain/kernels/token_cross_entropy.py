@@ -1,0 +1,39 @@
+"""The cross-entropy of each token, for losses that are no weighted sum over tokens, without holding all logits.
+
+Shape suffixes: B batch, T sequence, D embedding, V vocabulary.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.kernels.cross_entropy import run_head
+
+
+@jax.named_scope("loss_head")
+def token_cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, *, chunks: int = 0) -> jax.Array:
+    """Return each token's cross-entropy in float32.
+
+    The backward pass computes the logits again: one matmul more than `cross_entropy` needs, which knows the weights.
+    """
+    return _by_token(x_BTD, head_DV, targets_BT, chunks)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _by_token(x, head, targets, chunks):
+    ones = jnp.ones_like(targets, jnp.float32)
+    return run_head(x, head, targets, ones, (), (0.0, chunks, 0.0, 1.0), gradients=False)[-1]
+
+
+def _forward(x, head, targets, chunks):
+    return _by_token(x, head, targets, chunks), (x, head, targets)
+
+
+def _backward(chunks, saved, g_BT):
+    x, head, targets = saved
+    _, dx, dhead, _ = run_head(x, head, targets, g_BT, (), (0.0, chunks, 0.0, 1.0), gradients=True)
+    return dx, dhead.astype(head.dtype), None
+
+
+_by_token.defvjp(_forward, _backward)

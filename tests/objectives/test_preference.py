@@ -1,0 +1,117 @@
+"""Preferences: loss, gradients and margins of the plain formulas, on any mesh; and what is kept of the reference."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.data.prepare import prepare
+from jaxtrain.train_step import partition
+from tests.numerics import reference
+from tests.numerics.plain_lora import at_random, merged
+from tests.numerics.test_lora import initial
+from tests.objectives import plain_preference as plain
+
+DPO = dict(preference__loss="dpo", preference__beta=0.5, data__packing="pairs")
+CASES = {
+    "tensor, ipo": ("llama", dict(mesh=(1, 2, 4), preference__loss="ipo")),
+    "one device": ("gpt2", dict(preference__label_smoothing=0.2)),
+    "all axes, robust": ("gpt2", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2,
+                                      preference__loss="robust", preference__label_smoothing=0.2)),
+    "ring, simpo": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, preference__loss="simpo", preference__margin=0.3)),
+    "remat, hinge": ("qwen3", dict(mesh=(1, 2, 2), train__remat="full", train__loss_chunks=2,
+                                   preference__loss="hinge")),
+    "1f1b, context": ("llama", dict(mesh=(1, 2, 1), mesh__stage=2, mesh__context=2)),
+    "zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1", lora__rank=3)),
+    "experts, orpo": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3,
+                                      preference__loss="orpo")),
+    "adapters": ("qwen2", dict(mesh=(2, 2, 1), mesh__context=2, mesh__context_strategy="gather", lora__rank=2)),
+}
+QUICK = ("1f1b, context",)
+
+
+@pytest.mark.parametrize("name", [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+def test_loss_and_gradients_are_those_of_the_formula(name):
+    family, keys = CASES[name]
+    run = reference.build(family, **(DPO | keys))
+    begun = at_random(initial(run))  # where the reference stays
+    own = {key: value for key, value in begun.items() if key != "reference"}
+    policy = jax.tree.map(lambda a: a * np.float32(1.1), partition.like(own, run.layout.axes))
+    rest = partition.without(own, policy)
+    params = partition.merge(policy, rest) | ({"reference": partition.like(own, policy)} if run.objective.reference
+                                              else {})
+    config, batch = run.config, plain.batch()
+
+    def whole(trained):
+        both = partition.merge(trained, rest)
+        return merged(both, config.lora.alpha / config.lora.rank) if config.lora.rank else both
+
+    def truth(trained):
+        return plain.loss(config.preference, config.model, whole(trained), whole(partition.like(own, policy)), batch)
+
+    (loss, margin), want = jax.jit(jax.value_and_grad(truth, has_aux=True))(policy)
+    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
+    norm, o = float(reference.norm_of(want)), config.optimizer
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    assert float(metrics["reward_margin"]) == pytest.approx(float(margin), rel=1e-4, abs=1e-6)
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    got = jax.tree.map(lambda m: np.asarray(m) / (1 - o.b1) / min(1, o.clip_norm / norm), reference.moments(state))
+    error, leaf = reference.worst(got, jax.device_get(want), floor=1e-3 * norm)
+    assert error < 2e-5, leaf
+    kept = partition.without(params, run.layout.axes)
+    assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(state.frozen), kept)), "a frozen one has changed"
+
+
+CORPUS = [{"prompt": f"say {i % 7}:", "chosen": f" yes {i % 7}", "rejected": f" no {i % 5}"} for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pairs")
+    folder.joinpath("pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in CORPUS))
+    assert prepare.main([f"--input={folder}/pairs.jsonl", f"--output={folder}/corpus", "--eval_fraction=0.2"]) == 0
+    return folder / "corpus"
+
+
+@pytest.mark.slow
+def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, tmp_path):
+    """The reference is what the run began with, also after a stop, and for adapters that are trained further."""
+    def config(**keys):
+        return reference.tiny("llama", **(dict(
+            model__vocab_size=258, model__max_seq_len=64, data__seq_len=64, data__source=str(corpus),
+            data__global_batch_size=4, train__steps=6, train__progress=False, lora__rank=2, checkpoint__every=3,
+            optimizer__warmup_steps=0, mesh__data=4, mesh__tensor=2) | keys))
+
+    base = jt.train(config(data__packing="best_fit", train__steps=2), tmp_path / "base")
+    tuned = dict(DPO, train__init_from=str(tmp_path / "base"))
+    whole = jt.train(config(**tuned), tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "6")
+    parts = jt.train(config(**tuned), tmp_path / "parts")
+    assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, parts.params))))
+    kept = jax.device_get(parts.frozen["reference"])
+    assert jax.tree.all(jax.tree.map(np.array_equal, kept, jax.device_get(base.params)))
+    lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["loss"] == pytest.approx(np.log(2)) and lines[0]["reward_margin"] == 0
+    assert lines[-2]["loss"] < np.log(2) and lines[-2]["reward_margin"] > 0 and "perplexity" not in lines[-2]
+    assert lines[-1].keys() == {"step", "eval_loss", "eval_reward_accuracy", "eval_reward_margin"}
+    assert lines[-1]["eval_reward_accuracy"] == 1 and lines[-1]["eval_loss"] < np.log(2)
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    (dict(preference__loss="dpo"), "preference.loss: dpo needs rows of whole pairs, not data.packing=concat; set "),
+    (dict(data__packing="pairs"), "data.packing: pairs hold rejected answers too, which next-token prediction would "),
+    (DPO | dict(preference__loss="dop"), "preference.loss: 'dop' is not supported; did you mean 'dpo'?"),
+    (DPO | dict(preference__margin=0.1), "preference.margin: preference.loss='dpo' does not read it; leave it out, or"),
+    (DPO | dict(preference__beta=0.0), "preference.beta: 0.0 is not positive; give a number above 0"),
+    (DPO | dict(train__z_loss=0.1), "train.z_loss: preference.loss=dpo does not support it; leave it out"),
+    (DPO | dict(preference__label_smoothing=0.5), "preference.label_smoothing: 0.5 is not in [0, 0.5); try 0.1"),
+])
+def test_mistakes_are_told_in_one_line(keys, message):
+    with pytest.raises(jt.UserError) as refusal:
+        reference.build("llama", **keys)
+    assert f"{refusal.value}".startswith(message)
