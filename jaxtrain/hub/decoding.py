@@ -91,6 +91,14 @@ class Decoding:
         with sharding.use(self.run.mesh, self.rules):
             return jax.tree.map(np.asarray, self._replicate(shown))
 
+    def model_of(self, params: Any) -> Decoder:
+        """Return the model with these parameters, as it computes."""
+        params = dict(self.run.cast(params))
+        for stack in params.keys() & set(Decoder.STACKS):  # layers are taken from it one by one
+            params[stack] = jax.tree.map(lambda w: jax.reshard(w, P(None, *jax.typeof(w).sharding.spec[1:])),
+                                         params[stack])
+        return self.model.merge(params)
+
     # ------------------------------------------------------------------------------------------- the compiled programs
 
     @functools.cached_property
@@ -100,7 +108,7 @@ class Decoding:
     @functools.cached_property
     def _start(self):
         def start(params, prompts_BP, begins_B, done_B, new):
-            model = self._model(params)
+            model = self.model_of(params)
             at_BP = jnp.arange(prompts_BP.shape[1])[None] - begins_B[:, None]
             x_BPD, aux = self._through(model, prompts_BP, (at_BP >= 0).astype(jnp.int32), jnp.maximum(at_BP, 0),
                                        Cache())
@@ -121,7 +129,7 @@ class Decoding:
     @functools.cached_property
     def _go_on(self):
         def go_on(params, state, until, limits_B, stops, seeds_B, numbers, filters, penalizes):
-            model, c = self._model(params), self.run.config.model
+            model, c = self.model_of(params), self.run.config.model
             pick = partial(_pick, filters=filters, penalizes=penalizes)
 
             def unfinished(state):
@@ -144,13 +152,6 @@ class Decoding:
         return jax.jit(go_on, static_argnums=(7, 8), donate_argnums=1)
 
     # --------------------------------------------------------------------------------------------------------- innards
-
-    def _model(self, params: Any) -> Decoder:
-        params = dict(self.run.cast(params))
-        for stack in params.keys() & set(Decoder.STACKS):  # layers are taken from it one by one
-            params[stack] = jax.tree.map(lambda w: jax.reshard(w, P(None, *jax.typeof(w).sharding.spec[1:])),
-                                         params[stack])
-        return self.model.merge(params)
 
     def _through(self, model: Decoder, tokens_BT, segments_BT, positions_BT, cache: Cache):
         x_BTD, aux = model.through(model.begin(tokens_BT, positions_BT), segments_BT, positions_BT, cache=cache)

@@ -34,7 +34,7 @@ class Generated:
 def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_new_tokens: int = 128,
              temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
              repetition_penalty: float = 1.0, stop: Sequence[str | int] = (), ignore_end: bool = False, seed: int = 0,
-             logprobs: bool = False, batch_size: int = 64, tokenizer: str | Path = "") -> list[Generated]:
+             logprobs: bool = False, batch_size: int = 64, tokenizer: Tokenizer | str | Path = "") -> list[Generated]:
     """Continue prompts with a key-value cache; return a record for each.
 
     What follows a prompt depends on `seed` and on its place among the prompts, not on the other prompts, the size of
@@ -55,8 +55,8 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
         seed: other numbers give other texts.
         logprobs: also return the log-probability of each token.
         batch_size: how many prompts are continued at once.
-        tokenizer: the folder of one that was kept, such as "WORKDIR/tokenizer"; by default that of the run's data.
-            Without one, where all prompts are token ids, the records have no text.
+        tokenizer: one, or the folder of one that was kept, such as "WORKDIR/tokenizer"; by default that of the run's
+            data. Without one, where all prompts are token ids, the records have no text.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     check(prompts, max_new_tokens, stop, batch_size, seed)
@@ -66,7 +66,7 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
     strings = [one for one in stop if isinstance(one, str)]
     words: Tokenizer | None = None
     if tokenizer or strings or any(isinstance(prompt, str) for prompt in prompts):
-        words = load_tokenizer(f"{tokenizer}") if tokenizer else run.corpus.tokenizer
+        words = _opened(tokenizer) if tokenizer else run.corpus.tokenizer
     ends = [one for one in stop if not isinstance(one, str)] + ([words.eod] if words and not ignore_end else [])
     ids = _encoded(run, prompts, words)
     programs, key = decoding(run), jax.random.key(seed)
@@ -140,6 +140,10 @@ class _Batch:
         said = tuple(seen["logprobs"][row, :many].tolist()) if logprobs else None
         stopped = cut is not None or many < self.limits[row]
         return Generated(text, tuple(tokens.tolist()), said, "stop" if stopped else "length")
+
+
+def _opened(tokenizer: Tokenizer | str | Path) -> Tokenizer:
+    return load_tokenizer(f"{tokenizer}") if isinstance(tokenizer, str | Path) else tokenizer
 
 
 def _before(strings: list[str], words: Tokenizer, tokens: np.ndarray) -> tuple[str, int] | None:

@@ -19,6 +19,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.flags import command, overrides_of, parser_of
 
 if TYPE_CHECKING:
+    from jaxtrain.data.chat.templates import Chat
     from jaxtrain.data.tokenizers.tokenizer import Tokenizer
     from jaxtrain.run import Run
     from jaxtrain.train_step.state import TrainState
@@ -29,22 +30,21 @@ def main(argv: list[str] | None) -> None:
     """Run the command; exit status 2 means a user error, reported in one line."""
     flags, overrides = parse(argv)
     texts = _prompts(flags)
-    from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
     from jaxtrain.hub.generate import check, generate
     from jaxtrain.hub.sampling import Sampling
     from jaxtrain.hub.trained_model import sections_of
+    from jaxtrain.hub.trained_tokenizer import tokenizer_of
 
     config = sections_of(flags.workdir)
 
     how = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.min_p, flags.repetition_penalty)
     check(texts, flags.max_new_tokens, flags.stop, flags.batch_size, flags.seed)
-    folder = _tokenizer_folder(flags.workdir)
-    words = load_tokenizer(f"{folder}")
+    words = tokenizer_of(flags.workdir)
     prompts, ends = answered(config, words, flags.chat_template, texts) if flags.chat else (texts, [])
     run, state = restored(flags.workdir, config, overrides, flags.step)
     found = generate(run, state, prompts, **asdict(how), max_new_tokens=flags.max_new_tokens, seed=flags.seed,
                      stop=[*flags.stop, *ends], ignore_end=flags.ignore_end, batch_size=flags.batch_size,
-                     logprobs=flags.logprobs, tokenizer=folder)
+                     logprobs=flags.logprobs, tokenizer=words)
     for prompt, one in zip(texts, found, strict=True):
         if flags.json:
             print(json.dumps({"prompt": prompt} | asdict(one), ensure_ascii=False))
@@ -92,23 +92,35 @@ def restored(folder: str | Path, sections: dict[str, Any], overrides: dict[str, 
         UserError: the checkpoint is not there or not good, or the model does not fit the mesh.
     """
     from jaxtrain.hub import trained_model
-    from jaxtrain.train_step import partition
 
     run = trained_model.model_of(sections, overrides, spread="data")
     params, _ = trained_model.load(folder, run, step)
+    return run, with_params(run, params)
+
+
+def with_params(run: "Run", params: Any) -> "TrainState":
+    """Return a state around loaded parameters, without an optimizer's state."""
+    from jaxtrain.train_step import partition
+
     trained = partition.like(params, run.abstract.params)
-    return run, replace(run.abstract, params=trained, frozen=partition.without(params, trained))
+    return replace(run.abstract, params=trained, frozen=partition.without(params, trained))
 
 
 def answered(config: dict[str, Any], words: "Tokenizer", template: str,
              texts: list[str]) -> tuple[list[Any], list[int]]:
     """Return the tokens of conversations that begin with these messages, and the tokens that end an answer."""
+    chat = chat_of(config, words, template)
+    return [chat.prompt([{"role": "user", "content": text}]) for text in texts], chat.ends()
+
+
+def chat_of(config: dict[str, Any], words: "Tokenizer", template: str) -> "Chat":
+    """Return the chat template of a run's data, or the one that is asked for."""
     from jaxtrain.data.chat.templates import Chat
 
     kept: dict[str, Any] = {} if template else _kept_template(config)
     chat = Chat(words, template or kept.get("template") or "")
     chat.variables |= kept.get("special_tokens", {})
-    return [chat.prompt([{"role": "user", "content": text}]) for text in texts], chat.ends()
+    return chat
 
 
 def _kept_template(config: dict[str, Any]) -> dict[str, Any]:
@@ -117,16 +129,6 @@ def _kept_template(config: dict[str, Any]) -> dict[str, Any]:
 
     source = Path(config.get("data", {}).get("source", ""))
     return read_manifest(source).get("chat") or {} if (source / "manifest.json").is_file() else {}
-
-
-def _tokenizer_folder(folder: str) -> Path:
-    """Return the tokenizer that a run has kept, or that a published folder has."""
-    kept, published = Path(folder) / "tokenizer", Path(folder)
-    if kept.is_dir():
-        return kept
-    if any((published / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        return published
-    raise UserError("WORKDIR", f"{kept} is not there", "copy it from where the run was trained")
 
 
 def _prompts(flags: argparse.Namespace) -> list[str]:

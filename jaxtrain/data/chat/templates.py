@@ -163,12 +163,16 @@ class Chat:
 
     def prompt(self, messages: Messages) -> list[int]:
         """Return the ids of messages, and of what introduces the assistant's answer."""
+        (ids, _, _), = self.specials.encode([self.text(messages)])
+        return begun(ids, self.tokenizer).tolist()
+
+    def text(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+        """Return messages as text, with what introduces the assistant's answer."""
         try:
-            text = self._text(self.specials.guarded(messages), None, add_generation_prompt=True)
+            text = self._text(self.specials.guarded(messages), None, add_generation_prompt)
         except Unusable as reason:
             raise UserError("--chat_template", str(reason), FIX) from reason
-        (ids, _, _), = self.specials.encode([spans_of(text)[0]])
-        return begun(ids, self.tokenizer).tolist()
+        return spans_of(text)[0]
 
     def ends(self) -> list[int]:
         """Return the special tokens that end a turn of the assistant."""

@@ -1,0 +1,182 @@
+"""Evaluate what a run has trained on tasks of lm-evaluation-harness.
+
+    jaxtrain evaluate WORKDIR --tasks=hellaswag,arc_easy --num_fewshot=5
+    jaxtrain evaluate WORKDIR --tasks=mine --include=tasks/ --limit=100
+    jaxtrain evaluate WORKDIR --tasks=mine --include=tasks/ --watch
+
+Prints a table, and writes WORKDIR/evaluations/STEP.json (for a published folder, --output says where): the results, the
+settings, seeds and versions, and the hash of every prompt. With --watch it stays beside a run that trains, evaluates
+each new checkpoint that was found good, and ends with the run's last step.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import UserError, install_extra, say
+from jaxtrain.flags import command, overrides_of, parser_of
+
+FOLDER = "evaluations"  # of a workdir
+PAUSE = 10.0  # seconds between looks for a new checkpoint
+
+
+@command()
+def main(argv: list[str] | None) -> None:
+    """Run the command; exit status 2 means a user error, reported in one line."""
+    flags, overrides = parse(argv)
+    tasks = Tasks.of(flags)
+    if flags.watch:
+        _watch(flags, overrides, tasks)
+    else:
+        _evaluate(flags, overrides, tasks, flags.step)
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Return the parsed flags and the dotted config overrides."""
+    parser = parser_of("evaluate", __doc__)
+    parser.add_argument("workdir", metavar="WORKDIR", help="the folder of a run, or a published one")
+    parser.add_argument("--tasks", required=True, help="names of tasks or groups of tasks, separated by commas")
+    parser.add_argument("--include", metavar="FOLDER", help="where YAML files with tasks of your own are")
+    parser.add_argument("--num_fewshot", type=int, help="examples in front of each; default: as the task says")
+    parser.add_argument("--limit", type=float, help="so many examples of each task, or this share of them below 1")
+    parser.add_argument("--gen_kwargs", help="such as temperature=0.7,max_gen_toks=100, in place of the task's own")
+    parser.add_argument("--chat", action="store_true", help="put prompts through the chat template")
+    parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: that of the run's data")
+    parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest that was found good")
+    parser.add_argument("--batch_size", type=int, default=64, help="texts at once; default: 64")
+    parser.add_argument("--seed", type=int, default=0, help="of few-shot examples and sampling; default: 0")
+    parser.add_argument("--output", metavar="FILE", help="where the results go; default: WORKDIR/evaluations/STEP.json")
+    parser.add_argument("--samples", action="store_true", help="write every prompt and answer too")
+    parser.add_argument("--watch", action="store_true", help="evaluate each new good checkpoint of a run that trains")
+    flags, rest = parser.parse_known_args(argv)
+    overrides = overrides_of(rest, vars(flags))
+    if other := next((key for key in overrides if not key.startswith(("mesh.", "train.precision"))), None):
+        raise UserError(f"--config.{other}", "the model is as it was trained",
+                        "change --config.mesh.KEY or --config.train.precision, or leave it out")
+    for key, given in (("--step", flags.step is not None), ("--output", flags.output)):
+        if flags.watch and given:
+            raise UserError(key, "--watch evaluates all checkpoints to come", "leave it out")
+    if flags.batch_size < 1:
+        raise UserError("--batch_size", f"{flags.batch_size} is below 1", "give 1 or more")
+    return flags, overrides
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks of the harness, and how they are to be asked."""
+
+    names: list[str]
+    manager: Any
+    flags: argparse.Namespace
+
+    @classmethod
+    def of(cls, flags: argparse.Namespace) -> "Tasks":
+        """Find the tasks; refuse names that are not known."""
+        try:
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            raise UserError("--tasks", f"they need the package lm_eval ({error})", install_extra("eval")) from error
+        if flags.include and not Path(flags.include).is_dir():
+            raise UserError("--include", f"{flags.include} is no folder", "name the one with the tasks' YAML files")
+        manager = TaskManager(include_path=flags.include)
+        names = [name for name in flags.tasks.split(",") if name]
+        if unknown := [name for name in names if not manager.match_tasks([name])]:
+            raise UserError("--tasks", f"there is no task {unknown[0]!r}", "see lm-eval ls tasks, or name the folder "
+                            "of your own by --include")
+        return cls(names, manager, flags)
+
+    def ask(self, model: Any) -> dict[str, Any]:
+        """Return the harness's results for a model."""
+        from lm_eval import simple_evaluate
+
+        flags = self.flags
+        found = simple_evaluate(
+            model, tasks=self.names, task_manager=self.manager, num_fewshot=flags.num_fewshot, limit=flags.limit,
+            gen_kwargs=flags.gen_kwargs, apply_chat_template=flags.chat, log_samples=True, random_seed=flags.seed,
+            numpy_random_seed=flags.seed, torch_random_seed=flags.seed, fewshot_random_seed=flags.seed,
+            bootstrap_iters=1000)
+        assert found is not None
+        return found
+
+
+def _watch(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks) -> None:
+    """Evaluate every good checkpoint that has no results yet, in order, until the run's last step is among them."""
+    from jaxtrain.checkpoint import verify
+    from jaxtrain.hub.trained_model import sections_of
+
+    last = sections_of(flags.workdir)["train"]["steps"]
+    folder = Path(flags.workdir) / "checkpoints"
+    while True:
+        steps = [step for step in verify.steps(folder) if verify.good(folder, step)] if folder.is_dir() else []
+        for step in steps:
+            if not _results_path(flags, step).exists():
+                _evaluate(flags, overrides, tasks, step)
+        if last in steps:
+            return
+        time.sleep(PAUSE)
+
+
+def _evaluate(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks, step: int | None) -> None:
+    import jax
+
+    from jaxtrain.hub import trained_model
+    from jaxtrain.hub.generate_texts import chat_of, with_params
+    from jaxtrain.hub.harness_model import HarnessModel
+    from jaxtrain.hub.trained_tokenizer import tokenizer_of
+
+    sections, words = trained_model.sections_of(flags.workdir), tokenizer_of(flags.workdir)
+    chat = chat_of(sections, words, flags.chat_template) if flags.chat else None
+    run = trained_model.model_of(sections, overrides, spread="data")
+    params, found = trained_model.load(flags.workdir, run, step)
+    model = HarnessModel(run, with_params(run, params), words, chat=chat, batch_size=flags.batch_size, seed=flags.seed)
+    results = tasks.ask(model)
+    record = _record(flags, results) | {"step": found and found[0], "parameters": found and found[1]}
+    if jax.process_index() == 0:
+        _tell(flags, results, record, found and found[0])
+
+
+def _record(flags: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept: the results and all that they depend on; prompts and answers by their hashes."""
+    from jaxtrain.observe.versions import git_commit, version_of
+
+    samples = results.get("samples", {})
+    hashes = {task: [[one[key] for key in ("doc_hash", "prompt_hash", "target_hash")] for one in each]
+              for task, each in samples.items()}
+    kept = {key: results[key] for key in ("results", "groups", "configs", "versions", "n-shot", "higher_is_better",
+                                          "n-samples") if key in results}
+    return {"model": str(flags.workdir), **kept, "hashes": hashes, "seed": flags.seed, "chat": flags.chat,
+            "limit": flags.limit, "gen_kwargs": flags.gen_kwargs,
+            "packages": {name: version_of(name) for name in ("jaxtrain", "jax", "lm_eval")}, "commit": git_commit(),
+            **({"samples": samples} if flags.samples else {})}
+
+
+def _tell(flags: argparse.Namespace, results: dict[str, Any], record: dict[str, Any], step: int | None) -> None:
+    """Print the table, and write the record."""
+    from lm_eval.utils import make_table
+
+    from jaxtrain.files import atomic_files
+
+    print(make_table(results))
+    path = _results_path(flags, step)
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_files.write(path, json.dumps(record, indent=1, default=str) + "\n")
+    except OSError as error:
+        raise UserError("--output", f"{path} cannot be written ({error.strerror})", "name another file") from error
+    say(f"{path} has the results")
+
+
+def _results_path(flags: argparse.Namespace, step: int | None) -> Any:
+    if flags.output:
+        return Path(flags.output)
+    return None if step is None else Path(flags.workdir) / FOLDER / f"{step}.json"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

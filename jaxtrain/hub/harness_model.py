@@ -1,0 +1,108 @@
+"""A model of ours as lm-evaluation-harness asks models: for log-probabilities of texts, and for continuations."""
+
+import json
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from jaxtrain.data.chat.templates import Chat
+from jaxtrain.data.tokenizers.special_tokens import Specials
+from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, begun
+from jaxtrain.errors import UserError, install_extra
+from jaxtrain.hub.generate import generate
+from jaxtrain.hub.scoring import score
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as missing:
+    raise UserError("--tasks", f"they need the package lm_eval ({missing})", install_extra("eval")) from missing
+
+if TYPE_CHECKING:
+    from jaxtrain.run import Run
+    from jaxtrain.train_step.state import TrainState
+
+MOST_NEW_TOKENS = 256  # where a task does not say how many it wants, as the harness has it for other models
+
+
+class HarnessModel(TemplateLM):
+    """A run's model with the parameters of a state."""
+
+    def __init__(self, run: "Run", state: "TrainState", tokenizer: Tokenizer, *, chat: Chat | None = None,
+                 batch_size: int = 64, seed: int = 0):
+        super().__init__()
+        self.run, self.state, self.words, self.chat = run, state, tokenizer, chat
+        self.most, self.seed = batch_size, seed
+        self.specials = Specials(tokenizer) if isinstance(tokenizer, JsonTokenizer | ByteTokenizer) else None
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return self.words.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that stands in front of a text without a context."""
+        return self.words.eod if self.words.bos is None else self.words.bos
+
+    @property
+    def max_length(self) -> int:
+        """The longest text that the model takes."""
+        return self.run.config.model.max_seq_len
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What tells prompts of one tokenizer and chat template from others."""
+        return f"{self.words.name}-{self.words.fingerprint}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the chat template, for the record of results."""
+        return self.chat.source if self.chat and chat_template else ""
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a conversation as text."""
+        if self.chat is None:
+            raise UserError("--chat", "it was not asked for", "add --chat")
+        return self.chat.text(chat_history, add_generation_prompt)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return the tokens of a text; special tokens in it are such, as a chat template writes them."""
+        ids = self.specials.encode([string])[0][0] if self.specials else self.words.encode(string.encode())
+        bos = self.words.bos
+        if add_special_tokens is False or (len(ids) and ids[0] == bos):  # templates may write it
+            return ids.tolist()
+        return begun(ids, self.words).tolist()
+
+    def _loglikelihood_tokens(self, requests, **kwargs: Any) -> list[tuple[float, bool]]:
+        found = score(self.run, self.state.all_params, [(given, scored) for _, given, scored in requests],
+                      batch_size=self.most)
+        return [(float(one.logprobs.sum(dtype=float)), one.greedy) for one in found]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability of whole texts, in windows that overlap by one token."""
+        windows = [[make_disjoint_window(window) for window in get_rolling_token_windows(
+            token_list=self.tok_encode(text, add_special_tokens=False), prefix_token=self.prefix_token_id,
+            max_seq_len=self.max_length, context_len=1)] for (text,) in (request.args for request in requests)]
+        found = iter(self._loglikelihood_tokens([(None, *window) for each in windows for window in each]))
+        return [sum(next(found)[0] for _ in each) for each in windows]
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        """Return the continuation of each context, up to the texts that end it."""
+        alike = defaultdict(list)  # requests by how they are to be continued
+        for number, (context, how) in enumerate(request.args for request in requests):
+            alike[json.dumps(how, sort_keys=True, default=str)].append((number, context, how))
+        found: dict[int, str] = {}
+        for group in alike.values():
+            how: dict[str, Any] = {**normalize_gen_kwargs(group[0][2], MOST_NEW_TOKENS)}
+            room = self.max_length - how["max_gen_toks"]
+            if room < 1:
+                raise UserError("max_gen_toks", f"{how['max_gen_toks']} leaves no room for a prompt in "
+                                f"model.max_seq_len={self.max_length}", "evaluate with --gen_kwargs=max_gen_toks=N, or other tasks")
+            heat = how.get("temperature", 1.0) if how.get("do_sample") else 0.0
+            until = how["until"] if isinstance(how["until"], list) else [how["until"]]
+            records = generate(self.run, self.state, [self.tok_encode(context)[-room:] for _, context, _ in group],
+                               max_new_tokens=how["max_gen_toks"], temperature=heat,
+                               top_p=how.get("top_p", 1.0), top_k=how.get("top_k", 0), stop=[*filter(None, until)],
+                               seed=self.seed, batch_size=self.most, tokenizer=self.words)
+            found |= {number: one.text for (number, *_), one in zip(group, records, strict=True)}
+        return [found[number] for number in range(len(requests))]

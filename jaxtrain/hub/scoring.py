@@ -1,0 +1,119 @@
+"""Log-probabilities that a model gives to texts, in batches on the mesh it lives on.
+
+Shape suffixes: B rows, T tokens, D embedding, V vocabulary.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.hub.decoding import Decoding, decoding
+from jaxtrain.sharding import rules as sharding
+
+if TYPE_CHECKING:
+    from jaxtrain.run import Run
+
+Pair = tuple[Sequence[int], Sequence[int]]  # what is given, and what is scored behind it
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model says of a text behind another."""
+
+    logprobs: np.ndarray  # of each of its tokens
+    greedy: bool  # whether each of them was the most probable one
+
+
+def score(run: "Run", params: Any, pairs: Sequence[Pair], *, batch_size: int = 64) -> list[Score]:
+    """Score the second text of each pair behind the first; of pairs that are too long, the last tokens count.
+
+    `params`: trained and frozen parameters, as `state.all_params`.
+    """
+    scorer, longest = _scorer(run), run.config.model.max_seq_len
+    rows = [(list(given) + list(scored))[-longest - 1:] for given, scored in pairs]
+    counts = [min(len(scored), len(row) - 1) for (_, scored), row in zip(pairs, rows, strict=True)]
+    found: dict[int, Score] = {}
+    for numbers in _batches(rows, batch_size):
+        logps, tops = scorer.batch(params, [rows[n] for n in numbers], batch_size)
+        for n, logp_T, top_T in zip(numbers, logps, tops, strict=False):
+            behind = slice(len(rows[n]) - 1 - counts[n], len(rows[n]) - 1)
+            found[n] = Score(logp_T[behind], bool(top_T[behind].all()))
+    return [found[n] for n in range(len(rows))]
+
+
+def _batches(rows: list[list[int]], size: int) -> Iterator[list[int]]:
+    """Yield the numbers of rows that are scored together, the longest first: their memory is needed at once or never.
+    """
+    order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
+    yield from (order[at:at + size] for at in range(0, len(order), size))
+
+
+@functools.lru_cache(maxsize=4)
+def _scorer(run: "Run") -> "_Scorer":
+    return _Scorer(decoding(run))
+
+
+@dataclass(frozen=True, eq=False)
+class _Scorer:
+    """The compiled program, once for each number of rows and tokens, which are rounded up."""
+
+    programs: Decoding
+
+    def batch(self, params: Any, rows: list[list[int]], most: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return each token's log-probability, and whether it is the most probable one, [B, T]."""
+        parts = self.programs.rows
+        width = 1 << max(3, (max(map(len, rows)) - 2).bit_length())
+        tokens = np.zeros((parts * -(-min(most, max(len(rows), 1)) // parts), width + 1), np.int32)
+        lengths = np.zeros(len(tokens), np.int32)
+        for at, row in enumerate(rows):
+            tokens[at, :len(row)], lengths[at] = row, len(row) - 1
+        with sharding.use(self.programs.run.mesh, self.programs.rules):
+            place = self.programs.place
+            return jax.tree.map(np.asarray, self._score(params, place(tokens[:, :-1]), place(tokens[:, 1:]),
+                                                        place(lengths)))
+
+    @functools.cached_property
+    def _score(self):
+        def run(params, tokens_BT, targets_BT, lengths_B):
+            model = self.programs.model_of(params)
+            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+            positions_BT = sharding.constrain(positions_BT, "batch", None)
+            segments_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
+            longest = self.programs.run.config.model.max_seq_len - 1  # padding may lie behind it
+            x_BTD = model.hidden(tokens_BT, segments_BT, jnp.minimum(positions_BT, longest))
+            found = _of_targets(x_BTD, sharding.gather(model.head(), "embed", "vocab"), targets_BT)
+            return jax.tree.map(lambda x: jax.reshard(x, P(None, None)), found)
+
+        return jax.jit(run)
+
+
+def _of_targets(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return targets' log-probabilities, and whether each has the largest logit; logits exist for one row at a time."""
+    rows, vocab = sharding.split_by("batch"), sharding.split_by("act_vocab")
+    axes = sharding.axes_of(vocab)
+    total, largest = (partial(f, axis_name=axes) if axes else lambda x: x for f in (lax.psum, lax.pmax))
+
+    def local(x_BTD, head_DV, targets_BT):
+        first = lax.axis_index(axes) * head_DV.shape[1] if axes else 0
+
+        def row(each):
+            x_TD, target_T = each
+            logits_TV = jnp.dot(x_TD, head_DV, preferred_element_type=jnp.float32)
+            hit_TV = (target_T - first)[:, None] == jnp.arange(logits_TV.shape[1])
+            top_T = largest(logits_TV.max(-1))
+            target_logit_T = total(jnp.where(hit_TV, logits_TV, 0).sum(-1))
+            partition_T = total(jnp.exp(logits_TV - top_T[:, None]).sum(-1))
+            return target_logit_T - top_T - jnp.log(partition_T), target_logit_T >= top_T
+
+        return lax.map(row, (x_BTD, targets_BT))
+
+    return sharding.manual_region(local, in_specs=(P(rows, None, None), P(None, vocab), P(rows, None)),
+                                  out_specs=P(rows, None))(x_BTD, head_DV, targets_BT)

@@ -1,0 +1,124 @@
+"""`jaxtrain evaluate`: local tasks of the harness on a run, what is kept of the results, and a watcher.
+
+`tools/compare_evaluation.py` compares with the harness's own model, which needs torch.
+"""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from tests.numerics import reference
+
+pytest.importorskip("lm_eval")
+
+from jaxtrain.hub import evaluate_tasks, generate_texts
+from jaxtrain.hub.harness_model import HarnessModel
+from jaxtrain.hub.trained_tokenizer import tokenizer_of
+
+pytestmark = pytest.mark.slow
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {records}}}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{text}"
+doc_to_target: "{target}"
+metric_list: [{{metric: {metric}, aggregation: {mean}, higher_is_better: true}}]
+{more}
+"""
+LONG = "It was the best of times, it was the worst of times, it was the age of wisdom, it was {{n}}"
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    records = folder / "records.jsonl"
+    records.write_text("".join(json.dumps({"n": n, "options": [" best", " xyzzy"]}) + "\n" for n in range(5)))
+    for name, kind, text, target, metric, mean, more in (
+            ("choose", "multiple_choice", "{{n}} It was the", "0", "acc", "mean",
+             'doc_to_choice: "{{options}}"\ntarget_delimiter: ""'),
+            ("go_on", "generate_until", "{{n}} It was", "the", "exact_match", "mean",
+             'generation_kwargs: {until: ["e"], max_gen_toks: 6}'),
+            ("roll", "loglikelihood_rolling", "", LONG, "bits_per_byte", "bits_per_byte", "")):
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, kind=kind, records=records, text=text,
+                                                         target=target, metric=metric, mean=mean, more=more))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text("It was the best of times, it was the worst of times.\n" * 200)
+    config = reference.tiny("llama", model__vocab_size=264, model__max_seq_len=64, data__seq_len=32,
+                            data__global_batch_size=8, train__steps=20, optimizer__warmup_steps=1,
+                            checkpoint__every=10, train__progress=False, data__source=str(folder / "text.txt"),
+                            mesh__data=8)
+    jt.train(config, folder / "work")
+    return folder / "work"
+
+
+def test_every_kind_of_task_gives_what_the_logits_say(workdir, tasks, capsys):
+    words = [f"{workdir}", "--tasks=choose,go_on,roll", f"--include={tasks}", "--samples", "--limit=3",
+             "--config.mesh.tensor=4", "--config.mesh.data=2"]
+    assert evaluate_tasks.main(words) == 0
+    assert "bits_per_byte" in capsys.readouterr().out
+    kept = json.loads((workdir / "evaluations" / "20.json").read_text())
+    assert kept["step"] == 20 and kept["packages"]["lm_eval"] and len(kept["hashes"]["choose"]) == 3
+    assert kept["results"]["choose"]["acc,none"] == 1.0
+
+    run, state = generate_texts.restored(workdir, json.loads((workdir / "config.json").read_text()), {})
+    module, words = run.module(state), tokenizer_of(workdir)
+
+    def logprob(given, scored):
+        ids = np.array([*given, *scored])
+        logits = np.asarray(module(ids[None, :-1])[0], np.float64)[len(given) - 1:]
+        said = logits - logits.max(-1, keepdims=True)
+        said -= np.log(np.exp(said).sum(-1, keepdims=True))
+        return said[np.arange(len(scored)), list(scored)].sum()
+
+    sample = kept["samples"]["choose"][1]
+    for option, ((found, _),) in zip((" best", " xyzzy"), sample["resps"], strict=True):
+        assert float(found) == pytest.approx(logprob(b"1 It was the", option.encode()), abs=1e-4)
+    text = LONG.replace("{{n}}", "2").encode()
+    assert len(text) > 64
+    ((found,),) = kept["samples"]["roll"][2]["resps"]
+    first, rest = text[:64], text[64:]  # of windows that overlap by a token, and see as far back as fits
+    want = logprob([words.eod], first) + logprob(text[len(text) - 65:64], rest)
+    assert float(found) == pytest.approx(want, abs=1e-4)
+    ((said,),) = kept["samples"]["go_on"][0]["resps"]
+    one, = jt.generate(run, state, ["0 It was"], max_new_tokens=6, temperature=0, stop=["e"], tokenizer=words)
+    assert said == one.text and "e" not in said
+
+
+def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, tasks, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(workdir, copy, ignore=shutil.ignore_patterns("evaluations"))
+    assert evaluate_tasks.main([f"{copy}", "--tasks=choose", f"--include={tasks}", "--watch", "--limit=2"]) == 0
+    assert sorted(path.name for path in (copy / "evaluations").iterdir()) == ["10.json", "20.json"]
+
+
+def test_a_conversation_is_asked_as_the_template_has_it(workdir):
+    run, state = generate_texts.restored(workdir, json.loads((workdir / "config.json").read_text()), {})
+    words = tokenizer_of(workdir)
+    model = HarnessModel(run, state, words, chat=generate_texts.chat_of({}, words, "plain"))
+    text = model.apply_chat_template([{"role": "user", "content": "hello"}])
+    assert text == "user: hello\nassistant: " and model.tok_encode(text) == list(text.encode())
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--tasks=chose"], "--tasks: there is no task 'chose'; see lm-eval ls tasks, or name the folder of your own"),
+    (["--tasks=choose", "--include=nowhere"], "--include: nowhere is no folder; name the one with the tasks' YAML"),
+    (["--tasks=choose", "--watch", "--step=3"], "--step: --watch evaluates all checkpoints to come; leave it out"),
+    (["--tasks=choose", "--batch_size=0"], "--batch_size: 0 is below 1; give 1 or more"),
+    (["--tasks=choose", "--config.model.num_layers=3"], "--config.model.num_layers: the model is as it was trained"),
+    (["--tasks=choose", "--step=7"], "--step: "),
+    (["--tasks=go_on", "--gen_kwargs=max_gen_toks=64"], "max_gen_toks: 64 leaves no room for a prompt in model.max_"),
+])
+def test_mistakes_are_told_in_one_line(words, message, workdir, tasks, capsys):
+    words = words if any(word.startswith("--include") for word in words) else [*words, f"--include={tasks}"]
+    assert evaluate_tasks.main([f"{workdir}", *words]) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told.startswith(message), told
