@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):
             room = self.max_length - how["max_gen_toks"]
             if room < 1:
                 raise UserError("max_gen_toks", f"{how['max_gen_toks']} leaves no room for a prompt in "
-                                f"model.max_seq_len={self.max_length}", "evaluate with --gen_kwargs=max_gen_toks=N, or other tasks")
+                                f"model.max_seq_len={self.max_length}", "give --gen_kwargs=max_gen_toks=N")
             heat = how.get("temperature", 1.0) if how.get("do_sample") else 0.0
             until = how["until"] if isinstance(how["until"], list) else [how["until"]]
             records = generate(self.run, self.state, [self.tok_encode(context)[-room:] for _, context, _ in group],
