@@ -3,81 +3,57 @@
 A row holds whole pairs: segments 2k - 1 and 2k are the chosen and the rejected answer of its k-th pair, each with the
 prompt in front, and weights are 1 where a target belongs to an answer (`data.packing=pairs` makes such rows).
 
-Losses that compare with a reference keep a frozen copy of what is trained, as it was when the run began: of all
-parameters, or of adapters only. It runs forward before the policy, on the same mesh. Under a pipeline every stage runs
-all of its layers on the batch of its devices.
-
 Shape suffixes: B rows, T tokens, S segments of a row, P pairs of a row.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.schema import Config
 from jaxtrain.config.tuning_keys import PreferenceConfig
-from jaxtrain.kernels.token_cross_entropy import token_cross_entropy
-from jaxtrain.models import Compute, make_model
-from jaxtrain.models.trained_parameters import is_frozen
-from jaxtrain.objectives.next_token import NextToken
-from jaxtrain.sharding import rules as sharding
-from jaxtrain.train_step import partition
+from jaxtrain.objectives.reference_policy import REFERENCE, Segments, WithReference, summed_over_rows
 from jaxtrain.train_step.state import Skeleton
-
-REFERENCE = "reference"  # the key of its parameters among the frozen ones, and of its log-probabilities in a batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preference(NextToken):
+class Preference(WithReference):
     """The mean over pairs of a loss of how much likelier the chosen answer is than the rejected one."""
 
     settings: PreferenceConfig
-    reference: Skeleton | None  # the model as it computes the reference; None: the loss needs none
-    trained: Any  # the axes of what is trained, which the reference has its own copy of
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "Preference":
         """As a config describes it."""
-        reference = None
-        if LOSSES[config.preference.loss].reference:
-            compute = replace(Compute.of(config), remat="none")
-            reference = Skeleton.of(nnx.eval_shape(lambda: make_model(
-                config.model, compute, config.lora, rngs=nnx.Rngs(params=jax.random.key(0)))))
-        trained, _ = partition.split(model.axes(), is_frozen(config, model.axes()))
-        plain = replace(NextToken.of(config, model), mtp_loss_weight=0.0)
-        return cls(**vars(plain), settings=config.preference, reference=reference, trained=trained)
+        return cls(**cls.fields_of(config, model, LOSSES[config.preference.loss].reference), settings=config.preference)
 
     @property
     def evaluation(self) -> "Preference":
         """The same loss without penalties."""
         return replace(self, penalties=False)
 
+    @property
+    def evaluation_metrics(self) -> Sequence[str]:
+        """How often and by how much rewards agree with the choices."""
+        return "reward_accuracy", "reward_margin"
+
     def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
         """The policy's parameters; the batch with the reference's log-probabilities, weighted by pairs."""
         own, batch = super().prepare(params, batch)
         begins_BT = (batch["positions"] == 0) & (batch["segments"] % 2 == 1)
         batch = batch | {"answers": batch["weights"], "weights": begins_BT.astype(jnp.float32)}
-        if self.reference is None:
-            return own, batch
-        frozen = jax.tree.map(_on_all_stages, partition.without(own, params[REFERENCE]))
-        model = self.reference.merge(lax.stop_gradient(partition.merge(params[REFERENCE], frozen)))
-        x_BTD, _ = model.through(model.begin(batch["tokens"], batch["positions"]), batch["segments"],
-                                 batch["positions"])
-        entropy_BT = token_cross_entropy(model.finish(x_BTD), model.head(), batch["targets"], chunks=self.chunks)
-        return own, batch | {REFERENCE: lax.stop_gradient(-entropy_BT)}
+        return own, self.with_reference(params, own, batch)
 
     def end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss and the metrics, summed over pairs."""
-        model = self.model.merge(params)
-        logp_BT = -token_cross_entropy(model.finish(x_BTD), model.head(), batch["targets"], chunks=self.chunks)
-        reference_BT = batch.get(REFERENCE, jnp.zeros_like(logp_BT))
-        return _summed(self.settings, logp_BT, reference_BT, batch["answers"], batch["segments"])
+        logp_BT = self.logprobs(self.model.merge(params), x_BTD, batch)
+        arrays = {key: batch[key] for key in ("answers", "segments", REFERENCE) if key in batch}
+        return summed_over_rows(partial(_of_rows, self.settings), arrays | {"policy": logp_BT})
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return means over pairs: of rewards, of how often and by how much they agree, of answers' log-probabilities.
@@ -85,40 +61,6 @@ class Preference(NextToken):
         pairs = jnp.maximum(sums["weight"], 1e-8)
         own = {name: sums[name] / pairs for name in METRICS}
         return own | {"pairs": sums["weight"], **self.router_metrics(sums)}
-
-    @property
-    def evaluation_metrics(self) -> Sequence[str]:
-        """How often and by how much rewards agree with the choices."""
-        return "reward_accuracy", "reward_margin"
-
-    @property
-    def frozen_axes(self) -> dict:
-        """The reference's logical names. Its layers are not a stage's own: the policy's layers are."""
-        if self.reference is None:
-            return {}
-        return {REFERENCE: jax.tree.map(lambda names: tuple(None if name == "layers" else name for name in names),
-                                        self.trained, is_leaf=lambda x: isinstance(x, tuple))}
-
-    def frozen_metadata(self, key: str) -> dict:
-        """Return the metadata of what it is a copy of."""
-        return {} if self.reference is None else {REFERENCE: partition.like(self.model.metadata(key, ""), self.trained)}
-
-    def init_frozen(self, key: jax.Array, params: Any) -> dict:
-        """Return a copy of the trained parameters."""
-        return {} if self.reference is None else {REFERENCE: partition.like(params, self.trained)}
-
-    def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
-        """Return nothing: the config says it all."""
-        return {}
-
-
-def _on_all_stages(weight: jax.Array) -> jax.Array:
-    """Gather a weight over the stages of a pipeline."""
-    if sharding.activation_spec() is None:
-        return weight
-    spec = jax.typeof(weight).sharding.spec
-    kept = [tuple(axis for axis in sharding.axes_of(entry) if axis != "stage") or None for entry in spec]
-    return jax.reshard(weight, P(*kept))
 
 
 # --------------------------------------------------------------------------------------------------------- the losses
@@ -221,39 +163,18 @@ def _measured(c: PreferenceConfig, p: Pairs) -> dict[str, jax.Array]:
 
 
 # ------------------------------------------------------------------------------------------------- over pairs of rows
-def _summed(c: PreferenceConfig, *arrays_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the loss and the metrics, summed over the pairs of a batch (of a device's part of it, in a pipeline).
-
-    The arrays are log-probabilities of the policy and the reference, weights of answers, and segments.
-    """
-    if sharding.activation_spec() is None:
-        return _of_rows(c, (), *arrays_BT)
-    rows, tokens = sharding.split_by("batch"), sharding.split_by("seq")
-    free = sharding.axes_of(rows) + sharding.axes_of(tokens)
-
-    def local(*arrays_BT):
-        sums = _of_rows(c, sharding.axes_over("seq"), *arrays_BT)
-        return jax.tree.map(lambda x: lax.psum(x, free) if free else x, sums)
-
-    return sharding.manual_region(local, in_specs=(P(rows, tokens),) * len(arrays_BT), out_specs=P())(*arrays_BT)
-
-
-def _of_rows(c: PreferenceConfig, seq_axes: tuple[str, ...], logp_BT, reference_BT, weights_BT,
-             segments_BT) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return one device's share of the sums. Devices that share a sequence each take an equal part of its pairs' loss.
-    """
-    size = lax.psum(1, seq_axes) if seq_axes else 1
-    segments = segments_BT.shape[1] * size + 1  # at most, with the one that is padding
-
+def _of_rows(c: PreferenceConfig, batch: Any, segments: Segments) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return one device's share of the loss and the metrics, summed over the pairs of its rows."""
     def by_pair(x_BT):
-        x_BS = jax.vmap(lambda x_T, s_T: jax.ops.segment_sum(x_T, s_T, segments + segments % 2 + 1))(x_BT, segments_BT)
-        x_BS = lax.psum(x_BS, seq_axes) if seq_axes else x_BS
+        x_BS = segments.sums(x_BT)
         return x_BS[:, 1::2], x_BS[:, 2::2]
 
+    weights_BT = batch["answers"]
     tokens = by_pair(weights_BT)
-    there_BP = (tokens[0] > 0) & (tokens[1] > 0)
-    pairs = Pairs(by_pair(weights_BT * logp_BT), by_pair(weights_BT * reference_BT),
+    reference = by_pair(weights_BT * batch[REFERENCE]) if REFERENCE in batch else tuple(map(jnp.zeros_like, tokens))
+    pairs = Pairs(by_pair(weights_BT * batch["policy"]), reference,
                   (jnp.maximum(tokens[0], 1), jnp.maximum(tokens[1], 1)))
+    there_BP = (tokens[0] > 0) & (tokens[1] > 0)
     found = {"loss": LOSSES[c.loss].of(c, pairs), **lax.stop_gradient(_measured(c, pairs))}
-    sums = {name: jnp.where(there_BP, x_BP, 0).sum() / size for name, x_BP in found.items()}
+    sums = {name: jnp.where(there_BP, x_BP, 0).sum() / segments.devices for name, x_BP in found.items()}
     return sums.pop("loss"), sums

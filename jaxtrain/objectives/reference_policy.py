@@ -1,0 +1,138 @@
+"""Objectives of each token's log-probability, and of a frozen copy of what is trained: the reference policy.
+
+The reference stays as it was when the run began: a copy of all parameters, or with adapters of these alone. It runs
+forward before the policy, on the same mesh. Under a pipeline every stage runs all of its layers on the batch of its
+devices.
+
+Shape suffixes: B rows, T tokens, D embedding, S segments of a row.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.schema import Config
+from jaxtrain.kernels.token_cross_entropy import token_cross_entropy
+from jaxtrain.models import Compute, Decoder, make_model
+from jaxtrain.models.trained_parameters import is_frozen
+from jaxtrain.objectives.next_token import NextToken
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step import partition
+from jaxtrain.train_step.state import Skeleton
+
+REFERENCE = "reference"  # the key of its parameters among the frozen ones, and of its log-probabilities in a batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithReference(NextToken):
+    """The base of losses that compare a policy with what it was."""
+
+    reference: Skeleton | None  # the model as it computes the reference; None: the loss needs none
+    trained: Any  # the axes of what is trained, which the reference has its own copy of
+
+    @staticmethod
+    def fields_of(config: Config, model: Skeleton, reference: bool) -> dict[str, Any]:
+        """Return the fields of this class, for a subclass that adds its own."""
+        skeleton = None
+        if reference:
+            compute = replace(Compute.of(config), remat="none")
+            skeleton = Skeleton.of(nnx.eval_shape(lambda: make_model(
+                config.model, compute, config.lora, rngs=nnx.Rngs(params=jax.random.key(0)))))
+        trained, _ = partition.split(model.axes(), is_frozen(config, model.axes()))
+        plain = replace(NextToken.of(config, model), mtp_loss_weight=0.0)
+        return {**vars(plain), "reference": skeleton, "trained": trained}
+
+    def with_reference(self, params: Any, own: Any, batch: Any) -> Any:
+        """Return the batch with the log-probabilities of the reference, if the loss needs them.
+
+        Args:
+            params: all parameters.
+            own: the policy's among them.
+        """
+        if self.reference is None:
+            return batch
+        frozen = jax.tree.map(_on_all_stages, partition.without(own, params[REFERENCE]))
+        model = self.reference.merge(lax.stop_gradient(partition.merge(params[REFERENCE], frozen)))
+        x_BTD, _ = model.through(model.begin(batch["tokens"], batch["positions"]), batch["segments"],
+                                 batch["positions"])
+        return batch | {REFERENCE: lax.stop_gradient(self.logprobs(model, x_BTD, batch))}
+
+    def logprobs(self, model: Decoder, x_BTD: jax.Array, batch: Any) -> jax.Array:
+        """Return the log-probability of each target."""
+        return -token_cross_entropy(model.finish(x_BTD), model.head(), batch["targets"], chunks=self.chunks)
+
+    @property
+    def frozen_axes(self) -> dict:
+        """The reference's logical names. Its layers are not a stage's own: the policy's layers are."""
+        if self.reference is None:
+            return {}
+        return {REFERENCE: jax.tree.map(lambda names: tuple(None if name == "layers" else name for name in names),
+                                        self.trained, is_leaf=lambda x: isinstance(x, tuple))}
+
+    def frozen_metadata(self, key: str) -> dict:
+        """Return the metadata of what it is a copy of."""
+        return {} if self.reference is None else {REFERENCE: partition.like(self.model.metadata(key, ""), self.trained)}
+
+    def init_frozen(self, key: jax.Array, params: Any) -> dict:
+        """Return a copy of the trained parameters."""
+        return {} if self.reference is None else {REFERENCE: partition.like(params, self.trained)}
+
+    def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return nothing: the config says it all."""
+        return {}
+
+
+def _on_all_stages(weight: jax.Array) -> jax.Array:
+    """Gather a weight over the stages of a pipeline."""
+    if sharding.activation_spec() is None:
+        return weight
+    spec = jax.typeof(weight).sharding.spec
+    kept = [tuple(axis for axis in sharding.axes_of(entry) if axis != "stage") or None for entry in spec]
+    return jax.reshard(weight, P(*kept))
+
+
+# ------------------------------------------------------------------------------------------------ sums over segments
+@dataclass(frozen=True)
+class Segments:
+    """The segments of some rows, of which this device may hold a part of the tokens."""
+
+    numbers_BT: jax.Array
+    axes: tuple[str, ...]  # the mesh axes over which rows are cut
+
+    @property
+    def devices(self) -> int:
+        """How many devices share each row."""
+        return lax.psum(1, self.axes) if self.axes else 1
+
+    def sums(self, x_BT: jax.Array) -> jax.Array:
+        """Return the sum of each segment [B, S], on all devices that share the row; segment 0 is padding."""
+        most = self.numbers_BT.shape[1] * self.devices + 1
+        x_BS = jax.vmap(lambda x_T, s_T: jax.ops.segment_sum(x_T, s_T, most + most % 2 + 1))(x_BT, self.numbers_BT)
+        return lax.psum(x_BS, self.axes) if self.axes else x_BS
+
+    def spread(self, x_BS: jax.Array) -> jax.Array:
+        """Return for each token the value of its segment."""
+        return jax.vmap(lambda x_S, s_T: x_S[s_T])(x_BS, self.numbers_BT)
+
+
+def summed_over_rows(f: Any, batch: Mapping[str, jax.Array]) -> Any:
+    """Apply `f` to arrays [B, T] and to their segments, and sum what it returns over devices.
+
+    `f` returns its device's share: devices that share rows each give an equal part of what is said of whole segments.
+    In a pipeline the sum is that of its device's part of the batch, as of every loss there.
+    """
+    if sharding.activation_spec() is None:
+        return f(batch, Segments(batch["segments"], ()))
+    rows, tokens = sharding.split_by("batch"), sharding.split_by("seq")
+    free = sharding.axes_of(rows) + sharding.axes_of(tokens)
+
+    def local(batch):
+        sums = f(batch, Segments(batch["segments"], sharding.axes_over("seq")))
+        return jax.tree.map(lambda x: lax.psum(x, free) if free else x, sums)
+
+    return sharding.manual_region(local, in_specs=(P(rows, tokens),), out_specs=P())(dict(batch))
