@@ -16,6 +16,7 @@ from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import BatchSpec
+from jaxtrain.data.loading.loader import in_step, prefetch
 from jaxtrain.data.loading.placement import place_batch
 from jaxtrain.errors import UserError
 from jaxtrain.models import Compute, make_model
@@ -312,6 +313,27 @@ class Run:
             return found
         predicted = text.num_tokens - text.num_documents  # the first token of a document follows nothing
         return found | {"eval_bits_per_byte": nats * predicted / text.num_bytes / float(np.log(2))}
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether batches are made with the state: then `see` has to be called before each."""
+        return hasattr(self.data, "see")
+
+    def see(self, step: int, state: TrainState) -> None:
+        """Show the state after so many steps to data that are made with it."""
+        if self.on_policy:
+            self.data.see(step, state)  # type: ignore[union-attr]
+
+    def drawn(self, batches: BatchSource, start: int, stop: int) -> Any:
+        """Return an iterator of the placed batches of these steps, which prepares the next ones ahead if it can."""
+        if not self.on_policy:
+            return prefetch(batches, start, stop - start, lambda step, batches: self.placed(batches, step),
+                            self.config.data.prefetch)
+
+        def place(step, batches):
+            with jax.transfer_guard("allow"):
+                return self.placed(batches, step)
+        return in_step(batches, start, stop - start, place)
 
     def place(self, batch: Any) -> Any:
         """Spread a whole batch over the mesh, as every process gives it; what is there already stays."""

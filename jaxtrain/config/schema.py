@@ -9,7 +9,7 @@ from typing import Any
 from jaxtrain.config import remat_policies, tuning_keys
 from jaxtrain.config.families import Gpt2Config, ModelConfig
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
-from jaxtrain.config.tuning_keys import LoraConfig, PreferenceConfig
+from jaxtrain.config.tuning_keys import LoraConfig, PreferenceConfig, ReinforceConfig
 from jaxtrain.errors import UserError
 from jaxtrain.redaction import redacted
 
@@ -276,6 +276,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 

@@ -1,4 +1,4 @@
-"""The sections of a config that are for tuning a trained model: adapters and preferences."""
+"""The sections of a config that are for tuning a trained model: adapters, preferences, rewards."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,43 @@ class PreferenceConfig:
                                 "leave it out, or choose another loss")
 
 
+# How tokens are weighed: each alike (DAPO), each answer alike (GRPO), or each alike and divided by a fixed length.
+REINFORCE_LOSSES = ("dapo", "grpo", "dr_grpo")
+
+
+@dataclass(frozen=True)
+class ReinforceConfig:
+    """Learning from rewards of the model's own answers (docs/reinforce.md); off by default."""
+
+    prompts: str = ""  # JSON lines with a "prompt" each; "": no reinforcement learning
+    reward: str = ""  # FILE.py:FUNCTION, called with an answer and the prompt's record; returns a number
+    group_size: int = 8  # answers to each prompt, whose rewards are compared with each other
+    max_new_tokens: int = 64  # of an answer
+    reuse: int = 1  # steps that are trained on the same answers, before others are made
+    loss: str = "dapo"  # how tokens are weighed: "dapo" all alike; "grpo" answers alike; "dr_grpo" by a fixed length
+    baseline: str = "mean"  # subtracted from rewards: the group's mean, or "others": that of the other answers (RLOO)
+    scale: str = "group"  # what advantages are divided by: the group's standard deviation, the "batch"'s, or "none"
+    clip: float = 0.2  # an answer's probability may fall to this much below what it was, where that lowers the loss
+    clip_high: float = 0.28  # and rise to this much above; 0: as clip
+    ratio: str = "token"  # of probabilities: of each "token", or their geometric mean over a "sequence" (GSPO)
+    kl: float = 0.0  # coefficient of the divergence from the policy that the run began with; 0: without
+
+    def __post_init__(self):
+        one_of("reinforce.loss", self.loss, REINFORCE_LOSSES)
+        one_of("reinforce.baseline", self.baseline, ("mean", "others"))
+        one_of("reinforce.scale", self.scale, ("group", "batch", "none"))
+        one_of("reinforce.ratio", self.ratio, ("token", "sequence"))
+        positive(self, "reinforce", "max_new_tokens reuse clip")
+        not_negative(self, "reinforce", "clip_high kl")
+        if self.group_size < 2:
+            raise UserError("reinforce.group_size", f"{self.group_size} answers cannot be compared with each other",
+                            "give 2 or more, such as 8")
+        if bool(self.prompts) != bool(self.reward):
+            missing = "reward" if self.prompts else "prompts"
+            raise UserError(f"reinforce.{missing}", "it is missing, and reinforcement learning needs both",
+                            "give FILE.py:FUNCTION" if self.prompts else "give a file of JSON lines")
+
+
 def check(config: Any) -> None:
     """Refuse a `Config` in which these sections do not go with the others."""
     if config.lora.rank and config.train.freeze:
@@ -60,7 +97,29 @@ def check(config: Any) -> None:
     if packing == "pairs" and not loss:
         raise UserError("data.packing", "pairs hold rejected answers too, which next-token prediction would learn",
                         "set preference.loss, such as dpo, or use data.packing=best_fit")
+    _check_reinforce(config)
     for key, value in (("data.cross_document_attention", config.data.cross_document_attention),
                        ("train.z_loss", config.train.z_loss)):
         if loss and value:
             raise UserError(key, f"preference.loss={loss} does not support it", "leave it out")
+
+
+def _check_reinforce(config: Any) -> None:
+    c, data, train = config.reinforce, config.data, config.train
+    if not c.prompts:
+        return
+    if config.preference.loss:
+        raise UserError("preference.loss", "a run learns from preferences or from rewards", "leave out one of them")
+    if data.global_batch_size % c.group_size:
+        raise UserError("data.global_batch_size", f"{data.global_batch_size} answers are no groups of "
+                        f"reinforce.group_size={c.group_size}", f"make it a multiple of {c.group_size}")
+    if c.max_new_tokens >= data.seq_len:
+        raise UserError("reinforce.max_new_tokens", f"{c.max_new_tokens} leaves no room for a prompt in data.seq_len="
+                        f"{data.seq_len}", "raise data.seq_len, or ask for shorter answers")
+    for key, value, wanted in (
+            ("data.cross_document_attention", data.cross_document_attention, False), ("train.z_loss", train.z_loss, 0),
+            ("data.mixture", data.mixture, {}), ("data.stages", data.stages, []), ("train.eval_every",
+            train.eval_every, 0), ("data.packing", data.packing, "concat"), ("train.sample_tokens",
+            train.sample_tokens, 0), ("resilience.spikes", config.resilience.spikes == "rollback", False)):
+        if value != wanted:
+            raise UserError(key, "batches are made of the model's own answers", "leave it out")

@@ -12,6 +12,7 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load
 from jaxtrain.errors import UserError
 from jaxtrain.hub.decoding import Decoding, decoding
 from jaxtrain.hub.sampling import Sampling
+from jaxtrain.train_step import partition
 
 if TYPE_CHECKING:
     from jaxtrain.run import Run
@@ -29,6 +30,7 @@ class Generated:
     tokens: tuple[int, ...]  # without the stop token; they end with the token in which a stop string begins
     logprobs: tuple[float, ...] | None  # of each token by the model itself, before temperature and filters
     finish_reason: str  # "stop": a stop token or string; "length": there was no room for more
+    end_logprob: float | None = None  # of the stop token that ended it, where log-probabilities were asked for
 
 
 def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_new_tokens: int = 128,
@@ -70,9 +72,10 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
     ends = [one for one in stop if not isinstance(one, str)] + ([words.eod] if words and not ignore_end else [])
     ids = _encoded(run, prompts, words)
     programs, key = decoding(run), jax.random.key(seed)
+    params = partition.without(state.all_params, run.objective.frozen_axes)  # of the model alone
     records: list[Generated] = []
     for first in range(0, len(ids), batch_size):
-        batch = _Batch(programs, state.all_params, ids[first:first + batch_size], max_new_tokens, ends,
+        batch = _Batch(programs, params, ids[first:first + batch_size], max_new_tokens, ends,
                        jax.vmap(lambda row: jax.random.key_data(jax.random.fold_in(key, row))), first)
         records += batch.finish(sampling, words, strings, logprobs)
     return records
@@ -139,7 +142,8 @@ class _Batch:
         text = cut[0] if cut else words.decode(tokens.tolist()) if words else ""
         said = tuple(seen["logprobs"][row, :many].tolist()) if logprobs else None
         stopped = cut is not None or many < self.limits[row]
-        return Generated(text, tuple(tokens.tolist()), said, "stop" if stopped else "length")
+        end = float(seen["end"][row]) if logprobs and not cut and stopped else None
+        return Generated(text, tuple(tokens.tolist()), said, "stop" if stopped else "length", end)
 
 
 def _opened(tokenizer: Tokenizer | str | Path) -> Tokenizer:

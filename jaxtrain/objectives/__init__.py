@@ -12,6 +12,10 @@ def configured(config: Config, model: Skeleton) -> Objective:
         from jaxtrain.objectives.preference import Preference
 
         return Preference.of(config, model)
+    if config.reinforce.prompts:
+        from jaxtrain.objectives.policy_gradient import PolicyGradient
+
+        return PolicyGradient.of(config, model)
     return NextToken.of(config, model)
 
 

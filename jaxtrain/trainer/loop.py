@@ -13,7 +13,6 @@ from jaxtrain.builder import build
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.checkpoint.save_policy import SavePolicy
 from jaxtrain.config.schema import Config
-from jaxtrain.data import prefetch
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.skipped_batches import remaining
 from jaxtrain.distributed import processes
@@ -36,6 +35,7 @@ from jaxtrain.trainer.rollback import AnomalyGuard, RolledBack
 from jaxtrain.trainer.saver import Saver
 from jaxtrain.trainer.session import Interrupted, Session, watched
 from jaxtrain.trainer.shutdown import Interrupt, complete
+from jaxtrain.tuning.rollouts import with_rollouts
 
 
 def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective | None = None,
@@ -63,9 +63,9 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
                 raise errors.UserError(name, "the run has one already", f"give {name}= to jt.build, or give a config")
     limits = (config.config if isinstance(config, Run) else config).resilience
     with watched(workdir, limits) as (watchdog, ledger):
-        run = config if isinstance(config, Run) else with_initial_params(build(
+        run = with_rollouts(config if isinstance(config, Run) else with_initial_params(build(
             preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer)),
-            objective=objective or configured, optimizer=optimizer, data=data))
+            objective=objective or configured, optimizer=optimizer, data=data)), workdir)
         say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
@@ -112,8 +112,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         ledger.book("checkpoint"),  # after the loop: the time that the last save still takes
         contextlib.closing(local),
         checkpoints,  # waits: after this block the state is on disk, whatever signals come
-        prefetch(data, start, t.steps - start, lambda step, batches: run.placed(batches, step),
-                 run.config.data.prefetch) as batches,
+        run.drawn(data, start, t.steps) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),
                               log_every=t.log_every, sinks=sinks(run, session, start),
                               completed=watchdog.completed, ledger=ledger) as writer,
@@ -127,6 +126,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         evaluator, done = Evaluator(run, session, writer), start
         if evaluator.missing(start):
             evaluator.evaluate(start, state)
+        run.see(start, state)
         # Processes may take different times to get here, and their first collectives would not wait (Gloo: 30 s).
         for n, batch, waited in ledger.each("data_wait", processes.met(batches, "first step", r.start_limit)):
             watchdog.begin(n + 1)
@@ -164,6 +164,8 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
             # 9. Evaluate.
             if evaluator.due(done):
                 evaluator.evaluate(done, state)
+            # 10. Data that are made with the state, such as the model's own answers, see it before the next batch.
+            run.see(done, state)
         if done == t.steps:
             with session.phase("checkpoint"):  # the last one is read back, however long that takes
                 saver.finish(done, state, lambda seconds: session.pause(done, seconds))

@@ -46,7 +46,8 @@ EVERY_STEP = ("batch asked for", "on_batch", "step", "on_dispatch", "metrics pus
 SAVE = ("metrics flushed", "saved")
 EVALUATION = ("evaluated", "evaluation written")
 END = ("saved for good",)  # Checkpoints.insist: waits for the last save, and repeats one that failed
-LOOKS = ("anomaly look", "all anomalies looked at")  # the places of these are the subject of their own tests
+# "seen": by data that are made with the state.
+LOOKS = ("anomaly look", "all anomalies looked at", "seen")  # the places of these are the subject of their own tests
 
 
 # ------------------------------------------------------------------------------------------------------- the recorder
@@ -68,7 +69,7 @@ class Recorder:
 
     @property
     def events(self) -> list[Event]:
-        """All but the looks at anomalies."""
+        """All but the looks at anomalies and at the state."""
         return [event for event in self.all if event[0] not in LOOKS]
 
 
@@ -94,13 +95,13 @@ def recording(run: Run) -> Iterator[Recorder]:
             return None
 
         @contextlib.contextmanager
-        def prefetch(data, start, count, *rest, original=loop.prefetch):
+        def drawn(run, data, start, stop, original=Run.drawn):
             def asked(batches):
-                for step in range(start + 1, start + count + 1):
+                for step in range(start + 1, stop + 1):
                     recorder.add("batch asked for", step)
                     yield next(batches)
 
-            with original(data, start, count, *rest) as batches:
+            with original(run, data, start, stop) as batches:
                 yield asked(iter(batches))
 
         def step(self, number, compiled, state, batch, original=Replays.run):
@@ -115,7 +116,8 @@ def recording(run: Run) -> Iterator[Recorder]:
             recorder.add("checks", number)
             return original(self, number, state, now=now)
 
-        patch.setattr(loop, "prefetch", prefetch)
+        patch.setattr(Run, "drawn", drawn)
+        record(Run, "see", "seen")
         record(Watchdog, "begin", "on_batch")
         patch.setattr(Replays, "run", step)
         record(Stragglers, "step", "on_dispatch", unknown)
@@ -205,6 +207,15 @@ def test_what_is_saved_was_looked_at(straight):
         assert names.index("metrics pushed") < names.index("anomaly look")
         if "saved" in names:
             assert names.index("anomaly look") < names.index("all anomalies looked at") < names.index("saved")
+
+
+def test_the_state_is_seen_before_each_batch_and_after_all_else(straight):
+    recorder, _ = straight
+    names = [name for name, _ in recorder.all]
+    for step in range(1, STEPS + 1):
+        asked = recorder.all.index(("batch asked for", step))
+        assert recorder.all[asked - 1] == ("seen", step - 1)
+    assert names.count("seen") == STEPS + 1
 
 
 def test_a_finished_run_makes_no_step_and_no_evaluation(run, straight):

@@ -101,6 +101,27 @@ def take(rows: Rows, numbers: np.ndarray) -> dict[str, np.ndarray]:
     return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
 
 
+class in_step(Iterator[tuple[int, Any, float]]):
+    """Iterate like `prefetch`, but place each step only when it is asked for, on the caller's thread.
+
+    For batches that depend on what the steps before them have done.
+    """
+
+    def __init__(self, batches: Any, start_step: int, num_steps: int, place: Callable[[int, Any], Any]):
+        self._steps = iter(range(start_step, start_step + num_steps))
+        self._place, self._batches = place, batches
+
+    def __next__(self) -> tuple[int, Any, float]:
+        step, start = next(self._steps), time.perf_counter()
+        return step, self._place(step, self._batches), time.perf_counter() - start
+
+    def __enter__(self) -> "in_step":
+        return self
+
+    def __exit__(self, *error) -> None:
+        pass
+
+
 class prefetch(Iterator[tuple[int, Any, float]]):
     """Iterate over `(step, place(step, batches), seconds waited)`, prepared up to `depth` steps ahead on one thread.
 

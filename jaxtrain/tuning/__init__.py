@@ -1,0 +1,1 @@
+"""Reinforcement learning: prompts, answers of the model itself, and what they are worth."""

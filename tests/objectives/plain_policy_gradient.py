@@ -1,0 +1,48 @@
+"""Policy gradients in plain `jnp`, answer by answer, as their papers write them."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from tests.objectives import plain_preference
+
+
+def batch(**sizes):
+    """Answers behind prompts, several in a row, sampled by a policy a little different; one row is empty."""
+    made = plain_preference.batch(**sizes)
+    rng = np.random.default_rng(5)
+    learnt, shape = made["weights"], made["weights"].shape
+    by_answer = rng.normal(size=(*shape[:1], made["segments"].max() + 1)).astype(np.float32)
+    made["advantages"] = np.take_along_axis(by_answer, made["segments"], 1) * learnt
+    made["sampled"] = (rng.normal(-4.2, 0.4, shape) * learnt).astype(np.float32)
+    first = learnt * (np.cumsum(learnt, 1) == 1)
+    for row in range(shape[0]):
+        for segment in range(1, made["segments"][row].max() + 1):
+            mine = (made["segments"][row] == segment) & (learnt[row] > 0)
+            first[row, mine] = np.arange(mine.sum()) == 0
+    made["answers"] = first.astype(np.float32)
+    made["rewards"] = (first * np.abs(made["advantages"])).astype(np.float32)
+    return made
+
+
+def loss(c, model, params, frozen, batch):
+    """The mean as the loss's paper takes it, with experts' penalties weighted likewise; and the reference's divergence.
+    """
+    told, each, kls = [], [], []
+    new = plain_preference.logps(model, params, batch, told)
+    old = plain_preference.logps(model, frozen, batch, [])
+    for row in range(len(batch["segments"])):
+        for segment in range(1, batch["segments"][row].max() + 1):
+            at = np.flatnonzero((batch["segments"][row] == segment) & (batch["weights"][row] > 0))
+            log_ratio = new[row, at] - batch["sampled"][row, at]
+            if c.ratio == "sequence":
+                log_ratio = jnp.full(len(at), log_ratio.mean())
+            ratio, advantage = jnp.exp(log_ratio), batch["advantages"][row, at]
+            clipped = jnp.clip(ratio, 1 - c.clip, 1 + (c.clip_high or c.clip))
+            kl = jnp.exp(old[row, at] - new[row, at]) - (old[row, at] - new[row, at]) - 1
+            by_token = -jnp.minimum(ratio * advantage, clipped * advantage) + c.kl * kl
+            each.append({"dapo": by_token.sum(), "grpo": by_token.mean(),
+                         "dr_grpo": by_token.sum() / c.max_new_tokens}[c.loss])
+            kls.append(kl.sum())
+    weights = batch["weights"] if c.loss == "dapo" else batch["answers"]
+    penalties = sum((weights.sum(1) * penalty).sum() for penalty, _ in told)
+    return (sum(each) + penalties) / weights.sum(), sum(kls) / batch["weights"].sum()
