@@ -171,7 +171,7 @@ def _of_rows(c: PreferenceConfig, batch: Any, segments: Segments) -> tuple[jax.A
 
     weights_BT = batch["answers"]
     tokens = by_pair(weights_BT)
-    reference = by_pair(weights_BT * batch[REFERENCE]) if REFERENCE in batch else tuple(map(jnp.zeros_like, tokens))
+    reference = by_pair(weights_BT * batch.get(REFERENCE, jnp.zeros_like(weights_BT)))
     pairs = Pairs(by_pair(weights_BT * batch["policy"]), reference,
                   (jnp.maximum(tokens[0], 1), jnp.maximum(tokens[1], 1)))
     there_BP = (tokens[0] > 0) & (tokens[1] > 0)

@@ -1,0 +1,61 @@
+"""Losses of preferences and of policy gradients are TRL's (tools/tuning_truth.py), and so are their gradients."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.config.tuning_keys import PreferenceConfig, ReinforceConfig
+from jaxtrain.objectives import policy_gradient, preference
+from jaxtrain.objectives.reference_policy import REFERENCE, Segments
+from tests.objectives.tuning_numbers import PAIRS, numbers
+
+TRUTH = json.loads(Path(__file__).with_name("tuning_truth.json").read_text())
+MASK, POLICY, REFERENCED, SAMPLED, ADVANTAGES = numbers(2 * PAIRS)
+
+
+def test_trl_made_the_truth():
+    assert TRUTH["versions"].keys() == {"torch", "trl"}
+
+
+def compare(mean, name, kind):
+    truth = TRUTH[kind][name]
+    loss, gradient = jax.value_and_grad(mean)(jnp.asarray(POLICY, jnp.float32))
+    assert float(loss) == pytest.approx(truth["loss"], rel=1e-5)
+    want = np.where(MASK, truth["gradient"], 0)  # TRL sums what is behind an answer too, where a model gives zeros
+    scale = np.abs(want).max()
+    np.testing.assert_allclose(gradient, want, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("name", TRUTH["preference"])
+def test_preferences(name):
+    settings = PreferenceConfig(**TRUTH["preference"][name]["keys"])
+
+    def rows(x):  # the chosen and the rejected answer of a pair behind each other
+        return jnp.concatenate([x[:PAIRS], x[PAIRS:]], 1)
+
+    def mean(policy):
+        segments = rows(jnp.asarray(MASK * np.repeat([[1], [2]], PAIRS, 0)))
+        batch = {"answers": rows(jnp.asarray(MASK, jnp.float32)), "policy": rows(policy),
+                 REFERENCE: rows(jnp.asarray(REFERENCED, jnp.float32))}
+        return preference._of_rows(settings, batch, Segments(segments, ()))[0] / PAIRS
+
+    compare(mean, name, "preference")
+
+
+@pytest.mark.parametrize("name", TRUTH["policy_gradient"])
+def test_policy_gradients(name):
+    settings = ReinforceConfig(prompts="a", reward="b", max_new_tokens=20, **TRUTH["policy_gradient"][name]["keys"])
+    learnt = jnp.asarray(MASK, jnp.float32)
+
+    def mean(policy):
+        batch = {"learnt": learnt, "policy": policy, "sampled": jnp.asarray(SAMPLED, jnp.float32),
+                 "advantages": learnt * jnp.asarray(ADVANTAGES, jnp.float32)[:, None], "rewards": learnt,
+                 "answers": learnt} | ({REFERENCE: jnp.asarray(REFERENCED, jnp.float32)} if settings.kl else {})
+        divisor = MASK.sum() if settings.loss == "dapo" else len(MASK)
+        return policy_gradient._of_rows(settings, batch, Segments(jnp.asarray(MASK, jnp.int32), ()))[0] / divisor
+
+    compare(mean, name, "policy_gradient")

@@ -1,0 +1,13 @@
+"""Log-probabilities of answers for which `tools/tuning_truth.py` computes TRL's losses."""
+
+import numpy as np
+
+PAIRS, LENGTH = 6, 9
+
+
+def numbers(rows):
+    """Log-probabilities [rows, LENGTH] of three policies and advantages; each row has an answer of its own length."""
+    rng = np.random.default_rng(3)
+    mask = np.arange(LENGTH) < rng.integers(2, LENGTH + 1, (rows, 1))
+    policy, reference, sampled = (np.where(mask, rng.uniform(-1.2, -0.1, (rows, LENGTH)), 0) for _ in range(3))
+    return mask, policy, reference, np.where(mask, policy + 0.4 * (sampled - policy), 0), rng.normal(size=rows)

@@ -1,0 +1,160 @@
+"""Answers as batches: what rows hold, that the sampler's probabilities are the trainer's, and runs that go on."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.tuning import rollouts
+from tests.numerics import reference
+
+REWARD = '''
+def even(answer, record):
+    assert record["prompt"].startswith("say")
+    return sum(map(ord, answer)) % 2 + 0.1 * record["number"]
+
+def nan(answer, record):
+    return float("nan")
+
+def fails(answer, record):
+    return {}[answer]
+'''
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "reward.py").write_text(REWARD)
+    lines = [{"prompt": f"say {'x' * (n % 3)}{n}:", "number": n} for n in range(5)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def config(files, reward="even", **keys):
+    return reference.tiny("llama", **(dict(
+        model__vocab_size=264, model__max_seq_len=32, data__seq_len=20, data__global_batch_size=8, mesh__data=4,
+        mesh__tensor=2, train__steps=6, train__progress=False, optimizer__warmup_steps=0, checkpoint__every=3,
+        reinforce__prompts=str(files / "prompts.jsonl"), reinforce__reward=f"{files / 'reward.py'}:{reward}",
+        reinforce__group_size=4, reinforce__max_new_tokens=6) | keys))
+
+
+def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files):
+    run = jt.build(config(files))
+    state = run.init()
+    with pytest.raises(jt.UserError, match=r"batch: that of step 3 is made of what the model answers at step 3; call"):
+        run.data[3]
+    run.see(3, state)
+    batch = run.data[3]
+    assert all(column.shape == (8, 20) for column in batch.values())
+    module, scores = run.module(state), []
+    for row in range(8):
+        one = {name: column[row] for name, column in batch.items()}
+        learnt, size = np.flatnonzero(one["weights"]), int(one["segments"].sum())
+        first = learnt[0]
+        prompt, answer = one["tokens"][:first + 1].tolist(), one["targets"][learnt].tolist()
+        text = bytes(prompt).decode()
+        assert text == run.data.records[int(text.strip("say: x"))]["prompt"]
+        assert learnt.tolist() == list(range(first, size)) and one["tokens"][:size].tolist() == (prompt + answer)[:-1]
+        assert len(answer) == 6 or answer[-1] == run.data.tokenizer.eod
+        logits = np.asarray(jax.nn.log_softmax(module(one["tokens"][None, :size])[0]))
+        np.testing.assert_allclose(one["sampled"][learnt], logits[learnt, answer], rtol=1e-4, atol=1e-5)
+        assert np.flatnonzero(one["answers"]).tolist() == [first] and not one["sampled"][one["weights"] == 0].any()
+        said = run.data.tokenizer.decode([id for id in answer if id != run.data.tokenizer.eod])
+        reward = sum(map(ord, said)) % 2 + 0.1 * int(text.strip("say: x"))
+        assert one["rewards"][first] == pytest.approx(reward)
+        assert len(set(one["advantages"][learnt].tolist())) == 1
+        scores.append((reward, one["advantages"][first]))
+    for group in (scores[:4], scores[4:]):
+        rewards = np.array([reward for reward, _ in group])
+        want = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+        np.testing.assert_allclose([advantage for _, advantage in group], want, rtol=1e-5, atol=1e-6)
+    assert any(advantage for _, advantage in scores)
+    # The ratio of the policy that sampled is 1.
+    _, metrics = run.step(state, run.batch(3))
+    assert float(metrics["kl_sampled"]) < 1e-9 and float(metrics["clipped"]) == 0
+
+
+@pytest.mark.slow
+def test_any_mesh_makes_the_same_batch(files):
+    def made(**keys):
+        run = jt.build(config(files, **keys), devices=jax.devices()[:keys.get("mesh__stage", 1) * 4])
+        run.see(0, run.init())
+        return run.data[0]
+
+    one = made(mesh__data=4, mesh__tensor=1)
+    for keys in (dict(mesh__data=1, mesh__fsdp=2, mesh__tensor=2), dict(mesh__data=2, mesh__stage=2, mesh__tensor=2)):
+        other = made(**keys)
+        for name, column in one.items():
+            np.testing.assert_allclose(other[name], column, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reuse", [1, 2])
+def test_a_run_that_goes_on_makes_the_same_answers_and_learns(files, tmp_path, reuse):
+    keys = dict(reinforce__reuse=reuse, reinforce__kl=0.01, train__steps=8, optimizer__learning_rate=3e-3)
+    whole = jt.train(config(files, **keys), tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    for step in (6, 8):  # 3 is within the two steps that share answers
+        shutil.rmtree(tmp_path / "parts" / "checkpoints" / f"{step}", ignore_errors=True)
+    for path in (tmp_path / "parts" / "rollouts").iterdir():
+        if int(path.stem) > 4:
+            path.unlink()
+    parts = jt.train(config(files, **keys), tmp_path / "parts")
+    assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole, parts))))
+    lines = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
+    assert {"reward", "answer_tokens", "kl", "kl_sampled", "clipped"} <= lines[-1].keys()
+    assert (max(line["kl_sampled"] for line in lines) > 1e-9) == (reuse > 1)
+    kept = sorted(int(path.stem) for path in (tmp_path / "parts" / "rollouts").iterdir())
+    assert kept == list(range(1, 9, reuse))
+    found = [json.loads(line) for line in (tmp_path / "parts" / "rollouts" / "1.jsonl").read_text().splitlines()]
+    assert len(found) == 8 and {"prompt", "text", "tokens", "reward"} <= found[0].keys()
+
+
+def test_advantages():
+    from jaxtrain.config.tuning_keys import ReinforceConfig
+    from jaxtrain.tuning.rewards import advantages_of
+
+    keys = dict(prompts="a", reward="b", group_size=3)
+    rewards = [0, 1, 2, 5, 5, 5]
+    plain = advantages_of(ReinforceConfig(**keys, scale="none"), rewards)
+    np.testing.assert_allclose(plain, [-1, 0, 1, 0, 0, 0])
+    others = advantages_of(ReinforceConfig(**keys, scale="none", baseline="others"), rewards)
+    np.testing.assert_allclose(others, [-1.5, 0, 1.5, 0, 0, 0])
+    batch = advantages_of(ReinforceConfig(**keys, scale="batch"), rewards)
+    np.testing.assert_allclose(batch, plain / (np.std(rewards, ddof=1) + 1e-4))
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    (dict(reinforce__reward=""), "reinforce.reward: it is missing, and reinforcement learning needs both; give FILE"),
+    (dict(reinforce__reward="x.py"), "reinforce.reward: 'x.py' names no function of a file; write FILE.py:FUNCTION"),
+    (dict(reinforce__reward="x.py:f"), "reinforce.reward: there is no file x.py; check the name"),
+    (dict(reward="odd"), "reinforce.reward: FILES/reward.py has no function 'odd'; check the name"),
+    (dict(reward="nan"), "reinforce.reward: it gives nan for the answer "),
+    (dict(reward="fails"), "reinforce.reward: it fails on the answer "),
+    (dict(reinforce__prompts="none.jsonl"), "reinforce.prompts: none.jsonl cannot be read "),
+    (dict(reinforce__group_size=3), "data.global_batch_size: 8 answers are no groups of reinforce.group_size=3; make"),
+    (dict(reinforce__group_size=1), "reinforce.group_size: 1 answers cannot be compared with each other; give 2 or"),
+    (dict(reinforce__max_new_tokens=20), "reinforce.max_new_tokens: 20 leaves no room for a prompt in data.seq_len=20"),
+    (dict(reinforce__max_new_tokens=14), "reinforce.prompts: 'say x1:' has 7 tokens, and data.seq_len less "),
+    (dict(data__packing="best_fit"), "data.packing: batches are made of the model's own answers; leave it out"),
+    (dict(preference__loss="dpo", data__packing="pairs"), "preference.loss: a run learns from preferences or from "),
+])
+def test_mistakes_are_told_in_one_line(files, keys, message):
+    with pytest.raises(jt.UserError) as refusal:
+        run = jt.build(config(files, **keys))
+        run.see(0, run.init())
+        run.data[0]
+    assert f"{refusal.value}".replace(str(files), "FILES").startswith(message)
+
+
+def test_lines_without_a_prompt_are_refused(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"promt": "b"}\n')
+    with pytest.raises(jt.UserError, match=r"reinforce\.prompts: line 3 of .* has no prompt; write lines such as"):
+        rollouts.read_prompts(str(path))
+    path.write_text("\n")
+    with pytest.raises(jt.UserError, match=r"reinforce\.prompts: .* has no prompts; write lines such as"):
+        rollouts.read_prompts(str(path))

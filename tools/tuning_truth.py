@@ -1,0 +1,101 @@
+"""Write tests/objectives/tuning_truth.json: what TRL computes of losses of preferences and of policy gradients.
+
+    python tools/tuning_truth.py
+
+Needs torch and trl. Inputs are those of `numbers`, which the tests draw again; TRL's own functions are given them in
+place of a model's log-probabilities.
+"""
+
+import json
+from collections import defaultdict
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import torch
+from trl import DPOTrainer, GRPOTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
+
+from tests.objectives.tuning_numbers import PAIRS, numbers
+
+PATH = Path(__file__).parents[1] / "tests" / "objectives" / "tuning_truth.json"
+PREFERENCES = {
+    "dpo": dict(loss="dpo", beta=0.5), "hinge": dict(loss="hinge", beta=0.5), "ipo": dict(loss="ipo", beta=0.5),
+    "robust": dict(loss="robust", beta=0.5, label_smoothing=0.2),
+    "simpo": dict(loss="simpo", beta=2.0, margin=0.5, label_smoothing=0.1), "orpo": dict(loss="orpo", beta=0.3),
+}
+POLICIES = {
+    "dapo": dict(loss="dapo", clip=0.2, clip_high=0.28), "grpo": dict(loss="grpo", clip=0.2, clip_high=0.2, kl=0.1),
+    "dr_grpo": dict(loss="dr_grpo", clip=0.1, clip_high=0.3, kl=0.05),
+    "sequence": dict(loss="grpo", clip=0.03, clip_high=0.04, ratio="sequence"),
+}
+
+
+class Trainer(SimpleNamespace):
+    """As little of a trainer as its loss asks for."""
+
+    def __init__(self, **keys):
+        same = lambda x, *_, **__: x  # noqa: E731
+        accelerator = MagicMock(gather=same, gather_for_metrics=same, reduce=same, device="cpu", num_processes=1)
+        super().__init__(accelerator=accelerator, aux_loss_enabled=False, model=SimpleNamespace(training=True),
+                         _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1, **keys)
+
+
+def preference(keys):
+    mask, policy, reference, *_ = (torch.tensor(x) for x in numbers(2 * PAIRS))
+    policy.requires_grad_()
+    if keys["loss"] in ("simpo", "orpo"):
+        means = (policy.sum(1) / mask.sum(1)).float()
+        chosen, rejected = means.chunk(2)
+        if keys["loss"] == "simpo":
+            trainer = Trainer(loss_type="simpo", beta=keys["beta"], label_smoothing=keys["label_smoothing"],
+                              simpo_gamma=keys["margin"], alpha=0.0)
+            loss = CPOTrainer.cpo_loss(trainer, chosen, rejected)[0].mean()
+        else:  # it subtracts the odds ratio's term from the cross-entropy of the chosen answers
+            loss = (-chosen - ORPOTrainer.odds_ratio_loss(Trainer(beta=keys["beta"]), chosen, rejected)[0]).mean()
+    else:
+        kinds = {"dpo": "sigmoid"}
+        trainer = Trainer(ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", use_weighting=False,
+                          loss_types=[kinds.get(keys["loss"], keys["loss"])], loss_weights=[1.0], beta=keys["beta"],
+                          label_smoothing=keys.get("label_smoothing", 0.0))
+        behind = torch.cat([torch.zeros(2 * PAIRS, 1, dtype=bool), mask], 1)
+        zeros = torch.zeros(mask.shape)
+        outputs = SimpleNamespace(log_probs=policy, entropy=zeros, mean_logits=zeros, is_top1=mask)
+        chosen, rejected = reference.sum(1).chunk(2)
+        loss = DPOTrainer._compute_loss(trainer, lambda **_: outputs, {
+            "completion_mask": behind.long(), "ref_chosen_logps": chosen, "ref_rejected_logps": rejected,
+            "input_ids": behind.long(), "attention_mask": behind.long()}, False)
+    loss.backward()
+    return {"loss": float(loss.detach()), "gradient": policy.grad.tolist()}
+
+
+def policy_gradient(keys):
+    mask, policy, reference, sampled, advantages = (torch.tensor(x) for x in numbers(2 * PAIRS))
+    policy.requires_grad_()
+    args = SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1)
+    trainer = Trainer(
+        args=args, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=keys.get("kl", 0.0),
+        importance_sampling_level=keys.get("ratio", "token"), loss_type=keys["loss"], epsilon_low=keys["clip"],
+        epsilon_high=keys["clip_high"], use_vllm=False, current_gradient_accumulation_steps=1, max_completion_length=20,
+        _entropy_bonus_enabled=False,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (policy, torch.zeros(mask.shape), None))
+    loss = GRPOTrainer._compute_loss(trainer, None, {
+        "prompt_ids": mask.long(), "prompt_mask": mask.long(), "completion_ids": mask.long(),
+        "completion_mask": mask.long(), "advantages": advantages, "old_per_token_logps": sampled,
+        "ref_per_token_logps": reference, "num_items_in_batch": mask.sum()})
+    loss.backward()
+    return {"loss": float(loss.detach()), "gradient": policy.grad.tolist()}
+
+
+def main():
+    found = {"versions": {name: version(name) for name in ("torch", "trl")},
+             "preference": {name: {"keys": keys, **preference(keys)} for name, keys in PREFERENCES.items()},
+             "policy_gradient": {name: {"keys": keys, **policy_gradient(keys)} for name, keys in POLICIES.items()}}
+    PATH.write_text(json.dumps(found) + "\n")
+    print({kind: {name: round(one["loss"], 5) for name, one in found[kind].items()} for kind in list(found)[1:]})
+
+
+if __name__ == "__main__":
+    main()
