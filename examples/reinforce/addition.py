@@ -2,7 +2,8 @@
 
     python examples/reinforce/addition.py FOLDER
 
-writes FOLDER/prompts.jsonl, all sums with their result, and FOLDER/examples.jsonl, of whose answers four in ten are right.
+writes FOLDER/prompts.jsonl, all sums with their result, and FOLDER/examples.jsonl, of whose answers four in ten are
+right.
 """
 
 import json

@@ -158,7 +158,8 @@ class Rollouts:
         ids = [*prompt, *answer.tokens, *([self.tokenizer.eod] if ended else [])]
         said = [*(answer.logprobs or ()), *([answer.end_logprob] if ended else [])]
         size, first = len(ids) - 1, len(prompt) - 1
-        row: dict[str, Any] = {name: np.zeros(self.seq_len, np.int32) for name in ("tokens", "targets", "segments", "positions")}
+        row: dict[str, Any] = {name: np.zeros(self.seq_len, np.int32)
+                               for name in ("tokens", "targets", "segments", "positions")}
         row |= {name: np.zeros(self.seq_len, np.float32)
                 for name in ("weights", "advantages", "sampled", "rewards", "answers")}
         row["tokens"][:size], row["targets"][:size] = ids[:-1], ids[1:]
