@@ -95,15 +95,14 @@ def model_section(folder: str | Path) -> Keys:
 
 
 def starting_config(folder: str) -> dict[str, Keys]:
-    """Return the sections of a config that begins with the model in `folder`, and with its weights if it has some."""
+    """Return the sections of a config that begins with the model in `folder` and its weights."""
     model = model_section(folder)
-    weights = folder if any(Path(folder).glob("*.safetensors")) else ""
     other = sorted(path.name for end in ("bin", "pt", "pth", "gguf") for path in Path(folder).glob(f"*.{end}"))
-    if other and not weights:  # not to begin with random weights without a word
+    if other and not any(Path(folder).glob("*.safetensors")):
         raise UserError("--config", f"the weights in {folder} are not safetensors but {other[0]}",
                         "save them as safetensors, or move them away to begin with random ones")
     return {"model": model, "data": {"seq_len": min(DataConfig.seq_len, model["max_seq_len"])},
-            "train": {"init_from": weights}}
+            "train": {"init_from": folder}}
 
 
 def _section(kind: str, given: Keys, path: Path) -> Keys:

@@ -1,6 +1,6 @@
 """The sections of a config that are for tuning a trained model: adapters, preferences, rewards."""
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from jaxtrain.config.field_checks import not_negative, one_of, positive
@@ -23,6 +23,7 @@ class LoraConfig:
     def __post_init__(self):
         not_negative(self, "lora", "rank")
         positive(self, "lora", "alpha")
+        _unread(self, "lora", self.rank, "rank above 0", "alpha rank_stabilized targets")
         if not self.targets or not all(isinstance(pattern, str) for pattern in self.targets):
             raise UserError("lora.targets", f"{self.targets} is not a list of paths",
                             "give ['*'] for all linear layers")
@@ -40,6 +41,7 @@ class PreferenceConfig:
     def __post_init__(self):
         one_of("preference.loss", self.loss, ("", *PREFERENCE_LOSSES))
         positive(self, "preference", "beta")
+        _unread(self, "preference", self.loss, "loss, such as dpo", "beta")
         if not 0 <= self.label_smoothing < 0.5:
             raise UserError("preference.label_smoothing", f"{self.label_smoothing} is not in [0, 0.5)", "try 0.1")
         for name in ("label_smoothing", "margin"):
@@ -76,6 +78,8 @@ class ReinforceConfig:
         one_of("reinforce.ratio", self.ratio, ("token", "sequence"))
         positive(self, "reinforce", "max_new_tokens reuse clip")
         not_negative(self, "reinforce", "clip_high kl")
+        _unread(self, "reinforce", self.prompts or self.reward, "prompts", " ".join(
+            field.name for field in fields(self) if field.name not in ("prompts", "reward")))
         if self.group_size < 2:
             raise UserError("reinforce.group_size", f"{self.group_size} answers cannot be compared with each other",
                             "give 2 or more, such as 8")
@@ -83,6 +87,16 @@ class ReinforceConfig:
             missing = "reward" if self.prompts else "prompts"
             raise UserError(f"reinforce.{missing}", "it is missing, and reinforcement learning needs both",
                             "give FILE.py:FUNCTION" if self.prompts else "give a file of JSON lines")
+
+
+def _unread(section: Any, name: str, on: Any, key: str, others: str) -> None:
+    """Refuse keys that nothing reads because the one that turns a section on is not set."""
+    for other in () if on else others.split():
+        spec = next(field for field in fields(section) if field.name == other)
+        usual = spec.default if spec.default_factory is MISSING else spec.default_factory()
+        if getattr(section, other) != usual:
+            raise UserError(f"{name}.{other}", f"it is read with {name}.{key} only", f"set that too, or leave {name}."
+                            f"{other} out")
 
 
 def check(config: Any) -> None:

@@ -129,7 +129,7 @@ def _evaluate(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks
     from jaxtrain.hub.trained_tokenizer import tokenizer_of
 
     sections, words = trained_model.sections_of(flags.workdir), tokenizer_of(flags.workdir)
-    chat = chat_of(sections, words, flags.chat_template) if flags.chat else None
+    chat = chat_of(flags.workdir, sections, words, flags.chat_template) if flags.chat else None
     run = trained_model.model_of(sections, overrides, spread="data")
     params, found = trained_model.load(flags.workdir, run, step)
     model = HarnessModel(run, with_params(run, params), words, chat=chat, batch_size=flags.batch_size, seed=flags.seed)

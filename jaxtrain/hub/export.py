@@ -31,6 +31,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--file_gb", type=float, default=4.0, help="the largest file of weights, in 10^9 bytes")
     add_process_flags(parser)
     flags = parser.parse_args(argv)
+    if not 0 <= flags.file_gb < 1e6:
+        raise UserError("--file_gb", f"{flags.file_gb} is no size of a file", "give one such as 4")
     from jaxtrain.distributed import processes
 
     processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
@@ -63,7 +65,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
                            lora.scale(run.config.lora))
     exchange(None)  # all files are written
     if first:
-        _write_tokenizer(workdir / "tokenizer", partial, described)
+        _write_tokenizer(workdir, partial, described)
         atomic_files.write_json(partial / FILE, described)
         record = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
                   "sha256": {file.name: atomic_files.file_digest(file) for file in sorted(partial.iterdir())}}
@@ -93,25 +95,45 @@ def _make(folder: Path) -> None:
         raise UserError("--to", f"{folder} cannot be made ({error.strerror})", "give a folder that can be") from error
 
 
-def _write_tokenizer(kept: Path, folder: Path, described: dict[str, Any]) -> None:
-    """Copy the run's tokenizer, and say which tokens begin and end a text."""
+def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> None:
+    """Copy the run's tokenizer and chat template, and say which tokens begin and end a text."""
+    from jaxtrain.data.tokenizers import published_tokens
     from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
     from jaxtrain.data.tokenizers.tokenizer_folder import record_of
 
+    kept = workdir / "tokenizer"
     if not kept.is_dir():
         say("the workdir has no tokenizer; the folder has none either")
         return
     tokenizer = load_tokenizer(f"{kept}")
     record, ids = record_of(tokenizer), {"eos_token_id": tokenizer.eod, "bos_token_id": tokenizer.bos}
     described |= ids
+    chat = _write_template(workdir, folder, tokenizer)
+    ids = ids | ({"eos_token_id": chat} if chat else {})  # an answer ends with its turn, too
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=1))
     if record["file"] not in ("tokenizer.json", "tokenizer.model"):
         say(f"transformers has no tokenizer of the kind {tokenizer.name!r}; the folder has none")
         return
-    shutil.copyfile(kept / record["file"], folder / record["file"])
-    named = {"eos_token": record["eod"] or None, "bos_token": record["bos"] or None}
+    content = (kept / record["file"]).read_bytes()
+    if tokenizer.bos is not None and record["file"] == "tokenizer.json":  # so that others put it in front of texts too
+        content = published_tokens.beginning_with(content, record["bos"], tokenizer.bos)
+    (folder / record["file"]).write_bytes(content)
+    named = {"eos_token": record["eod"] or None, "bos_token": record["bos"] or None,
+             "add_bos_token": bool(record["bos"])}
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"} if record["file"].endswith(".json") else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(named | kind, indent=1))
+
+
+def _write_template(workdir: Path, folder: Path, tokenizer: Any) -> list[int]:
+    """Write the chat template of the run's data, if it has one; return the tokens that end an answer, or []."""
+    from jaxtrain.hub import generate_texts, trained_model
+
+    sections = trained_model.sections_of(workdir)
+    kept = generate_texts.kept_template(workdir, sections)
+    if not kept.get("template"):
+        return []
+    (folder / "chat_template.jinja").write_text(kept["template"])
+    return generate_texts.chat_of(workdir, sections, tokenizer, "").ends()
 
 
 if __name__ == "__main__":

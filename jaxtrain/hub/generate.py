@@ -101,7 +101,7 @@ class _Batch:
     """Prompts that are continued together."""
 
     def __init__(self, programs: Decoding, params, ids: list[list[int]], new: int, ends: list[int], seeds, first: int):
-        self.programs, self.params, self.count = programs, params, len(ids)
+        self.programs, self.params, self.count, self.ids = programs, params, len(ids), ids
         longest = programs.run.config.model.max_seq_len
         # Powers of two, so that batches of other lengths use the same programs.
         width, rows = _bucket(max(map(len, ids))), programs.rows * _bucket(-(-len(ids) // programs.rows))
@@ -127,7 +127,7 @@ class _Batch:
             seen = self.programs.read(self.state)
             if words and strings:
                 for row in set(range(self.count)) - cut.keys():
-                    if found := _before(strings, words, seen["tokens"][row, :seen["count"][row]]):
+                    if found := _before(strings, words, self.ids[row], seen["tokens"][row, :seen["count"][row]]):
                         cut[row] = found
             done = seen["done"] | np.isin(np.arange(len(seen["done"])), list(cut))
             if step == last or done.all():
@@ -139,7 +139,7 @@ class _Batch:
                 logprobs: bool) -> Generated:
         many = cut[1] if cut else int(seen["count"][row])
         tokens = seen["tokens"][row, :many]
-        text = cut[0] if cut else words.decode(tokens.tolist()) if words else ""
+        text = cut[0] if cut else _said(words, self.ids[row], tokens) if words else ""
         said = tuple(seen["logprobs"][row, :many].tolist()) if logprobs else None
         stopped = cut is not None or many < self.limits[row]
         end = float(seen["end"][row]) if logprobs and not cut and stopped else None
@@ -150,17 +150,22 @@ def _opened(tokenizer: Tokenizer | str | Path) -> Tokenizer:
     return load_tokenizer(f"{tokenizer}") if isinstance(tokenizer, str | Path) else tokenizer
 
 
-def _before(strings: list[str], words: Tokenizer, tokens: np.ndarray) -> tuple[str, int] | None:
+def _said(words: Tokenizer, prompt: list[int], tokens: np.ndarray) -> str:
+    """Return the text of tokens behind a prompt. Alone, they may lack the space with which they begin."""
+    begin, whole = words.decode(prompt), words.decode([*prompt, *tokens.tolist()])
+    return whole[len(begin):] if whole.startswith(begin) else words.decode(tokens.tolist())
+
+
+def _before(strings: list[str], words: Tokenizer, prompt: list[int], tokens: np.ndarray) -> tuple[str, int] | None:
     """Return the text before the first of some strings, and how many tokens reach into it; None without one."""
-    text = words.decode(tokens.tolist())
+    text = _said(words, prompt, tokens)
     at = min((place for one in strings if (place := text.find(one)) >= 0), default=None)
     if at is None:
         return None
-    low, high = 0, len(tokens)  # the fewest tokens whose text is longer than what is kept
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(words.decode(tokens[:middle].tolist())) > at else (middle + 1, high)
-    return text[:at], low
+    many = len(tokens)  # the fewest that give what is kept and more; parts of a character may look like several
+    while many and len(_said(words, prompt, tokens[:many - 1])) > at:
+        many -= 1
+    return text[:at], many
 
 
 def _bucket(size: int) -> int:
@@ -174,7 +179,11 @@ def _encoded(run: "Run", prompts: Sequence[Prompt], words: Tokenizer | None) -> 
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             assert words is not None
-            prompt, = encode_documents([prompt.encode()], words)
+            try:
+                prompt, = encode_documents([prompt.encode()], words)
+            except UnicodeEncodeError as error:
+                raise UserError(f"prompts[{number}]", "it is not text: half of a character",
+                                "give text in UTF-8") from error
         ids = [int(id) for id in prompt]
         if not ids:
             raise UserError(f"prompts[{number}]", "it has no tokens", "give a text to continue, such as a line's end")

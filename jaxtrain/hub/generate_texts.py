@@ -9,6 +9,7 @@ hold.
 """
 
 import argparse
+import io
 import json
 import sys
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import LARGE, parsed, read, user_json
 from jaxtrain.flags import command, overrides_of, parser_of
 
 if TYPE_CHECKING:
@@ -40,11 +42,14 @@ def main(argv: list[str] | None) -> None:
     how = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.min_p, flags.repetition_penalty)
     check(texts, flags.max_new_tokens, flags.stop, flags.batch_size, flags.seed)
     words = tokenizer_of(flags.workdir)
-    prompts, ends = answered(config, words, flags.chat_template, texts) if flags.chat else (texts, [])
+    prompts, ends = answered(
+        flags.workdir, config, words, flags.chat_template, texts) if flags.chat else (texts, [])
     run, state = restored(flags.workdir, config, overrides, flags.step)
     found = generate(run, state, prompts, **asdict(how), max_new_tokens=flags.max_new_tokens, seed=flags.seed,
                      stop=[*flags.stop, *ends], ignore_end=flags.ignore_end, batch_size=flags.batch_size,
                      logprobs=flags.logprobs, tokenizer=words)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not have every character
+        sys.stdout.reconfigure(errors="backslashreplace")
     for prompt, one in zip(texts, found, strict=True):
         if flags.json:
             print(json.dumps({"prompt": prompt} | asdict(one), ensure_ascii=False))
@@ -106,27 +111,30 @@ def with_params(run: "Run", params: Any) -> "TrainState":
     return replace(run.abstract, params=trained, frozen=partition.without(params, trained))
 
 
-def answered(config: dict[str, Any], words: "Tokenizer", template: str,
+def answered(folder: str | Path, config: dict[str, Any], words: "Tokenizer", template: str,
              texts: list[str]) -> tuple[list[Any], list[int]]:
     """Return the tokens of conversations that begin with these messages, and the tokens that end an answer."""
-    chat = chat_of(config, words, template)
+    chat = chat_of(folder, config, words, template)
     return [chat.prompt([{"role": "user", "content": text}]) for text in texts], chat.ends()
 
 
-def chat_of(config: dict[str, Any], words: "Tokenizer", template: str) -> "Chat":
+def chat_of(folder: str | Path, config: dict[str, Any], words: "Tokenizer", template: str) -> "Chat":
     """Return the chat template of a run's data, or the one that is asked for."""
     from jaxtrain.data.chat.templates import Chat
 
-    kept: dict[str, Any] = {} if template else _kept_template(config)
+    kept: dict[str, Any] = {} if template else kept_template(folder, config)
     chat = Chat(words, template or kept.get("template") or "")
     chat.variables |= kept.get("special_tokens", {})
     return chat
 
 
-def _kept_template(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what the manifest of the run's corpus says of its chat template; {} without a manifest."""
+def kept_template(folder: str | Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return what a run has kept of its data's chat template, or the data's manifest says of it; {}: there is none."""
     from jaxtrain.data.corpus.open import read_manifest
+    from jaxtrain.data.tokenizers.tokenizer_folder import CHAT
 
+    if kept := user_json(Path(folder) / "tokenizer" / CHAT, dict, "WORKDIR", "copy it again from the run"):
+        return kept
     source = Path(config.get("data", {}).get("source", ""))
     return read_manifest(source).get("chat") or {} if (source / "manifest.json").is_file() else {}
 
@@ -135,13 +143,15 @@ def _prompts(flags: argparse.Namespace) -> list[str]:
     texts = list(flags.prompt)
     if flags.prompts:
         try:
-            lines = Path(flags.prompts).read_text().splitlines()
+            lines = read(flags.prompts, LARGE).decode().split("\n")  # a JSON string may hold other line ends
         except (OSError, UnicodeDecodeError) as error:
             raise UserError("--prompts", f"{flags.prompts} cannot be read ({error})",
                             "give a file of JSON lines") from error
-        for number, line in enumerate(filter(str.strip, lines), 1):
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
             try:
-                one = json.loads(line)
+                one = parsed(line, object)
             except ValueError:
                 one = None
             one = one.get("prompt") if isinstance(one, dict) else one

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
-from jaxtrain.config.families import FAMILIES
+from jaxtrain.config.families import FAMILIES, ModelConfig
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError, say
 from jaxtrain.files.atomic_files import file_digest
@@ -45,7 +45,12 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
     if (folder / "checkpoints").is_dir():
         return _of_workdir(folder, step, run)
     if step is None and (folder / published_config.FILE).is_file():
-        say(f"begins with the published parameters in {folder}{_otherwise(folder, run)}")
+        section = published_config.model_section(folder)
+        theirs = FAMILIES[section["name"]](**section)
+        say(f"begins with the published parameters in {folder}{_otherwise(theirs, run)}")
+        if not any(folder.glob("*.safetensors")) and not (folder / INDEX).exists():
+            raise UserError(KEY, f"{folder} has a {published_config.FILE} and no weights", "bring them there, or set "
+                            f"{KEY} to nothing (--config.{KEY}=) to begin with random ones")
         return published_weights.load(folder, run.config.model, without_adapters(run.abstract_model))
     raise _neither(folder)
 
@@ -55,13 +60,12 @@ def _neither(folder: Path) -> UserError:
                      f"{published_config.FILE}", "give one of these")
 
 
-def _otherwise(folder: Path, run: Run) -> str:
-    """Return which keys of the model differ from those of the published one, as the end of a sentence.
+def _otherwise(theirs: ModelConfig, run: Run) -> str:
+    """Return which keys of the model differ from those of the one it begins with, as the end of a sentence.
 
     Those that shape parameters are refused when these are loaded; others may differ on purpose, for longer rows say.
     """
-    section, model = published_config.model_section(folder), run.config.model
-    theirs = FAMILIES[section["name"]](**section)
+    model = run.config.model
     free = {"name", "vocab_size", "max_seq_len", "router_bias_rate", "mtp_loss_weight", "balance_loss", "router_z_loss"}
     told = [f"model.{field.name}={getattr(model, field.name)} instead of {getattr(theirs, field.name)}"
             for field in fields(model) if field.name not in free and hasattr(theirs, field.name)
@@ -87,11 +91,14 @@ def _checkpoint(folder: Path, step: int | None) -> tuple[int, str]:
 
 
 def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
-    adapters = load_config(folder / "config.json").lora
+    if not (folder / "config.json").is_file():
+        raise UserError(KEY, f"{folder} has checkpoints and no config.json", "bring it back from where the run was")
+    before = load_config(folder / "config.json")
+    adapters = before.lora
     if adapters.rank and adapters != run.config.lora:
         raise UserError(KEY, f"{folder} has adapters (lora.rank={adapters.rank}), and this run has others or none",
                         "set the lora keys as there, or begin with what jaxtrain export makes of it, which merges them")
     abstract = run.abstract_model if adapters.rank else without_adapters(run.abstract_model)
     found = _checkpoint(folder, step)
-    say(f"begins with the parameters of step {found[0]} of {folder}")
+    say(f"begins with the parameters of step {found[0]} of {folder}{_otherwise(before.model, run)}")
     return restore.load_params(folder, abstract, found[0])

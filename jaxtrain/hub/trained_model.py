@@ -9,7 +9,6 @@ import jax
 from jaxtrain import builder
 from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
-from jaxtrain.config.families import ModelConfig
 from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
@@ -25,7 +24,11 @@ def sections_of(folder: str | Path) -> Sections:
     found = user_json(path, dict, "WORKDIR", "give the workdir of a run")
     if found is None:
         raise UserError("WORKDIR", f"{folder} has no {path.name}", "give the workdir of a run")
-    return found if isinstance(found.get("model"), dict) else published_config.starting_config(str(folder))
+    if not isinstance(found.get("model"), dict):
+        return published_config.starting_config(str(folder))
+    if wrong := next((name for name, section in found.items() if not isinstance(section, dict)), None):
+        raise UserError("WORKDIR", f"{path} is not the config of a run: {wrong} is no section", "give a run's workdir")
+    return found
 
 
 def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str) -> Run:
@@ -34,11 +37,11 @@ def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str) -> R
     How the model was trained need not fit the devices here.
     """
     mesh, devices = sections.get("mesh", {}), jax.device_count()
-    longest = sections["model"].get("max_seq_len", ModelConfig.max_seq_len)
-    kept = {"model": sections["model"], "lora": sections.get("lora", {}),
-            "mesh": {key: mesh[key] for key in ("rules", "overrides") if key in mesh},
-            "train": {"precision": sections.get("train", {}).get("precision", "auto")},
-            "data": {"global_batch_size": devices, "seq_len": longest - longest % devices or longest}}
+    kept: Sections = {"model": sections["model"], "lora": sections.get("lora", {})}
+    longest = make_config(kept | {"data": {"seq_len": 1}}).model.max_seq_len
+    kept |= {"mesh": {key: mesh[key] for key in ("rules", "overrides") if key in mesh},
+             "train": {"precision": sections.get("train", {}).get("precision", "auto")},
+             "data": {"global_batch_size": devices, "seq_len": longest - longest % devices or longest}}
     along = {} if any(key.startswith("mesh.") for key in overrides) else {"mesh.data": 1, f"mesh.{spread}": devices}
     return builder.build(make_config(kept, along | dict(overrides)))
 

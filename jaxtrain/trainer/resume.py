@@ -53,6 +53,9 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     reach = start.skipped.reach(start.step)  # in batches, of which rollbacks may have skipped some
     saved = start.recovered[2] if start.recovered else checkpoints.meta(start.step) if start.step else {}
     known, saved = exchange(None, lambda _: observe.identity(session.workdir, saved, session.adopt))
+    if not t.init_from and not start.step and known.get("init_from"):
+        raise UserError("train.init_from", f"the run in {session.workdir} began with other parameters and has no "
+                        "checkpoint yet", "give it again, or another --workdir")
     if t.init_from and not start.step:
         known["init_from"] = origin(t.init_from)
     parts = run.own_parts(observe.recorded_parts(session.workdir, saved) or {})
@@ -74,7 +77,7 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
         compiler_options=run.sharded.compiler_options)
     tokenizer = run.corpus.tokenizer if run.data is None else getattr(run.data, "tokenizer", None)
     if tokenizer is not None and jax.process_index() == 0:
-        tokenizer_folder.save(tokenizer, session.workdir / "tokenizer")
+        tokenizer_folder.save(tokenizer, session.workdir / "tokenizer", None if run.data else run.corpus.chat)
     say(describe_changes(run, changes, start.step))
     if start.step > t.steps:
         raise UserError("train.steps", f"{t.steps} is less than the {start.step} steps that {session.workdir} has",

@@ -76,6 +76,7 @@ class Rollouts:
         config = run.config
         self.settings, self.seq_len, self.seed = config.reinforce, config.data.seq_len, config.data.seed
         self.count = config.data.global_batch_size  # of answers in a step
+        self.reuse = config.reinforce.reuse  # steps
         self.groups = self.count // self.settings.group_size
         self.order = Order(len(records), self.seed)
         texts = [record["prompt"].encode() for record in records]
@@ -101,7 +102,7 @@ class Rollouts:
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         """Return the answers to the prompts of this step, with their advantages."""
-        first = step - step % self.settings.reuse  # the step before which they were made
+        first = step - step % self.reuse  # the step before which they were made
         if self._made[0] != first:
             if self._seen[0] == first:
                 answers, rewards = self._answered(first, self._seen[1])
@@ -129,11 +130,11 @@ class Rollouts:
 
     def epochs(self, step: int) -> dict[str, float]:
         """Return how often each prompt was answered before this step, as a group."""
-        return {"": step // self.settings.reuse * self.groups / len(self.records)}
+        return {"": step // self.reuse * self.groups / len(self.records)}
 
     def _numbers(self, step: int) -> list[int]:
         """Return the number of each answer's prompt."""
-        places = step // self.settings.reuse * self.groups + np.arange(self.groups)
+        places = step // self.reuse * self.groups + np.arange(self.groups)
         return np.repeat(self.order.rows(places), self.settings.group_size).tolist()
 
     def _answered(self, step: int, state: "TrainState") -> tuple[list[Generated], list[float]]:

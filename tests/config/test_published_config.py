@@ -108,7 +108,7 @@ def test_ntk_scaling_is_published_as_another_base():
 
 def test_weights_that_are_not_safetensors_are_not_passed_over(tmp_path):
     section(tmp_path, published.truth()["llama"]["config"])
-    assert jt.load_config(f"hf:{tmp_path}").train.init_from == ""  # there are none
+    assert jt.load_config(f"hf:{tmp_path}").train.init_from == f"{tmp_path}"  # refused there
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(jt.UserError, match=r"are not safetensors but pytorch_model.bin; save them as safetensors"):
         jt.load_config(f"hf:{tmp_path}")

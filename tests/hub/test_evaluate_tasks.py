@@ -103,7 +103,7 @@ def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, 
 def test_a_conversation_is_asked_as_the_template_has_it(workdir):
     run, state = generate_texts.restored(workdir, json.loads((workdir / "config.json").read_text()), {})
     words = tokenizer_of(workdir)
-    model = HarnessModel(run, state, words, chat=generate_texts.chat_of({}, words, "plain"))
+    model = HarnessModel(run, state, words, chat=generate_texts.chat_of(workdir, {}, words, "plain"))
     text = model.apply_chat_template([{"role": "user", "content": "hello"}])
     assert text == "user: hello\nassistant: " and model.tok_encode(text) == list(text.encode())
 

@@ -2,9 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from jaxtrain.data.tokenizers import published_tokens
 from jaxtrain.errors import UserError
+from jaxtrain.hub import generate
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 
 BEGINS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
@@ -41,3 +44,32 @@ def test_a_text_begins_as_the_folder_says(folder, processor, config, bos):
 def test_a_folder_without_one_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"WORKDIR: .*tokenizer is not there; copy it from where the run was trained"):
         tokenizer_of(tmp_path)
+
+
+def test_a_token_that_begins_texts_survives_an_export(folder):
+    """As transformers read it: from the tokenizer's own template."""
+    import tokenizers
+
+    plain = folder(None, eos_token="</s>")
+    content = published_tokens.beginning_with(plain.content, "<s>", 0)
+    assert tokenizers.Tokenizer.from_str(content.decode()).encode("ab").ids == [0, 2, 3]
+    assert folder(json.loads(content)["post_processor"], eos_token="</s>").bos == 0
+    trimmed = json.loads(plain.content) | {"post_processor": {"type": "ByteLevel", "add_prefix_space": True,
+                                                              "trim_offsets": True, "use_regex": True}}
+    both = published_tokens.beginning_with(json.dumps(trimmed).encode(), "<s>", 0)
+    assert tokenizers.Tokenizer.from_str(both.decode()).encode("ab").ids == [0, 2, 3]
+
+
+def test_a_text_keeps_the_space_with_which_it_begins():
+    """SentencePiece drops it where a text stands alone; and parts of a character look like several."""
+    class Words:
+        pieces = ("▁the", "▁m", "es", "s", "\\xf0", "\\x9f")
+
+        def decode(self, ids):
+            text = "".join(self.pieces[id] for id in ids).replace("▁", " ").replace("\\xf0\\x9f", "😀")
+            return text.replace("\\xf0", "��").replace("\\x9f", "�").removeprefix(" ")
+
+    words = Words()
+    assert generate._said(words, [0], np.array([1, 2])) == " mes"
+    assert generate._before([" m"], words, [0], np.array([1, 2])) == ("", 1)
+    assert generate._before(["s"], words, [0], np.array([1, 4, 5, 3])) == (" m😀", 4)

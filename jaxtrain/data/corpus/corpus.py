@@ -119,6 +119,7 @@ class Corpus:
     path: Path  # the folder of the manifest and the other small files
     threads: int = 0  # number of reader threads, where reading waits for a network
     parts: Mapping[str, "Corpus"] = field(default_factory=dict)  # the sources of a mixture, by name
+    chat: dict[str, Any] | None = None  # the chat template of its conversations
     pairs: bool = False  # documents 2i and 2i + 1 are the chosen and the rejected answer to a prompt
 
     def part(self, name: str) -> "Corpus":

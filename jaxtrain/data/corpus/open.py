@@ -28,7 +28,8 @@ _FILES = {"name": str, "sha256": {str: str}, "crc32?": {str: str}}
 _SPLIT = {"bytes": int, "shards": [_FILES | {"tokens": int, "documents": int, "crc32": {str: str}}]}
 _PROBE = {"ids": [int], "text?": str, "marked?": str}
 # What is read of manifests.
-_TEXT = {"dtype": str, "probes": [_PROBE], "options?": {"format?": str}, "splits": {name: _SPLIT for name in SPLITS},
+_TEXT = {"dtype": str, "probes": [_PROBE], "options?": {"format?": str}, "chat?": dict | None,
+         "splits": {name: _SPLIT for name in SPLITS},
          "tokenizer": {"file": str, "fingerprint": str, "eod": str, "bos": str, "sha256?": str}}
 _OTHER = {"columns?": {str: dict}, "splits": {str: {"shards": [_FILES]}}}
 BESIDE = ("sha256", "code", "stamps")  # manifest keys that its hash does not cover
@@ -66,7 +67,8 @@ def _corpus(folder: Path, manifest: dict[str, Any], column: Callable[..., Any], 
         if splits[split].num_tokens and splits[split].lost >= splits[split].num_tokens:
             raise UserError("data.corrupt", f"the whole {split} split of {folder} is corrupt", "prepare it again")
     pairs = manifest.get("options", {}).get("format") == "preference"
-    return Corpus(splits["train"], splits["eval"], tokenizer, manifest["sha256"], folder, threads, pairs=pairs)
+    return Corpus(splits["train"], splits["eval"], tokenizer, manifest["sha256"], folder, threads,
+                  chat=manifest.get("chat"), pairs=pairs)
 
 
 def _begins_without(bos: int, shard: Shard) -> bool:

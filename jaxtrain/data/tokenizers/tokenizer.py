@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtrain.data.tokenizers import characters, tiktoken_ranks
+from jaxtrain.data.tokenizers import characters, published_tokens, tiktoken_ranks
 from jaxtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from jaxtrain.data.tokenizers.tiktoken_ranks import TiktokenTokenizer
 from jaxtrain.data.tokenizers.vocabulary import Vocabulary, library, read_file, told, uint32, without_metaspace
@@ -192,7 +192,9 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
         raise UserError("data.tokenizer", f"there is no tokenizer {name!r}", nearest(name, ["bytes"])
                         + ", or name the path of a tokenizer.json, .tiktoken or .model")
     if path.is_dir():
-        path /= "tokenizer.json" if (path / "tokenizer.json").exists() else "tokenizer.model"
+        folder, path = path, path / ("tokenizer.json" if (path / "tokenizer.json").exists() else "tokenizer.model")
+        if not eod and not bos:
+            return published_tokens.first_known(folder, lambda eod, bos: load_tokenizer(f"{path}", eod, bos))
     if path.name == characters.CharacterTokenizer.file:
         return characters.from_file(path, eod, bos)
     if path.suffix == ".tiktoken" or scheme or (path.suffix == ".model" and tiktoken_ranks.are_ranks(read_file(path))):

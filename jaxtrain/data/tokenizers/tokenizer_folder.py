@@ -18,9 +18,15 @@ def record_of(tokenizer: Tokenizer) -> dict[str, Any]:
             "bos": getattr(tokenizer, "bos_token", ""), **listed}
 
 
-def save(tokenizer: Tokenizer, folder: str | Path) -> None:
-    """Write the tokenizer's file and its record into a folder, unless they are there already."""
+CHAT = "chat.json"  # the chat template that the data was prepared with, and its special tokens
+
+
+def save(tokenizer: Tokenizer, folder: str | Path, chat: dict[str, Any] | None = None) -> None:
+    """Write the tokenizer's file and its record into a folder, unless they are there already; and a chat template."""
     folder, record = Path(folder), json.dumps(record_of(tokenizer), indent=2) + "\n"
+    if chat:
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_files.write_json(folder / CHAT, chat)
     try:
         if bounded_files.read(folder / RECORD) == record.encode():
             return
