@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -176,3 +177,103 @@ def test_a_source_that_is_none_is_refused(tmp_path, source, message):
     with pytest.raises(jt.UserError) as refusal:
         jt.build(reference.tiny(train__init_from=source.format(tmp=tmp_path)), devices=jax.devices()[:1]).init()
     assert f"{refusal.value}" == message.format(tmp=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """A run of one step on conversations in chatml."""
+    from jaxtrain.data import train_tokenizer
+    from jaxtrain.data.prepare import prepare
+
+    folder = tmp_path_factory.mktemp("answers")
+    text = folder / "text.txt"
+    text.write_text("Hello, what is this? It is a text of some words.\n" * 50)
+    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"]
+    assert train_tokenizer.main([f"--input={text}", "--vocab_size=300", "--special_tokens", *words,
+                                 f"--output={folder}/tokenizer.json"]) == 0
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": [
+        {"role": "user", "content": f"Hello {n}"}, {"role": "assistant", "content": "It is a text."}]}) + "\n"
+        for n in range(20)))
+    assert prepare.main([f"--input={folder}/chat.jsonl", f"--tokenizer={folder}/tokenizer.json",
+                         "--chat_template=chatml", f"--output={folder}/corpus"]) == 0
+    keys = {"model.vocab_size": 304, "data.source": str(folder / "corpus"), "train.steps": 1, "data.eval_fraction": 0.1}
+    jt.train(jt.make_config(reference.tiny("qwen3").to_dict(), KEYS | keys), folder / "work")
+    export.export(folder / "work", folder / "out", dtype="float32")
+    return folder
+
+
+@pytest.mark.slow
+def test_what_surrounds_texts_and_answers_is_published(answers, monkeypatch, tmp_path, capsys):
+    from jaxtrain.hub import generate_texts
+    from jaxtrain.hub.trained_tokenizer import tokenizer_of
+
+    kept, published = tokenizer_of(answers / "work"), tokenizer_of(answers / "out")
+    assert (kept.bos, kept.eod) == (published.bos, published.eod)
+    assert "<|im_start|>" in (answers / "out" / "chat_template.jinja").read_text()
+    ends = json.loads((answers / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert set(ends) == {kept.eod, kept.specials["<|im_end|>"]}
+    monkeypatch.chdir(tmp_path)  # where the corpus is not
+    (answers / "corpus").rename(answers / "elsewhere")
+    said = []
+    for source in ("work", "out"):
+        assert generate_texts.main([f"{answers / source}", "--prompt=Hello 3", "--chat", "--temperature=0", "--json",
+                                    "--max_new_tokens=4", "--logprobs"]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0]["tokens"] == said[1]["tokens"]
+    np.testing.assert_allclose(said[0]["logprobs"], said[1]["logprobs"], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_token_that_begins_texts_is_published(answers, tmp_path):
+    """In the tokenizer's own template, so that others put it there too."""
+    import tokenizers
+
+    from jaxtrain.data.tokenizers import tokenizer_folder
+    from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
+
+    kept = load_tokenizer(f"{answers}/tokenizer.json", "<|im_end|>", "<|begin|>")
+    tokenizer_folder.save(kept, tmp_path / "work" / "tokenizer")
+    shutil.copy(answers / "work" / "config.json", tmp_path / "work")
+    (tmp_path / "out").mkdir()
+    export._write_tokenizer(tmp_path / "work", tmp_path / "out", {})
+    found = load_tokenizer(f"{tmp_path / 'out'}")
+    assert (found.bos, found.eod) == (kept.bos, kept.eod) and kept.bos is not None
+    raw = tokenizers.Tokenizer.from_file(f"{tmp_path / 'out' / 'tokenizer.json'}")
+    assert raw.encode("Hello").ids == [kept.bos, *kept.encode(b"Hello")]
+
+
+@pytest.mark.slow
+def test_what_a_run_begins_with_is_not_forgotten_before_its_first_checkpoint(workdir, tmp_path):
+    def config(**keys):
+        given = {key.replace("__", "."): value for key, value in keys.items()}
+        return jt.make_config(jt.load_config(workdir / "config.json").to_dict(), given)
+
+    class Stop(jt.Observer):
+        def on_batch(self, step, batch):
+            raise RuntimeError("as if the machine had died")
+
+    with pytest.raises(RuntimeError, match="died"):
+        jt.train(config(train__init_from=f"{workdir}"), tmp_path / "work", observers=[Stop()])
+    with pytest.raises(jt.UserError, match=r"train\.init_from: the run in .* began with other parameters and has no "):
+        jt.train(config(), tmp_path / "work")
+
+
+@pytest.mark.slow
+def test_a_model_that_computes_otherwise_is_told(workdir, capsys):
+    config = jt.make_config(jt.load_config(workdir / "config.json").to_dict(), {
+        "train.init_from": f"{workdir}", "model.norm_eps": 0.1})
+    jt.build(config).init()
+    assert "of step 2 of " in (told := capsys.readouterr().err) and "but with model.norm_eps=0.1 instead of" in told
+
+
+@pytest.mark.slow
+def test_a_source_without_weights_or_without_a_config_is_refused(workdir, tmp_path):
+    shutil.copytree(workdir, tmp_path / "work")
+    (tmp_path / "work" / "config.json").unlink()
+    config = jt.load_config(workdir / "config.json")
+    with pytest.raises(jt.UserError, match=r"train\.init_from: .* has checkpoints and no config\.json; bring it back"):
+        jt.build(jt.make_config(config.to_dict(), {"train.init_from": f"{tmp_path / 'work'}"})).init()
+    (tmp_path / "bare").mkdir()
+    shutil.copy(workdir.parent / "out" / "config.json", tmp_path / "bare")
+    with pytest.raises(jt.UserError, match=r"train\.init_from: .* has a config\.json and no weights; bring them there"):
+        jt.build(jt.load_config(f"hf:{tmp_path / 'bare'}", {"mesh.data": 8})).init()
