@@ -62,6 +62,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     optimizer = optimizers.with_update_rules(optimizer, partition.like(model.metadata("update"), axes),
                                              config.model.router_bias_rate)
     abstract = _abstract(config, model, goal, frozen, optimizer, compute)
+    if config.train.frozen_dtype and not abstract.frozen:
+        raise UserError("train.frozen_dtype", "nothing is frozen", "leave it out, or set lora.rank or train.freeze")
     if schedules:
         rules = _pipeline_rules(rules, goal, model, schedules[0])
     layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=schedules is not None,

@@ -1,5 +1,6 @@
 """`train.init_from`: a new run begins with the parameters of a published model, or of another run."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,14 @@ from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES, ModelConfig
 from jaxtrain.config.load import load_config
+from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
 from jaxtrain.files.atomic_files import file_digest
+from jaxtrain.files.bounded_files import user_json
 from jaxtrain.hub import published_weights
+from jaxtrain.hub.export import RECORD
 from jaxtrain.hub.safetensors_files import INDEX
+from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.models.lora import without_adapters
 from jaxtrain.run import Run
 
@@ -28,16 +33,40 @@ def with_initial_params(run: Run) -> Run:
 
 
 def origin(source: str) -> dict[str, Any]:
-    """Return what run.json says of the parameters that a run begins with."""
+    """Return what run.json says of the parameters that a run begins with. Every process calls it."""
     folder, step = _parsed(source)
     if (folder / "checkpoints").is_dir():
         found = _checkpoint(folder, step)
         return {"workdir": str(folder.absolute()), "step": found[0], "parameters": found[1]}
     if step is not None or not (folder / published_config.FILE).is_file():
         raise _neither(folder)
-    names = (published_config.FILE, INDEX, "export.json")
-    return {"folder": str(folder.absolute()),
-            "sha256": {name: file_digest(folder / name) for name in names if (folder / name).is_file()}}
+    return {"folder": str(folder.absolute()), "sha256": exchange(None, lambda _: _hashes(folder))}
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of config.json and of the weights; refuse files that are not as they were exported."""
+    paths = [path for path in (folder / published_config.FILE, folder / INDEX, *sorted(folder.glob("*.safetensors")))
+             if path.is_file()]
+    with ThreadPoolExecutor(8) as threads:
+        found = {path.name: digest for path, digest in zip(paths, threads.map(file_digest, paths), strict=True)}
+    said = user_json(folder / RECORD, {"sha256?": {str: str}}, KEY, "export the run again") or {}
+    for name, digest in found.items():
+        if said.get("sha256", {}).get(name, digest) != digest:
+            raise UserError(KEY, f"{folder / name} is not as it was exported: its SHA-256 is not that in {RECORD}",
+                            "copy the folder again")
+    return found
+
+
+def other_tokenizer(source: str, run: Run) -> str:
+    """Return a warning if the data were made with another tokenizer than the model; "" if not, or if none is known."""
+    folder, _ = _parsed(source)
+    try:
+        theirs, ours = tokenizer_of(folder), run.corpus.tokenizer
+    except UserError:  # published folders of models of bytes have none
+        return ""
+    same = theirs.fingerprint.partition(":")[0] == ours.fingerprint.partition(":")[0]
+    return "" if same else (f"warning: the data's tokenizer, {ours.name}, is not that of {folder}: the model knows its "
+                            "tokens as other text; prepare the data with the model's (jaxtrain prepare --tokenizer)")
 
 
 def _loaded(folder: Path, step: int | None, run: Run) -> Any:

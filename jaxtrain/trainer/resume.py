@@ -11,7 +11,7 @@ from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
-from jaxtrain.hub.initial_params import origin
+from jaxtrain.hub.initial_params import origin, other_tokenizer
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer.reporting import describe_changes, say
@@ -64,6 +64,8 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     if t.tensorboard:
         observe.summary_writer()
     run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
+    if t.init_from and not start.step and run.data is None:
+        say(other_tokenizer(t.init_from, run))
     run.check_shapes(reach, start.skipped.reach(t.steps))
     batches = remaining(run.train_batches, start.skipped).num_batches
     if batches is not None and batches < t.steps:

@@ -14,7 +14,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import restore
-from jaxtrain.hub import export
+from jaxtrain.hub import export, initial_params
 from tests.numerics import reference
 from tests.numerics.plain_lora import merged
 from tests.tiny import free_address, virtual_devices
@@ -277,3 +277,24 @@ def test_a_source_without_weights_or_without_a_config_is_refused(workdir, tmp_pa
     shutil.copy(workdir.parent / "out" / "config.json", tmp_path / "bare")
     with pytest.raises(jt.UserError, match=r"train\.init_from: .* has a config\.json and no weights; bring them there"):
         jt.build(jt.load_config(f"hf:{tmp_path / 'bare'}", {"mesh.data": 8})).init()
+
+
+@pytest.mark.slow
+def test_weights_that_have_changed_since_their_export_are_refused(published, tmp_path):
+    shutil.copytree(published, tmp_path / "out")
+    path = next((tmp_path / "out").glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    assert len(initial_params.origin(f"{tmp_path / 'out'}")["sha256"]) > 3
+    path.write_bytes(content)
+    with pytest.raises(jt.UserError, match=r"is not as it was exported: its SHA-256 is not that in export\.json; copy"):
+        initial_params.origin(f"{tmp_path / 'out'}")
+
+
+@pytest.mark.slow
+def test_data_of_another_tokenizer_is_warned_of(answers, workdir):
+    source = next(path for path in (answers / "corpus", answers / "elsewhere") if path.exists())
+    keys = {"data.source": f"{source}", "data.seq_len": 32, "mesh.data": 8, "data.eval_fraction": 0.1}
+    run = jt.build(jt.load_config(f"hf:{answers / 'out'}", keys))
+    assert initial_params.other_tokenizer(f"{answers / 'out'}", run) == ""
+    assert "the data's tokenizer, tokenizer.json, is not that of" in initial_params.other_tokenizer(f"{workdir}", run)
