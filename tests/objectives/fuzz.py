@@ -1,0 +1,144 @@
+"""Any objective of tuning, any combination, same numbers: drawn at random, compared with formulas on one device.
+
+    python -m tests.objectives.fuzz --cases=100 --seed=7 --devices=8
+
+draws what tests/composition/fuzz.py draws (meshes, schedules, precisions, rematerialization, accumulation, adapters,
+frozen parameters, model families), and beside it a loss of preferences or of rewards with its settings. Policy and
+reference differ. A case fails where the loss, the gradient's norm or any leaf of the gradient of what is trained is
+off, or where a frozen leaf has changed after a step.
+"""
+
+import argparse
+import collections
+import functools
+import json
+import os
+import random
+import sys
+import time
+from typing import Any
+
+from tests.composition.fuzz import ROWS, SEQ, TOLERANCE, config_of, draw
+
+PREFERENCES = ("dpo", "robust", "ipo", "hinge", "simpo", "orpo")
+UNFIT = ("train.z_loss", "data.cross_document_attention", "model.mtp_loss_weight", "optimizer.name",
+         "optimizer.moment_dtype", "optimizer.offload", "train.attention")
+
+
+def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
+    """One config, as keys like those of a command line."""
+    keys = {key: value for key, value in draw(rng, devices).items() if key not in UNFIT}
+    keys |= {"packing": True, "evaluate": False, "value_and_grad": False, "empty": ""}
+    if keys["train.precision"] == "fp8":  # whose own rounding hides a wrong loss
+        keys["train.precision"] = "bfloat16"
+    if not keys.get("train.freeze") and rng.random() < 0.5:
+        keys |= {"lora.rank": rng.choice((1, 3)), "lora.alpha": 4.0}
+    if rng.random() < 0.5:
+        loss = rng.choice(PREFERENCES)
+        smooth = {"preference.label_smoothing": 0.2} if loss in ("dpo", "robust", "simpo") else {}
+        return keys | smooth | {"preference.loss": loss, "preference.beta": rng.choice((0.1, 0.5)),
+                                "data.packing": "pairs"}
+    return keys | {"reinforce.prompts": "prompts.jsonl", "reinforce.reward": "reward.py:reward",
+                   "reinforce.max_new_tokens": 5, "reinforce.loss": rng.choice(("dapo", "grpo", "dr_grpo")),
+                   "reinforce.ratio": rng.choice(("token", "sequence")), "reinforce.kl": rng.choice((0.0, 0.1))}
+
+
+@functools.lru_cache(maxsize=16)
+def _begun(model: Any, lora: Any, targets: tuple[str, ...]) -> Any:
+    """All parameters of the model at step 0, with adapters that are not zero."""
+    import jax
+    from flax import nnx
+
+    from jaxtrain.models import make_model
+    from jaxtrain.train_step.state import Skeleton
+    from tests.numerics.plain_lora import at_random
+
+    init = jax.jit(lambda key: Skeleton.of(make_model(model, None, lora, rngs=nnx.Rngs(params=key))).params())
+    quick = {"xla_backend_optimization_level": 0}
+    return at_random(jax.device_get(init.lower(jax.random.key(0)).compile(quick)(jax.random.key(0))))
+
+
+def check(keys: dict[str, Any]) -> dict[str, float]:
+    """Compare one case; raises AssertionError where a number is off, UserError where it is refused."""
+    import jax
+    import numpy as np
+
+    from jaxtrain import builder
+    from jaxtrain.models.lora import scale
+    from jaxtrain.train_step import partition
+    from tests.numerics import reference
+    from tests.numerics.plain_lora import merged
+    from tests.objectives import plain_policy_gradient, plain_preference
+
+    config = config_of(keys)
+    devices = int(np.prod([value for key, value in keys.items() if key.startswith("mesh.") and type(value) is int]))
+    run = builder.build(config, devices=jax.devices()[:devices])
+    plain, settings = (plain_preference, config.preference) if config.preference.loss else (
+        plain_policy_gradient, config.reinforce)
+    batch = plain.batch(rows=ROWS, seq=SEQ)
+    begun = _begun(config.model, config.lora, tuple(config.lora.targets))
+    trained = partition.like(begun, run.layout.axes)
+    policy, rest = jax.tree.map(lambda a: a * np.float32(1.1), trained), partition.without(begun, trained)
+    beside = {"reference": trained} if run.objective.reference else {}
+
+    def whole(some):
+        both = partition.merge(some, rest)
+        return merged(both, scale(config.lora)) if config.lora.rank else both
+
+    truth = jax.jit(jax.value_and_grad(
+        lambda policy: plain.loss(settings, config.model, whole(policy), whole(trained), batch)[0]))
+    loss, want = jax.device_get(truth.lower(policy).compile({"xla_backend_optimization_level": 0})(policy))
+    norm = float(reference.norm_of(want))
+    state = reference.start_from(run, partition.merge(policy, rest) | beside)
+    before = jax.device_get(state.frozen)
+    value, got = jax.device_get(run.value_and_grad(state, batch))
+    state, metrics = reference.compiled(run)(state, run.place(batch))
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(state.frozen))), "a frozen leaf has changed"
+
+    precision = keys["train.precision"]
+    floor, tolerance = (1e-3 if precision == "float32" else 3e-2) * norm, TOLERANCE[precision]
+    size = max(abs(float(loss)), 0.1)  # policy gradients may add up to nothing
+    off = {"loss": abs(float(metrics["loss"]) - float(loss)) / size, "value": abs(float(value) - float(loss)) / size,
+           "norm": abs(float(metrics["grad_norm"]) / norm - 1)}
+    got = jax.tree_util.tree_map_with_path(  # that of a router's bias is its experts' excess of load
+        lambda path, g, w: w if "['router']['bias']" in jax.tree_util.keystr(path) else g, got, want)
+    off["gradient"], leaf = reference.worst(got, want, floor)
+    assert int(metrics["skipped"]) == 0, "the step was skipped: something was not finite"
+    for what, error in off.items():
+        assert error < tolerance * (2 if precision == "float32" else 1), f"{what} is off by {error:.1e}, at {leaf}"
+    return off
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw and check; one line of JSON a case. -> how many failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("cases", 5), ("seed", 0), ("devices", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--case", help="one case to run again: the keys, as printed")
+    args = parser.parse_args(argv)
+    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={args.devices}"}
+    import jax
+
+    import jaxtrain as jt
+    from jaxtrain.validation import explains
+
+    rng, counts = random.Random(args.seed), collections.Counter()
+    while counts["ok"] + counts["failed"] < (1 if args.case else args.cases):
+        keys = json.loads(args.case) if args.case else draw_case(rng, args.devices)
+        start, line = time.time(), {"case": keys}
+        try:
+            line |= {"ok": {what: float(f"{error:.1e}") for what, error in check(keys).items()}}
+        except jt.UserError as refusal:
+            line |= {"refused" if explains(refusal) else "failed": str(refusal)}
+        except Exception as error:
+            line |= {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
+        counts["failed" if "failed" in line else "refused" if "refused" in line else "ok"] += 1
+        if "refused" not in line:
+            print(json.dumps(line | {"seconds": round(time.time() - start, 1)}), flush=True)
+        jax.clear_caches()
+    print(json.dumps(dict(counts) | {"jax": jax.__version__, "devices": args.devices, "seed": args.seed}))
+    return counts["failed"]
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main() else 0)
