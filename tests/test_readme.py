@@ -102,9 +102,10 @@ def chains() -> list:
         return next((folder for folder in ("corpora/", "models/") if folder in command), "")
 
     # These have tests of their own, or take hours.
-    slow = ("pytest", "tools/bench", "tools/hub_truth",
+    slow = ("pytest", "tools/bench", "tools/hub_truth", "tools/tuning_truth",
             "tools/chaos", "tools/accelerator", "tools/mutants", "python examples/")
-    commands = [command for command in shown() if not any(word in command for word in slow)]
+    commands = [command for command in shown() if "examples/reinforce" in command or not any(
+        word in command for word in slow)]
     groups = [list(group) for _, group in itertools.groupby(commands, key=made)]
     found = [chain for group in groups for chain in ([group] if made(group[0]) else [[one] for one in group])]
     return [pytest.param(chain, id=chain[0], marks=() if QUICK.search(chain[0]) else pytest.mark.slow)

@@ -132,8 +132,8 @@ def _check_reinforce(config: Any) -> None:
                         f"{data.seq_len}", "raise data.seq_len, or ask for shorter answers")
     for key, value, wanted in (
             ("data.cross_document_attention", data.cross_document_attention, False), ("train.z_loss", train.z_loss, 0),
-            ("data.mixture", data.mixture, {}), ("data.stages", data.stages, []), ("train.eval_every",
-            train.eval_every, 0), ("data.packing", data.packing, "concat"), ("train.sample_tokens",
-            train.sample_tokens, 0), ("resilience.spikes", config.resilience.spikes == "rollback", False)):
+            ("data.mixture", data.mixture, {}), ("data.stages", data.stages, []),
+            ("train.eval_every", train.eval_every, 0), ("data.packing", data.packing, "concat"),
+            ("resilience.spikes", config.resilience.spikes == "rollback", False)):
         if value != wanted:
             raise UserError(key, "batches are made of the model's own answers", "leave it out")

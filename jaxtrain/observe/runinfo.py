@@ -167,7 +167,7 @@ def _changes(workdir: Path, started: Mapping[str, Any], current: Mapping[str, An
                 refused.append(change)
     if refused:
         first = min(refused, key=lambda change: change["key"] in MAY_CHANGE)
-        name, before = first["key"], first["before"]
+        name, before = first["key"], f"{first['before']}"[:200]  # config.json may have been damaged
         keys_to_allow = ",".join(change["key"] for change in [*allowed, *refused])
         raise UserError("--workdir", f"{workdir} holds a run with {name}={before}, this config has {first['after']}",
                         f"give another --workdir or --config.{name}={before}"

@@ -75,7 +75,8 @@ def end_of_run(run: Run, session: Session, state: TrainState, start: int) -> str
         return ""
     from jaxtrain.hub.generate import sample
 
-    return "a sample:\n" + sample(run, state, length=t.sample_tokens, seed=t.seed)
+    return "a sample:\n" + sample(run, state, length=t.sample_tokens, seed=t.seed,
+                                   tokenizer=session.workdir / "tokenizer" if run.on_policy else "")
 
 
 def summary(run: Run, workdir: Path) -> str:
