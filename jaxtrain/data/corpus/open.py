@@ -28,7 +28,7 @@ _FILES = {"name": str, "sha256": {str: str}, "crc32?": {str: str}}
 _SPLIT = {"bytes": int, "shards": [_FILES | {"tokens": int, "documents": int, "crc32": {str: str}}]}
 _PROBE = {"ids": [int], "text?": str, "marked?": str}
 # What is read of manifests.
-_TEXT = {"dtype": str, "probes": [_PROBE], "options?": {"format?": str}, "chat?": dict | None,
+_TEXT = {"dtype": str, "probes": [_PROBE], "chat?": dict | None,
          "splits": {name: _SPLIT for name in SPLITS},
          "tokenizer": {"file": str, "fingerprint": str, "eod": str, "bos": str, "sha256?": str}}
 _OTHER = {"columns?": {str: dict}, "splits": {str: {"shards": [_FILES]}}}
@@ -66,7 +66,8 @@ def _corpus(folder: Path, manifest: dict[str, Any], column: Callable[..., Any], 
                             "prepare the corpus again")
         if splits[split].num_tokens and splits[split].lost >= splits[split].num_tokens:
             raise UserError("data.corrupt", f"the whole {split} split of {folder} is corrupt", "prepare it again")
-    pairs = manifest.get("options", {}).get("format") == "preference"
+    options = manifest.get("options")
+    pairs = isinstance(options, dict) and options.get("format") == "preference"
     return Corpus(splits["train"], splits["eval"], tokenizer, manifest["sha256"], folder, threads,
                   chat=manifest.get("chat"), pairs=pairs)
 
