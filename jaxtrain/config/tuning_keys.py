@@ -110,7 +110,7 @@ def check(config: Any) -> None:
                         "set data.packing=pairs and data.source to a corpus of preferences")
     if packing == "pairs" and not loss:
         raise UserError("data.packing", "pairs hold rejected answers too, which next-token prediction would learn",
-                        "set preference.loss, such as dpo, or use data.packing=best_fit")
+                        "set preference.loss, such as dpo")
     _check_reinforce(config)
     for key, value in (("data.cross_document_attention", config.data.cross_document_attention),
                        ("train.z_loss", config.train.z_loss)):
