@@ -17,7 +17,7 @@ from jaxtrain.plan import preflight, search
 from jaxtrain.plan import targets as accelerators
 from jaxtrain.run import Run
 from jaxtrain.sharding.rules import AnyMesh
-from jaxtrain.tuning.rollouts import with_rollouts
+from jaxtrain.tuning.on_policy import with_rollouts
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",

@@ -87,7 +87,7 @@ class Decoding:
 
     def read(self, state: State) -> dict[str, np.ndarray]:
         """Return what the rows have so far, on the host of every process."""
-        shown = {name: state[name] for name in ("tokens", "logprobs", "count", "done", "end")}
+        shown = {name: state[name] for name in ("tokens", "logprobs", "count", "done", "end", "end_logprob")}
         with sharding.use(self.run.mesh, self.rules):
             return jax.tree.map(np.asarray, self._replicate(shown))
 
@@ -120,7 +120,8 @@ class Decoding:
             where = jax.typeof(prompts_BP).sharding.spec[0]
             return {"entries": entries, "begins": begins_B, "slot": jnp.int32(prompts_BP.shape[1]),
                     "logits": self._logits(model, x_BPD[:, -1:]), "seen": seen_BV, "done": done_B,
-                    "end": jnp.full_like(begins_B, jnp.nan, dtype=jnp.float32),
+                    "end": jnp.full_like(begins_B, -1),  # the token that finished the row
+                    "end_logprob": jnp.zeros_like(begins_B, jnp.float32),
                     "count": jnp.zeros_like(begins_B), "step": jnp.int32(0),
                     "tokens": jnp.zeros((rows, new), jnp.int32, out_sharding=P(where, None)),
                     "logprobs": jnp.zeros((rows, new), jnp.float32, out_sharding=P(where, None))}
@@ -138,7 +139,7 @@ class Decoding:
 
             def extend(state):
                 rows = {name: state[name] for name in
-                        ("logits", "seen", "done", "count", "end", "tokens", "logprobs")} | {
+                        ("logits", "seen", "done", "count", "end", "end_logprob", "tokens", "logprobs")} | {
                             "limits": limits_B, "seeds": seeds_B}
                 rows, token_B = self._by_row(pick, rows, {"step": state["step"], "stops": stops, **numbers})
                 slot, live_B1 = state["slot"], ~rows["done"][:, None]
@@ -182,7 +183,9 @@ def _pick(rows: State, shared: State, *, filters: bool, penalizes: bool) -> tupl
     token_B = choose(adjusted_BV, keys_B, shared, filters)
     said_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), token_B[:, None], -1)[:, 0]
     done_B = rows["done"] | (token_B[:, None] == shared["stops"][None]).any(-1)
-    rows["end"] = jnp.where(done_B & ~rows["done"], said_B, rows["end"])
+    ends_B = done_B & ~rows["done"]
+    rows["end"] = jnp.where(ends_B, token_B, rows["end"])
+    rows["end_logprob"] = jnp.where(ends_B, said_B, rows["end_logprob"])
     at_BN = (jnp.arange(rows["tokens"].shape[1]) == shared["step"]) & ~done_B[:, None]
     rows["tokens"] = jnp.where(at_BN, token_B[:, None], rows["tokens"])
     rows["logprobs"] = jnp.where(at_BN, said_B[:, None], rows["logprobs"])

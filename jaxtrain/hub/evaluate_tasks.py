@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import UserError, install_extra, say
+from jaxtrain.files.bounded_files import user_json
 from jaxtrain.flags import command, overrides_of, parser_of
 
 FOLDER = "evaluations"  # of a workdir
@@ -60,8 +61,15 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     for key, given in (("--step", flags.step is not None), ("--output", flags.output)):
         if flags.watch and given:
             raise UserError(key, "--watch evaluates all checkpoints to come", "leave it out")
-    if flags.batch_size < 1:
-        raise UserError("--batch_size", f"{flags.batch_size} is below 1", "give 1 or more")
+    for key, wrong, fix in (
+            ("batch_size", flags.batch_size < 1, "give 1 or more"),
+            ("seed", not 0 <= flags.seed < 2**32, "give 0 or more"),
+            ("limit", flags.limit is not None and not flags.limit > 0, "give a number above 0"),
+            ("num_fewshot", flags.num_fewshot is not None and flags.num_fewshot < 0, "give 0 or more"),
+            ("tasks", not flags.tasks.strip(","), "name some"),
+            ("chat_template", flags.chat_template and not flags.chat, "add --chat")):
+        if wrong:
+            raise UserError(f"--{key}", f"{getattr(flags, key)!r} is of no use", fix)
     return flags, overrides
 
 
@@ -91,16 +99,25 @@ class Tasks:
 
     def ask(self, model: Any) -> dict[str, Any]:
         """Return the harness's results for a model."""
+        flags = self.flags
+        try:
+            found = self._results(model, flags)
+        except UserError:
+            raise
+        except (ValueError, TypeError) as error:  # the harness's own checks of its settings
+            raise UserError("--tasks", f"the harness refuses this ({error})", "check --num_fewshot and --gen_kwargs"
+                            ) from error
+        assert found is not None
+        return found
+
+    def _results(self, model: Any, flags: argparse.Namespace) -> dict[str, Any] | None:
         from lm_eval import simple_evaluate
 
-        flags = self.flags
-        found = simple_evaluate(
+        return simple_evaluate(
             model, tasks=self.names, task_manager=self.manager, num_fewshot=flags.num_fewshot, limit=flags.limit,
             gen_kwargs=flags.gen_kwargs, apply_chat_template=flags.chat, log_samples=True, random_seed=flags.seed,
             numpy_random_seed=flags.seed, torch_random_seed=flags.seed, fewshot_random_seed=flags.seed,
             bootstrap_iters=1000)
-        assert found is not None
-        return found
 
 
 def _watch(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks) -> None:
@@ -108,16 +125,29 @@ def _watch(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks) -
     from jaxtrain.checkpoint import verify
     from jaxtrain.hub.trained_model import sections_of
 
-    last = sections_of(flags.workdir)["train"]["steps"]
+    last = sections_of(flags.workdir).get("train", {}).get("steps")
+    if last is None:
+        raise UserError("--watch", f"{flags.workdir} is no run's workdir", "leave it out")
     folder = Path(flags.workdir) / "checkpoints"
     while True:
         steps = [step for step in verify.steps(folder) if verify.good(folder, step)] if folder.is_dir() else []
         for step in steps:
-            if not _results_path(flags, step).exists():
+            if not _is_done(flags, step):
                 _evaluate(flags, overrides, tasks, step)
         if last in steps:
             return
         time.sleep(PAUSE)
+
+
+def _asked(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return what was asked, as results keep it."""
+    return {key: getattr(flags, key) for key in ("tasks", "num_fewshot", "limit", "gen_kwargs", "chat", "seed")}
+
+
+def _is_done(flags: argparse.Namespace, step: int) -> bool:
+    """Return whether the results of a step are there, of the same tasks asked in the same way."""
+    found = user_json(_results_path(flags, step), dict, "--watch", "remove it")
+    return found is not None and found.get("asked") == _asked(flags)
 
 
 def _evaluate(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks, step: int | None) -> None:
@@ -148,8 +178,7 @@ def _record(flags: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any
               for task, each in samples.items()}
     kept = {key: results[key] for key in ("results", "groups", "configs", "versions", "n-shot", "higher_is_better",
                                           "n-samples") if key in results}
-    return {"model": str(flags.workdir), **kept, "hashes": hashes, "seed": flags.seed, "chat": flags.chat,
-            "limit": flags.limit, "gen_kwargs": flags.gen_kwargs,
+    return {"model": str(flags.workdir), **kept, "hashes": hashes, "asked": _asked(flags),
             "packages": {name: version_of(name) for name in ("jaxtrain", "jax", "lm_eval")}, "commit": git_commit(),
             **({"samples": samples} if flags.samples else {})}
 

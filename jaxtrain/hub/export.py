@@ -97,7 +97,7 @@ def _make(folder: Path) -> None:
 
 def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> None:
     """Copy the run's tokenizer and chat template, and say which tokens begin and end a text."""
-    from jaxtrain.data.tokenizers import published_tokens
+    from jaxtrain.data.tokenizers import published_tokens, tokenizer_folder
     from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
     from jaxtrain.data.tokenizers.tokenizer_folder import record_of
 
@@ -112,7 +112,8 @@ def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> 
     ids = ids | ({"eos_token_id": chat} if chat else {})  # an answer ends with its turn, too
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=1))
     if record["file"] not in ("tokenizer.json", "tokenizer.model"):
-        say(f"transformers has no tokenizer of the kind {tokenizer.name!r}; the folder has none")
+        say(f"transformers has no tokenizer of the kind {tokenizer.name!r}; the folder has one for jaxtrain only")
+        tokenizer_folder.save(tokenizer, folder)
         return
     content = (kept / record["file"]).read_bytes()
     if tokenizer.bos is not None and record["file"] == "tokenizer.json":  # so that others put it in front of texts too

@@ -30,7 +30,7 @@ class Generated:
     tokens: tuple[int, ...]  # without the stop token; they end with the token in which a stop string begins
     logprobs: tuple[float, ...] | None  # of each token by the model itself, before temperature and filters
     finish_reason: str  # "stop": a stop token or string; "length": there was no room for more
-    end_logprob: float | None = None  # of the stop token that ended it, where log-probabilities were asked for
+    end: tuple[int, float] | None = None  # the stop token that ended it, and its log-probability
 
 
 def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_new_tokens: int = 128,
@@ -142,7 +142,7 @@ class _Batch:
         text = cut[0] if cut else _said(words, self.ids[row], tokens) if words else ""
         said = tuple(seen["logprobs"][row, :many].tolist()) if logprobs else None
         stopped = cut is not None or many < self.limits[row]
-        end = float(seen["end"][row]) if logprobs and not cut and stopped else None
+        end = None if cut or not stopped else (int(seen["end"][row]), float(seen["end_logprob"][row]))
         return Generated(text, tuple(tokens.tolist()), said, "stop" if stopped else "length", end)
 
 

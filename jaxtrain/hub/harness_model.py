@@ -5,11 +5,11 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.data.chat.templates import Chat
-from jaxtrain.data.tokenizers.special_tokens import Specials
-from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, begun
+from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.hub.generate import generate
 from jaxtrain.hub.scoring import score
+from jaxtrain.hub.trained_tokenizer import prompt_ids
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -33,7 +33,6 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.run, self.state, self.words, self.chat = run, state, tokenizer, chat
         self.most, self.seed = batch_size, seed
-        self.specials = Specials(tokenizer) if isinstance(tokenizer, JsonTokenizer | ByteTokenizer) else None
 
     @property
     def eot_token_id(self) -> int:
@@ -67,11 +66,7 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the tokens of a text; special tokens in it are such, as a chat template writes them."""
-        ids = self.specials.encode([string])[0][0] if self.specials else self.words.encode(string.encode())
-        bos = self.words.bos
-        if add_special_tokens is False or (len(ids) and ids[0] == bos):  # templates may write it
-            return ids.tolist()
-        return begun(ids, self.words).tolist()
+        return prompt_ids(self.words, string, begin=add_special_tokens is not False)
 
     def _loglikelihood_tokens(self, requests, **kwargs: Any) -> list[tuple[float, bool]]:
         found = score(self.run, self.state.all_params, [(given, scored) for _, given, scored in requests],
@@ -100,7 +95,9 @@ class HarnessModel(TemplateLM):
                                 f"model.max_seq_len={self.max_length}", "give --gen_kwargs=max_gen_toks=N")
             heat = how.get("temperature", 1.0) if how.get("do_sample") else 0.0
             until = how["until"] if isinstance(how["until"], list) else [how["until"]]
-            records = generate(self.run, self.state, [self.tok_encode(context)[-room:] for _, context, _ in group],
+            until += self.chat.ends() if self.chat else []  # an answer ends with its turn
+            prompts = [self.tok_encode(context)[-room:] or [self.prefix_token_id] for _, context, _ in group]
+            records = generate(self.run, self.state, prompts,
                                max_new_tokens=how["max_gen_toks"], temperature=heat,
                                top_p=how.get("top_p", 1.0), top_k=how.get("top_k", 0), stop=[*filter(None, until)],
                                seed=self.seed, batch_size=self.most, tokenizer=self.words)

@@ -1,9 +1,16 @@
-"""The tokenizer of a trained model, and the chat template of its data: what a run has kept, or a published folder has.
-"""
+"""The tokenizer of a trained model, as a run has kept it or a published folder has it, and prompts in its tokens."""
 
 from pathlib import Path
 
-from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from jaxtrain.data.tokenizers.special_tokens import Specials
+from jaxtrain.data.tokenizers.tokenizer import (
+    RECORD,
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    begun,
+    load_tokenizer,
+)
 from jaxtrain.errors import UserError
 
 
@@ -13,6 +20,20 @@ def tokenizer_of(folder: str | Path) -> Tokenizer:
     kept, published = Path(folder) / "tokenizer", Path(folder)
     if kept.is_dir():
         return load_tokenizer(f"{kept}")
-    if not any((published / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+    if not any((published / name).is_file() for name in (RECORD, "tokenizer.json", "tokenizer.model")):
         raise UserError("WORKDIR", f"{kept} is not there", "copy it from where the run was trained")
     return load_tokenizer(f"{published}")
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str, begin: bool = True) -> list[int]:
+    """Return the tokens of a prompt; special tokens in it are such, as a chat template writes them.
+
+    `begin`: put the token in front that begins every text, if the tokenizer has one and the text does not.
+    """
+    if isinstance(tokenizer, JsonTokenizer | ByteTokenizer):
+        (ids, _, _), = Specials(tokenizer).encode([text])
+    else:
+        ids = tokenizer.encode(text.encode())
+    if not begin or (len(ids) and ids[0] == tokenizer.bos):
+        return ids.tolist()
+    return begun(ids, tokenizer).tolist()

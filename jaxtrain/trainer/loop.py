@@ -35,7 +35,7 @@ from jaxtrain.trainer.rollback import AnomalyGuard, RolledBack
 from jaxtrain.trainer.saver import Saver
 from jaxtrain.trainer.session import Interrupted, Session, watched
 from jaxtrain.trainer.shutdown import Interrupt, complete
-from jaxtrain.tuning.rollouts import with_rollouts
+from jaxtrain.tuning.on_policy import with_rollouts
 
 
 def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective | None = None,

@@ -1,7 +1,6 @@
 """What answers are worth: a function of the user's, and advantages of answers over others to the same prompt."""
 
 import importlib.util
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,8 @@ def rewards_of(reward: Reward, answers: Sequence[str], records: Sequence[Mapping
         except Exception as error:  # a user's own code
             raise UserError(KEY, f"it fails on the answer {answer[:40]!r} ({type(error).__name__}: {error})",
                             "let it return a number for any text") from error
-        if not math.isfinite(value):
-            raise UserError(KEY, f"it gives {value} for the answer {answer[:40]!r}", "let it return finite numbers")
+        if not abs(value) < 1e30:  # nor infinite in float32
+            raise UserError(KEY, f"it gives {value} for the answer {answer[:40]!r}", "let it return numbers below 1e30")
         found.append(value)
     return found
 

@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxtrain.data.chat.templates import Chat
 from jaxtrain.data.loading.shuffle import Order
-from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load_tokenizer
+from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import LARGE, parsed, read
 from jaxtrain.hub.generate import Generated, generate
-from jaxtrain.hub.trained_tokenizer import tokenizer_of
+from jaxtrain.hub.generate_texts import chat_of
+from jaxtrain.hub.trained_model import sections_of
+from jaxtrain.hub.trained_tokenizer import prompt_ids, tokenizer_of
 from jaxtrain.tuning.rewards import Reward, advantages_of, load_reward, rewards_of
 
 if TYPE_CHECKING:
@@ -30,18 +33,32 @@ if TYPE_CHECKING:
 FOLDER = "rollouts"  # of a workdir
 
 
-def with_rollouts(run: "Run", workdir: str | Path | None = None) -> "Run":
-    """Return a run that trains on its own answers, if its config asks for it.
+def on_answers(run: "Run", workdir: str | Path | None = None) -> "Run":
+    """Return the run with answers of its own as its data, unless it was given other data.
 
     `workdir`: where the answers of each step are kept.
     """
     c = run.config.reinforce
-    if not c.prompts or not isinstance(run.data, Rollouts | None):
+    if not isinstance(run.data, Rollouts | None):
         return run
-    source = run.config.train.init_from.rpartition("@")[0] or run.config.train.init_from
-    tokenizer = tokenizer_of(source) if source else load_tokenizer(run.config.data.tokenizer)
+    tokenizer, chat = _words(run, workdir)
     folder = None if workdir is None else Path(workdir) / FOLDER
-    return replace(run, data=Rollouts(run, read_prompts(c.prompts), load_reward(c.reward), tokenizer, folder))
+    return replace(run, data=Rollouts(run, read_prompts(c.prompts), load_reward(c.reward), tokenizer, folder, chat))
+
+
+def _words(run: "Run", workdir: str | Path | None) -> tuple[Tokenizer, Chat | None]:
+    """Return the tokenizer and the chat template that the run has kept, or those of the model that it begins with."""
+    source = Path(run.config.train.init_from.rpartition("@")[0] or run.config.train.init_from)
+    if workdir is not None and (Path(workdir) / "tokenizer").is_dir():
+        source = Path(workdir)
+    elif not run.config.train.init_from:
+        return load_tokenizer(run.config.data.tokenizer), None
+    tokenizer = tokenizer_of(source)
+    try:
+        chat = chat_of(source, sections_of(source) if (source / "config.json").is_file() else {}, tokenizer, "")
+    except UserError:  # of a kind that has no template
+        return tokenizer, None
+    return tokenizer, chat if chat.source else None
 
 
 def read_prompts(path: str) -> list[dict[str, Any]]:
@@ -55,7 +72,10 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            found.append(parsed(line, {"prompt": str}))
+            found.append(parsed(line, {"prompt": object}))
+            if not isinstance(found[-1]["prompt"], str | list):
+                raise ValueError
+            json.dumps(found[-1], ensure_ascii=False).encode()  # not half of a character
         except ValueError:
             raise UserError("reinforce.prompts", f"line {number} of {path} has no prompt",
                             'write lines such as {"prompt": "1+2=", "sum": 3}') from None
@@ -70,8 +90,13 @@ class Rollouts:
     num_batches = None
 
     def __init__(self, run: "Run", records: Sequence[dict[str, Any]], reward: Reward, tokenizer: Tokenizer,
-                 folder: Path | None = None):
-        """Take prompts; `folder`: where the answers of each step are kept, if anywhere."""
+                 folder: Path | None = None, chat: Chat | None = None):
+        """Take prompts.
+
+        Args:
+            folder: where the answers of each step are kept, if anywhere.
+            chat: the model's chat template, for prompts that are messages; its turns end answers.
+        """
         self.run, self.records, self.reward, self.tokenizer, self.folder = run, records, reward, tokenizer, folder
         config = run.config
         self.settings, self.seq_len, self.seed = config.reinforce, config.data.seq_len, config.data.seed
@@ -79,12 +104,22 @@ class Rollouts:
         self.reuse = config.reinforce.reuse  # steps
         self.groups = self.count // self.settings.group_size
         self.order = Order(len(records), self.seed)
-        texts = [record["prompt"].encode() for record in records]
-        self.prompts = [ids.tolist() for ids in encode_documents(texts, tokenizer)]
+        self.chat = chat and chat.identity()  # kept with the run
+        self.ends = chat.ends() if chat else []
+        self.prompts = [self._encoded(record["prompt"], chat) for record in records]
         self.identity = {"prompts": _digest(records), "reward": self.settings.reward}
         self._check_prompts()
         self._seen: tuple[int, Any] = (-1, None)
         self._made: tuple[int, dict[str, np.ndarray]] = (-1, {})
+
+    def _encoded(self, prompt: Any, chat: Chat | None) -> list[int]:
+        """Return the tokens of a text, or of messages through the chat template."""
+        if isinstance(prompt, str):
+            return prompt_ids(self.tokenizer, prompt)
+        if chat is None:
+            raise UserError("reinforce.prompts", "one is a list of messages, and the model has no chat template",
+                            "give texts, or begin with a model that has one")
+        return chat.prompt(prompt)
 
     def _check_prompts(self) -> None:
         room = self.seq_len - self.settings.max_new_tokens
@@ -92,7 +127,7 @@ class Rollouts:
             if not prompt:
                 raise UserError("reinforce.prompts", "one is empty", "remove it, or begin it with a line's end")
             if len(prompt) > room:
-                raise UserError("reinforce.prompts", f"{record['prompt'][:40]!r} has {len(prompt)} tokens, and "
+                raise UserError("reinforce.prompts", f"{str(record['prompt'])[:40]!r} has {len(prompt)} tokens, and "
                                 f"data.seq_len less reinforce.max_new_tokens leaves {room}",
                                 "raise data.seq_len, or remove it")
 
@@ -143,7 +178,7 @@ class Rollouts:
         prompts, records = [self.prompts[n] for n in numbers], [self.records[n] for n in numbers]
         seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
         answers = generate(self.run, state, prompts, max_new_tokens=self.settings.max_new_tokens, seed=seed,
-                           logprobs=True, batch_size=self.count, tokenizer=self.tokenizer)
+                           stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer)
         texts = [answer.text for answer in answers]
         # One process asks the function, which may depend on anything.
         return answers, exchange(None, lambda _: rewards_of(self.reward, texts, records))
@@ -155,9 +190,9 @@ class Rollouts:
 
     def _row(self, prompt: list[int], answer: Generated, reward: float, advantage: float) -> dict[str, np.ndarray]:
         """Return an answer behind its prompt, as targets of weight 1, with the end that the model chose."""
-        ended = answer.end_logprob is not None
-        ids = [*prompt, *answer.tokens, *([self.tokenizer.eod] if ended else [])]
-        said = [*(answer.logprobs or ()), *([answer.end_logprob] if ended else [])]
+        end, logprob = answer.end or (None, None)
+        ids = [*prompt, *answer.tokens, *([] if end is None else [end])]
+        said = [*(answer.logprobs or ()), *([] if end is None else [logprob])]
         size, first = len(ids) - 1, len(prompt) - 1
         row: dict[str, Any] = {name: np.zeros(self.seq_len, np.int32)
                                for name in ("tokens", "targets", "segments", "positions")}

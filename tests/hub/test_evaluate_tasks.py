@@ -98,6 +98,26 @@ def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, 
     shutil.copytree(workdir, copy, ignore=shutil.ignore_patterns("evaluations"))
     assert evaluate_tasks.main([f"{copy}", "--tasks=choose", f"--include={tasks}", "--watch", "--limit=2"]) == 0
     assert sorted(path.name for path in (copy / "evaluations").iterdir()) == ["10.json", "20.json"]
+    seen = {path: path.stat().st_mtime_ns for path in (copy / "evaluations").iterdir()}
+    words = [f"{copy}", f"--include={tasks}", "--watch", "--limit=2"]
+    assert evaluate_tasks.main([*words, "--tasks=choose"]) == 0
+    assert seen == {path: path.stat().st_mtime_ns for path in (copy / "evaluations").iterdir()}, "done again"
+    assert evaluate_tasks.main([*words, "--tasks=go_on"]) == 0
+    assert all("go_on" in json.loads(path.read_text())["results"] for path in seen), "others' results count as done"
+
+
+def test_an_answer_ends_with_its_turn_and_a_text_may_begin_with_nothing(workdir):
+    """Whatever the task's own stop texts are."""
+    from types import SimpleNamespace
+
+    run, state = generate_texts.restored(workdir, json.loads((workdir / "config.json").read_text()), {})
+    words = tokenizer_of(workdir)
+    plain = HarnessModel(run, state, words)
+    request = [SimpleNamespace(args=("It was the", {"until": [], "max_gen_toks": 8}))]
+    (whole,), = [plain.generate_until(request)]
+    chat = SimpleNamespace(ends=lambda: [ord(whole[2])])
+    assert HarnessModel(run, state, words, chat=chat).generate_until(request) == [whole[:whole.index(whole[2])]]
+    assert len(plain.generate_until([SimpleNamespace(args=("", {"until": [], "max_gen_toks": 3}))])) == 1
 
 
 def test_a_conversation_is_asked_as_the_template_has_it(workdir):
@@ -112,9 +132,12 @@ def test_a_conversation_is_asked_as_the_template_has_it(workdir):
     (["--tasks=chose"], "--tasks: there is no task 'chose'; see lm-eval ls tasks, or name the folder of your own"),
     (["--tasks=choose", "--include=nowhere"], "--include: nowhere is no folder; name the one with the tasks' YAML"),
     (["--tasks=choose", "--watch", "--step=3"], "--step: --watch evaluates all checkpoints to come; leave it out"),
-    (["--tasks=choose", "--batch_size=0"], "--batch_size: 0 is below 1; give 1 or more"),
+    (["--tasks=choose", "--batch_size=0"], "--batch_size: 0 is of no use; give 1 or more"),
     (["--tasks=choose", "--config.model.num_layers=3"], "--config.model.num_layers: the model is as it was trained"),
     (["--tasks=choose", "--step=7"], "--step: "),
+    (["--tasks=choose", "--limit=-1"], "--limit: -1.0 is of no use; give a number above 0"),
+    (["--tasks=choose", "--num_fewshot=100"], "--tasks: the harness refuses this ("),
+    (["--tasks=choose", "--chat_template=plain"], "--chat_template: 'plain' is of no use; add --chat"),
     (["--tasks=go_on", "--gen_kwargs=max_gen_toks=64"], "max_gen_toks: 64 leaves no room for a prompt in model.max_"),
 ])
 def test_mistakes_are_told_in_one_line(words, message, workdir, tasks, capsys):

@@ -3,16 +3,13 @@
 import math
 
 import jax
-import numpy as np
 import pytest
 
 from jaxtrain import builder
 from jaxtrain.sharding.mesh import AXES
-from jaxtrain.train_step import partition
 from tests.numerics import reference
-from tests.numerics.plain_lora import at_random, merged
-from tests.numerics.test_lora import initial
 from tests.objectives import plain_policy_gradient as plain
+from tests.objectives import tuned
 
 KEYS = dict(reinforce__prompts="prompts.jsonl", reinforce__reward="reward.py:reward", reinforce__max_new_tokens=5,
             reinforce__kl=0.1)
@@ -44,31 +41,11 @@ def build(family, mesh=(1, 1, 1), **keys):
 def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = build(family, **(KEYS | keys))
-    begun = at_random(initial(run))  # where the reference stays
-    own = {key: value for key, value in begun.items() if key != "reference"}
-    policy = jax.tree.map(lambda a: a * np.float32(1.1), partition.like(own, run.layout.axes))
-    rest = partition.without(own, policy)
-    params = partition.merge(policy, rest) | ({"reference": partition.like(own, policy)} if run.objective.reference
-                                              else {})
-    config, batch = run.config, plain.batch()
-
-    def whole(trained):
-        both = partition.merge(trained, rest)
-        return merged(both, config.lora.alpha / config.lora.rank) if config.lora.rank else both
-
-    def truth(trained):
-        return plain.loss(config.reinforce, config.model, whole(trained), whole(partition.like(own, policy)), batch)
-
-    (loss, kl), want = jax.jit(jax.value_and_grad(truth, has_aux=True))(policy)
-    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
-    norm, o = float(reference.norm_of(want)), config.optimizer
-    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5, abs=1e-6)
-    if config.reinforce.kl:
+    c, batch = run.config, plain.batch()
+    metrics, kl = tuned.check(run, lambda policy, before: plain.loss(c.reinforce, c.model, policy, before, batch),
+                              batch)
+    if c.reinforce.kl:
         assert float(metrics["kl"]) == pytest.approx(float(kl), rel=1e-4)
     assert 0.1 < float(metrics["clipped"]) < 0.9, "the case says nothing about clipping"
     assert float(metrics["reward"]) == pytest.approx(batch["rewards"].sum() / batch["answers"].sum(), rel=1e-5)
     assert float(metrics["answer_tokens"]) == pytest.approx(batch["weights"].sum() / batch["answers"].sum(), rel=1e-5)
-    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
-    got = jax.tree.map(lambda m: np.asarray(m) / (1 - o.b1) / min(1, o.clip_norm / norm), reference.moments(state))
-    error, leaf = reference.worst(got, jax.device_get(want), floor=1e-3 * norm)
-    assert error < 2e-5, leaf

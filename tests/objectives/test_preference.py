@@ -9,11 +9,10 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.data.prepare import prepare
-from jaxtrain.train_step import partition
+from jaxtrain.trainer import best_metric
 from tests.numerics import reference
-from tests.numerics.plain_lora import at_random, merged
-from tests.numerics.test_lora import initial
 from tests.objectives import plain_preference as plain
+from tests.objectives import tuned
 
 DPO = dict(preference__loss="dpo", preference__beta=0.5, data__packing="pairs")
 CASES = {
@@ -38,32 +37,10 @@ QUICK = ("1f1b, context",)
 def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = reference.build(family, **(DPO | keys))
-    begun = at_random(initial(run))  # where the reference stays
-    own = {key: value for key, value in begun.items() if key != "reference"}
-    policy = jax.tree.map(lambda a: a * np.float32(1.1), partition.like(own, run.layout.axes))
-    rest = partition.without(own, policy)
-    params = partition.merge(policy, rest) | ({"reference": partition.like(own, policy)} if run.objective.reference
-                                              else {})
-    config, batch = run.config, plain.batch()
-
-    def whole(trained):
-        both = partition.merge(trained, rest)
-        return merged(both, config.lora.alpha / config.lora.rank) if config.lora.rank else both
-
-    def truth(trained):
-        return plain.loss(config.preference, config.model, whole(trained), whole(partition.like(own, policy)), batch)
-
-    (loss, margin), want = jax.jit(jax.value_and_grad(truth, has_aux=True))(policy)
-    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
-    norm, o = float(reference.norm_of(want)), config.optimizer
-    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    c, batch = run.config, plain.batch()
+    metrics, margin = tuned.check(run, lambda policy, before: plain.loss(c.preference, c.model, policy, before, batch),
+                                  batch)
     assert float(metrics["reward_margin"]) == pytest.approx(float(margin), rel=1e-4, abs=1e-6)
-    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
-    got = jax.tree.map(lambda m: np.asarray(m) / (1 - o.b1) / min(1, o.clip_norm / norm), reference.moments(state))
-    error, leaf = reference.worst(got, jax.device_get(want), floor=1e-3 * norm)
-    assert error < 2e-5, leaf
-    kept = partition.without(params, run.layout.axes)
-    assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(state.frozen), kept)), "a frozen one has changed"
 
 
 CORPUS = [{"prompt": f"say {i % 7}:", "chosen": f" yes {i % 7}", "rejected": f" no {i % 5}"} for i in range(60)]
@@ -73,6 +50,7 @@ CORPUS = [{"prompt": f"say {i % 7}:", "chosen": f" yes {i % 7}", "rejected": f" 
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
     folder.joinpath("pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in CORPUS))
+    (folder / "text.txt").write_text("".join(record["prompt"] + record["chosen"] + "\n" for record in CORPUS * 20))
     assert prepare.main([f"--input={folder}/pairs.jsonl", f"--output={folder}/corpus", "--eval_fraction=0.2"]) == 0
     return folder / "corpus"
 
@@ -86,8 +64,12 @@ def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, t
             data__global_batch_size=4, train__steps=6, train__progress=False, lora__rank=2, checkpoint__every=3,
             optimizer__warmup_steps=0, mesh__data=4, mesh__tensor=2) | keys))
 
-    base = jt.train(config(data__packing="best_fit", train__steps=2), tmp_path / "base")
+    base = jt.train(config(data__source=str(corpus.parent / "text.txt"), train__steps=2), tmp_path / "base")
     tuned = dict(DPO, train__init_from=str(tmp_path / "base"))
+    for metric in ("eval_reward_accuracy", "eval_perplexity"):  # higher is better; not reported
+        with pytest.raises(jt.UserError, match=r"checkpoint\.best: (a higher .* is better|there is no metric)"):
+            best_metric.check(jt.build(config(**tuned, checkpoint__best=metric)))
+    best_metric.check(jt.build(config(**tuned, checkpoint__best="eval_loss")))
     whole = jt.train(config(**tuned), tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "6")

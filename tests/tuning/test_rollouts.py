@@ -19,6 +19,9 @@ def even(answer, record):
 def nan(answer, record):
     return float("nan")
 
+def big(answer, record):
+    return 1e300
+
 def fails(answer, record):
     return {}[answer]
 '''
@@ -133,6 +136,7 @@ def test_advantages():
     (dict(reinforce__reward="x.py:f"), "reinforce.reward: there is no file x.py; check the name"),
     (dict(reward="odd"), "reinforce.reward: FILES/reward.py has no function 'odd'; check the name"),
     (dict(reward="nan"), "reinforce.reward: it gives nan for the answer "),
+    (dict(reward="big"), "reinforce.reward: it gives 1e+300 for the answer "),
     (dict(reward="fails"), "reinforce.reward: it fails on the answer "),
     (dict(reinforce__prompts="none.jsonl"), "reinforce.prompts: none.jsonl cannot be read "),
     (dict(reinforce__group_size=3), "data.global_batch_size: 8 answers are no groups of reinforce.group_size=3; make"),
@@ -158,3 +162,52 @@ def test_lines_without_a_prompt_are_refused(tmp_path):
     path.write_text("\n")
     with pytest.raises(jt.UserError, match=r"reinforce\.prompts: .* has no prompts; write lines such as"):
         rollouts.read_prompts(str(path))
+
+
+@pytest.mark.slow
+def test_a_model_that_answers_through_a_template_ends_with_its_turn_and_keeps_it(files, tmp_path):
+    """Special tokens in prompts are such, answers are trained up to the token that ends the turn, and the source of
+    tokenizer and template may go once the run has begun."""
+    from jaxtrain.data import train_tokenizer
+    from jaxtrain.data.prepare import prepare
+    from jaxtrain.hub.trained_tokenizer import prompt_ids
+
+    (tmp_path / "text.txt").write_text("say 1: It is a text of some words.\n" * 50)
+    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert train_tokenizer.main([f"--input={tmp_path}/text.txt", "--vocab_size=280", "--special_tokens", *words,
+                                 f"--output={tmp_path}/tokenizer.json"]) == 0
+    records = [{"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "It"}]}
+               for n in range(40)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert prepare.main([f"--input={tmp_path}/chat.jsonl", f"--tokenizer={tmp_path}/tokenizer.json",
+                         "--chat_template=chatml", f"--output={tmp_path}/corpus"]) == 0
+    base = dict(reinforce__prompts="", reinforce__reward="", reinforce__group_size=8, reinforce__max_new_tokens=64,
+                model__vocab_size=280, data__source=str(tmp_path / "corpus"), data__packing="best_fit",
+                model__max_seq_len=64, data__seq_len=64, data__eval_fraction=0.1)
+    jt.train(config(files, **base), tmp_path / "base")
+    text = "<|im_start|>user\nsay 1<|im_end|>\n<|im_start|>assistant\n"
+    prompts = [{"prompt": text, "number": 1}, {"prompt": [{"role": "user", "content": "say 1"}], "number": 1}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
+    (tmp_path / "reward.py").write_text("def any(answer, record):\n    return len(answer)\n")
+    keys = dict(reinforce__prompts=str(tmp_path / "prompts.jsonl"), model__max_seq_len=64, data__seq_len=64,
+                reinforce__reward=f"{tmp_path / 'reward.py'}:any", train__init_from=str(tmp_path / "base"),
+                reinforce__max_new_tokens=24, train__steps=2, model__vocab_size=280,
+                checkpoint__every=1)
+    run = jt.build(config(files, **keys))
+    assert run.data.prompts[0] == run.data.prompts[1] == prompt_ids(run.data.tokenizer, text)
+    end = run.data.tokenizer.specials["<|im_end|>"]
+    assert run.data.prompts[0].count(end) == 1 and set(run.data.ends) == {end, run.data.tokenizer.eod}
+    run.see(0, run.init())
+    ended = 0
+    for step_row in range(8):
+        one = {name: column[step_row] for name, column in run.data[0].items()}
+        answer = one["targets"][one["weights"] > 0].tolist()
+        assert end not in answer[:-1] and run.data.tokenizer.eod not in answer[:-1]
+        ended += answer[-1] in run.data.ends
+    assert ended, "no answer ends, so the test says nothing"
+    jt.train(config(files, **keys), tmp_path / "work")
+    kept = json.loads((tmp_path / "work" / "tokenizer" / "chat.json").read_text())
+    assert kept["template"] == run.data.chat["template"]
+    (tmp_path / "base").rename(tmp_path / "gone")
+    shutil.rmtree(tmp_path / "work" / "checkpoints" / "2")
+    jt.train(config(files, **keys), tmp_path / "work")  # with the tokenizer and the template that it has kept

@@ -23,6 +23,9 @@ MULTIPLE = 64  # divides the lengths of automatic buckets if rows are long, so t
 def train_batches(config: DataConfig, corpus: Corpus) -> BatchSource:
     """Return the training batches by step: reshuffled each epoch, and endless unless the sources are limited."""
     _refuse_without_training_text(corpus)
+    if config.packing != "pairs" and any(part.pairs for part in corpus.parts.values() or [corpus]):
+        raise UserError("data.packing", f"the corpus holds preference pairs, and {config.packing} would have rejected "
+                        "answers learnt too", "set data.packing=pairs and preference.loss")
     if config.packing == "bucket":
         from jaxtrain.data.loading.bucketing import BucketedBatches
 

@@ -25,7 +25,7 @@ def paired(tokens: Tokens, pairs: bool) -> Pairs:
     """Return the split as pairs; `pairs`: whether the corpus says that it holds such."""
     if not pairs or any(len(shard.offsets) % 2 == 0 for shard in tokens.shards):
         raise UserError("data.packing", "the corpus does not hold preference pairs",
-                        "prepare records with chosen and rejected answers (--format=preference), or use best_fit")
+                        "prepare records with chosen and rejected answers (--format=preference)")
     return Pairs(tokens.shards, tokens.num_bytes)
 
 

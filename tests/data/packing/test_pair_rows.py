@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxtrain.data.corpus.corpus import Shard, Tokens
+from jaxtrain.config.schema import DataConfig
+from jaxtrain.data.corpus.corpus import Corpus, Shard, Tokens
+from jaxtrain.data.loading.batches import train_batches
 from jaxtrain.data.packing import best_fit
 from jaxtrain.data.packing.pair_rows import PairRows, paired
 from jaxtrain.errors import UserError
@@ -49,6 +51,14 @@ def test_both_answers_of_a_pair_share_a_row(seed):
         assert not row["weights"][segments == 0].any()
     fits = [n for n, (a, b) in enumerate(sizes, start=1) if a + b - 1 <= seq_len]
     assert sorted(seen) == fits and plan.cut == len(sizes) - len(fits) > 0
+
+
+def test_pairs_are_not_learnt_as_documents(tmp_path):
+    """Rejected answers would be, too."""
+    corpus = Corpus(split([(3, 4), (5, 6)]), split([]), None, "", tmp_path, pairs=True)
+    for packing in ("concat", "best_fit", "bucket"):
+        with pytest.raises(UserError, match=rf"data\.packing: .* and {packing} would have rejected answers learnt too"):
+            train_batches(DataConfig(packing=packing, seq_len=20), corpus)
 
 
 def test_what_holds_no_pairs_is_refused():

@@ -1,0 +1,43 @@
+"""A tuning objective's first step on any mesh, against a formula on one device in float32."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.models.lora import scale
+from jaxtrain.train_step import partition
+from tests.numerics import reference
+from tests.numerics.plain_lora import at_random, merged
+from tests.numerics.test_lora import initial
+
+
+def check(run, loss_of, batch):
+    """Compare loss, norm and every gradient; return the metrics and what the formula gives beside its loss.
+
+    The policy is not what the reference is a copy of, so that the reference counts. Frozen leaves stay as they are.
+
+    Args:
+        loss_of: from the model's parameters and the reference's to the loss, and something for the caller.
+    """
+    config, begun = run.config, at_random(initial(run))
+    own = {key: value for key, value in begun.items() if key != "reference"}
+    trained = partition.like(own, run.layout.axes)
+    policy, rest = jax.tree.map(lambda a: a * np.float32(1.1), trained), partition.without(own, trained)
+    params = partition.merge(policy, rest) | ({"reference": trained} if run.objective.reference else {})
+
+    def whole(some):
+        both = partition.merge(some, rest)
+        return merged(both, scale(config.lora)) if config.lora.rank else both
+
+    (loss, beside), want = jax.jit(jax.value_and_grad(
+        lambda policy: loss_of(whole(policy), whole(trained)), has_aux=True))(policy)
+    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
+    norm, o = float(reference.norm_of(want)), config.optimizer
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5, abs=1e-6)
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    got = jax.tree.map(lambda m: np.asarray(m) / (1 - o.b1) / min(1, o.clip_norm / norm), reference.moments(state))
+    error, leaf = reference.worst(got, jax.device_get(want), floor=1e-3 * norm)
+    assert error < 2e-5, leaf
+    kept = partition.without(params, run.layout.axes)
+    assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(state.frozen), kept)), "a frozen one has changed"
+    return metrics, beside
