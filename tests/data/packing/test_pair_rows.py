@@ -14,14 +14,14 @@ EOD = 9
 
 
 def split(sizes, per_shard=3):
-    """Pairs of two documents of so many tokens, each with an end and with one token of a prompt."""
+    """Pairs of two documents of so many tokens, each with an end; without a prompt, so that every token is trained on."""
     shards = []
     for first in range(0, len(sizes), per_shard):
         documents = [np.append(100 * (2 * i + second) + np.arange(size - 1), EOD)
                      for i, pair in enumerate(sizes[first:first + per_shard], start=first + 1)
                      for second, size in enumerate(pair)]
         shards.append(Shard(np.concatenate(documents).astype(np.uint32), np.cumsum([0, *map(len, documents)]),
-                            np.concatenate([np.arange(len(each)) > 0 for each in documents]).astype(np.uint8)))
+                            np.concatenate([np.ones(len(each), np.uint8) for each in documents])))
     return Tokens(tuple(shards), 0)
 
 
