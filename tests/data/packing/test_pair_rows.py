@@ -14,7 +14,7 @@ EOD = 9
 
 
 def split(sizes, per_shard=3):
-    """Pairs of two documents of so many tokens, each with an end; without a prompt, so that every token is trained on."""
+    """Pairs of two documents of so many tokens, each with an end; without a prompt: every token is trained on."""
     shards = []
     for first in range(0, len(sizes), per_shard):
         documents = [np.append(100 * (2 * i + second) + np.arange(size - 1), EOD)
