@@ -28,13 +28,13 @@ def with_initial_params(run: Run) -> Run:
     source = run.config.train.init_from
     if not source:
         return run
-    folder, step = _parsed(source)
+    folder, step = source_and_step(source)
     return replace(run, load_initial=lambda run: _loaded(folder, step, run))
 
 
 def origin(source: str) -> dict[str, Any]:
     """Return what run.json says of the parameters that a run begins with. Every process calls it."""
-    folder, step = _parsed(source)
+    folder, step = source_and_step(source)
     if (folder / "checkpoints").is_dir():
         found = _checkpoint(folder, step)
         return {"workdir": str(folder.absolute()), "step": found[0], "parameters": found[1]}
@@ -59,7 +59,7 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 def other_tokenizer(source: str, run: Run) -> str:
     """Return a warning if the data were made with another tokenizer than the model; "" if not, or if none is known."""
-    folder, _ = _parsed(source)
+    folder, _ = source_and_step(source)
     try:
         theirs, ours = tokenizer_of(folder), run.corpus.tokenizer
     except UserError:  # published folders of models of bytes have none
@@ -102,7 +102,8 @@ def _otherwise(theirs: ModelConfig, run: Run) -> str:
     return f", but with {', '.join(told)}" if told else ""
 
 
-def _parsed(source: str) -> tuple[Path, int | None]:
+def source_and_step(source: str) -> tuple[Path, int | None]:
+    """Return the folder and the step that a `train.init_from` names; no step: the newest."""
     folder, at, step = source.rpartition("@")
     if not at or Path(source).exists():
         return Path(source), None

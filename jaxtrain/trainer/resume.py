@@ -77,9 +77,9 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
         data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash, manifests=run.manifests,
         done=reach, parts=parts, keys=run.settings, saved=saved, known=known, may_change=session.may_change,
         compiler_options=run.sharded.compiler_options)
-    words = run.corpus if run.data is None else run.data
-    if (tokenizer := getattr(words, "tokenizer", None)) is not None and jax.process_index() == 0:
-        tokenizer_folder.save(tokenizer, session.workdir / "tokenizer", getattr(words, "chat", None))
+    source = run.corpus if run.data is None else run.data
+    if (tokenizer := getattr(source, "tokenizer", None)) is not None and jax.process_index() == 0:
+        tokenizer_folder.save(tokenizer, session.workdir / "tokenizer", getattr(source, "chat", None))
     say(describe_changes(run, changes, start.step))
     if start.step > t.steps:
         raise UserError("train.steps", f"{t.steps} is less than the {start.step} steps that {session.workdir} has",

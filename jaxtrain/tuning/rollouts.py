@@ -22,6 +22,7 @@ from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import LARGE, parsed, read
 from jaxtrain.hub.generate import Generated, generate
 from jaxtrain.hub.generate_texts import chat_of
+from jaxtrain.hub.initial_params import source_and_step
 from jaxtrain.hub.trained_model import sections_of
 from jaxtrain.hub.trained_tokenizer import prompt_ids, tokenizer_of
 from jaxtrain.tuning.rewards import Reward, advantages_of, load_reward, rewards_of
@@ -48,7 +49,7 @@ def on_answers(run: "Run", workdir: str | Path | None = None) -> "Run":
 
 def _words(run: "Run", workdir: str | Path | None) -> tuple[Tokenizer, Chat | None]:
     """Return the tokenizer and the chat template that the run has kept, or those of the model that it begins with."""
-    source = Path(run.config.train.init_from.rpartition("@")[0] or run.config.train.init_from)
+    source, _ = source_and_step(run.config.train.init_from)
     if workdir is not None and (Path(workdir) / "tokenizer").is_dir():
         source = Path(workdir)
     elif not run.config.train.init_from:
