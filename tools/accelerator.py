@@ -3,9 +3,9 @@
     python tools/accelerator.py --results=results/h100.jsonl [--blocks=alive,truth] [--minutes=28]
     python tools/accelerator.py --rehearse
 
-Each block is a process of its own with a time limit, so that one which hangs or crashes costs only itself. Results are
-appended to one file as they come; what has a result there at this commit on this device is skipped, so that several
-half hours add up. `--rehearse` runs every block with toy sizes on any device. For a machine without a package index see
+Each block is a process of its own with a time limit, so that one which hangs or crashes costs only itself. Those that
+check numbers and time nothing share the device and run side by side, first. Results are appended to one file as they
+come; what has a result there at this commit on this device is skipped, so that several half hours add up. `--rehearse` runs every block with toy sizes on any device. For a machine without a package index see
 tools/accelerator_wheels.sh. JAXTRAIN_COMMIT says which commit it is where there is no checkout. Exit status 0: all
 blocks that were asked for have a result; 1: not all.
 """
@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,22 +51,29 @@ def main(argv: list[str] | None) -> None:
     here |= {"rehearsal": True} if flags.rehearse else {}
     say(f"{here['devices']} x {here['device']}, commit {tables.short(here['commit'])}, results in {results}")
     missing = 0
-    for block in blocks:
-        if not flags.again and done(results, block.name, here):
-            say(f"{block.name}: has a result at this commit")
-            continue
+
+    def measure(block: Block, shared: bool = False) -> bool:
         left = end - time.monotonic()
         if left < LEAST:
             say(f"{block.name}: left out, the time is up")
-            missing += 1
-            continue
+            return False
         began = time.monotonic()
-        status = run(block, results, flags.rehearse, min(left, REHEARSAL if flags.rehearse else block.seconds), here)
+        status = run(block, results, flags.rehearse, min(left, REHEARSAL if flags.rehearse else block.seconds), here,
+                     shared)
         took = time.monotonic() - began
         records.append(results, {**here, "what": "block", "label": "session", "name": block.name, "status": status,
                                  "seconds": took})
         say(f"{block.name}: {status} after {took:.0f} s")
-        missing += status != "done"
+        return status == "done"
+
+    if not flags.again:
+        for block in [block for block in blocks if done(results, block.name, here)]:
+            say(f"{block.name}: has a result at this commit")
+            blocks.remove(block)
+    checks = [block for block in blocks if not block.timed]
+    with ThreadPoolExecutor(1 if flags.rehearse else max(1, len(checks))) as pool:
+        missing += list(pool.map(partial(measure, shared=len(checks) > 1), checks)).count(False)
+    missing += [measure(block) for block in blocks if block.timed].count(False)
     mine = [line for line in records.read(results) if same(line, here)] if results.exists() else []
     for (what, label), lines in tables.grouped(mine).items():
         print(f"\n### {label}: {what}\n\n{tables.TABLES[what](lines)}", end="")
@@ -72,14 +81,17 @@ def main(argv: list[str] | None) -> None:
         raise SystemExit(1)
 
 
-def run(block: Block, results: Path, rehearse: bool, seconds: float, here: records.Record) -> str:
-    """Run a block in a process of its own, by this same program; returns "done", or why it is not."""
+def run(block: Block, results: Path, rehearse: bool, seconds: float, here: records.Record, shared: bool) -> str:
+    """Run a block in a process of its own, by this same program; returns "done", or why it is not.
+
+    `shared`: other processes use the device at the same time, so none takes all of its memory at the start.
+    """
     with tempfile.TemporaryDirectory(prefix="accelerator-") as folder:
         reason = Path(folder) / "reason"
         command = [sys.executable, str(Path(sys.argv[0]).resolve()), f"--child={block.name}", f"--results={results}",
                    f"--reason={reason}", f"--about={json.dumps(here)}", *["--rehearse"] * rehearse]
         # A group of its own: at the limit all that the block has started is ended with it.
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), process_group=0)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(shared), process_group=0)
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -105,9 +117,11 @@ def work(block: Block, session: Session, reason: str) -> None:
         raise
 
 
-def environment() -> dict[str, str]:
-    """For processes that are started: where jaxtrain lies, also where it is not installed."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+def environment(shared: bool) -> dict[str, str]:
+    """For processes that are started: where jaxtrain lies, also where it is not installed; a share of the memory."""
+    share = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if shared else {}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, **share, "PYTHONPATH": path}
 
 
 def same(line: records.Record, here: records.Record) -> bool:

@@ -5,6 +5,7 @@ computes by itself and records `session.figures`; never both, since a process th
 """
 
 import json
+import multiprocessing
 import os
 import re
 import statistics
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from typing import Any
 from jaxtrain.bench import records, sweep, tables
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = {"124M": "configs/gpt.py:124m", "1B": "configs/llama3_1b.py", "8B": "configs/llama3_8b.py"}
+CONFIGS = {"124M": "configs/gpt.py:124m", "1B": "configs/llama3_1b.py", "8B": "configs/llama3_8b.py",
+           "Qwen3-30B": "configs/qwen3_30b_a3b.py", "Mixtral": "configs/mixtral_8x7b.py"}
 TOY = {name: config.replace(":124m", "").replace(".py", ".py:tiny") for name, config in CONFIGS.items()}
 ONE = {"mesh.data": 1, "mesh.fsdp": 1, "train.accumulation": 1, "optimizer.warmup_steps": 0}
 SIZES = ("model.num_layers", "data.global_batch_size", "data.seq_len", "train.accumulation")  # not of toys
@@ -96,6 +99,7 @@ class Block:
     name: str
     run: Callable[[Session], None]
     seconds: float
+    timed: bool = True  # False: it may run beside others
 
 
 # --------------------------------------------------------------------------------------------------------------- blocks
@@ -141,34 +145,54 @@ def examined() -> str:
 
 def truth(session: Session) -> None:
     """Losses and gradients of tiny families against those that a CPU computed in float32."""
-    import jax
-
-    from jaxtrain.compile_cache import enable_compilation_cache
     from tools import accelerator_truth as figures
 
-    enable_compilation_cache()
-    wanted = figures.wanted()
-    for family, precision, attention, loss, gradient in figures.cases(jax.default_backend(), few=session.rehearse):
-        name = f"{family} {precision} {attention}"
-        if (before := session.kept(("figures",), name)) and before["figures"].get("right"):
-            continue
-        try:
-            found = figures.errors(figures.computed(family, precision, attention), wanted[family])
-        except Exception as error:
-            session.figures(name, failed=f"{type(error).__name__}: {error}"[:200])
-            session.failures.append(name)
-            continue
-        right = found["loss"] < loss and found["grad_norm"] < loss and found["gradient"] < gradient
-        session.figures(name, **found, right=right)
-        session.failures += [name] * (not right)
+    gpu = session.about["device"] != "cpu"
+    cases = list(figures.cases("gpu" if gpu else "cpu", few=session.rehearse))
+    left = [case for case in cases if not session.kept(("figures",), " ".join(case[:3]))]
+    # Most of the time is compilation: processes side by side, each with some of the cases.
+    with ProcessPoolExecutor(4 if gpu else 1, multiprocessing.get_context("spawn")) as pool:
+        for case, found in zip(left, pool.map(figures.judged, left), strict=True):
+            name = " ".join(case[:3])
+            session.figures(name, **found)
+            session.failures += [name] * (not found.get("right"))
+
+
+def kernels(session: Session) -> None:
+    """The Mosaic kernels of attention and of grouped matmuls against plain float32, and the same bits when repeated."""
+    from tools import accelerator_kernels
+
+    for name, found in accelerator_kernels.judged(few=session.rehearse):
+        session.figures(name, **found)
+        session.failures += [name] * (not found.get("right"))
+    described = target_config()
+    if described:
+        session.results.with_suffix(".target_config.txt").write_text(described)
 
 
 def speed(session: Session) -> None:
-    """Three sizes at the planner's best, and two of them beside PyTorch, in batches with which both fit."""
-    for size in CONFIGS:
-        record = at_best(session, size, steps={"124M": 50, "1B": 20, "8B": 8}[size])
+    """Three sizes at the planner's best, and where their time goes."""
+    for size, steps in (("124M", 50), ("1B", 20), ("8B", 8)):
+        record = at_best(session, size, "--profile", steps=steps)
         if (reached := record.get("mfu")) is not None:
             session.say(f"{size}: {reached:.1%} causal MFU, goal {GOALS[size]:.0%}")
+
+
+def fp8(session: Session) -> None:
+    """The largest size in 8 bits."""
+    at_best(session, "8B", "--profile", steps=8, **{"train.precision": "fp8"})
+
+
+def experts(session: Session) -> None:
+    """Some layers of two models of experts, all on one device: many small ones, and few large ones."""
+    for size, layers in (("Qwen3-30B", 6), ("Mixtral", 2)):
+        keys = {"model.num_layers": layers, "mesh.expert": 1, "data.global_batch_size": 4, "data.seq_len": 4096,
+                "train.remat": "attention_and_dots", "optimizer.moment_dtype": "bfloat16"}
+        session.bench(said(keys), size, keys, "--profile", steps=10)
+
+
+def beside(session: Session) -> None:
+    """Two sizes beside PyTorch, in batches with which both fit."""
     # The twin alone has 20 GB of state at 1B, and its compiled step keeps more than ours.
     large = "H200" in session.about["device"]
     for size, rows, length in (("124M", 32, 1024), ("1B", 2 if large else 1, 4096)):
@@ -176,12 +200,6 @@ def speed(session: Session) -> None:
         others = ["torch.compile", "torch.causal"] if not session.rehearse else ["torch" if has_torch() else "step"]
         for other in others:  # one at a time: each has a model and an optimizer of its own
             session.bench(f"beside {other} {said(keys)}", size, keys, f"--compare={other}", steps=40)
-
-
-def where(session: Session) -> None:
-    """A profile of each of the three."""
-    for size in CONFIGS:
-        at_best(session, size, "--profile", steps=5)
 
 
 def parts(session: Session) -> None:
@@ -217,9 +235,6 @@ def calibrate(session: Session) -> None:
                            *(["--quick"] if session.rehearse else ["--seconds=140"])], cwd=ROOT)
     check(done.returncode == 0, f"tools/calibrate.py ended with status {done.returncode}")
     session.figures("efficiency", **next(iter(json.loads(file.read_text()).values()))["efficiency"])
-    described = target_config()
-    if described:
-        session.results.with_suffix(".target_config.txt").write_text(described)
 
 
 def flags(session: Session) -> None:
@@ -242,16 +257,18 @@ FLAGS = ("--xla_disable_hlo_passes=rematerialization", "--xla_gpu_enable_triton_
          "--xla_gpu_cudnn_gemm_fusion_level=2", "--xla_gpu_enable_command_buffer=",
          "--xla_gpu_memory_limit_slop_factor=115", "--xla_gpu_exhaustive_tiling_search=true")  # the slowest last
 BLOCKS = {block.name: block for block in (
-    Block("alive", alive, 180), Block("truth", truth, 300), Block("speed", speed, 540), Block("where", where, 240),
-    Block("parts", parts, 300), Block("memory", memory, 400), Block("calibrate", calibrate, 200),
-    Block("flags", flags, 600))}
+    Block("alive", alive, 180, timed=False), Block("truth", truth, 300, timed=False),
+    Block("kernels", kernels, 300, timed=False), Block("speed", speed, 540), Block("experts", experts, 240),
+    Block("fp8", fp8, 200), Block("beside", beside, 400), Block("calibrate", calibrate, 200),
+    Block("parts", parts, 300), Block("memory", memory, 400), Block("flags", flags, 600))}
 
 
 # -------------------------------------------------------------------------------------------------------- what they use
-def at_best(session: Session, size: str, *flags: str, steps: int) -> records.Record:
+def at_best(session: Session, size: str, *flags: str, steps: int, **more: Any) -> records.Record:
     """Measure a size at the planner's best, or the next best where that runs out of memory after all."""
     record: records.Record = {}
     for keys in best(session, size):
+        keys = {**keys, **more}
         record = session.bench(said(keys), size, keys, *flags, steps=steps)
         if not record.get("failed", "").startswith("out of memory"):
             break
@@ -283,7 +300,10 @@ def plan(size: str, target: str) -> list[dict[str, Any]]:
 
     length = {} if size == "124M" else {"data.seq_len": 4096}
     found = []
-    for optimizer in ({}, {"optimizer.name": "adafactor"}):
+    small = {"optimizer.moment_dtype": "bfloat16"}  # where the state takes most of the memory, it may be the faster one
+    for optimizer in ({}, *[small] * (size == "8B"), {"optimizer.name": "adafactor"}):
+        if found and "optimizer.name" in optimizer:
+            break
         for rows in {"124M": (32, 64), "1B": (4, 8, 16), "8B": (2, 4, 8, 16)}[size]:
             keys = {"data.global_batch_size": rows, **length, **optimizer}
             config = jt.load_config(CONFIGS[size], {**ONE, **keys})
@@ -291,8 +311,6 @@ def plan(size: str, target: str) -> list[dict[str, Any]]:
                       for choice in search.search(config, targets.TARGETS[target], 1).fitting
                       if not choice.overrides.get("optimizer.offload")  # slow while it is fetched every step
                       and choice.estimate.bytes < 0.93 * choice.estimate.target.room]
-        if found:
-            break
     check(bool(found), f"nothing of {CONFIGS[size]} fits {target}")
     return [{key: value for key, value in keys.items() if not key.startswith(("mesh.", "pipeline."))}
             for _, keys in sorted(found, key=lambda one: -one[0])[:3]]
