@@ -29,6 +29,6 @@ def get_config(variant=None):
         "data": {"source": "stdlib", "seq_len": context, "global_batch_size": sequences},
         "optimizer": {"learning_rate": rate, "warmup_steps": 0.05},
         "train": {"steps": steps, "eval_every": 0.25, "sample_tokens": 0 if variant == "tiny" else 200,
-                  "unroll": 1 if accelerator else 0},
+                  "unroll": -1 if accelerator else 0},
         "checkpoint": {"every": 0.25},
     })

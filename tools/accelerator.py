@@ -5,9 +5,9 @@
 
 Each block is a process of its own with a time limit, so that one which hangs or crashes costs only itself. Those that
 check numbers and time nothing share the device and run side by side, first. Results are appended to one file as they
-come; what has a result there at this commit on this device is skipped, so that several half hours add up. `--rehearse` runs every block with toy sizes on any device. For a machine without a package index see
-tools/accelerator_wheels.sh. JAXTRAIN_COMMIT says which commit it is where there is no checkout. Exit status 0: all
-blocks that were asked for have a result; 1: not all.
+come; what has a result there at this commit on this device is skipped, so that several half hours add up. `--rehearse`
+runs every block with toy sizes on any device. For a machine without a package index see tools/accelerator_wheels.sh.
+JAXTRAIN_COMMIT says which commit a copy is. Exit status 0: all blocks that were asked for have a result; 1: not all.
 """
 
 import argparse

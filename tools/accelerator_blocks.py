@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +171,11 @@ def kernels(session: Session) -> None:
         session.results.with_suffix(".target_config.txt").write_text(described)
 
 
-def speed(session: Session) -> None:
-    """Three sizes at the planner's best, and where their time goes."""
-    for size, steps in (("124M", 50), ("1B", 20), ("8B", 8)):
-        record = at_best(session, size, "--profile", steps=steps)
-        if (reached := record.get("mfu")) is not None:
-            session.say(f"{size}: {reached:.1%} causal MFU, goal {GOALS[size]:.0%}")
+def speed(session: Session, size: str, steps: int) -> None:
+    """One of the three sizes at the planner's best, and where its time goes."""
+    record = at_best(session, size, "--profile", steps=steps)
+    if (reached := record.get("mfu")) is not None:
+        session.say(f"{size}: {reached:.1%} causal MFU, goal {GOALS[size]:.0%}")
 
 
 def fp8(session: Session) -> None:
@@ -203,14 +203,18 @@ def beside(session: Session) -> None:
 
 
 def parts(session: Session) -> None:
-    """Attention, the loss head and the optimizer alone; scanned or unrolled layers, what is kept, offloading."""
-    alone = subprocess.run([sys.executable, "-m", "tools.accelerator_parts", f"--results={session.results}",
-                            f"--about={json.dumps(session.about)}", *["--rehearse"] * session.rehearse], cwd=ROOT)
+    """Attention, the loss head and the optimizer alone."""
+    done = subprocess.run([sys.executable, "-m", "tools.accelerator_parts", f"--results={session.results}",
+                           f"--about={json.dumps(session.about)}", *["--rehearse"] * session.rehearse], cwd=ROOT)
+    check(done.returncode == 0, f"tools/accelerator_parts.py ended with status {done.returncode}")
+
+
+def remat(session: Session) -> None:
+    """Scanned or unrolled layers, what is kept, offloading."""
     for keys in ({"train.remat": "none", "train.unroll": 0}, {"train.remat": "none", "train.unroll": 1},
                  *({"train.remat": policy} for policy in ("full", "dots", "attention", "attention_and_dots")),
                  {"train.remat": "full", "optimizer.offload": True}):
         session.bench(said(keys), "1B", {"data.global_batch_size": 4, "data.seq_len": 4096, **keys}, steps=10)
-    check(alone.returncode == 0, f"tools/accelerator_parts.py ended with status {alone.returncode}")
 
 
 def memory(session: Session) -> None:
@@ -258,9 +262,12 @@ FLAGS = ("--xla_disable_hlo_passes=rematerialization", "--xla_gpu_enable_triton_
          "--xla_gpu_memory_limit_slop_factor=115", "--xla_gpu_exhaustive_tiling_search=true")  # the slowest last
 BLOCKS = {block.name: block for block in (
     Block("alive", alive, 180, timed=False), Block("truth", truth, 300, timed=False),
-    Block("kernels", kernels, 300, timed=False), Block("speed", speed, 540), Block("experts", experts, 240),
-    Block("fp8", fp8, 200), Block("beside", beside, 400), Block("calibrate", calibrate, 200),
-    Block("parts", parts, 300), Block("memory", memory, 400), Block("flags", flags, 600))}
+    Block("kernels", kernels, 300, timed=False),
+    *(Block(size, partial(speed, size=size, steps=steps), 200)
+      for size, steps in (("124M", 50), ("1B", 20), ("8B", 8))),
+    Block("parts", parts, 200), Block("experts", experts, 240), Block("fp8", fp8, 200), Block("beside", beside, 400),
+    Block("calibrate", calibrate, 200), Block("remat", remat, 300), Block("memory", memory, 400),
+    Block("flags", flags, 600))}
 
 
 # -------------------------------------------------------------------------------------------------------- what they use
@@ -278,7 +285,7 @@ def at_best(session: Session, size: str, *flags: str, steps: int, **more: Any) -
 def best(session: Session, size: str) -> list[dict[str, Any]]:
     """The keys that the planner predicts to be fastest on this card; asked once, and kept beside the results."""
     device = re.sub(r"\W+", "-", session.about["device"])
-    kept = session.results.with_suffix(f".{size}.{device}.{(session.about['commit'] or '')[:7]}.json")
+    kept = session.results.with_suffix(f".{size}.{device}.json")
     if not kept.exists():
         asked = subprocess.run([sys.executable, "-c", _PLAN, size, device_name(session)], cwd=ROOT,
                                env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)

@@ -6,6 +6,8 @@ Run by tools/accelerator_blocks.py: python -m tools.accelerator_parts --results=
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,9 @@ from tools.accelerator_blocks import Session, median_seconds
 
 def attention(session: Session) -> None:
     """Forward, and forward with backward, in causal TFLOP/s: rows of documents of about a quarter of their length."""
-    heads, groups, width = (4, 2, 16) if session.rehearse else (32, 8, 128)
     gpu = jax.default_backend() in ("gpu", "cuda")
-    for length in (64,) if session.rehearse else (1024, 4096, 16384, 65536):
-        rows = 1 if session.rehearse else max(1, 65536 // length)
+    shapes = ((64, 1024, 12, 12, 64), (16, 4096, 32, 8, 64), (4, 4096, 32, 8, 128), (1, 32768, 32, 8, 128))
+    for rows, length, heads, groups, width in ((1, 64, 4, 2, 16),) if session.rehearse else shapes:
         draw = np.random.default_rng(0)
         starts = draw.random((rows, length)) < 4 / length
         segments = jnp.asarray(1 + np.cumsum(starts, 1), jnp.int32)
@@ -36,45 +37,61 @@ def attention(session: Session) -> None:
                    for n, count in enumerate((heads, groups, groups)))
         work = kernels.flops(kernels.FORWARD, [x.shape for x in (q, k, v)])
         back = kernels.flops(kernels.BACKWARD, [x.shape for x in (q, k, v)])
-        for backend in ("mosaic", "cudnn", "xla") if gpu else ("xla",):
-            for documents in (True, False) if backend != "xla" else (True,):
-                def forward(q, k, v, backend=backend, seen=segments if documents else None):
+        functions = {}
+        for backend in ("mosaic", "cudnn") if gpu else ("xla",):
+            for packed in (True, False):
+                def forward(q, k, v, backend=backend, seen=segments if packed else None):
                     return attend(q, k, v, segments_BT=seen, backend=backend)
 
                 def both(q, k, v, forward=forward):
                     out, pull = jax.vjp(forward, q, k, v)
                     return pull(out)
 
-                name = f"{backend} {rows} x {length}{'' if documents else ', no documents'}"
-                found: dict[str, Any] = {}
-                for what, f, flops in (("forward", forward, work), ("both", both, work + back)):
-                    try:
-                        seconds = median_seconds(partial(jax.jit(f), q, k, v), 5)
-                    except Exception as error:  # such as too little memory
-                        found["failed"] = f"{what}: {type(error).__name__}: {error}"[:150]
-                        break
-                    found |= {f"{what}_ms": 1e3 * seconds, f"{what}_tflops": flops / seconds / 1e12}
-                session.figures(name, **found)
+                functions[f"{backend}{'' if packed else ', one document'}"] = forward, both
+        with ThreadPoolExecutor(len(functions)) as pool:  # compilers side by side, measurements one at a time
+            compiled = dict(zip(functions, pool.map(partial(tried, (q, k, v)), functions.values()), strict=True))
+        for name, pair in compiled.items():
+            found: dict[str, Any] = {}
+            for what, f, flops in zip(("forward", "both"), pair, (work, work + back), strict=True):
+                if isinstance(f, str):
+                    found["failed"] = f"{what}: {f}"
+                    break
+                seconds = median_seconds(partial(f, q, k, v), 5)
+                found |= {f"{what}_ms": 1e3 * seconds, f"{what}_tflops": flops / seconds / 1e12}
+            session.figures(f"{rows} x {length}, {heads} heads of {width}, {groups} of keys: {name}", **found)
+
+
+def tried(arrays: tuple[jax.Array, ...], functions: tuple[Callable[..., Any], ...]) -> list[Any]:
+    """Compiled functions, or why one does not compile."""
+    try:
+        return [jax.jit(f).lower(*arrays).compile() for f in functions]
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"[:150]] * len(functions)
 
 
 def loss_head(session: Session) -> None:
-    """The head with its gradients, beside its three matmuls alone. Goal: 90 % of their speed."""
-    N, D, V = (256, 64, 320) if session.rehearse else (16384, 4096, 128256)
+    """The head with its gradients by chunks, beside its three matmuls alone. Goal: 90 % of their speed."""
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    x, head = (jax.random.normal(jax.random.key(n), shape, dtype) for n, shape in enumerate(((1, N, D), (D, V))))
-    head *= 0.02
-    targets, weights = jax.random.randint(jax.random.key(2), (1, N), 0, V), jnp.ones((1, N), jnp.float32)
-    step = jax.jit(jax.grad(lambda x, head: cross_entropy(x, head, targets, weights), argnums=(0, 1)))
+    shapes = (32768, 768, 50304), (32768, 2048, 128256), (8192, 4096, 128256)
+    for N, D, V in ((256, 64, 320),) if session.rehearse else shapes:
+        x, head = (jax.random.normal(jax.random.key(n), shape, dtype) for n, shape in enumerate(((1, N, D), (D, V))))
+        head *= 0.02
+        targets, weights = jax.random.randint(jax.random.key(2), (1, N), 0, V), jnp.ones((1, N), jnp.float32)
 
-    @jax.jit
-    def products(x, head):
-        logits = x[0] @ head
-        return logits @ head.T, x[0].T @ logits
+        few = min(N, 4096)  # all logits of more tokens would take much memory
+        plain = median_seconds(partial(products, x[0, :few], head)) * N / few
+        for size in (64,) if session.rehearse else (1024, 2048, 4096, 8192):
+            step = jax.jit(jax.grad(partial(cross_entropy, chunks=N // size), argnums=(0, 1)))
+            ours = median_seconds(partial(step, x, head, targets, weights), 5)
+            session.figures(f"loss head {N} x {D} x {V}, chunks of {size}", ms=1e3 * ours,
+                            tflops=6 * N * D * V / ours / 1e12, matmuls_ms=1e3 * plain, of_their_speed=plain / ours)
 
-    ours = median_seconds(lambda: step(x, head))
-    plain = median_seconds(lambda: products(x, head))
-    session.figures(f"loss head {N} x {D} x {V}", ms=1e3 * ours, tflops=6 * N * D * V / ours / 1e12,
-                    matmuls_ms=1e3 * plain, of_their_speed=plain / ours)
+
+@jax.jit
+def products(x_ND, head_DV):
+    """The three matmuls of a head alone."""
+    logits_NV = x_ND @ head_DV
+    return logits_NV @ head_DV.T, x_ND.T @ logits_NV
 
 
 def optimizer(session: Session) -> None:

@@ -125,7 +125,19 @@ def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[st
     except Exception as error:
         if not out_of_memory(error) or jax.process_count() > 1:
             raise
-        return record | {"failed": f"out of memory: {f'{error}'.splitlines()[0][:200]}"}
+        return record | {"failed": f"out of memory: {f'{error}'.splitlines()[0][:200]}{_memory_in_use()}"}
+
+
+def _memory_in_use() -> str:
+    """Say how much of a device's memory is in use, where JAX reports it: the rest may be in small pieces."""
+    import jax
+
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if not stats.get("bytes_limit"):
+        return ""
+    used, limit, free = (stats.get(name, 0) / 1e9 for name in ("bytes_in_use", "bytes_limit",
+                                                               "largest_free_block_bytes"))
+    return f"; {used:.1f} of {limit:.1f} GB are in use, the largest free block has {free:.1f} GB"
 
 
 def described(run: Any) -> dict[str, Any]:

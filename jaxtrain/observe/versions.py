@@ -17,11 +17,13 @@ def version_of(package: str) -> str | None:
 def git_commit() -> str | None:
     """The commit of the checkout that jaxtrain runs from, "-dirty" appended if it was edited.
 
-    Where there is no checkout, in a container for example, $JAXTRAIN_COMMIT says it; else it is None.
+    $JAXTRAIN_COMMIT says it where this is a copy, in a container for example; without either it is None.
     """
     root = Path(__file__).parents[2]
+    if given := os.environ.get("JAXTRAIN_COMMIT"):
+        return given
     if not (root / ".git").exists():  # site-packages may lie inside somebody else's repository
-        return os.environ.get("JAXTRAIN_COMMIT") or None
+        return None
     command = ["git", "--no-optional-locks", "describe", "--always", "--match=", "--abbrev=40", "--dirty"]
     try:
         return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
