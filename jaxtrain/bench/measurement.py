@@ -127,10 +127,10 @@ def measure(run: Run, steps: int, warmup: int, *, traced: bool = False, file: st
         say_once(f"compiled in {ready['compile_s']:.1f} s; {warmup} steps to warm up, then {steps} to measure")
         first = loop.steps(warmup).losses
         took = loop.steps(steps)
-        peak = _peak_bytes()
+        peak = _memory_stats("peak_bytes_in_use")
         measured = {**ready, **summary(run, took, loop.done), "memory": {
             "peak": peak, "compiler": memory_of(run.compiled_step, run)[0], "planner": guess and guess.bytes,
-            "room": target and target.room},
+            "room": target and target.room, "limit": _memory_stats("bytes_limit")},
             "predicted_ms": guess and 1e3 * guess.seconds,
             "loss": {"first": (first + took.losses)[0], "last": took.losses[-1]} if took.losses else None}
         if traced:
@@ -188,10 +188,10 @@ def predicted(run: Run, file: str | None) -> tuple[Estimate | None, targets.Targ
     return estimate(run.config, target, run.mesh.size), target
 
 
-def _peak_bytes() -> int | None:
-    """Return the peak memory of a device in this process so far; None where JAX does not report it (CPU)."""
+def _memory_stats(name: str) -> int | None:
+    """Return the largest of a figure that devices report about their memory in this process; None on CPU."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    return max((each.get("peak_bytes_in_use", 0) for each in stats), default=0) or None
+    return max((each.get(name, 0) for each in stats), default=0) or None
 
 
 @contextlib.contextmanager
