@@ -1,5 +1,6 @@
 """The examples run as they stand: the script as a reader would start it, the notebook cell by cell."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -86,9 +87,14 @@ def test_models_of_ones_own_are_short(script):
 
 
 def kinds(cell) -> list:
-    """What a cell shows: pictures as such, and text without its fractions, which differ between versions of JAX."""
-    return [sorted(output.data) if "data" in output else re.sub(r"\.\d+", "", output.get("text", ""))
-            for output in cell.get("outputs", [])]
+    """What a cell shows: pictures as such, and text without its fractions, which differ between versions of JAX.
+
+    A kernel may send in several pieces what is printed without a pause.
+    """
+    outputs = [sorted(output.data) if "data" in output else re.sub(r"\.\d+", "", output.get("text", ""))
+               for output in cell.get("outputs", [])]
+    return [shown for text, group in itertools.groupby(outputs, lambda output: isinstance(output, str))
+            for shown in (["".join(group)] if text else group)]
 
 
 @pytest.mark.slow

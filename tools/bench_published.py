@@ -96,7 +96,7 @@ class Row:
             train = {"train.accumulation": 1, "train.precision": "bfloat16", "train.remat": remat,
                      "train.loss_chunks": 1}  # most of them hold all logits
             if self.target.platform == "cuda":
-                train["train.attention"] = "cudnn"  # their rows are not of documents
+                train |= {"train.attention": "cudnn", "data.cross_document_attention": True}
             config = load_config(ROOT / "configs" / f"{file}.py", {
                 **changes, **{f"mesh.{axis}": size for axis, size in axes.items()}, **batch, **train, **self.more})
             found.append(estimate(config, self.target, self.devices))

@@ -48,7 +48,8 @@ def account(found: list[trace.Event], code: Program, steps: int, mesh: Mapping[s
         by_kernel[same].append((event, nanoseconds))
     by_kind[trace.GAP] = idle
     total = sum(by_kind.values())
-    kernels = [_kernel(same, runs, steps, total, named, target) for same, runs in by_kernel.items()]
+    executions = _executions(list(own), code)
+    kernels = [_kernel(same, runs, steps, total, named, target, executions) for same, runs in by_kernel.items()]
     behind: dict[str, float] = defaultdict(float)
     for event, nanoseconds in hidden.items():
         behind[of[event.what]] += nanoseconds
@@ -87,12 +88,13 @@ def _place(instruction: Instruction, code: Program) -> str:
 
 
 def _kernel(same: tuple[str, str, str], runs: list[tuple[trace.Event, float]], steps: int, total: float,
-            named: Mapping[tuple[str, str], Instruction | None], target: Target | None) -> dict[str, Any]:
+            named: Mapping[tuple[str, str], Instruction | None], target: Target | None,
+            executions: Mapping[str, int]) -> dict[str, Any]:
     """Return one row of the kernel list: all runs with the same result shape from the same place in the model."""
     kind, path, result = same
     busiest, _ = max(runs, key=lambda run: run[1])
     own, seconds = (sum(values) for values in zip(*((ns, event.end - event.start) for event, ns in runs), strict=True))
-    times = _executions([event for event, _ in runs])
+    times = {event.operation: executions[event.operation] for event, _ in runs}
     kernel = {"name": busiest.operation if named[busiest.what] else busiest.kernel, "kind": kind, "path": path,
               "result": result, "runs": sum(times.values()) / steps, "ms": own * 1e-6 / steps, "share": own / total}
     instructions = [(instruction, times[event.operation]) for event in {event.operation: event for event, _ in
@@ -105,12 +107,21 @@ def _kernel(same: tuple[str, str, str], runs: list[tuple[trace.Event, float]], s
     return kernel
 
 
-def _executions(events: list[trace.Event]) -> dict[str, int]:
-    """Count how often each operation ran; one with several kernels ran as often as its most frequent kernel."""
+def _executions(events: list[trace.Event], code: Program) -> dict[str, int]:
+    """Count how often each operation ran: at most as often as most others of the same computation.
+
+    One with several kernels ran as often as its most frequent kernel, unless that is launched several times for one
+    operation, as in cuDNN's attention.
+    """
     kernels: dict[str, Counter[str]] = defaultdict(Counter)
     for event in events:
         kernels[event.operation][event.kernel] += 1
-    return {operation: max(those.values()) for operation, those in kernels.items()}
+    counts = {operation: max(those.values()) for operation, those in kernels.items()}
+    of = {operation: code.instructions[operation].computation for operation in counts if operation in code.instructions}
+    usual = {computation: Counter(counts[operation] for operation in of if of[operation] == computation).most_common(1)
+             for computation in set(of.values())}
+    return {operation: min(count, usual[of[operation]][0][0]) if operation in of else count
+            for operation, count in counts.items()}
 
 
 def _least_seconds(instruction: Instruction, flops: float, moved: float, target: Target) -> float:

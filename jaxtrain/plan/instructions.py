@@ -260,8 +260,9 @@ def _flops(instruction: Instruction, made: Program) -> float:
         if len(queries) != 4 or len(keys) != 4:
             return 0.0
         B, T, H, K = queries
-        # Two products forward, five backward; causal, so about half of the pairs.
-        return (5 if "Backward" in target else 2) * 2.0 * B * H * T * keys[1] * K / 2
+        # Two products forward, five backward; causal, so about half of the pairs, unless there is a mask.
+        pairs = T * keys[1] / (1 if "ScaleBias" in target else 2)
+        return (5 if "Backward" in target else 2) * 2.0 * B * H * pairs * K
     else:
         return 0.0
     left = _operand(instruction, 0, made)[1]

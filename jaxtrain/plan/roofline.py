@@ -14,16 +14,17 @@ from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace.program import Collective
 
 # Shares of the data sheet. GPUs: large bfloat16 matmuls measured at 720 (H100, power limit) and 790 TFLOP/s (H200),
-# copies at 3.0 and 4.3 TB/s; cuDNN's attention as published, forward and backward. TPUs: not measured.
+# copies at 3.0 and 4.3 TB/s; attention and grouped matmuls measured on one H200 (docs/benchmarks.md): cuDNN's of 4,096
+# and 32,768 tokens 0.39 to 0.61 forward and 0.36 to 0.53 backward. TPUs: not measured.
 ALONE: Mapping[str, Mapping[str, float]] = {
-    "cuda": {"matmul": 0.73, "attention": 0.61, "attention backward": 0.455, "memory": 0.90, "links": 1.0},
-    "h200": {"matmul": 0.80, "attention": 0.61, "attention backward": 0.455, "memory": 0.90, "links": 1.0},
+    "cuda": {"matmul": 0.73, "attention": 0.45, "attention backward": 0.45, "memory": 0.90, "links": 1.0},
+    "h200": {"matmul": 0.80, "attention": 0.45, "attention backward": 0.45, "memory": 0.90, "links": 1.0},
     "tpu": {"matmul": 0.90, "attention": 0.60, "attention backward": 0.50, "memory": 0.85, "links": 0.90},
     "cpu": {"matmul": 1.0, "attention": 1.0, "attention backward": 1.0, "memory": 1.0, "links": 1.0},
 }
-# Of the peak, in our own kernels for GPUs: not measured.
-GROUPED = 0.50
-MOSAIC: Mapping[str, float] = {"attention": 0.50, "attention backward": 0.40}
+# Of the peak, in our own kernels for GPUs: attention 0.29 to 0.58 forward and 0.54 to 0.68 backward.
+GROUPED = 0.61
+MOSAIC: Mapping[str, float] = {"attention": 0.45, "attention backward": 0.60}
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ GB, GiB, T = 1e9, 2.0**30, 1e12
 # the calibrated half of tools/bench_published.py, which has a100, h100, h200, v5p and v6e; guesses for the others.
 # The reasons given are what would explain the figures; they were not measured.
 GPU = {
-    "matmul": 0.68,  # H100, all eight of a machine at their power limit; published for large matmuls alone: 0.73
-    "grouped": 0.46,  # jaxtrain's own kernels for experts: a guess
-    "attention": 0.45,  # published for cuDNN alone: 0.6 forward; backward, five of the seven products, is slower
-    "memory": 0.75,
+    "matmul": 0.62,  # H100, all eight of a machine at their power limit; published for large matmuls alone: 0.73
+    "grouped": 0.50,  # jaxtrain's own kernels for experts; on one H200 0.61 was measured
+    "attention": 0.42,  # cuDNN's without a mask; on one H200 0.36 to 0.45 at 4,096 tokens, 0.55 at 32,768
+    "mosaic": 0.48,  # jaxtrain's own; on one H200 0.46 to 0.60, and 0.65
+    "memory": 0.72,
     "links": 0.80,  # NCCL's bus bandwidth in large collectives, within machines and across
     "overlap": 0.25,  # NCCL's kernels take processors, memory bandwidth and power from the matmuls that run with them
 }
@@ -87,8 +88,12 @@ class Target:
         return 0.8 * self.host_memory
 
 
+NOTHING: Mapping[str, float] = {}
+
+
 def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: float, nvlink: float, node: int,
-         network: float, price: float, chip: dict[str, Any], source: str, **efficiency: float) -> Target:
+         network: float, price: float, chip: dict[str, Any], source: str,
+         efficiency: Mapping[str, float] = NOTHING) -> Target:
     float32 = 2 * chip["cores"] * chip["fpus"] * chip["clock"] * 1e9  # without tensor cores, which would round
     peak = {"bfloat16": bf16 * T, "float16": bf16 * T, "float32": float32}
     if fp8:
@@ -101,7 +106,8 @@ def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: 
 
 
 def _tpu(name: str, kind: str, bf16: float, fp8: float, memory: float, bandwidth: float, ici: float, ports: int,
-         pod: int, network: float, price: float, source: str, **efficiency: float) -> Target:
+         pod: int, network: float, price: float, source: str,
+         efficiency: Mapping[str, float] = NOTHING) -> Target:
     """Return a TPU target; `ici` is both directions of all ports together, as in the documentation."""
     peak = {"bfloat16": bf16 * T, "float32": bf16 * T / 6}  # in six passes
     if fp8:
@@ -122,16 +128,17 @@ _HOPPER = {"major": 9, "extension": "ACCELERATED_FEATURES", "cores": 132, "fpus"
 _BLACKWELL = {**_HOPPER, "major": 10, "cores": 148, "clock": 1.965, "l2": 132644864}
 TARGETS: dict[str, Target] = {target.name: target for target in (
     _gpu("a100", "NVIDIA A100-SXM4-80GB", 312, 0, 85100068864, 2039, 300, 8, 25, 2.0, _AMPERE, _NVIDIA,
-         matmul=0.80, attention=0.55),  # less short of power than H100: matmuls and attention come nearer to its peak
+         {"matmul": 0.74, "attention": 0.50}),  # less short of power than H100
     _gpu("h100", "NVIDIA H100 80GB HBM3", 989, 1979, 84942979072, 3352, 450, 8, 50, 3.0, _HOPPER, _NVIDIA),
     _gpu("h200", "NVIDIA H200", 989, 1979, 151397597184, 4800, 450, 8, 50, 3.5, _HOPPER, _NVIDIA,
-         matmul=0.77),  # measured in large matmuls alone: 0.80
+         # Measured on one card: in large matmuls alone 0.80, in elementwise operations 0.83 to 0.89.
+         {"matmul": 0.77, "grouped": 0.61, "attention": 0.45, "mosaic": 0.53, "memory": 0.85}),
     _gpu("b200", "NVIDIA B200", 2250, 4500, 191514411008, 7672, 900, 8, 50, 5.5, _BLACKWELL, _NVIDIA),
     _gpu("gb200", "NVIDIA GB200", 2500, 5000, 197897748480, 7928, 900, 72, 50, 6.5,
          {**_BLACKWELL, "cores": 152, "clock": 2.062, "l2": 135528448}, _NVIDIA),
     _tpu("v5e", "TPU v5( lite|e)", 197, 0, 16, 819, 400, 4, 256, 25 / 8, 1.2, f"{_GOOGLE}/v5e"),
     # Matrix units half as wide as v6e's, and twice the memory bandwidth per FLOP.
-    _tpu("v5p", "TPU v5p?", 459, 0, 95, 2765, 1200, 6, 8960, 50 / 8, 4.2, f"{_GOOGLE}/v5p", matmul=0.85),
+    _tpu("v5p", "TPU v5p?", 459, 0, 95, 2765, 1200, 6, 8960, 50 / 8, 4.2, f"{_GOOGLE}/v5p", {"matmul": 0.85}),
     _tpu("v6e", "TPU v6( lite|e)", 918, 0, 32, 1638, 800, 4, 256, 100 / 8, 2.7, f"{_GOOGLE}/v6e"),
     _tpu("tpu7x", "TPU7x", 2307 / 2, 4614 / 2, 96, 7380 / 2, 600, 6, 2 * 9216, 50 / 8, 6.0, f"{_GOOGLE}/tpu7x"),
 )}

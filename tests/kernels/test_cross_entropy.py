@@ -127,13 +127,13 @@ def differentiated(x, head, targets, weights):
     return jax.value_and_grad(jt.cross_entropy, argnums=(0, 1))(x, head, targets, weights)
 
 
-def test_memory_at_a_vocabulary_of_128k_is_a_twentieth_of_all_logits():
+def test_memory_at_a_vocabulary_of_128k_is_a_fifteenth_of_all_logits():
     tokens, vocab, dim = 65_536, 128 * 1024, 64
     memory = jax.jit(differentiated).lower(*abstract(tokens, vocab, dim)).compile().memory_analysis()
     logits, head = tokens * vocab * 4, dim * vocab * 4
     # dhead accumulates in float32 beside the result: that is memory of the head, not of the logits.
     temporary = memory.temp_size_in_bytes - head
-    assert temporary < 0.05 * logits, f"{temporary:,} bytes, {temporary / logits:.1%} of all logits"
+    assert temporary < logits / 15, f"{temporary:,} bytes, {temporary / logits:.1%} of all logits"
 
 
 def matmuls(jaxpr, size):

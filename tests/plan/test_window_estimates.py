@@ -20,7 +20,7 @@ def estimated(mesh, target="h200", attention="auto", **keys):
     sizes = {f"mesh.{axis}": mesh.get(axis, 1) for axis in AXES}
     config = load_config("configs/gemma3_1b.py", {
         **sizes, "data.global_batch_size": ROWS, "data.seq_len": LONG, "model.max_seq_len": LONG,
-        "train.attention": attention,
+        "train.attention": attention, "data.cross_document_attention": True,
         **{f"model.{key}": value for key, value in keys.items()}})
     return config, sizes, estimate(config, TARGETS[target], math.prod(mesh.values()))
 
@@ -36,6 +36,11 @@ def test_a_kernel_computes_what_its_window_shows(window):
         seen = kernels.flops(name, shapes, window) / (2 * widths)
         assert shown - half <= seen <= shown
     assert kernels.flops(kernels.FORWARD, shapes) == 2 * (K + V) * B * H * T * T / 2
+    mask = (B, 1, T, T)  # with which cuDNN computes all pairs
+    assert kernels.flops(kernels.FORWARD, [*shapes, mask]) == 2 * (K + V) * B * H * T * T
+    saved = [(B, T, H, V), (B, H, T), (B, T, H, V)]
+    causal, all_pairs = (kernels.flops(kernels.BACKWARD, [*shapes, *more, *saved]) for more in ([], [mask]))
+    assert all_pairs == 2 * causal
 
 
 @pytest.mark.parametrize("every", [6, *(pytest.param(every, marks=pytest.mark.slow) for every in (1, 27))])

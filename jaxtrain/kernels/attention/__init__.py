@@ -24,7 +24,6 @@ BACKENDS: dict[str, Callable[..., jax.Array]] = {
 _REFUSALS = {"cudnn": cudnn_attention.refusal, "mosaic": mosaic_attention.refusal, "splash": splash_attention.refusal}
 _GPU = ("mosaic", "cudnn")
 _KERNELS = {"gpu": _GPU, "cuda": _GPU, "tpu": ("splash",)}  # of which auto chooses the first that can
-_LONG = 16_384  # tokens of a row from which the mask that cuDNN reads, 2 bytes for each pair, is 512 MiB and more
 _PADDING = {"mosaic": mosaic_attention.BLOCK, "splash": splash_attention.LANES}  # to a multiple of so many tokens
 
 
@@ -70,7 +69,7 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
     """Return the backend that `train.attention` selects here; raises UserError if it cannot do this.
 
     `strategy`: how attention crosses the parts of a sequence; "" if every device has whole ones. `packed`: whether rows
-    may hold several documents; `auto` takes `mosaic` for long ones, and for those that cuDNN cannot compute.
+    may hold several documents. For those `auto` prefers `mosaic`: with a mask cuDNN computes all pairs of tokens.
     """
     tiled = strategy not in ("", "ulysses") and f"mesh.context_strategy={strategy} has tiles; ulysses uses the kernel"
 
@@ -79,7 +78,7 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
 
     if asked == "auto":
         able = [name for name in _KERNELS.get(platform, ()) if seq_len >= _PADDING.get(name, 0) and not reason(name)]
-        if "mosaic" in able and not (packed and (seq_len >= _LONG or "cudnn" not in able)):
+        if not packed and "cudnn" in able and "mosaic" in able:
             able.remove("mosaic")
         return next(iter(able), "xla")
     if asked != "xla" and (why := reason(asked)):

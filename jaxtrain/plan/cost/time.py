@@ -176,7 +176,9 @@ def _own(op: Op, reads: "Reads", target: Target) -> tuple[str, float]:
         dtype = "float8"
     peak = target.peak.get(dtype, target.peak.get("float32", 1.0))
     kind = "attention" if op.name.startswith("attention") else "matmul"
-    share = target.efficiency["grouped" if op.name.startswith("grouped_matmul") else kind]
+    own = {"attention_mosaic": "mosaic", "grouped_matmul": "grouped"}  # jaxtrain's kernels for GPUs
+    rate = next((rate for name, rate in own.items() if op.name.startswith(name)), kind)
+    share = target.efficiency.get(rate, target.efficiency[kind])
     return kind, max(op.flops / (peak * share), at_memory)
 
 

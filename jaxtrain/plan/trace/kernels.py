@@ -51,9 +51,11 @@ def flops(name: str, shapes: list[tuple[int, ...]], window: int = 0, filled: int
     if phase := next((phase for phase, called in MOSAIC.items() if called == name), ""):
         return mosaic_flops(phase, shapes, window)
     (B, T, H, K), (_, S, _, _), (_, _, _, V) = shapes[:3]
+    # With an array as mask cuDNN computes all pairs of tokens; what it does of a window then was not measured.
+    masked = len(shapes) > (3 if name == FORWARD else 6) and not window
     window = min(window or S, S)
     # Causal: queries 0..window-1 see half a window on average, the later ones all of it.
-    seen = B * H * (T * window - (window**2 / 2 if T == S else 0))
+    seen = B * H * (T * window - (window**2 / 2 if T == S and not masked else 0))
     product = 2.0 * seen
     return product * (K + V) if name == FORWARD else product * (3 * K + 2 * V)  # scores again, and four gradients
 

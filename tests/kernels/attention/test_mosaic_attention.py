@@ -176,10 +176,11 @@ def test_it_refuses_by_name_what_it_cannot_do(platform, keys, word, instead):
 
 
 @needs_mosaic
-def test_auto_takes_it_for_long_packed_rows_on_hopper():
+def test_auto_takes_it_for_packed_rows_on_hopper():
     assert chosen("auto", H100, seq_len=LONG) == chosen("auto", H100, F16, LONG, 64, "ulysses") == "mosaic"
     assert chosen("auto", H100, seq_len=LONG, packed=False) == chosen("cudnn", H100, seq_len=LONG) == "cudnn"
-    assert chosen("auto", H100) == "cudnn" and chosen("mosaic", H100) == "mosaic"
+    assert chosen("auto", H100) == chosen("auto", H100, seq_len=1024) == "mosaic"
+    assert chosen("auto", H100, seq_len=64) == "cudnn", "a row is shorter than a tile"
     assert chosen("auto", H100, soft_cap=30.0) == "mosaic"  # which cuDNN does not compute
     assert chosen("mosaic", H100, packed=False) == "mosaic"
 
@@ -246,9 +247,10 @@ def test_what_policies_compute_again(policy, forwards):
 
 
 @functools.cache
-def predicted(policy, kernel="mosaic"):
+def predicted(policy, kernel="mosaic", packed=True):
     config = jt.load_config("configs/llama3_8b.py", {
-        "mesh.fsdp": 8, "data.global_batch_size": 8, "train.attention": kernel, "train.remat": policy})
+        "mesh.fsdp": 8, "data.global_batch_size": 8, "train.attention": kernel, "train.remat": policy,
+        "data.cross_document_attention": not packed})
     return estimate(change(config, {"train.accumulation": 1}), targets.TARGETS["h200"], 8)
 
 
@@ -256,8 +258,11 @@ def predicted(policy, kernel="mosaic"):
 def test_the_planner_counts_it():
     times = {policy: predicted(policy).time.parts["attention"] for policy in ("attention", "full")}
     assert times["attention"] == pytest.approx(9 / 11 * times["full"], rel=0.02)  # two products forward, seven backward
-    cudnn = predicted("attention", "cudnn").time.parts["attention"]  # five backward
-    assert times["attention"] == pytest.approx(9 / 7 * cudnn, rel=0.02)
+    rates = targets.TARGETS["h200"].efficiency
+    causal, masked = (predicted("attention", "cudnn", packed).time.parts["attention"] for packed in (False, True))
+    assert times["attention"] == pytest.approx(  # five backward
+        9 / 7 * causal * rates["attention"] / rates["mosaic"], rel=0.02)
+    assert masked == pytest.approx(2 * causal), "with a mask cuDNN computes all pairs"
 
 
 @pytest.mark.parametrize("window", [0, 1, 128, 129, 300])
