@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -14,6 +15,7 @@ _FAMILY = re.compile(r"jax|jaxlib|jax-(cuda|rocm)\d+-(plugin|pjrt)|libtpu|flax|o
                      r"|ml-collections|numpy|scipy|ml-dtypes|nvidia-.*")
 _SHOWN = "jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain"
 _PLUGIN = re.compile(r"jax-cuda(\d+)-plugin")
+_TOOLKIT = "nvidia-cuda-nvcc", "nvidia-nvvm"  # ptxas and what it reads, which XLA also takes from an installed CUDA
 
 Requires = Mapping[str, Sequence[str]]
 
@@ -88,8 +90,10 @@ def fit(installed: Installed, python: str) -> list[Finding]:
             if not extras or not (name == "jaxtrain" or _FAMILY.fullmatch(needed)):
                 continue
             there, wanted = installed.version(needed), f"{need.name}{need.specifier}"
-            if there is None:
+            if there is None and not (needed in _TOOLKIT and _toolkit()):
                 absent.append(wanted)
+            elif there is None:
+                continue
             elif not need.specifier.contains(there, prereleases=True):
                 found.append(fail(CHECK, f"{name} {installed.version(name)} needs {wanted}, and {there} is installed",
                                   _together(name, needed, wanted, installed)))
@@ -97,6 +101,11 @@ def fit(installed: Installed, python: str) -> list[Finding]:
             fix = _together(name, absent[0], "' '".join(absent), installed)
             found.append(fail(CHECK, f"{name} needs what is not installed: {', '.join(absent)}", fix))
     return found
+
+
+def _toolkit() -> bool:
+    """Return whether a CUDA toolkit is installed where XLA looks for one."""
+    return bool(shutil.which("ptxas") or shutil.which("ptxas", path="/usr/local/cuda/bin"))
 
 
 def python_fits(installed: Installed, python: str) -> list[Finding]:

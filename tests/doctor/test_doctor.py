@@ -72,7 +72,8 @@ def installed(needs_python=">=3.11", jax_needs=("jaxlib<=0.10.2,>=0.10.1",), **p
                 "jax": [*jax_needs, 'jaxlib==0.10.1; extra == "ci"',
                         'jax-cuda13-plugin<=0.10.2,>=0.10.2; extra == "cuda13-local"'],
                 "jax-cuda13-plugin": ["jax-cuda13-pjrt==0.10.2", 'nvidia-cublas>=13; extra == "with-cuda"',
-                                      'nvidia-nccl-cu13>=2.27; extra == "with-cuda"'],
+                                      'nvidia-nccl-cu13>=2.27; extra == "with-cuda"',
+                                      'nvidia-cuda-nvcc>=13; extra == "with-cuda"'],
                 "flax": ["orbax-checkpoint>=99"] * ("orbax_checkpoint" in packages)}
     return Installed({name: [version] if isinstance(version, str) else version for name, version in named.items()},
                      {name: needs for name, needs in requires.items() if name in named}, {"jax": needs_python})
@@ -91,8 +92,8 @@ def test_versions_that_fit():
     (dict(jax_cuda13_plugin="0.9.0", jax_cuda13_pjrt="0.10.2"), "3.11.9",
      ["jax 0.10.2 needs jax-cuda13-plugin", "pip install 'jax[cuda13]==0.10.2'"]),
     (dict(jax_cuda13_plugin="0.10.2", jax_cuda13_pjrt="0.9.0"), "3.11.9", ["needs jax-cuda13-pjrt==0.10.2"]),
-    (dict(jax_cuda13_plugin="0.10.2", jax_cuda13_pjrt="0.10.2", nvidia_cublas="13.0"), "3.11.9",
-     ["jax-cuda13-plugin needs what is not installed: nvidia-nccl-cu13>=2.27", "pip install 'jax[cuda13]==0.10.2'"]),
+    (dict(jax_cuda13_plugin="0.10.2", jax_cuda13_pjrt="0.10.2", nvidia_cublas="13.0", nvidia_cuda_nvcc="13.0"),
+     "3.11.9", ["jax-cuda13-plugin needs what is not installed: nvidia-nccl-cu13>=2.27", "pip install 'jax[cuda13]==0.10.2'"]),
     (dict(jax_cuda12_plugin="0.10.2", jax_cuda12_pjrt="0.10.2", jax_cuda13_plugin="0.10.2", jax_cuda13_pjrt="0.10.2"),
      "3.11.9", ["CUDA 12 and 13", "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt"]),
     (dict(jax_cuda12_pjrt="0.10.2"), "3.11.9", ["without jax-cuda12-plugin"]),
@@ -100,6 +101,15 @@ def test_versions_that_fit():
 ], ids=lambda value: "" if isinstance(value, str) else None)
 def test_versions_that_do_not_fit(there, python, words):
     found(installed_versions.versions(installed(**there), python), "FAIL", *words)
+
+
+def test_ptxas_may_come_from_a_cuda_that_pip_did_not_install(monkeypatch):
+    there = installed(jax_cuda13_plugin="0.10.2", jax_cuda13_pjrt="0.10.2", nvidia_cublas="13.0",
+                      nvidia_nccl_cu13="2.28")
+    monkeypatch.setattr(installed_versions.shutil, "which", lambda name, path=None: None)
+    found(installed_versions.versions(there, "3.11.9"), "FAIL", "needs what is not installed: nvidia-cuda-nvcc>=13")
+    monkeypatch.setattr(installed_versions.shutil, "which", lambda name, path=None: path and f"{path}/{name}")
+    fine(installed_versions.versions(there, "3.11.9"))
 
 
 def test_one_package_in_two_versions():
