@@ -19,11 +19,13 @@ class LoraConfig:
     alpha: float = 16.0  # adapters are multiplied by alpha / rank
     rank_stabilized: bool = False  # by alpha / sqrt(rank) instead, which lets higher ranks learn as fast
     targets: list[str] = field(default_factory=lambda: ["*"], hash=False)  # paths with wildcards of linear layers
+    quantize: str = ""  # the bits in which frozen linear layers rest: int8 or nf4 (QLoRA); "": as they are
 
     def __post_init__(self):
         not_negative(self, "lora", "rank")
         positive(self, "lora", "alpha")
-        _unread(self, "lora", self.rank, "rank above 0", "alpha rank_stabilized targets")
+        _unread(self, "lora", self.rank, "rank above 0", "alpha rank_stabilized targets quantize")
+        one_of("lora.quantize", self.quantize, ("", "int8", "nf4"))
         if not self.targets or not all(isinstance(pattern, str) for pattern in self.targets):
             raise UserError("lora.targets", f"{self.targets} is not a list of paths",
                             "give ['*'] for all linear layers")
@@ -101,6 +103,12 @@ def _unread(section: Any, name: str, on: Any, key: str, others: str) -> None:
 
 def check(config: Any) -> None:
     """Refuse a `Config` in which these sections do not go with the others."""
+    if config.lora.quantize and config.train.trainable:
+        raise UserError("lora.quantize", "train.trainable trains weights beside the adapters, and those in a few bits "
+                        "cannot be trained", "leave one of them out")
+    if config.lora.quantize and config.train.precision == "fp8":
+        raise UserError("lora.quantize", "train.precision=fp8 rounds the weights of products itself",
+                        "leave one of them out")
     if config.lora.rank and config.train.freeze:
         raise UserError("train.freeze", "with lora.rank everything is frozen but the adapters",
                         "leave it out; train.trainable names what is trained beside them")

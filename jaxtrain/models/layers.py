@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.kernels import quantization
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, swiglu
 from jaxtrain.models.attention.kv_cache import Cache
 from jaxtrain.models.rematerialization import Wrap
@@ -56,6 +57,7 @@ class Linear(nnx.Module):
     """An einsum with a weight, and a bias over the output dimensions that come from the weight."""
 
     adapter: Any = None  # models/lora.py gives some layers one
+    scales: Any = None  # of a kernel in 8 or 4 bits (kernels/quantization.py)
 
     def __init__(self, equation: str, shape: tuple[int, ...], axes: Names, out: Names, *, rngs: nnx.Rngs,
                  bias: bool = False, std: float = 0.02):
@@ -69,7 +71,10 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel, bias = self.kernel.get_value(), self.bias
         bias = None if bias is None else sharding.gather(bias[...], *self.bias_axes)
-        if isinstance(kernel, Deferred):
+        if self.scales is not None:
+            y = sharding.with_bias(products.multiply_at_rest(
+                self.product, x, partial(self.wide, x.dtype), kernel, self.scales.get_value()), bias)
+        elif isinstance(kernel, Deferred):
             y = deferred.multiply(self.product, x, kernel)
             y = y if bias is None else y + bias
         elif products.is_fp8():
@@ -82,8 +87,27 @@ class Linear(nnx.Module):
 
     def matrix(self) -> jax.Array:
         """Return the weight as it is in use, with what an adapter adds to it."""
-        kernel = sharding.gather(self.kernel.get_value(), *self.axes)
+        kernel = self.kernel.get_value()
+        kernel = sharding.gather(kernel, *self.axes) if self.scales is None else self.wide(
+            self.scales.dtype, kernel, self.scales.get_value())
         return kernel if self.adapter is None else kernel + self.adapter.matrix()
+
+    def quantize(self, kind: str) -> None:
+        """Keep the kernel in 8 or 4 bits from now on, in blocks along a dimension that no use of it splits."""
+        weight = self.kernel.get_value()
+        stacked = weight.ndim - len(self.axes)
+        whole = [name for name in self.axes if name not in ("heads", "kv_heads", "mlp")]  # not split by `tensor`
+        along = max(whole, key=lambda name: quantization.block_of(weight.shape[stacked + self.axes.index(name)]))
+        values, scales = quantization.quantize(weight, kind, stacked + self.axes.index(along))
+        layers, blocks = ("layers",) * stacked, scales.shape[stacked + self.axes.index(along)]
+        # Few blocks need not divide over the mesh as the dimension does; they are small, and rest on every device.
+        own = tuple(None if name == along and blocks % 64 else name for name in self.axes)
+        self.kernel, self.scales = (nnx.Param(x, axes=(*layers, *axes), compute_dtype="", update="")
+                                    for x, axes in ((values, self.axes), (scales, own)))
+
+    def wide(self, dtype: Any, values: jax.Array, scales: jax.Array) -> jax.Array:
+        """Return the weight in use that a kernel in 8 or 4 bits stands for, which is gathered in these bits."""
+        return quantization.dequantize(*(sharding.gather(x, *self.axes) for x in (values, scales)), dtype)
 
     def product(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         """Return input times weight, plus bias."""

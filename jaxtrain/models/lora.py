@@ -59,7 +59,7 @@ def scale(c: LoraConfig) -> float:
 
 
 def adapt(model: nnx.Module, c: LoraConfig, rngs: nnx.Rngs) -> None:
-    """Give an adapter to every linear layer whose path matches one of `lora.targets`."""
+    """Give an adapter to every linear layer whose path matches one of `lora.targets`; quantize all linear layers."""
     linears = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
     for pattern in c.targets:
         if not any(fnmatchcase(path, pattern) for path in linears):
@@ -67,6 +67,8 @@ def adapt(model: nnx.Module, c: LoraConfig, rngs: nnx.Rngs) -> None:
     for path, linear in sorted(linears.items()):
         if any(fnmatchcase(path, pattern) for pattern in c.targets):
             setattr(linear, NAME, Adapter(linear, c, rngs=rngs))
+    for linear in linears.values() if c.quantize else ():
+        linear.quantize(c.quantize)
 
 
 def is_adapter(path: str) -> bool:

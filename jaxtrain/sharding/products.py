@@ -89,6 +89,23 @@ def multiply(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
     return apply(x, weight)
 
 
+def multiply_at_rest(product: Product, x: jax.Array, wide: Callable[..., jax.Array], *at_rest: jax.Array) -> jax.Array:
+    """Return `product(x, wide(*at_rest))`, for a frozen weight that is computed from other arrays.
+
+    Only those are kept for the backward pass, which computes the weight again.
+    """
+    @jax.custom_vjp
+    def apply(x, *at_rest):
+        return product(x, wide(*at_rest))
+
+    def backward(at_rest, dy):
+        return _transposed(lambda x: product(x, wide(*at_rest)), kind, dy), *(None for _ in at_rest)
+
+    kind = _abstract(x)
+    apply.defvjp(lambda x, *at_rest: (apply(x, *at_rest), at_rest), backward)
+    return apply(x, *at_rest)
+
+
 def forward(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return the output of a product whose gradients are computed by the next two functions."""
     return multiply(product, x, weight) if is_fp8() else product(x, weight)

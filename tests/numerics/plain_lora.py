@@ -11,11 +11,27 @@ def merged(params, scale: float):
         return params
     found = {key: merged(inner, scale) for key, inner in params.items() if key != "adapter"}
     if "adapter" in params:
-        kernel, a, b = params["kernel"], params["adapter"]["down"], params["adapter"]["up"]
+        a, b = params["adapter"]["down"], params["adapter"]["up"]
+        kernel = dequantized(found.pop("scales"), params["kernel"]) if "scales" in params else params["kernel"]
         stacked, rank = kernel.shape[:a.ndim + b.ndim - 2 - kernel.ndim], a.shape[-1]  # a layer that looks ahead is not
         product = jnp.matmul(a.reshape(*stacked, -1, rank), b.reshape(*stacked, rank, -1), precision="highest")
         found["kernel"] = kernel + scale * product.reshape(kernel.shape)
     return found
+
+
+LEVELS = [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,
+          0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]  # QLoRA's 4-bit NormalFloat, in float32
+
+
+def dequantized(scales, values):
+    """A weight of a value and a scale for each element; two values of 4 bits share a byte, the lower bits first."""
+    d = next(d for d in range(values.ndim) if values.shape[d] != scales.shape[d])
+    values = jnp.moveaxis(values, d, 0)
+    if values.dtype == jnp.uint8:
+        numbers = jnp.stack([values % 16, values // 16], 1).reshape(2 * len(values), *values.shape[1:])
+        values = jnp.asarray(LEVELS, jnp.float32)[numbers]
+    scales = jnp.moveaxis(jnp.asarray(scales, jnp.float32), d, 0)
+    return jnp.moveaxis(values.astype(jnp.float32) * jnp.repeat(scales, len(values) // len(scales), axis=0), 0, d)
 
 
 def at_random(params, seed: int = 0):

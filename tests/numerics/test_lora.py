@@ -23,8 +23,15 @@ CASES = {
     "latents, experts": ("deepseek_v3", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3)),
     "attention only, beside norms": ("gemma3", dict(mesh=(1, 2, 2), lora__targets=["*/attention/*"],
                                                     train__trainable=["*norm*"], lora__rank_stabilized=True)),
+    "nf4, tensor": ("llama", dict(mesh=(1, 2, 2), lora__quantize="nf4")),
+    "int8, all axes": ("gpt2", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=3,
+                                    lora__quantize="int8")),
+    "nf4, remat, context": ("qwen3", dict(mesh=(1, 2, 1), mesh__context=2, train__remat="full", lora__quantize="nf4")),
+    "nf4, zero-bubble": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1",
+                                       lora__quantize="nf4")),
+    "nf4, latents, experts": ("deepseek_v3", dict(mesh=(1, 2, 2), mesh__expert=2, lora__quantize="nf4")),
 }
-QUICK = ("tensor",)
+QUICK = ("tensor", "nf4, tensor")
 
 
 @pytest.mark.parametrize("name", [
