@@ -19,7 +19,7 @@ from jaxtrain.data.loading.batch_spec import BatchSpec
 from jaxtrain.data.loading.loader import in_step, prefetch
 from jaxtrain.data.loading.placement import place_batch
 from jaxtrain.errors import UserError
-from jaxtrain.models import Compute, make_model
+from jaxtrain.models import Compute, make_model, quantized_kernels
 from jaxtrain.objectives import Objective, configured
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
 from jaxtrain.parallel.pipeline.pipeline import Pipeline
@@ -89,7 +89,10 @@ class Run:
 
     def with_params(self, params: Any) -> TrainState:
         """The state at step 0 around these parameters of the model, trained and frozen, as a nested dict of arrays."""
-        return replace(self, load_initial=lambda run: given_params.placed(params, run.abstract_model)).init()
+        abstract = self.abstract_model
+        if not quantized_kernels.are_quantized(params):
+            abstract = quantized_kernels.as_floats(abstract)
+        return replace(self, load_initial=lambda _: given_params.placed(params, abstract)).init()
 
     @property
     def abstract_model(self) -> Any:
@@ -406,6 +409,7 @@ class Run:
     def _around(self, params: Any, key: jax.Array) -> TrainState:
         """The state around these parameters; those that are not given, such as adapters, are random."""
         def whole(params, key):
+            params = quantized_kernels.quantized_like(self.abstract_model, params)
             return self._state(partition.merge(params, partition.without(self._random(key), params)), key)
         return jax.jit(whole, out_shardings=self.layout.state)(params, key)
 

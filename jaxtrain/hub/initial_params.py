@@ -18,6 +18,7 @@ from jaxtrain.hub.export import RECORD
 from jaxtrain.hub.safetensors_files import INDEX
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.models.lora import without_adapters
+from jaxtrain.models.quantized_kernels import as_floats
 from jaxtrain.run import Run
 
 KEY = "train.init_from"
@@ -128,7 +129,7 @@ def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
     if adapters.rank and adapters != run.config.lora:
         raise UserError(KEY, f"{folder} has adapters (lora.rank={adapters.rank}), and this run has others or none",
                         "set the lora keys as there, or begin with what jaxtrain export makes of it, which merges them")
-    abstract = run.abstract_model if adapters.rank else without_adapters(run.abstract_model)
+    abstract = run.abstract_model if adapters.rank else without_adapters(as_floats(run.abstract_model))
     found = _checkpoint(folder, step)
     say(f"begins with the parameters of step {found[0]} of {folder}{_otherwise(before.model, run)}")
     return restore.load_params(folder, abstract, found[0])

@@ -24,7 +24,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.hub import safetensors_files
 from jaxtrain.hub.safetensors_files import Tensor
 from jaxtrain.hub.tensor_names import Entry, entries
+from jaxtrain.kernels import quantization
 from jaxtrain.models.lora import NAME as ADAPTER
+from jaxtrain.models.quantized_kernels import KERNEL, SCALES, as_floats
 from jaxtrain.sharding.rules import axes_of
 
 # Not parameters of a language model: buffers that old versions saved, and other parts of a multimodal model.
@@ -38,7 +40,7 @@ def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     Raises:
         UserError: a tensor is missing, left over, or of another shape than the model's.
     """
-    tensors, wanted = _by_full_name(safetensors_files.tensors_of(folder), model), flatten(abstract)
+    tensors, wanted = _by_full_name(safetensors_files.tensors_of(folder), model), flatten(as_floats(abstract))
     known = {entry.ours: entry for entry in entries(model)}
     if missing := [path for path in wanted if path not in known]:
         raise UserError(f"{folder}", f"no published tensor holds the parameter {missing[0]}", _fix(missing[0]))
@@ -50,9 +52,37 @@ def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     if left := sorted(name for name in tensors.keys() - used if not _is_ignored(name, model)):
         raise UserError(f"{folder}", f"it has {left[0]}, for which model.name={model.name} has no parameter",
                         "give the config that its config.json describes")
-    leaves = [jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(
-        read, tensors, known[path], leaf.shape, leaf.dtype)) for path, leaf in wanted.items()]
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    readers = {path: partial(read, tensors, known[path], leaf.shape, leaf.dtype) for path, leaf in wanted.items()}
+    flat = flatten(abstract)
+    for path in [path for path in flat if path not in readers]:  # scales
+        kernel = path.removesuffix(SCALES) + KERNEL
+        each = tuple(partial(_read_quantized, readers[kernel], wanted[kernel].shape, flat[kernel], flat[path], part)
+                     for part in (0, 1))
+        readers[kernel], readers[path] = each
+    return jax.tree.unflatten(jax.tree.structure(abstract), [
+        jax.make_array_from_callback(leaf.shape, leaf.sharding, readers[path]) for path, leaf in flat.items()])
+
+
+def _read_quantized(read: Callable[[tuple[slice, ...]], np.ndarray], shape: tuple[int, ...], values: Any, scales: Any,
+                    part: int, index: tuple[slice, ...]) -> np.ndarray:
+    """Return a slice of a kernel's values (part 0) or scales (1), from whole blocks, one layer after the other."""
+    whole = (values, scales)[part]
+    along = quantization.dimension_of(values, scales)
+    chosen = range(whole.shape[along])[index[along]]
+    one, block = shape[along] // whole.shape[along], shape[along] // scales.shape[along]  # values of an entry
+    begin = chosen.start * one // block * block
+    end = -(-chosen.stop * one // block) * block
+    layers = range(shape[0])[index[0]] if along else range(1)
+    found = []
+    for layer in layers:
+        wider = [*index]
+        wider[along] = slice(begin, end)
+        if along:
+            wider[0] = slice(layer, layer + 1)
+        both = quantization.quantize_like(values, scales, read(tuple(wider)).astype(np.float32))
+        first = chosen.start - begin // one
+        found.append(both[part].take(range(first, first + len(chosen)), along))
+    return np.concatenate(found)
 
 
 def read(tensors: Mapping[str, Tensor], entry: Entry, shape: Sequence[int], dtype: Any,
@@ -77,10 +107,11 @@ def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int, 
     """
     flat = flatten(params)
     parts: dict[str, list[tuple[Entry, tuple[int, ...]]]] = defaultdict(list)
+    wide = flatten(as_floats(params))
     for entry in entries(model):
         for name, which in names(entry, flat[entry.ours].shape):
             parts[name].append((entry, which))
-    shapes = {name: published_shape(entry, flat[entry.ours].shape) for name, [(entry, _), *_] in parts.items()}
+    shapes = {name: published_shape(entry, wide[entry.ours].shape) for name, [(entry, _), *_] in parts.items()}
     float32 = {name for name, [(entry, _), *_] in parts.items() if entry.float32}
     kinds = {name: np.dtype(np.float32 if name in float32 else dtype) for name in shapes}
     sizes = {name: math.prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
@@ -151,7 +182,7 @@ def _published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str
                lora_scale: float) -> np.ndarray:
     """Gather a tensor from the parameter, or the parameters, that it holds."""
     entry, _ = parts[0]
-    shape = flat[entry.ours].shape[_stacked(entry):]
+    shape = _shape(entry.ours, flat)[_stacked(entry):]
     letters, sizes = "".join(_groups(entry)), _sizes(entry, shape)
     out = np.empty([sizes[letter] for letter in letters], dtype)
     for entry, which in parts:
@@ -161,18 +192,34 @@ def _published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str
         ours = entry.layout.split("->")[1]
         where = tuple(entry.part[0] if letter == "p" else slice(None) for letter in letters)
         out[where] = piece.transpose([ours.index(letter) for letter in letters if letter != "p"])
-    return out.reshape(published_shape(entry, flat[entry.ours].shape))
+    return out.reshape(published_shape(entry, _shape(entry.ours, flat)))
 
 
 def _merged(path: str, which: tuple[int, ...], flat: Mapping[str, jax.Array], dtype: Any,
             lora_scale: float) -> np.ndarray:
     """Gather one layer of a parameter, or one expert, with the adapter that it may have."""
     down, up = (f"{path.rpartition('/')[0]}/{ADAPTER}/{name}" for name in ("down", "up"))
-    if down not in flat or not path.endswith("/kernel"):
+    scales = _scales_of(path, flat)
+    if not path.endswith(f"/{KERNEL}") or (down not in flat and scales is None):
         return _gathered(flat[path], which, dtype)
-    kernel, a, b = (_gathered(flat[each], which, np.float32) for each in (path, down, up))
+    kernel = _gathered(flat[path], which, np.float32 if scales is None else flat[path].dtype)
+    if scales is not None:
+        kernel = quantization.dequantize(kernel, _gathered(scales, which, np.float32), np.float32)
+    if down not in flat:
+        return kernel.astype(dtype)
+    a, b = (_gathered(flat[each], which, np.float32) for each in (down, up))
     product = a.reshape(-1, a.shape[-1]) @ b.reshape(len(b), -1)
     return (kernel + np.float32(lora_scale) * product.reshape(kernel.shape)).astype(dtype)
+
+
+def _scales_of(path: str, flat: Mapping[str, jax.Array]) -> jax.Array | None:
+    return flat.get(path.removesuffix(KERNEL) + SCALES) if path.endswith(f"/{KERNEL}") else None
+
+
+def _shape(path: str, flat: Mapping[str, jax.Array]) -> tuple[int, ...]:
+    """Return the shape of a parameter, also of one in few bits."""
+    scales = _scales_of(path, flat)
+    return flat[path].shape if scales is None else quantization.shape_of(flat[path], scales)
 
 
 def _gathered(x: jax.Array, which: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxtrain.config.schema import ModelConfig
+from jaxtrain.models.quantized_kernels import as_floats
 from jaxtrain.sharding.host_memory import HOST
 from jaxtrain.train_step.optimizers.matrices import is_matrix
 from jaxtrain.train_step.state import Layout, TrainState
@@ -27,7 +28,7 @@ def report(abstract: TrainState, layout: Layout) -> str:
     lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4].rjust(widths[4])]) for row in rows]
     lines.insert(1, "-" * len(lines[0]))
     mesh = " x ".join(f"{axis}={size}" for axis, size in layout.mesh.shape.items() if size > 1) or "one device"
-    count, frozen = (sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+    count, frozen = (sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(as_floats(tree)))
                      for tree in (abstract.params, abstract.frozen))
     lines += [f"mesh: {mesh}",
               f"parameters: {count:,} in {len(jax.tree.leaves(abstract.params))} arrays, {total(abstract.params):,} "
@@ -72,6 +73,7 @@ def matmul_parameters(abstract: TrainState, layout: Layout, model: ModelConfig,
         return math.prod(shape) // shape[axes.index("experts")] * model.experts_per_token
 
     def multiplied(params, axes):
+        params, axes = as_floats(params), as_floats(axes)
         names = jax.tree.structure(params).flatten_up_to(axes)
         return sum(active(leaf.shape, axes) for leaf, axes in zip(jax.tree.leaves(params), names, strict=True)
                    if is_matrix(axes) and axes[0] not in lookups)

@@ -14,7 +14,9 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import restore
-from jaxtrain.hub import export, initial_params
+from jaxtrain.hub import export, generate_texts, initial_params
+from jaxtrain.models import quantized_kernels
+from jaxtrain.train_step import partition
 from tests.numerics import reference
 from tests.numerics.plain_lora import merged
 from tests.tiny import free_address, virtual_devices
@@ -131,6 +133,35 @@ def test_adapters_of_a_run_are_tuned_resumed_and_merged(workdir, published, tmp_
     jax.tree.map(np.testing.assert_array_equal, again.all_params, state.all_params)
     with pytest.raises(jt.UserError, match=r"tuned has adapters \(lora.rank=2\), and this run has others"):
         begun(tmp_path / "tuned/config.json", train__init_from=str(tmp_path / "tuned"), lora__rank=0).init()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_adapters_beside_quantized_weights(workdir, published, tmp_path, kind):
+    """Published weights become few bits as they are read, a run's when it begins; both resume, and are exported."""
+    base = jax.device_get(trained(workdir))
+    keys = {"lora__rank": 2, "lora__quantize": kind, "data__source": str(workdir.parent / "text.txt")}
+    run = begun(f"hf:{published}", train__steps=2, data__seq_len=32, data__global_batch_size=8,
+                train__init_from=str(published), **keys)
+    begins = jax.device_get(run.init().frozen)
+    jax.tree.map(np.testing.assert_array_equal, begins, quantized_kernels.quantized_like(run.abstract_model, base))
+    other = begun(workdir / "config.json", train__init_from=str(workdir), mesh__data=2, mesh__fsdp=2, mesh__tensor=2,
+                  **keys)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(other.init().frozen), begins)
+    given = begun(workdir / "config.json", **keys)
+    zeros = jax.tree.map(np.zeros_like, jax.device_get(given.init().params))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(given.with_params(
+        partition.merge(base, zeros)).frozen), begins)
+
+    state = jt.train(run.config, tmp_path / "tuned")
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.frozen), begins)
+    longer = replace(run.config, train=replace(run.config.train, steps=3))
+    again = jt.train(longer, tmp_path / "tuned", may_change=["train.steps"])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.frozen), begins)
+    assert export.main([str(tmp_path / "tuned"), f"--to={tmp_path / 'out'}", "--dtype=float32"]) == 0
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
+                 begun(f"hf:{tmp_path / 'out'}").init().params, merged(jax.device_get(again.all_params), 16 / 2))
+    assert generate_texts.main([str(tmp_path / "tuned"), "--prompt=It was", "--max_new_tokens=3"]) == 0
 
 
 @pytest.mark.slow

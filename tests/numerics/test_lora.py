@@ -87,6 +87,10 @@ def test_only_adapters_have_moments():
     (dict(train__freeze=["embed"]), "train.freeze: with lora.rank everything is frozen but the adapters; leave it out"),
     (dict(lora__targets=[]), "lora.targets: [] is not a list of paths; give ['*'] for all linear layers"),
     (dict(lora__rank=-1), "lora.rank: -1 is negative; give 0 or more"),
+    (dict(lora__quantize="int4"), "lora.quantize: 'int4' is not "),
+    (dict(lora__quantize="nf4", train__trainable=["*norm*"]), "lora.quantize: train.trainable trains "),
+    (dict(lora__quantize="int8", train__precision="fp8"), "lora.quantize: train.precision=fp8 rounds the weights"),
+    (dict(lora__rank=0, lora__alpha=16.0, lora__quantize="nf4"), "lora.quantize: it is read with lora.rank above 0"),
 ])
 def test_mistakes_are_told_in_one_line(keys, message):
     with pytest.raises(jt.UserError) as refusal:
