@@ -28,7 +28,8 @@ def case(name: str, config: str, target: str, devices: int, rows: int, seq_len: 
     names = {"remat": "train.remat", "accumulation": "train.accumulation", "zero": "optimizer.zero_stage",
              "schedule": "pipeline.schedule", "microbatches": "pipeline.microbatches",
              "strategy": "mesh.context_strategy", "layers": "model.num_layers", "attention": "train.attention",
-             "offload": "optimizer.offload"}
+             "offload": "optimizer.offload", "rank": "lora.rank", "quantize": "lora.quantize",
+             "frozen": "train.frozen_dtype", "unroll": "train.unroll"}
     overrides = {**ONE, "data.global_batch_size": rows, "data.seq_len": seq_len,
                  **{names.get(key, f"mesh.{key}"): value for key, value in keys.items()}}
     return {"name": name, "config": config, "target": target, "devices": devices, "overrides": overrides}
@@ -56,6 +57,9 @@ H200 = [
     *(case(f"mixtral h200 {mesh}", "mixtral_8x7b", "h200", 32, 32, 4096, remat="full", **mesh)
       for mesh in ({"fsdp": 32}, {"fsdp": 4, "expert": 8}, {"fsdp": 4, "expert": 4, "tensor": 2})),
 ]
+QLORA = [case(f"{size} {quantize} h100", f"llama3_{size.lower()}", "h100", 1, 1, 2048, remat="full", rank=16,
+              quantize=quantize, frozen="bfloat16", unroll=1)
+         for size, quantize in (("8B", "nf4"), ("8B", "int8"), ("70B", "nf4"))]
 TPU = [  # where attention keeps all scores of a layer: rows of 4,096
     *(case(f"8B v5p fsdp8 {remat}", "llama3_8b", "v5p", 8, 8, 4096, fsdp=8, remat=remat)
       for remat in ("full", "attention", "dots")),
@@ -70,7 +74,7 @@ TPU = [  # where attention keeps all scores of a layer: rows of 4,096
     *(case(f"8B v5e fsdp8 offload {remat}", "llama3_8b", "v5e", 8, 8, 2048, fsdp=8, remat=remat, offload=True)
       for remat in ("full", "attention")),
 ]
-CASES = [*H200, *TPU]
+CASES = [*H200, *QLORA, *TPU]
 
 
 def predicted(one: dict) -> Estimate:

@@ -57,9 +57,9 @@ def dequantize(values: Any, scales: Any, dtype: Any) -> Any:
     shape, dimension = shape_of(values, scales), dimension_of(values, scales)
     if values.dtype == np.uint8:
         numbers = xp.stack([values & 15, values >> 4], dimension + 1).reshape(shape)
-        levels: Any = np.float32(_NF4[0])
-        for number, level in enumerate(_NF4[1:], 1):
-            levels = xp.where(numbers >= number, np.float32(level), levels)
+        # Exact, since all terms but one are zero. A table or a choice among constants would be slower on some devices,
+        # and constants of the weight's shape are hoisted out of the loop over layers, where they fill the memory.
+        levels = sum((numbers == number).astype(np.float32) * np.float32(level) for number, level in enumerate(_NF4))
     else:
         levels = values.astype(np.float32)
     blocks = _in_blocks(levels, dimension, shape[dimension] // scales.shape[dimension])

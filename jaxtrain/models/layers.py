@@ -107,7 +107,8 @@ class Linear(nnx.Module):
 
     def wide(self, dtype: Any, values: jax.Array, scales: jax.Array) -> jax.Array:
         """Return the weight in use that a kernel in 8 or 4 bits stands for, which is gathered in these bits."""
-        return quantization.dequantize(*(sharding.gather(x, *self.axes) for x in (values, scales)), dtype)
+        values, scales = (sharding.gather(x, *self.axes) for x in (values, scales))
+        return quantization.dequantize(values, scales, dtype)
 
     def product(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         """Return input times weight, plus bias."""

@@ -114,7 +114,9 @@ def lora_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Adapters in some of the cases, of all linear layers or of attention."""
     if keys["optimizer.name"] != "adamw" or keys["train.freeze"] or rng.random() < 0.8:
         return {}
-    return {"lora.rank": rng.choice((1, 3)), "lora.alpha": 4.0, "lora.targets": rng.choice((["*"], ["*attention/*"]))}
+    quantize = rng.choice(("", "", "int8", "nf4")) if keys.get("train.precision") != "fp8" else ""
+    return {"lora.rank": rng.choice((1, 3)), "lora.alpha": 4.0, "lora.targets": rng.choice((["*"], ["*attention/*"])),
+            "lora.quantize": quantize}
 
 
 def config_of(keys: dict[str, Any]):
