@@ -18,8 +18,8 @@ from jaxtrain.hub.export import RECORD
 from jaxtrain.hub.safetensors_files import INDEX
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.models.lora import without_adapters
-from jaxtrain.models.quantized_kernels import as_floats
 from jaxtrain.run import Run
+from jaxtrain.train_step.quantized_kernels import as_floats
 
 KEY = "train.init_from"
 

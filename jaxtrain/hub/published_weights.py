@@ -24,10 +24,10 @@ from jaxtrain.errors import UserError
 from jaxtrain.hub import safetensors_files
 from jaxtrain.hub.safetensors_files import Tensor
 from jaxtrain.hub.tensor_names import Entry, entries
-from jaxtrain.kernels import quantization
 from jaxtrain.models.lora import NAME as ADAPTER
-from jaxtrain.models.quantized_kernels import KERNEL, SCALES, as_floats
 from jaxtrain.sharding.rules import axes_of
+from jaxtrain.train_step import quantization
+from jaxtrain.train_step.quantized_kernels import KERNEL, SCALES, as_floats
 
 # Not parameters of a language model: buffers that old versions saved, and other parts of a multimodal model.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$"

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels import quantization
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, swiglu
 from jaxtrain.models.attention.kv_cache import Cache
 from jaxtrain.models.rematerialization import Wrap
@@ -25,6 +24,7 @@ from jaxtrain.parallel.vocab import lookup
 from jaxtrain.sharding import products
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import Names
+from jaxtrain.train_step import quantization
 
 RESIDUAL: Names = ("batch", "block_seq", "act_embed")  # between blocks
 INSIDE: Names = ("batch", "seq", "act_embed")  # at the inputs of attention and MLP
@@ -57,7 +57,7 @@ class Linear(nnx.Module):
     """An einsum with a weight, and a bias over the output dimensions that come from the weight."""
 
     adapter: Any = None  # models/lora.py gives some layers one
-    scales: Any = None  # of a kernel in 8 or 4 bits (kernels/quantization.py)
+    scales: Any = None  # of a kernel in 8 or 4 bits (train_step/quantization.py)
 
     def __init__(self, equation: str, shape: tuple[int, ...], axes: Names, out: Names, *, rngs: nnx.Rngs,
                  bias: bool = False, std: float = 0.02):

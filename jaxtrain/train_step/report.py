@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from jaxtrain.config.schema import ModelConfig
-from jaxtrain.models.quantized_kernels import as_floats
 from jaxtrain.sharding.host_memory import HOST
 from jaxtrain.train_step.optimizers.matrices import is_matrix
+from jaxtrain.train_step.quantized_kernels import as_floats
 from jaxtrain.train_step.state import Layout, TrainState
 
 

@@ -15,8 +15,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.checkpoint import restore
 from jaxtrain.hub import export, generate_texts, initial_params
-from jaxtrain.models import quantized_kernels
-from jaxtrain.train_step import partition
+from jaxtrain.train_step import partition, quantized_kernels
 from tests.numerics import reference
 from tests.numerics.plain_lora import merged
 from tests.tiny import free_address, virtual_devices

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.errors import UserError
-from jaxtrain.kernels.quantization import BLOCK, KINDS, dequantize, quantize, quantize_like, shape_of
+from jaxtrain.train_step.quantization import BLOCK, KINDS, dequantize, quantize, quantize_like, shape_of
 from tests.numerics.plain_lora import LEVELS, dequantized
 
 SHAPES = {"columns of two blocks": ((128, 6), 0), "a stack, in the middle": ((3, 192, 5), 1),

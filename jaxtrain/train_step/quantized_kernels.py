@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.kernels import quantization
+from jaxtrain.train_step import quantization
 
 KERNEL, SCALES = "kernel", "scales"
 
