@@ -150,7 +150,8 @@ def truth(session: Session) -> None:
 
     gpu = session.about["device"] != "cpu"
     cases = list(figures.cases("gpu" if gpu else "cpu", few=session.rehearse))
-    left = [case for case in cases if not session.kept(("figures",), " ".join(case[:3]))]
+    left = [case for case in cases if not (
+        (before := session.kept(("figures",), " ".join(case[:3]))) and before["figures"].get("right"))]
     # Most of the time is compilation: processes side by side, each with some of the cases.
     with ProcessPoolExecutor(4 if gpu else 1, multiprocessing.get_context("spawn")) as pool:
         for case, found in zip(left, pool.map(figures.judged, left), strict=True):
@@ -283,7 +284,9 @@ def at_best(session: Session, size: str, *flags: str, steps: int, **more: Any) -
 
 
 def best(session: Session, size: str) -> list[dict[str, Any]]:
-    """The keys that the planner predicts to be fastest on this card; asked once, and kept beside the results."""
+    """The keys that the planner predicts to be fastest on this card, or those in a file beside the results, which may
+    come from another machine.
+    """
     device = re.sub(r"\W+", "-", session.about["device"])
     kept = session.results.with_suffix(f".{size}.{device}.json")
     if not kept.exists():

@@ -1,6 +1,7 @@
 """Profile a training step: trace a few steps, and divide their time by kind of operation and by kernel."""
 
 import re
+import statistics
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -118,9 +119,11 @@ def _executions(events: list[trace.Event], code: Program) -> dict[str, int]:
         kernels[event.operation][event.kernel] += 1
     counts = {operation: max(those.values()) for operation, those in kernels.items()}
     of = {operation: code.instructions[operation].computation for operation in counts if operation in code.instructions}
-    usual = {computation: Counter(counts[operation] for operation in of if of[operation] == computation).most_common(1)
-             for computation in set(of.values())}
-    return {operation: min(count, usual[of[operation]][0][0]) if operation in of else count
+    each: dict[str, list[int]] = defaultdict(list)
+    for operation, computation in of.items():
+        each[computation].append(counts[operation])
+    usual = {computation: min(statistics.multimode(found)) for computation, found in each.items()}
+    return {operation: min(count, usual[of[operation]]) if operation in of else count
             for operation, count in counts.items()}
 
 

@@ -117,7 +117,8 @@ def load_params(workdir: str | Path, abstract: Any, step: int) -> Any:
             saved = metadata.state.tree
             for path, leaf in wanted.items():
                 key = next((key for key in (f"params/{path}", f"frozen/{path}") if key in saved), "")
-                if not key or tuple(saved[key].shape) != tuple(leaf.shape):
+                if not key or tuple(saved[key].shape) != tuple(leaf.shape) or (
+                        np.issubdtype(saved[key].dtype, np.integer) != np.issubdtype(leaf.dtype, np.integer)):
                     there = describe(saved[key]) if key else "missing"
                     raise UserError(path, f"is {there} in the checkpoint {folder} and {describe(leaf)} in this model",
                                     "give the config with which it was trained")

@@ -60,7 +60,7 @@ def default_chunks(tokens: int, vocab: int) -> int:
     """Return into how many chunks of at most 512 MiB of logits to split tokens, but of at least 2,048 tokens.
 
     With fewer tokens the matmul that makes the weight's gradient is bound by memory: on an H200 chunks of 1,024 take
-    6 % longer than of 2,048, and those 1 % longer than of 8,192 (docs/benchmarks.md).
+    6 to 9 % longer than of 2,048, and those 1 to 3 % longer than of 8,192 (docs/benchmarks.md).
     """
     wanted = max(1, tokens // max(2048, 2**27 // vocab))
     above = next(n for n in range(wanted, tokens + 1) if tokens % n == 0)

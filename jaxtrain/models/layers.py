@@ -85,11 +85,11 @@ class Linear(nnx.Module):
             y = y + self.adapter(x)
         return checkpoint_name(y, self.bias_axes[0])  # by which train.remat may keep it
 
-    def matrix(self) -> jax.Array:
-        """Return the weight as it is in use, with what an adapter adds to it."""
+    def matrix(self, dtype: Any) -> jax.Array:
+        """Return the weight as it is in use, with what an adapter adds to it; from few bits it becomes this `dtype`."""
         kernel = self.kernel.get_value()
         kernel = sharding.gather(kernel, *self.axes) if self.scales is None else self.wide(
-            self.scales.dtype, kernel, self.scales.get_value())
+            dtype, kernel, self.scales.get_value())
         return kernel if self.adapter is None else kernel + self.adapter.matrix()
 
     def quantize(self, kind: str) -> None:
@@ -99,11 +99,9 @@ class Linear(nnx.Module):
         whole = [name for name in self.axes if name not in ("heads", "kv_heads", "mlp")]  # not split by `tensor`
         along = max(whole, key=lambda name: quantization.block_of(weight.shape[stacked + self.axes.index(name)]))
         values, scales = quantization.quantize(weight, kind, stacked + self.axes.index(along))
-        layers, blocks = ("layers",) * stacked, scales.shape[stacked + self.axes.index(along)]
-        # Few blocks need not divide over the mesh as the dimension does; they are small, and rest on every device.
-        own = tuple(None if name == along and blocks % 64 else name for name in self.axes)
-        self.kernel, self.scales = (nnx.Param(x, axes=(*layers, *axes), compute_dtype="", update="")
-                                    for x, axes in ((values, self.axes), (scales, own)))
+        axes = (*("layers",) * stacked, *self.axes)
+        self.kernel, self.scales = (nnx.Param(x, axes=axes, compute_dtype=dtype, update="") for x, dtype in (
+            (values, ""), (scales, "bfloat16")))
 
     def wide(self, dtype: Any, values: jax.Array, scales: jax.Array) -> jax.Array:
         """Return the weight in use that a kernel in 8 or 4 bits stands for, which is gathered in these bits."""

@@ -41,6 +41,8 @@ class Adapter(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = sharding.leave_reduced(x)
+        if len(self.down_axes) == 2 and self.down_axes[0] == "embed":  # inputs between blocks may be split over `seq`
+            x = sharding.constrain(x, "batch", "seq", "act_embed")
         x_BTR = sharding.einsum(self.down_equation, x, self.down.get_value(), self.down_axes, ("batch", "seq", None))
         return sharding.einsum(self.up_equation, x_BTR, self.up.get_value(), self.up_axes, self.out) * self.scale
 

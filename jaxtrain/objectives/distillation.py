@@ -16,6 +16,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.config.data_stages import stages
+from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.cross_entropy import distillation_loss
@@ -72,7 +73,7 @@ class Distillation(NextToken):
 
     def init_frozen(self, key: jax.Array, params: Any) -> dict:
         """Return the teacher's initial parameters: a placeholder where it is loaded from a workdir."""
-        model = make_model(self.teacher_config.model, self.compute, rngs=nnx.Rngs(params=key))
+        model = make_model(self.teacher_config.model, self.compute, self.teacher_config.lora, rngs=nnx.Rngs(params=key))
         return {TEACHER: Skeleton.of(model).params()}
 
     def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +82,9 @@ class Distillation(NextToken):
         A run keeps the teacher that it began with: its checkpoint stays the recorded one as long as the workdir given
         here is the same, or has it too.
         """
-        found = super().identity(recorded) | {"teacher": asdict(self.teacher_config.model)}
+        lora = self.teacher_config.lora
+        found = super().identity(recorded) | {
+            "teacher": asdict(self.teacher_config.model) | ({"lora": asdict(lora)} if lora.rank else {})}
         if self.workdir is None:
             return found
         from jaxtrain.checkpoint.restore import find_good
@@ -137,9 +140,14 @@ def distillation(teacher: Config, *, workdir: str | Path | None = None, soft: fl
         if longest > teacher.model.max_seq_len:
             raise UserError("data.seq_len", f"rows of {longest} tokens exceed the teacher's model.max_seq_len="
                             f"{teacher.model.max_seq_len}", "use shorter rows or another teacher")
+        if workdir is not None and (said := Path(workdir) / "config.json").is_file():
+            adapters = load_config(said).lora
+            if adapters.rank and adapters != teacher.lora:
+                raise UserError("teacher", f"{workdir} has adapters (lora.rank={adapters.rank}), and the teacher's "
+                                "config has others or none", "give the config in that workdir")
         compute = replace(Compute.of(config), remat="none")
         skeleton = Skeleton.of(nnx.eval_shape(lambda: make_model(
-            teacher.model, compute, rngs=nnx.Rngs(params=jax.random.key(0)))))
+            teacher.model, compute, teacher.lora, rngs=nnx.Rngs(params=jax.random.key(0)))))
         return Distillation(**vars(NextToken.of(config, model)), teacher=skeleton, teacher_config=teacher,
                             compute=compute, soft=soft, temperature=temperature,
                             workdir=None if workdir is None else Path(workdir))

@@ -17,7 +17,7 @@ def version_of(package: str) -> str | None:
 def git_commit() -> str | None:
     """The commit of the checkout that jaxtrain runs from, "-dirty" appended if it was edited.
 
-    $JAXTRAIN_COMMIT says it where this is a copy, in a container for example; without either it is None.
+    $JAXTRAIN_COMMIT, if set, says it for a copy, in a container for example; without either it is None.
     """
     root = Path(__file__).parents[2]
     if given := os.environ.get("JAXTRAIN_COMMIT"):

@@ -260,8 +260,10 @@ def _flops(instruction: Instruction, made: Program) -> float:
         if len(queries) != 4 or len(keys) != 4:
             return 0.0
         B, T, H, K = queries
-        # Two products forward, five backward; causal, so about half of the pairs, unless there is a mask.
-        pairs = T * keys[1] / (1 if "ScaleBias" in target else 2)
+        # Two products forward, five backward; causal, so about half of the pairs, unless there is a mask. (With a mask
+        # and a window it was not measured.)
+        window = re.search(r'"sliding_window_length":"?[1-9]', instruction.text)
+        pairs = T * keys[1] / (1 if "ScaleBias" in target and not window else 2)
         return (5 if "Backward" in target else 2) * 2.0 * B * H * pairs * K
     else:
         return 0.0

@@ -24,7 +24,7 @@ GB, GiB, T = 1e9, 2.0**30, 1e12
 GPU = {
     "matmul": 0.62,  # H100, all eight of a machine at their power limit; published for large matmuls alone: 0.73
     "grouped": 0.50,  # jaxtrain's own kernels for experts; on one H200 0.61 was measured
-    "attention": 0.42,  # cuDNN's without a mask; on one H200 0.36 to 0.45 at 4,096 tokens, 0.55 at 32,768
+    "attention": 0.42,  # cuDNN's without a mask; on one H200 0.37 to 0.45 at 4,096 tokens, 0.55 at 32,768
     "mosaic": 0.48,  # jaxtrain's own; on one H200 0.46 to 0.60, and 0.65
     "memory": 0.72,
     "links": 0.80,  # NCCL's bus bandwidth in large collectives, within machines and across
@@ -131,7 +131,7 @@ TARGETS: dict[str, Target] = {target.name: target for target in (
          {"matmul": 0.74, "attention": 0.50}),  # less short of power than H100
     _gpu("h100", "NVIDIA H100 80GB HBM3", 989, 1979, 84942979072, 3352, 450, 8, 50, 3.0, _HOPPER, _NVIDIA),
     _gpu("h200", "NVIDIA H200", 989, 1979, 151397597184, 4800, 450, 8, 50, 3.5, _HOPPER, _NVIDIA,
-         # Measured on one card: in large matmuls alone 0.80, in elementwise operations 0.83 to 0.89.
+         # Measured on one card: large matmuls alone reach 0.80, large elementwise operations 0.83 to 0.89.
          {"matmul": 0.77, "grouped": 0.61, "attention": 0.45, "mosaic": 0.53, "memory": 0.85}),
     _gpu("b200", "NVIDIA B200", 2250, 4500, 191514411008, 7672, 900, 8, 50, 5.5, _BLACKWELL, _NVIDIA),
     _gpu("gb200", "NVIDIA GB200", 2500, 5000, 197897748480, 7928, 900, 72, 50, 6.5,

@@ -20,6 +20,7 @@ from jaxtrain.sharding.host_memory import HOST
 from jaxtrain.sharding.rules import AnyMesh, Names, Rules
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.precision import LossScale
+from jaxtrain.train_step.quantized_kernels import SCALES
 
 
 @jax.tree_util.register_dataclass
@@ -193,6 +194,10 @@ def with_shardings(abstract: Any, shardings: Any) -> Any:
 
 def _parameter(path, leaf, names: Names | None, rules: Rules, mesh: AnyMesh) -> NamedSharding:
     what = jax.tree_util.keystr(path, simple=True, separator="/")
+    if names is not None and what.endswith(f"/{SCALES}"):  # few blocks need not divide as the dimension does
+        spec = (*rules.spec(names), *(None,) * len(names))
+        names = tuple(name if size % sharding.shards(entry, mesh) == 0 else None
+                      for name, size, entry in zip(names, leaf.shape, spec, strict=False))
     if names is not None:
         return sharding.parameter_sharding(names, leaf.shape, rules, mesh, what)
     return sharding.spread(NamedSharding(mesh, P(*(None,) * len(leaf.shape))), leaf.shape, axis="fsdp")

@@ -162,6 +162,17 @@ def test_adapters_beside_quantized_weights(workdir, published, tmp_path, kind):
                  begun(f"hf:{tmp_path / 'out'}").init().params, merged(jax.device_get(again.all_params), 16 / 2))
     assert generate_texts.main([str(tmp_path / "tuned"), "--prompt=It was", "--max_new_tokens=3"]) == 0
 
+    student, teacher = (jt.load_config(folder / "config.json") for folder in (workdir, tmp_path / "tuned"))
+    learning = jt.build(student, objective=jt.distillation(teacher, workdir=tmp_path / "tuned")).init()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(learning.frozen["teacher"]),
+                 jax.device_get(again.all_params))
+    with pytest.raises(jt.UserError, match=r"tuned has adapters \(lora.rank=2\), and the teacher's config has others"):
+        jt.build(student, objective=jt.distillation(student, workdir=tmp_path / "tuned"))
+    floats = quantized_kernels.as_floats(run.abstract_model) if kind == "int8" else None
+    if floats is not None:
+        with pytest.raises(jt.UserError, match=r"kernel: is int8\[.* in the checkpoint .* and float32\["):
+            restore.load_params(tmp_path / "tuned", floats, 3)
+
 
 @pytest.mark.slow
 def test_what_is_exported_says_where_it_comes_from(workdir, published):

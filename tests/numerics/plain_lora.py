@@ -10,9 +10,10 @@ def merged(params, scale: float):
     if not isinstance(params, dict):
         return params
     found = {key: merged(inner, scale) for key, inner in params.items() if key != "adapter"}
+    if "scales" in params:
+        found["kernel"] = dequantized(found.pop("scales"), params["kernel"])
     if "adapter" in params:
-        a, b = params["adapter"]["down"], params["adapter"]["up"]
-        kernel = dequantized(found.pop("scales"), params["kernel"]) if "scales" in params else params["kernel"]
+        kernel, a, b = found["kernel"], params["adapter"]["down"], params["adapter"]["up"]
         stacked, rank = kernel.shape[:a.ndim + b.ndim - 2 - kernel.ndim], a.shape[-1]  # a layer that looks ahead is not
         product = jnp.matmul(a.reshape(*stacked, -1, rank), b.reshape(*stacked, rank, -1), precision="highest")
         found["kernel"] = kernel + scale * product.reshape(kernel.shape)

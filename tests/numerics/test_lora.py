@@ -23,6 +23,7 @@ CASES = {
     "latents, experts": ("deepseek_v3", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3)),
     "attention only, beside norms": ("gemma3", dict(mesh=(1, 2, 2), lora__targets=["*/attention/*"],
                                                     train__trainable=["*norm*"], lora__rank_stabilized=True)),
+    "looks ahead": ("deepseek_v3", dict(mesh=(1, 2, 2), model__mtp_loss_weight=0.3, lora__quantize="int8")),
     "nf4, tensor": ("llama", dict(mesh=(1, 2, 2), lora__quantize="nf4")),
     "int8, all axes": ("gpt2", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=3,
                                     lora__quantize="int8")),

@@ -69,7 +69,8 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
     """Return the backend that `train.attention` selects here; raises UserError if it cannot do this.
 
     `strategy`: how attention crosses the parts of a sequence; "" if every device has whole ones. `packed`: whether rows
-    may hold several documents. For those `auto` prefers `mosaic`: with a mask cuDNN computes all pairs of tokens.
+    may hold several documents. For those `auto` prefers `mosaic`: with a mask cuDNN computes all pairs of tokens. It
+    also takes it for what cuDNN cannot compute.
     """
     tiled = strategy not in ("", "ulysses") and f"mesh.context_strategy={strategy} has tiles; ulysses uses the kernel"
 

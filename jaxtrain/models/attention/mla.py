@@ -67,7 +67,7 @@ class LatentAttention(nnx.Module):
 
         Queries are projected to the latents' space and sums of latents to values, so that no latent is projected up.
         """
-        up_LHK, up_LHV = jnp.split(self.kv.matrix(), [self.head_dim], axis=-1)
+        up_LHK, up_LHV = jnp.split(self.kv.matrix(q_BTHK.dtype), [self.head_dim], axis=-1)
         spec = sharding.activation_spec(*HEADS)
         q_BTHL = jnp.einsum("bthk,lhk->bthl", q_BTHK, up_LHK, out_sharding=spec)
         q = jnp.concatenate([q_BTHL, q_BTHR], axis=-1)
