@@ -14,8 +14,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import restore
-from jaxtrain.hub import export, generate_texts, initial_params
-from jaxtrain.train_step import partition, quantized_kernels
+from jaxtrain.hub import export, generate_texts, initial_params, published_weights
+from jaxtrain.train_step import partition, quantization, quantized_kernels
 from tests.numerics import reference
 from tests.numerics.plain_lora import merged
 from tests.tiny import free_address, virtual_devices
@@ -132,6 +132,21 @@ def test_adapters_of_a_run_are_tuned_resumed_and_merged(workdir, published, tmp_
     jax.tree.map(np.testing.assert_array_equal, again.all_params, state.all_params)
     with pytest.raises(jt.UserError, match=r"tuned has adapters \(lora.rank=2\), and this run has others"):
         begun(tmp_path / "tuned/config.json", train__init_from=str(tmp_path / "tuned"), lora__rank=0).init()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("along", [0, 1, 2])
+def test_a_slice_of_a_quantized_weight_is_made_of_whole_blocks(along, kind):
+    """Also where shards cut a block."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal([128 if d == along else 6 for d in range(3)]).astype(np.float32)
+    both = quantization.quantize(weight, kind, along)
+    for _ in range(20):
+        for part, whole in enumerate(both):
+            cut = [sorted(rng.choice(size + 1, 2, replace=False)) for size in whole.shape]
+            index = tuple(slice(None) if rng.random() < 0.3 else slice(*map(int, ends)) for ends in cut)
+            got = published_weights._read_quantized(weight.__getitem__, weight.shape, *both, part, index)
+            np.testing.assert_array_equal(got, whole[index])
 
 
 @pytest.mark.slow
