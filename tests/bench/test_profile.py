@@ -140,3 +140,12 @@ def test_scopes_tell_the_kind(path, kind):
     ("MemcpyH2D", "copies"), ("something_else", "other programs")])
 def test_kernels_of_libraries(kernel, kind):
     assert kinds.kind_of_kernel(kernel) == kind
+
+
+def test_a_kernel_that_is_launched_four_times_for_one_operation_counts_once():
+    """As in cuDNN's attention on an H200, where the rate of the others would be four times too high."""
+    once = [trace.Event(name, name, 0, 1) for name in ("custom-call.1", "loop_add_fusion.7")]
+    four = [trace.Event("custom-call.2", "sdpa", 100 + n, 101 + n) for n in range(4)]
+    for steps in (1, 3):
+        found = profile._executions((once + four) * steps, program(GPU_PROGRAM))
+        assert found == dict.fromkeys(("custom-call.1", "loop_add_fusion.7", "custom-call.2"), steps)
