@@ -9,7 +9,7 @@ from jaxtrain.config.families import DeepseekV3Config, ModelConfig
 from jaxtrain.config.load import load_config, make_config
 from jaxtrain.objectives.distillation import distillation
 from jaxtrain.observe import device_peak, flops_per_token, mfu
-from jaxtrain.train_step.report import matmul_parameters
+from jaxtrain.train_step.report import matmul_parameters, report
 from tests.numerics import reference
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -101,5 +101,6 @@ def test_matrices_in_few_bits_count_as_whole_ones(kind):
     plain, few = (reference.build("llama", lora__rank=3, lora__quantize=bits) for bits in ("", kind))
     counts = [matmul_parameters(run.abstract, run.layout, run.config.model) for run in (plain, few)]
     assert counts[0] == counts[1]
-    told = [next(line for line in run.report().splitlines() if line.startswith("frozen:")) for run in (plain, few)]
+    told = [next(line for line in report(run.abstract, run.layout).splitlines() if line.startswith("frozen:"))
+            for run in (plain, few)]
     assert told[0].partition(" parameters")[0] == told[1].partition(" parameters")[0] and told[0] != told[1]
