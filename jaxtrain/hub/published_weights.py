@@ -107,11 +107,10 @@ def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int, 
     """
     flat = flatten(params)
     parts: dict[str, list[tuple[Entry, tuple[int, ...]]]] = defaultdict(list)
-    wide = flatten(as_floats(params))
     for entry in entries(model):
         for name, which in names(entry, flat[entry.ours].shape):
             parts[name].append((entry, which))
-    shapes = {name: published_shape(entry, wide[entry.ours].shape) for name, [(entry, _), *_] in parts.items()}
+    shapes = {name: published_shape(entry, _shape(entry.ours, flat)) for name, [(entry, _), *_] in parts.items()}
     float32 = {name for name, [(entry, _), *_] in parts.items() if entry.float32}
     kinds = {name: np.dtype(np.float32 if name in float32 else dtype) for name in shapes}
     sizes = {name: math.prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}

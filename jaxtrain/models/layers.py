@@ -93,7 +93,7 @@ class Linear(nnx.Module):
         return kernel if self.adapter is None else kernel + self.adapter.matrix()
 
     def quantize(self, kind: str) -> None:
-        """Keep the kernel in 8 or 4 bits from now on, in blocks along a dimension that no use of it splits."""
+        """Keep the kernel in 8 or 4 bits from now on, in blocks along a dimension that `tensor` does not split."""
         weight = self.kernel.get_value()
         stacked = weight.ndim - len(self.axes)
         whole = [name for name in self.axes if name not in ("heads", "kv_heads", "mlp")]  # not split by `tensor`

@@ -88,12 +88,12 @@ class Target:
         return 0.8 * self.host_memory
 
 
-NOTHING: Mapping[str, float] = {}
+_NO_RATES: Mapping[str, float] = {}
 
 
 def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: float, nvlink: float, node: int,
          network: float, price: float, chip: dict[str, Any], source: str,
-         efficiency: Mapping[str, float] = NOTHING) -> Target:
+         efficiency: Mapping[str, float] = _NO_RATES) -> Target:
     float32 = 2 * chip["cores"] * chip["fpus"] * chip["clock"] * 1e9  # without tensor cores, which would round
     peak = {"bfloat16": bf16 * T, "float16": bf16 * T, "float32": float32}
     if fp8:
@@ -107,7 +107,7 @@ def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: 
 
 def _tpu(name: str, kind: str, bf16: float, fp8: float, memory: float, bandwidth: float, ici: float, ports: int,
          pod: int, network: float, price: float, source: str,
-         efficiency: Mapping[str, float] = NOTHING) -> Target:
+         efficiency: Mapping[str, float] = _NO_RATES) -> Target:
     """Return a TPU target; `ici` is both directions of all ports together, as in the documentation."""
     peak = {"bfloat16": bf16 * T, "float32": bf16 * T / 6}  # in six passes
     if fp8:
