@@ -90,10 +90,8 @@ def fit(installed: Installed, python: str) -> list[Finding]:
             if not extras or not (name == "jaxtrain" or _FAMILY.fullmatch(needed)):
                 continue
             there, wanted = installed.version(needed), f"{need.name}{need.specifier}"
-            if there is None and not (needed in _TOOLKIT and _toolkit()):
-                absent.append(wanted)
-            elif there is None:
-                continue
+            if there is None:
+                absent += [wanted] * (not (needed in _TOOLKIT and _toolkit()))
             elif not need.specifier.contains(there, prereleases=True):
                 found.append(fail(CHECK, f"{name} {installed.version(name)} needs {wanted}, and {there} is installed",
                                   _together(name, needed, wanted, installed)))

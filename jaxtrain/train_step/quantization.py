@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 
-KINDS = ("int8", "nf4")
 BLOCK = 64  # values with one scale, or as many as a smaller dimension has in the largest power of two that divides it
 _NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
         -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
@@ -57,8 +56,8 @@ def dequantize(values: Any, scales: Any, dtype: Any) -> Any:
     shape, dimension = shape_of(values, scales), dimension_of(values, scales)
     if values.dtype == np.uint8:
         numbers = xp.stack([values & 15, values >> 4], dimension + 1).reshape(shape)
-        # Exact, since all terms but one are zero. A table or a choice among constants would be slower on some devices,
-        # and constants of the weight's shape are hoisted out of the loop over layers, where they fill the memory.
+        # Exact, since all terms but one are zero. A choice among constants would need them in the weight's shape, which
+        # JAX computes once, before the loop over layers, where they fill the memory.
         levels = sum((numbers == number).astype(np.float32) * np.float32(level) for number, level in enumerate(_NF4))
     else:
         levels = values.astype(np.float32)

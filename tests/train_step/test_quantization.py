@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jaxtrain.errors import UserError
-from jaxtrain.train_step.quantization import BLOCK, KINDS, dequantize, quantize, quantize_like, shape_of
+from jaxtrain.train_step.quantization import BLOCK, dequantize, quantize, quantize_like, shape_of
 from tests.numerics.plain_lora import LEVELS, dequantized
 
+KINDS = ("int8", "nf4")
 SHAPES = {"columns of two blocks": ((128, 6), 0), "a stack, in the middle": ((3, 192, 5), 1),
           "one small block": ((2, 4, 16), 2), "several small blocks": ((24, 3), 0)}
 
