@@ -81,7 +81,10 @@ def model_section(folder: str | Path) -> Keys:
     path = Path(folder) / FILE
     given = bounded_files.user_json(path, dict, "--config", "give a folder in Hugging Face's format")
     if given is None:
-        raise UserError("--config", f"there is no {path}", "give a folder in Hugging Face's format")
+        fix = "give a folder in Hugging Face's format"
+        if (path.parent / "adapter_config.json").is_file():
+            fix = f"it has adapters: give that of their model, and --config.train.init_from={folder}"
+        raise UserError("--config", f"there is no {path}", fix)
     try:
         given = given["text_config"] if given.get("model_type") == "gemma3" else given
         kind = given.get("model_type")

@@ -19,12 +19,13 @@ class LoraConfig:
     alpha: float = 16.0  # adapters are multiplied by alpha / rank
     rank_stabilized: bool = False  # by alpha / sqrt(rank) instead, which lets higher ranks learn as fast
     targets: list[str] = field(default_factory=lambda: ["*"], hash=False)  # paths with wildcards of linear layers
+    dora: bool = False  # adapters turn the weights' columns, and their lengths are trained apart (DoRA)
     quantize: str = ""  # the bits in which frozen linear layers rest: int8 or nf4 (QLoRA); "": as they are
 
     def __post_init__(self):
         not_negative(self, "lora", "rank")
         positive(self, "lora", "alpha")
-        _unread(self, "lora", self.rank, "rank above 0", "alpha rank_stabilized targets quantize")
+        _unread(self, "lora", self.rank, "rank above 0", "alpha rank_stabilized targets dora quantize")
         one_of("lora.quantize", self.quantize, ("", "int8", "nf4"))
         if not self.targets or not all(isinstance(pattern, str) for pattern in self.targets):
             raise UserError("lora.targets", f"{self.targets} is not a list of paths",

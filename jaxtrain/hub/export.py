@@ -11,6 +11,7 @@ step it is, with the SHA-256 of every file.
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,32 +53,27 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     from jaxtrain.models import lora
 
     workdir, to = Path(workdir), Path(to)
-    if to.exists():
-        raise UserError("--to", f"{to} is there already", "name a folder that is not")
-    run = _spread(trained_model.sections_of(workdir))
+    check_is_new(to)
+    run = spread(trained_model.sections_of(workdir))
     described = config_json(run.config.model) | {"dtype": dtype}
     params, found = trained_model.load(workdir, run, step)
     if found is None:
         raise UserError("WORKDIR", f"{workdir} is a published folder already", "give the workdir of a run")
     partial, first = to.with_name(f"{to.name}.partial"), jax.process_index() == 0
-    exchange(None, lambda _: _make(partial))  # it is there for all processes
+    exchange(None, lambda _: make_folder(partial))  # it is there for all processes
     published_weights.save(params, run.config.model, partial, jax.numpy.dtype(dtype), file_bytes,
                            lora.scale(run.config.lora))
     exchange(None)  # all files are written
     if first:
         _write_tokenizer(workdir, partial, described)
         atomic_files.write_json(partial / FILE, described)
-        record = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
-                  "sha256": {file.name: atomic_files.file_digest(file) for file in sorted(partial.iterdir())}}
-        atomic_files.write_json(partial / RECORD, record)
-        os.rename(partial, to)
-        atomic_files.sync(to.absolute().parent)
+        finish(partial, to, {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1]})
     exchange(None)
     return found[0]
 
 
-def _spread(sections: dict[str, Any]) -> Any:
-    """Return the model, sharded over all devices here where its dimensions divide over them."""
+def spread(sections: dict[str, Any]) -> Any:
+    """Return a run of the model, sharded over all devices here where its dimensions divide over them."""
     from jaxtrain.hub import trained_model
 
     try:
@@ -86,13 +82,29 @@ def _spread(sections: dict[str, Any]) -> Any:
         return trained_model.model_of(sections, {}, spread="data")
 
 
-def _make(folder: Path) -> None:
+def check_is_new(folder: Path) -> None:
+    """Refuse a folder to make that is there."""
+    if folder.exists():
+        raise UserError("--to", f"{folder} is there already", "name a folder that is not")
+
+
+def make_folder(folder: Path) -> None:
     """Make a folder anew, which an export that was stopped may have left."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     except OSError as error:
         raise UserError("--to", f"{folder} cannot be made ({error.strerror})", "give a folder that can be") from error
+
+
+def finish(partial: Path, to: Path, record: Mapping[str, Any]) -> None:
+    """Write export.json, the record and the SHA-256 of every file, and give the folder its name."""
+    from jaxtrain.files import atomic_files
+
+    hashes = {file.name: atomic_files.file_digest(file) for file in sorted(partial.iterdir()) if file.is_file()}
+    atomic_files.write_json(partial / RECORD, {**record, "sha256": hashes})
+    os.rename(partial, to)
+    atomic_files.sync(to.absolute().parent)
 
 
 def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`train.init_from`: a new run begins with the parameters of a published model, or of another run."""
+"""`train.init_from`: a new run begins with the parameters of another run, or of a published model or its adapters."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -14,6 +14,7 @@ from jaxtrain.errors import UserError, say
 from jaxtrain.files.atomic_files import file_digest
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.hub import published_weights
+from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.export import RECORD
 from jaxtrain.hub.safetensors_files import INDEX
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
@@ -39,14 +40,21 @@ def origin(source: str) -> dict[str, Any]:
     if (folder / "checkpoints").is_dir():
         found = _checkpoint(folder, step)
         return {"workdir": str(folder.absolute()), "step": found[0], "parameters": found[1]}
-    if step is not None or not (folder / published_config.FILE).is_file():
+    if step is not None or not _is_published(folder):
         raise _neither(folder)
-    return {"folder": str(folder.absolute()), "sha256": exchange(None, lambda _: _hashes(folder))}
+    found = {"folder": str(folder.absolute()), "sha256": exchange(None, lambda _: _hashes(folder))}
+    return found | ({"base": origin(f"{adapter_files.base_of(folder)}")} if adapter_files.is_adapter_folder(folder)
+                    else {})
+
+
+def _is_published(folder: Path) -> bool:
+    return (folder / published_config.FILE).is_file() or adapter_files.is_adapter_folder(folder)
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of config.json and of the weights; refuse files that are not as they were exported."""
-    paths = [path for path in (folder / published_config.FILE, folder / INDEX, *sorted(folder.glob("*.safetensors")))
+    """Return the SHA-256 of the config and of the weights; refuse files that are not as they were exported."""
+    names = (published_config.FILE, adapter_files.CONFIG, INDEX)
+    paths = [path for path in (*(folder / name for name in names), *sorted(folder.glob("*.safetensors")))
              if path.is_file()]
     with ThreadPoolExecutor(8) as threads:
         found = {path.name: digest for path, digest in zip(paths, threads.map(file_digest, paths), strict=True)}
@@ -74,10 +82,13 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
     """Return the parameters of either kind of source. A run that resumes does not look for it any more."""
     if (folder / "checkpoints").is_dir():
         return _of_workdir(folder, step, run)
-    if step is None and (folder / published_config.FILE).is_file():
-        section = published_config.model_section(folder)
+    if step is None and _is_published(folder):
+        adapted = adapter_files.is_adapter_folder(folder)
+        section = published_config.model_section(adapter_files.base_of(folder) if adapted else folder)
         theirs = FAMILIES[section["name"]](**section)
-        say(f"begins with the published parameters in {folder}{_otherwise(theirs, run)}")
+        say(f"begins with the published {'adapters' if adapted else 'parameters'} in {folder}{_otherwise(theirs, run)}")
+        if adapted:
+            return adapter_files.load_with_base(folder, run.config.model, run.config.lora, run.abstract_model)
         if not any(folder.glob("*.safetensors")) and not (folder / INDEX).exists():
             raise UserError(KEY, f"{folder} has a {published_config.FILE} and no weights", "bring them there, or set "
                             f"{KEY} to nothing (--config.{KEY}=) to begin with random ones")
@@ -87,7 +98,7 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
 
 def _neither(folder: Path) -> UserError:
     return UserError(KEY, f"{folder} is neither a run's workdir with checkpoints nor a folder with a published "
-                     f"{published_config.FILE}", "give one of these")
+                     f"{published_config.FILE} or {adapter_files.CONFIG}", "give one of these")
 
 
 def _otherwise(theirs: ModelConfig, run: Run) -> str:

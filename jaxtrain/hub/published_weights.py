@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from jaxtrain.sharding.rules import axes_of
 from jaxtrain.train_step import quantization
 from jaxtrain.train_step.quantized_kernels import KERNEL, SCALES, as_floats
 
+Parts = dict[str, list[tuple[Entry, tuple[int, ...]]]]  # by tensor: parameters that it holds, and which layer, expert
+
 # Not parameters of a language model: buffers that old versions saved, and other parts of a multimodal model.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$"
                       r"|^(model\.)?(vision_tower|multi_modal_projector)\.")
@@ -40,19 +42,15 @@ def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     Raises:
         UserError: a tensor is missing, left over, or of another shape than the model's.
     """
-    tensors, wanted = _by_full_name(safetensors_files.tensors_of(folder), model), flatten(as_floats(abstract))
+    tensors, wanted = by_full_name(safetensors_files.tensors_of(folder), model), flatten(as_floats(abstract))
     known = {entry.ours: entry for entry in entries(model)}
     if missing := [path for path in wanted if path not in known]:
         raise UserError(f"{folder}", f"no published tensor holds the parameter {missing[0]}", _fix(missing[0]))
     used = _tied_head(folder, tensors) if model.tied_embeddings else set()
-    for path, leaf in wanted.items():
-        for name, which in names(known[path], leaf.shape):
-            used.add(name)
-            _check(folder, tensors.get(name), name, published_shape(known[path], leaf.shape), f"{path}{list(which)}")
+    readers = readers_of(folder, tensors, known, wanted, used)
     if left := sorted(name for name in tensors.keys() - used if not _is_ignored(name, model)):
         raise UserError(f"{folder}", f"it has {left[0]}, for which model.name={model.name} has no parameter",
                         "give the config that its config.json describes")
-    readers = {path: partial(read, tensors, known[path], leaf.shape, leaf.dtype) for path, leaf in wanted.items()}
     flat = flatten(abstract)
     for path in [path for path in flat if path not in readers]:  # scales
         kernel = path.removesuffix(SCALES) + KERNEL
@@ -61,6 +59,19 @@ def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
         readers[kernel], readers[path] = each
     return jax.tree.unflatten(jax.tree.structure(abstract), [
         jax.make_array_from_callback(leaf.shape, leaf.sharding, readers[path]) for path, leaf in flat.items()])
+
+
+def readers_of(folder: str | Path, tensors: Mapping[str, Tensor], known: Mapping[str, Entry], wanted: Mapping[str, Any],
+               used: set[str]) -> dict[str, Callable[..., np.ndarray]]:
+    """Return the function that reads a slice of each wanted parameter, by path, once all shapes are as they should be.
+
+    `used` gets the names of the tensors that hold them.
+    """
+    for path, leaf in wanted.items():
+        for name, which in names(known[path], leaf.shape):
+            used.add(name)
+            _check(folder, tensors.get(name), name, published_shape(known[path], leaf.shape), f"{path}{list(which)}")
+    return {path: partial(read, tensors, known[path], leaf.shape, leaf.dtype) for path, leaf in wanted.items()}
 
 
 def _read_quantized(read: Callable[[tuple[slice, ...]], np.ndarray], shape: tuple[int, ...], values: Any, scales: Any,
@@ -106,18 +117,15 @@ def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int, 
     `lora_scale`.
     """
     flat = flatten(params)
-    parts: dict[str, list[tuple[Entry, tuple[int, ...]]]] = defaultdict(list)
-    for entry in entries(model):
-        for name, which in names(entry, flat[entry.ours].shape):
-            parts[name].append((entry, which))
-    shapes = {name: published_shape(entry, _shape(entry.ours, flat)) for name, [(entry, _), *_] in parts.items()}
+    parts = parts_of(entries(model), flat)
+    shapes = {name: _shape_on_disk(entry, flat) for name, [(entry, _), *_] in parts.items()}
     float32 = {name for name, [(entry, _), *_] in parts.items() if entry.float32}
     kinds = {name: np.dtype(np.float32 if name in float32 else dtype) for name in shapes}
     sizes = {name: math.prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
     files = safetensors_files.split_over_files(sizes, limit)
     called = safetensors_files.file_names(len(files))
     for n, (file, inside) in enumerate(zip(called, files, strict=True)):
-        tensors: Iterator[np.ndarray] = (_published(parts[name], flat, kinds[name], lora_scale) for name in inside)
+        tensors: Iterator[np.ndarray] = (published(parts[name], flat, kinds[name], lora_scale) for name in inside)
         if n % jax.process_count() == jax.process_index():
             safetensors_files.write(folder / file, {name: shapes[name] for name in inside}, dtype, tensors,
                                     float32)
@@ -128,6 +136,15 @@ def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int, 
         safetensors_files.write_index(folder, {name: file for file, inside in zip(called, files, strict=True)
                                                for name in inside}, sum(sizes.values()))
     return called
+
+
+def parts_of(known: Iterable[Entry], flat: Mapping[str, jax.Array]) -> Parts:
+    """Return the parameters that each tensor holds, by its name."""
+    parts: Parts = defaultdict(list)
+    for entry in known:
+        for name, which in names(entry, flat[entry.ours].shape):
+            parts[name].append((entry, which))
+    return parts
 
 
 def names(entry: Entry, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -165,8 +182,8 @@ def _as_ours(tensor: np.ndarray, entry: Entry, shape: Sequence[int]) -> np.ndarr
     """Return a view of a tensor with the dimensions of one layer's parameter, of this shape."""
     letters, sizes = "".join(_groups(entry)), _sizes(entry, shape)
     x = tensor.reshape([sizes[letter] for letter in letters])
-    if "p" in letters:
-        x, letters = x.take(entry.part[0], letters.index("p")), letters.replace("p", "")
+    while "p" in letters:
+        x, letters = x.take(entry.part[0], letters.index("p")), letters.replace("p", "", 1)
     return x.transpose([letters.index(letter) for letter in entry.layout.split("->")[1]])
 
 
@@ -177,13 +194,13 @@ def _order(entry: Entry, size: int) -> np.ndarray:
     return np.concatenate([np.arange(plain), np.arange(plain, size, 2), np.arange(plain + 1, size, 2)])
 
 
-def _published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str, jax.Array], dtype: Any,
+def published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str, jax.Array], dtype: Any,
                lora_scale: float) -> np.ndarray:
     """Gather a tensor from the parameter, or the parameters, that it holds."""
     entry, _ = parts[0]
     shape = _shape(entry.ours, flat)[_stacked(entry):]
     letters, sizes = "".join(_groups(entry)), _sizes(entry, shape)
-    out = np.empty([sizes[letter] for letter in letters], dtype)
+    out = np.zeros([sizes[letter] for letter in letters], dtype)
     for entry, which in parts:
         piece = _merged(entry.ours, which, flat, dtype, lora_scale)
         if entry.paired:
@@ -191,28 +208,47 @@ def _published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str
         ours = entry.layout.split("->")[1]
         where = tuple(entry.part[0] if letter == "p" else slice(None) for letter in letters)
         out[where] = piece.transpose([ours.index(letter) for letter in letters if letter != "p"])
-    return out.reshape(published_shape(entry, _shape(entry.ours, flat)))
+    return out.reshape(_shape_on_disk(entry, flat))
 
 
 def _merged(path: str, which: tuple[int, ...], flat: Mapping[str, jax.Array], dtype: Any,
             lora_scale: float) -> np.ndarray:
     """Gather one layer of a parameter, or one expert, with the adapter that it may have."""
-    down, up = (f"{path.rpartition('/')[0]}/{ADAPTER}/{name}" for name in ("down", "up"))
-    scales = _scales_of(path, flat)
-    if not path.endswith(f"/{KERNEL}") or (down not in flat and scales is None):
+    down, up, magnitude = (f"{path.rpartition('/')[0]}/{ADAPTER}/{name}" for name in ("down", "up", "magnitude"))
+    if not path.endswith(f"/{KERNEL}") or (down not in flat and _scales_of(path, flat) is None):
         return _gathered(flat[path], which, dtype)
-    kernel = _gathered(flat[path], which, np.float32 if scales is None else flat[path].dtype)
-    if scales is not None:
-        kernel = quantization.dequantize(kernel, _gathered(scales, which, np.float32), np.float32)
+    kernel = kernel_of(path, which, flat)
     if down not in flat:
         return kernel.astype(dtype)
     a, b = (_gathered(flat[each], which, np.float32) for each in (down, up))
-    product = a.reshape(-1, a.shape[-1]) @ b.reshape(len(b), -1)
-    return (kernel + np.float32(lora_scale) * product.reshape(kernel.shape)).astype(dtype)
+    product = (a.reshape(-1, a.shape[-1]) @ b.reshape(len(b), -1)).reshape(kernel.shape)
+    both = kernel + np.float32(lora_scale) * product
+    if magnitude in flat:
+        lengths = _gathered(flat[magnitude], which, np.float32)
+        both *= lengths * column_norms(kernel, lengths.ndim) / column_norms(both, lengths.ndim)
+    return both.astype(dtype)
+
+
+def kernel_of(path: str, which: tuple[int, ...], flat: Mapping[str, jax.Array]) -> np.ndarray:
+    """Gather one layer of a linear layer's weight without an adapter, in float32."""
+    scales = _scales_of(path, flat)
+    if scales is None:
+        return _gathered(flat[path], which, np.float32)
+    values = _gathered(flat[path], which, flat[path].dtype)
+    return quantization.dequantize(values, _gathered(scales, which, np.float32), np.float32)
+
+
+def column_norms(weight: np.ndarray, outer: int) -> np.ndarray:
+    """Return the norm of a weight for each index of its last `outer` dimensions, which are those of the output."""
+    return np.sqrt(np.square(weight).sum(tuple(range(weight.ndim - outer))))
 
 
 def _scales_of(path: str, flat: Mapping[str, jax.Array]) -> jax.Array | None:
     return flat.get(path.removesuffix(KERNEL) + SCALES) if path.endswith(f"/{KERNEL}") else None
+
+
+def _shape_on_disk(entry: Entry, flat: Mapping[str, jax.Array]) -> tuple[int, ...]:
+    return published_shape(entry, _shape(entry.ours, flat))
 
 
 def _shape(path: str, flat: Mapping[str, jax.Array]) -> tuple[int, ...]:
@@ -245,7 +281,7 @@ def _gather(where: jax.NamedSharding, stacked: int, dtype: np.dtype) -> Callable
     return jax.jit(jax.shard_map(local, mesh=where.mesh, in_specs=(where.spec, P()), out_specs=P(), check_vma=False))
 
 
-def _by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+def by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Return tensors by the names of a language model with a head: others lack a prefix, or have one more."""
     prefix = "transformer." if model.name == "gpt2" else "model."
     found = {}

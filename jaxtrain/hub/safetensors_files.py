@@ -48,14 +48,14 @@ class Tensor:
         return mapped.view(kind).reshape(self.shape)
 
 
-def tensors_of(folder: str | Path) -> dict[str, Tensor]:
+def tensors_of(folder: str | Path, single: str = SINGLE) -> dict[str, Tensor]:
     """Return the tensors of a folder by name, of one file or of those that its index lists."""
     folder = Path(folder)
-    if not (folder / INDEX).is_file():
-        if not (folder / SINGLE).is_file():
-            raise UserError(f"{folder}", f"it has neither {SINGLE} nor {INDEX}",
-                            "give a folder in Hugging Face's format with safetensors weights")
-        return _header(folder / SINGLE)
+    if not (folder / INDEX).is_file() or single != SINGLE:
+        if not (folder / single).is_file():
+            raise UserError(f"{folder}", f"it has neither {single} nor {INDEX}" if single == SINGLE else
+                            f"it has no {single}", "give a folder in Hugging Face's format with safetensors weights")
+        return _header(folder / single)
     try:
         listed = bounded_files.parsed(bounded_files.read(folder / INDEX), {"weight_map": {str: str}})["weight_map"]
         files = {name: safe_names.linked(folder, name) for name in sorted(set(listed.values()))}

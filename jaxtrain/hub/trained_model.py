@@ -1,4 +1,7 @@
-"""A trained model on the devices that are here, from a run's workdir or a published folder, whatever trained it."""
+"""A trained model on the devices that are here, whatever trained it: of a run's workdir, or of a published folder.
+
+A published folder has a model in Hugging Face's format, or adapters in PEFT's and the name of the model they are for.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,10 +12,12 @@ import jax
 from jaxtrain import builder
 from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
+from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.hub import published_weights
+from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.run import Run
 
 Sections = dict[str, Any]
@@ -22,6 +27,9 @@ def sections_of(folder: str | Path) -> Sections:
     """Return the sections of the config in a workdir, or that which a published folder amounts to."""
     path = Path(folder) / published_config.FILE
     found = user_json(path, dict, "WORKDIR", "give the workdir of a run")
+    if found is None and adapter_files.is_adapter_folder(folder):
+        sections = published_config.starting_config(f"{adapter_files.base_of(folder)}")
+        return sections | {"lora": adapter_files.keys(folder, FAMILIES[sections["model"]["name"]](**sections["model"]))}
     if found is None:
         raise UserError("WORKDIR", f"{folder} has no {path.name}", "give the workdir of a run")
     if not isinstance(found.get("model"), dict):
@@ -49,6 +57,8 @@ def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str) -> R
 def load(folder: str | Path, run: Run, step: int | None = None) -> tuple[Any, tuple[int, str] | None]:
     """Return all parameters, and the step and fingerprint of the checkpoint that they are from; None: published ones.
     """
+    if step is None and adapter_files.is_adapter_folder(folder):
+        return adapter_files.load_with_base(folder, run.config.model, run.config.lora, run.abstract_model), None
     if not (Path(folder) / "checkpoints").is_dir() and step is None and "model_type" in (
             user_json(Path(folder) / published_config.FILE, dict, "WORKDIR", "give the workdir of a run") or {}):
         return published_weights.load(folder, run.config.model, run.abstract_model), None

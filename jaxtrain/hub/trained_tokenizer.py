@@ -12,6 +12,7 @@ from jaxtrain.data.tokenizers.tokenizer import (
     load_tokenizer,
 )
 from jaxtrain.errors import UserError
+from jaxtrain.hub.adapters import adapter_files
 
 
 def tokenizer_of(folder: str | Path) -> Tokenizer:
@@ -21,6 +22,8 @@ def tokenizer_of(folder: str | Path) -> Tokenizer:
     if kept.is_dir():
         return load_tokenizer(f"{kept}")
     if not any((published / name).is_file() for name in (RECORD, "tokenizer.json", "tokenizer.model")):
+        if adapter_files.is_adapter_folder(published):
+            return tokenizer_of(adapter_files.base_of(published))
         raise UserError("WORKDIR", f"{kept} is not there", "copy it from where the run was trained")
     return load_tokenizer(f"{published}")
 

@@ -71,26 +71,37 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel, bias = self.kernel.get_value(), self.bias
         bias = None if bias is None else sharding.gather(bias[...], *self.bias_axes)
-        if self.scales is not None:
-            y = sharding.with_bias(products.multiply_at_rest(
-                self.product, x, partial(self.wide, x.dtype), kernel, self.scales.get_value()), bias)
-        elif isinstance(kernel, Deferred):
-            y = deferred.multiply(self.product, x, kernel)
-            y = y if bias is None else y + bias
-        elif products.is_fp8():
-            y = sharding.with_bias(products.multiply(self.product, x, kernel), bias)
+        if self.adapter is not None and self.adapter.magnitude is not None:
+            y = self.multiply(x, kernel, None) + self.adapter(x)
+            lengths = self.adapter.lengths(self.in_use(kernel, jnp.float32))
+            y = sharding.with_bias((y * lengths).astype(y.dtype), bias)
         else:
-            y = self.product(x, kernel, bias)
-        if self.adapter is not None:
-            y = y + self.adapter(x)
+            y = self.multiply(x, kernel, bias)
+            y = y if self.adapter is None else y + self.adapter(x)
         return checkpoint_name(y, self.bias_axes[0])  # by which train.remat may keep it
 
+    def multiply(self, x: jax.Array, kernel: Any, bias: jax.Array | None) -> jax.Array:
+        """Return input times weight, plus bias, in the way that the kernel and the precision ask for."""
+        if self.scales is not None:
+            return sharding.with_bias(products.multiply_at_rest(
+                self.product, x, partial(self.wide, x.dtype), kernel, self.scales.get_value()), bias)
+        if isinstance(kernel, Deferred):
+            y = deferred.multiply(self.product, x, kernel)
+            return y if bias is None else y + bias
+        if products.is_fp8():
+            return sharding.with_bias(products.multiply(self.product, x, kernel), bias)
+        return self.product(x, kernel, bias)
+
     def matrix(self, dtype: Any) -> jax.Array:
-        """Return the weight as it is in use, with what an adapter adds to it; from few bits it becomes this `dtype`."""
-        kernel = self.kernel.get_value()
-        kernel = sharding.gather(kernel, *self.axes) if self.scales is None else self.wide(
-            dtype, kernel, self.scales.get_value())
-        return kernel if self.adapter is None else kernel + self.adapter.matrix()
+        """Return the weight as it is in use, with its adapter; from few bits it becomes this `dtype`."""
+        kernel = self.in_use(self.kernel.get_value(), dtype)
+        return kernel if self.adapter is None else self.adapter.adapted(kernel)
+
+    def in_use(self, kernel: Any, dtype: Any) -> jax.Array:
+        """Return the weight as it is in use, without an adapter; from few bits it becomes this `dtype`."""
+        if self.scales is not None:
+            return self.wide(dtype, kernel, self.scales.get_value())
+        return sharding.gather(kernel.weight if isinstance(kernel, Deferred) else kernel, *self.axes)
 
     def quantize(self, kind: str) -> None:
         """Keep the kernel in 8 or 4 bits from now on, in blocks along a dimension that `tensor` does not split."""

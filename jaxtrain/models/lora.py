@@ -3,6 +3,9 @@
 A linear layer x W becomes x W + scale x A B, with A down to the rank and B up from it. A begins random and B at zero,
 so that the model begins as the one that is adapted. The rest of it is frozen, as by `train.freeze`.
 
+With DoRA (arXiv 2402.09353) the sum of both matrices only turns the columns of W, and another trained parameter says by
+how much each is longer than in W, at first 1.
+
 Shape suffixes: of a weight, the letters of the layer's own equation; R the rank.
 """
 
@@ -17,6 +20,7 @@ from jaxtrain.config.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models.layers import Linear, param
 from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step import partition
 
 NAME = "adapter"  # of the attribute of a linear layer, and so in the paths of its parameters
 
@@ -35,7 +39,10 @@ class Adapter(nnx.Module):
         self.down_axes, self.up_axes = (*linear.axes[:summed], "lora"), ("lora", *linear.axes[summed:])
         self.down_equation = f"{given},{weight[:summed]}r->{given[:2]}r"
         self.up_equation = f"{given[:2]}r,r{weight[summed:]}->{result}"
-        self.product = f"{weight[:summed]}r,r{weight[summed:]}->{weight}"
+        self.equation = f"{weight[:summed]}r,r{weight[summed:]}->{weight}"
+        self.norm_axes, self.summed = linear.axes[summed:], tuple(range(summed))
+        self.magnitude = param(rngs, (*lead, *outer), (*layers, *self.norm_axes), std=0, value=1.0,
+                               compute_dtype="float32") if c.dora else None
         self.down = param(rngs, (*lead, *inner, c.rank), (*layers, *self.down_axes), std=0.02)
         self.up = param(rngs, (*lead, c.rank, *outer), (*layers, *self.up_axes), std=0)
 
@@ -46,13 +53,29 @@ class Adapter(nnx.Module):
         x_BTR = sharding.einsum(self.down_equation, x, self.down.get_value(), self.down_axes, ("batch", "seq", None))
         return sharding.einsum(self.up_equation, x_BTR, self.up.get_value(), self.up_axes, self.out) * self.scale
 
-    def matrix(self) -> jax.Array:
+    def adapted(self, weight: jax.Array) -> jax.Array:
+        """Return the layer's weight, as that is in use, with the adapter."""
+        both = weight + self.product(self.down.get_value(), self.up.get_value())
+        return both if self.magnitude is None else both * self.lengths(weight).astype(both.dtype)
+
+    def lengths(self, weight: jax.Array) -> jax.Array:
+        """Return what DoRA multiplies the columns of the sum of both matrices by, given the weight in use.
+
+        Their norms are taken for constants, as section 4.3 of the paper proposes.
+        """
+        assert self.magnitude is not None
+        weight, down, up = map(jax.lax.stop_gradient, (weight, self.down.get_value(), self.up.get_value()))
+        own = weight.astype(jnp.float32)
+        both = own + self.product(down, up).astype(jnp.float32)
+        ratio = jnp.sqrt(jnp.square(own).sum(self.summed) / jnp.maximum(jnp.square(both).sum(self.summed), 1e-30))
+        return sharding.gather(self.magnitude.get_value(), *self.norm_axes) * ratio
+
+    def product(self, down: jax.Array, up: jax.Array) -> jax.Array:
         """Return what the adapter adds to the layer's weight, as that is in use."""
-        down, up = (sharding.gather(weight.get_value(), *axes) for weight, axes in (
-            (self.down, self.down_axes), (self.up, self.up_axes)))
+        down, up = sharding.gather(down, *self.down_axes), sharding.gather(up, *self.up_axes)
         names = (*self.down_axes[:-1], *self.up_axes[1:])
         spec = None if sharding.activation_spec() is None else sharding.gathered_spec(*names)
-        return jnp.einsum(self.product, down, up, out_sharding=spec) * self.scale
+        return jnp.einsum(self.equation, down, up, out_sharding=spec) * self.scale
 
 
 def scale(c: LoraConfig) -> float:
@@ -83,3 +106,8 @@ def without_adapters(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
     return {key: without_adapters(inner) for key, inner in tree.items() if key != NAME}
+
+
+def adapters(tree: Any) -> Any:
+    """Return the adapters alone of a nested dict of parameters."""
+    return partition.without(tree, without_adapters(tree))

@@ -116,7 +116,7 @@ def lora_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         return {}
     quantize = rng.choice(("", "", "int8", "nf4")) if keys.get("train.precision") != "fp8" else ""
     return {"lora.rank": rng.choice((1, 3)), "lora.alpha": 4.0, "lora.targets": rng.choice((["*"], ["*attention/*"])),
-            "lora.quantize": quantize}
+            "lora.quantize": quantize, "lora.dora": rng.random() < 0.3}
 
 
 def config_of(keys: dict[str, Any]):

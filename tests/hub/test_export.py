@@ -15,6 +15,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.checkpoint import restore
 from jaxtrain.hub import export, generate_texts, initial_params, published_weights
+from jaxtrain.hub.adapters import __main__ as adapters
 from jaxtrain.train_step import partition, quantization, quantized_kernels
 from tests.numerics import reference
 from tests.numerics.plain_lora import merged
@@ -128,6 +129,15 @@ def test_adapters_of_a_run_are_tuned_resumed_and_merged(workdir, published, tmp_
     after, before = (tree["blocks"]["layer"]["mlp"]["up"]["kernel"] for tree in (wanted, base))
     assert not np.array_equal(after, before)
 
+    assert adapters.main(["export", str(tmp_path / "tuned"), f"--to={tmp_path / 'adapters'}"]) == 0
+    with_them = begun(f"hf:{published}", **keys | {"train__init_from": str(tmp_path / "adapters")})
+    jax.tree.map(np.testing.assert_array_equal, with_them.init().all_params, state.all_params)
+    said = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(published) and said["target_modules"] == [
+        "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert adapters.main(["export", str(workdir), f"--to={tmp_path / 'none'}"]) == 2
+    assert generate_texts.main([str(tmp_path / "adapters"), "--prompt=It was", "--max_new_tokens=3"]) == 0
+
     again = begun(tmp_path / "tuned/config.json", train__init_from=str(tmp_path / "tuned")).init()
     jax.tree.map(np.testing.assert_array_equal, again.all_params, state.all_params)
     with pytest.raises(jt.UserError, match=r"tuned has adapters \(lora.rank=2\), and this run has others"):
@@ -225,7 +235,7 @@ def test_what_cannot_be_exported_is_told_in_one_line(workdir, published, capsys,
 
 @pytest.mark.parametrize(("source", "message"), [
     ("{tmp}", "train.init_from: {tmp} is neither a run's workdir with checkpoints nor a folder with a published "
-              "config.json; give one of these"),
+              "config.json or adapter_config.json; give one of these"),
     ("{tmp}/run@last", "train.init_from: 'last' in '{tmp}/run@last' is not a step; write WORKDIR@STEP, such as "
                        "runs/base@500"),
 ])

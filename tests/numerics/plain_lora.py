@@ -17,6 +17,12 @@ def merged(params, scale: float):
         stacked, rank = kernel.shape[:a.ndim + b.ndim - 2 - kernel.ndim], a.shape[-1]  # a layer that looks ahead is not
         product = jnp.matmul(a.reshape(*stacked, -1, rank), b.reshape(*stacked, rank, -1), precision="highest")
         found["kernel"] = kernel + scale * product.reshape(kernel.shape)
+        if "magnitude" in params["adapter"]:  # DoRA, with norms that are constants (arXiv 2402.09353, section 4.3)
+            m = params["adapter"]["magnitude"]
+            inner = tuple(range(len(stacked), kernel.ndim - m.ndim + len(stacked)))
+            before, after = (jnp.sqrt((jax.lax.stop_gradient(w) ** 2).sum(inner, keepdims=True))
+                             for w in (kernel, found["kernel"]))
+            found["kernel"] *= m.reshape(before.shape) * before / after
     return found
 
 
@@ -42,7 +48,8 @@ def at_random(params, seed: int = 0):
     rng = np.random.default_rng(seed)
 
     def one(path, leaf):
-        is_adapter = "adapter" in jax.tree_util.keystr(path)
-        return rng.normal(size=leaf.shape, scale=0.05).astype(np.float32) if is_adapter else leaf
+        name = jax.tree_util.keystr(path)
+        mean = 1 if "magnitude" in name else 0
+        return rng.normal(mean, 0.05, leaf.shape).astype(np.float32) if "adapter" in name else leaf
 
     return jax.tree_util.tree_map_with_path(one, params)

@@ -31,6 +31,13 @@ CASES = {
     "nf4, zero-bubble": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1",
                                        lora__quantize="nf4")),
     "nf4, latents, experts": ("deepseek_v3", dict(mesh=(1, 2, 2), mesh__expert=2, lora__quantize="nf4")),
+    "dora, tensor": ("gpt2", dict(mesh=(1, 2, 2), lora__dora=True)),
+    "dora, all axes": ("llama", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=3, lora__dora=True)),
+    "dora, nf4, remat, context": ("qwen3", dict(mesh=(1, 2, 1), mesh__context=2, train__remat="full",
+                                                lora__quantize="nf4", lora__dora=True)),
+    "dora, zero-bubble": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1", lora__dora=True,
+                                        lora__rank_stabilized=True)),
+    "dora, latents, experts": ("deepseek_v3", dict(mesh=(1, 2, 2), mesh__expert=2, lora__dora=True)),
 }
 QUICK = ("tensor", "nf4, tensor")
 

@@ -32,7 +32,8 @@ def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
     if keys["train.precision"] == "fp8":  # whose own rounding hides a wrong loss
         keys["train.precision"] = "bfloat16"
     if not keys.get("train.freeze") and rng.random() < 0.5:
-        keys |= {"lora.rank": rng.choice((1, 3)), "lora.alpha": 4.0, "lora.quantize": rng.choice(("", "int8", "nf4"))}
+        keys |= {"lora.rank": rng.choice((1, 3)), "lora.alpha": 4.0, "lora.quantize": rng.choice(("", "int8", "nf4")),
+                 "lora.dora": rng.random() < 0.3}
     if rng.random() < 0.5:
         loss = rng.choice(PREFERENCES)
         smooth = {"preference.label_smoothing": 0.2} if loss in ("dpo", "robust", "simpo") else {}

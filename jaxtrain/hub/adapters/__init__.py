@@ -1,0 +1,1 @@
+"""Adapters (LoRA) as files in PEFT's format: read, written, merged into weights, versioned."""

@@ -1,0 +1,85 @@
+"""List, version, merge or export adapters (LoRA) in PEFT's format.
+
+    jaxtrain adapters export WORKDIR --to=FOLDER
+    jaxtrain adapters list FOLDER
+    jaxtrain adapters add STORE FOLDER --name=NAME
+    jaxtrain adapters merge BASE FOLDER=1.0 FOLDER=0.5 --to=MERGED
+
+A store is a folder with a folder for each name, and in it one for each version: STORE/NAME/1, STORE/NAME/2.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+from jaxtrain.errors import UserError, say
+from jaxtrain.flags import Parser, add_process_flags, command, parser_of
+
+
+@command()
+def main(argv: list[str] | None) -> None:
+    """Run the command."""
+    flags = parser().parse_args(argv)
+    from jaxtrain.hub.adapters import adapter_commands, adapter_merge  # which import JAX, as --help does not
+
+    if flags.what == "list":
+        print(adapter_commands.show(Path(flags.folder)))
+    elif flags.what == "add":
+        print(adapter_commands.add(Path(flags.store), Path(flags.folder), flags.name))
+    elif flags.what == "merge":
+        adapter_merge.merge(flags.base, [_weighted(text) for text in flags.adapters], Path(flags.to), flags.dtype)
+        say(f"{flags.to} has the model in {flags.base} with {len(flags.adapters)} adapters")
+    else:
+        from jaxtrain.distributed import processes
+
+        processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
+        step = adapter_commands.export(Path(flags.workdir), Path(flags.to), flags.step, flags.base, flags.dtype)
+        say(f"{flags.to} has the adapters of step {step} of {flags.workdir}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = parser_of("adapters", __doc__)
+    commands = made.add_subparsers(dest="what", required=True, parser_class=Parser)
+
+    def add(name: str, words: str, line: str) -> argparse.ArgumentParser:
+        text = f"{line[0].upper()}{line[1:]}.\n\n    jaxtrain adapters {words}"
+        return commands.add_parser(name, help=line, text=text)
+
+    exports = add("export", "export WORKDIR --to=FOLDER", "write the adapters that a run has trained")
+    exports.add_argument("workdir", metavar="WORKDIR", help="of the run")
+    exports.add_argument("--to", required=True, help="the folder to make; it must not be there yet")
+    exports.add_argument("--step", type=int, help="of the checkpoint; by default the newest good one")
+    exports.add_argument("--base", default="", help="the name or folder of the model they are for; by default the "
+                                                    "published folder that the run began with")
+    add_process_flags(exports)
+    lists = add("list", "list FOLDER", "show the adapters in a folder and in those below it")
+    lists.add_argument("folder", metavar="FOLDER", help="of adapters, or a store of them")
+    adds = add("add", "add STORE FOLDER --name=NAME", "keep adapters as the next version of a name")
+    adds.add_argument("store", metavar="STORE", help="the folder of all; it is made if it is not there")
+    adds.add_argument("folder", metavar="FOLDER", help="of the adapters")
+    adds.add_argument("--name", required=True, help="what they are called")
+    merges = add("merge", "merge BASE FOLDER=0.5 --to=MERGED", "add adapters, each times a weight, to weights")
+    merges.add_argument("base", metavar="BASE", help="the published folder of the model")
+    merges.add_argument("adapters", metavar="FOLDER[=WEIGHT]", nargs="+", action="store", help="by default times 1")
+    merges.add_argument("--to", required=True, help="the folder to make; it must not be there yet")
+    merges.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    exports.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="of the adapters")
+    return made
+
+
+def _weighted(text: str) -> tuple[Path, float]:
+    """Return the folder and the weight of FOLDER=WEIGHT."""
+    folder, _, number = text.rpartition("=") if "=" in text and not Path(text).exists() else (text, "", "1")
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UserError("command line", f"{number!r} in {text!r} is not a number", "write FOLDER=0.5")
+    return Path(folder), weight
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Write the adapters of a run as files, show those in a folder, and keep versions of them."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxtrain.config.published_config import FILE
+from jaxtrain.distributed.coordination import exchange
+from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files, safe_names
+from jaxtrain.files.bounded_files import user_json
+from jaxtrain.hub import export as exports
+from jaxtrain.hub import initial_params, safetensors_files, trained_model
+from jaxtrain.hub.adapters import adapter_files
+
+
+def export(workdir: Path, to: Path, step: int | None = None, base: str = "", dtype: str = "float32") -> int:
+    """Write the adapters of a workdir's checkpoint, and return its step. Every process calls it."""
+    sections = trained_model.sections_of(workdir)
+    _check_exported(workdir, to, sections)
+    run = exports.spread(sections)
+    params, found = trained_model.load(workdir, run, step)
+    if found is None:
+        raise UserError("WORKDIR", f"{workdir} is a published folder already", "give the workdir of a run")
+    partial = to.with_name(f"{to.name}.partial")
+    exchange(None, lambda _: exports.make_folder(partial))
+    adapter_files.save(params, run.config.model, run.config.lora, partial, base or _base_of(sections), np.dtype(dtype))
+    if jax.process_index() == 0:
+        exports.finish(partial, to, {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1]})
+    exchange(None)
+    return found[0]
+
+
+def _base_of(sections: dict) -> str:
+    """Return the published folder that a run began with, or whose adapters it began with; "" if it was another run."""
+    began, _ = initial_params.source_and_step(sections.get("train", {}).get("init_from", ""))
+    if adapter_files.is_adapter_folder(began):
+        began = adapter_files.base_of(began)
+    return f"{began.absolute()}" if (began / FILE).is_file() and not (began / "checkpoints").is_dir() else ""
+
+
+def _check_exported(workdir: Path, to: Path, sections: dict) -> None:
+    exports.check_is_new(to)
+    if not sections.get("lora", {}).get("rank"):
+        raise UserError("WORKDIR", f"{workdir} has no adapters (lora.rank=0)", "write the model: jaxtrain export")
+    if sections.get("train", {}).get("trainable"):
+        raise UserError("WORKDIR", f"{workdir} has trained more than adapters (train.trainable)",
+                        "write the whole model: jaxtrain export")
+
+
+def show(folder: Path) -> str:
+    """Return a line for each folder of adapters in this one: where, rank, what it is multiplied by, model, origin."""
+    if not folder.is_dir():
+        raise UserError("FOLDER", f"{folder} is no folder", "give one with adapters")
+    lines = []
+    for path in sorted(file.parent for file in folder.rglob(adapter_files.CONFIG)):
+        said = adapter_files.described(path)
+        record = user_json(path / exports.RECORD, dict, f"{path}", "add it again") or {}
+        origin = f"step {record['step']} of {record['workdir']}" if {"step", "workdir"} <= record.keys() else ""
+        size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        scale = f"alpha {said['lora_alpha']:g}{', rank-stabilized' if said.get('use_rslora') else ''}"
+        lines.append("  ".join(filter(None, [f"{path}", f"rank {said['r']}", scale, f"{size / 1e6:.1f} MB",
+                                             f"for {said.get('base_model_name_or_path') or 'a model not named'}",
+                                             origin])))
+    return "\n".join(lines) or f"{folder} has no adapters"
+
+
+def add(store: Path, folder: Path, name: str) -> Path:
+    """Copy adapters to the next version of a name, and return its folder."""
+    adapter_files.described(folder)
+    safetensors_files.tensors_of(folder, adapter_files.WEIGHTS)
+    try:
+        place = safe_names.inside(store, name)
+    except safe_names.Outside as error:
+        raise UserError("--name", f"{error}", "give a plain name") from None
+    place.mkdir(parents=True, exist_ok=True)
+    partial = place / f"{os.getpid()}.partial"
+    shutil.copytree(folder, partial)
+    while True:
+        there = [int(path.name) for path in place.iterdir() if path.name.isdecimal()]
+        to = place / f"{max(there, default=0) + 1}"
+        try:
+            os.rename(partial, to)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # which say that another process was faster
+                raise
+    atomic_files.sync(place)
+    return to

@@ -1,0 +1,170 @@
+"""Adapters in PEFT's format: the logits that PEFT computes, the same tensors on the way back, and merged weights."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.config.tuning_keys import LoraConfig
+from jaxtrain.hub import initial_params, safetensors_files, trained_model
+from jaxtrain.hub.adapters import __main__ as adapters
+from jaxtrain.hub.adapters import adapter_files, adapter_merge
+from jaxtrain.sharding import rules as sharding
+from tests.hub import published
+from tests.hub.adapters import published_adapters
+from tests.hub.adapters.published_adapters import loaded, truth, written
+
+SLOW = pytest.mark.slow
+QUICK = ("latents",)
+ALL = [pytest.param(name, marks=() if name in QUICK else SLOW) for name in published_adapters.CASES]
+
+
+def logits_of(run, params) -> np.ndarray:
+    with sharding.use(run.mesh, run.rules):
+        return np.asarray(jax.jit(lambda params: run.model.merge(params)(jnp.asarray(published.TOKENS)))(params))
+
+
+def check(logits, name):
+    wanted = np.asarray(truth()[name]["logits"]).reshape(logits.shape)
+    assert np.abs(logits - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_logits_are_those_of_peft(name, tmp_path):
+    _, run, params = loaded(tmp_path, name)
+    check(logits_of(run, params), name)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_written_are_the_same_adapters_from_any_mesh(name, tmp_path):
+    base, run, params = loaded(tmp_path, name, fsdp=4, tensor=2)
+    (out := tmp_path / "out").mkdir()
+    adapter_files.save(params, run.config.model, run.config.lora, out, "../base", np.dtype(np.float32))
+    before, after = (safetensors_files.tensors_of(folder, adapter_files.WEIGHTS)
+                     for folder in (tmp_path / "adapters", out))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        if "c_attn.lora_" not in key or "magnitude" in key:  # which is of three blocks, and read again below
+            np.testing.assert_allclose(after[key].view(), tensor.view(), rtol=1e-6 if "magnitude" in key else 0)
+    wanted, again = (adapter_files.keys(folder, run.config.model) for folder in (tmp_path / "adapters", out))
+    assert LoraConfig(**wanted) == LoraConfig(**again) == run.config.lora and wanted["targets"] == again["targets"]
+    both = adapter_files.load_with_base(out, run.config.model, run.config.lora, run.abstract_model)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, both)
+    said = json.loads((out / adapter_files.CONFIG).read_text())
+    names = [key.removeprefix("base_model.model.") for key in after if key.endswith(adapter_files.DOWN)]
+    modules = {name.removesuffix(".weight") for name in safetensors_files.tensors_of(base)}
+    assert {name.removesuffix(f".{adapter_files.DOWN}") for name in names} == {
+        name for name in modules if any(name == end or name.endswith(f".{end}") for end in said["target_modules"])}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_merged_weights_compute_the_same(name, tmp_path):
+    base, folder = written(tmp_path, name)
+    (base / "tokenizer.json").write_text("{}")
+    assert adapters.main(["merge", f"{base}", f"{folder}", f"--to={tmp_path / 'out'}", "--dtype=float32"]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    record = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert record["adapters"] == [{"folder": f"{folder}", "weight": 1.0}] and "config.json" in record["sha256"]
+    run = jt.build(jt.make_config({"model": trained_model.sections_of(tmp_path / "out")["model"],
+                                   "data": {"seq_len": 8}, "mesh": {"data": 1}}), devices=jax.devices()[:1])
+    check(logits_of(run, trained_model.load(tmp_path / "out", run)[0]), name)
+
+
+def test_several_adapters_are_added_each_times_its_weight(tmp_path):
+    base, folder = written(tmp_path, "gpt2")
+    adapter_merge.merge(base, [(folder, 0.5), (folder, -2.0)], tmp_path / "out", "float32")
+    plain, found = (safetensors_files.tensors_of(where) for where in (base, tmp_path / "out"))
+    theirs = safetensors_files.tensors_of(folder, adapter_files.WEIGHTS)
+    assert plain.keys() == found.keys()
+    for key, tensor in plain.items():
+        stem = f"base_model.model.{key.removesuffix('weight')}"
+        a, b = (theirs[stem + end].view() if stem + end in theirs else None
+                for end in (adapter_files.DOWN, adapter_files.UP))
+        more = 0 if a is None else -1.5 * 4 / 2 * (b @ a).T
+        np.testing.assert_allclose(found[key].view(), tensor.view() + more, rtol=1e-5, atol=1e-6, err_msg=key)
+    assert sum(f"base_model.model.{key.removesuffix('weight')}{adapter_files.UP}" in theirs for key in plain) == 4
+
+
+def test_a_store_keeps_every_version(tmp_path, capsys):
+    _, folder = written(tmp_path, "queries and values")
+    for version in (1, 2):
+        assert adapters.main(["add", f"{tmp_path / 'store'}", f"{folder}", "--name=style"]) == 0
+        assert capsys.readouterr().out.strip() == f"{tmp_path / 'store' / 'style' / str(version)}"
+    assert adapters.main(["list", f"{tmp_path / 'store'}"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and "style/2  rank 2  alpha 8, rank-stabilized  " in said[1] and "for ../base" in said[1]
+    assert not [*Path(tmp_path / "store" / "style").glob("*.partial")]
+    assert adapters.main(["add", f"{tmp_path / 'store'}", f"{folder}", "--name=../out"]) == 2
+    assert "--name: '../out' does not name a file inside a folder" in capsys.readouterr().err
+
+
+def test_the_origin_of_a_run_names_the_adapters_and_their_model(tmp_path):
+    base, folder = written(tmp_path, "llama")
+    found = initial_params.origin(f"{folder}")
+    assert found["sha256"].keys() == {adapter_files.CONFIG, adapter_files.WEIGHTS}
+    assert Path(found["base"]["folder"]).resolve() == base.resolve() and "config.json" in found["base"]["sha256"]
+
+
+@pytest.mark.parametrize(("said", "keys", "reason"), [
+    ({"bias": "all"}, {}, "bias='all' cannot be expressed"),
+    ({"peft_type": "IA3"}, {}, "peft_type='IA3' cannot be expressed"),
+    ({"init_lora_weights": "pissa_niter_4"}, {}, "init_lora_weights='pissa_niter_4' has changed the weights of the m"),
+    ({"r": "three"}, {}, "is not of the form expected: r is not a whole number"),
+    ({"base_model_name_or_path": "somebody/model"}, {}, "base_model_name_or_path='somebody/model' is no folder here"),
+    ({"rank_pattern": {"q_proj": 2}}, {}, "its layers have different ranks (rank_pattern, alpha_pattern), and lora.r"),
+    ({}, {"rank": 4}, "have rank 3 and are multiplied by 2, not 1.5; set lora.rank=3 lora.alpha=6.0 lora.rank_stabi"),
+    ({}, {"dora": True}, "lora.dora: True is not what the adapters in "),
+    ({}, {"targets": ["*/attention/*"]}, "it has model.layers.0.mlp.down_proj.lora_A.weight, for which this run has n"),
+    ({"r": 2, "lora_alpha": 4}, {"rank": 2, "alpha": 4.0}, "layers.0.self_attn.k_proj.lora_A.weight has the shape [3"),
+])
+def test_what_cannot_be_read_is_told_in_one_line(tmp_path, said, keys, reason):
+    base, folder = written(tmp_path, "llama")
+    path = folder / adapter_files.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    config = jt.make_config({"model": trained_model.sections_of(base)["model"], "data": {"seq_len": 8},
+                             "lora": {"rank": 3, "alpha": 6.0} | keys, "mesh": {"data": 1}})
+    run = jt.build(config, devices=jax.devices()[:1])
+    with pytest.raises(jt.UserError) as refusal:
+        adapter_files.load_with_base(folder, config.model, config.lora, run.abstract_model)
+    assert reason in f"{refusal.value}"
+
+
+def test_one_adapter_for_queries_keys_and_values_is_refused_where_each_has_its_own(tmp_path):
+    """GPT-2's has rank 6 here, with values outside the three blocks that adapters of rank 2 have."""
+    case = truth()["gpt2"]
+    fused = {name: [6 if size == 2 else size for size in shape] if "c_attn" in name else shape
+             for name, shape in case["tensors"].items()}
+    base = published.write(tmp_path / "base", published.truth()["gpt2"])
+    folder = published_adapters.write(tmp_path / "adapters", case | {"tensors": fused})
+    keys = adapter_files.keys(folder, trained_model.model_of(trained_model.sections_of(base), {}, "data").config.model)
+    run = jt.build(jt.make_config({"model": trained_model.sections_of(base)["model"], "data": {"seq_len": 8},
+                                   "lora": keys, "mesh": {"data": 1}}), devices=jax.devices()[:1])
+    with pytest.raises(jt.UserError, match=r"has rank 6 for queries, keys and values together; set lora.rank=6"):
+        adapter_files.load_with_base(folder, run.config.model, run.config.lora, run.abstract_model)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda case: case | {"tensors": case["tensors"] | {"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": [
+        3, 16], "base_model.model.model.layers.9.mlp.up_proj.lora_B.weight": [20, 3]}},
+     "it adapts model.layers.9.mlp.up_proj.weight, which the model does not have"),
+    (lambda case: case | {"tensors": {name: shape for name, shape in case["tensors"].items() if "lora_B" not in name}},
+     "is not one of a pair lora_A [rank, in], lora_B [out, rank]"),
+    (lambda case: case | {"tensors": {name: [shape[0] + 1, shape[1]] if "lora_B" in name else shape
+                                      for name, shape in case["tensors"].items()}}, "of the shape ["),
+])
+def test_adapters_of_another_model_are_not_merged(tmp_path, change, message):
+    base = published.write(tmp_path / "base", published.truth()["llama_head_dim"])
+    folder = published_adapters.write(tmp_path / "adapters", change(truth()["llama"]))
+    with pytest.raises(jt.UserError) as refusal:
+        adapter_merge.merge(base, [(folder, 1.0)], tmp_path / "out", "float32")
+    assert message in f"{refusal.value}" and not (tmp_path / "out").exists()
+
+
+def test_adapters_alone_are_no_config(tmp_path):
+    _, folder = written(tmp_path, "llama")
+    with pytest.raises(jt.UserError, match=r"it has adapters: give that of their model, and --config.train.init_from="):
+        jt.load_config(f"hf:{folder}")
