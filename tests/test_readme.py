@@ -102,7 +102,7 @@ def chains() -> list:
         return next((folder for folder in ("corpora/", "models/") if folder in command), "")
 
     # These have tests of their own, or take hours.
-    slow = ("pytest", "tools/bench", "tools/hub_truth", "tools/tuning_truth",
+    slow = ("pytest", "tools/bench", "tools/hub_truth", "tools/adapter_truth", "tools/tuning_truth",
             "tools/chaos", "tools/accelerator", "tools/mutants", "python examples/")
     commands = [command for command in shown() if "examples/reinforce" in command or not any(
         word in command for word in slow)]
