@@ -2,16 +2,20 @@
 
     jaxtrain export WORKDIR --to=FOLDER
     jaxtrain export WORKDIR --to=FOLDER --step=500 --dtype=float32
+    jaxtrain export WORKDIR --to=FOLDER --licence=apache-2.0 --gates refusals.jsonl regressions.jsonl
 
 Transformers and inference servers read it. The folder appears when it is whole: config.json, the weights as
-safetensors, the run's tokenizer where it is of a kind that others read, and export.json, which says of which run and
-step it is, with the SHA-256 of every file.
+safetensors, the run's tokenizer where it is of a kind that others read, a model card, and export.json, which says of
+which run and step it is, with the SHA-256 of every file.
+
+With --gates the model has to answer prompts as it should before the folder counts as releasable; exit status 1: it did
+not.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +34,50 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--step", type=int, help="of the checkpoint; by default the newest good one")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
     parser.add_argument("--file_gb", type=float, default=4.0, help="the largest file of weights, in 10^9 bytes")
+    parser.add_argument("--licence", default="", help="of the model, for its card, such as apache-2.0")
+    parser.add_argument("--gates", metavar="FILE", nargs="+", default=[],
+                        help="JSON lines of prompts with must_match or must_not_match, which answers are searched for")
+    parser.add_argument("--gate_share", type=float, default=1.0, help="of each suite of gates that has to pass")
     add_process_flags(parser)
     flags = parser.parse_args(argv)
+    if not 0 < flags.gate_share <= 1:
+        raise UserError("--gate_share", f"{flags.gate_share} is no share", "give one such as 0.95")
     if not 0 <= flags.file_gb < 1e6:
         raise UserError("--file_gb", f"{flags.file_gb} is no size of a file", "give one such as 4")
     from jaxtrain.distributed import processes
 
     processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
-    step = export(flags.workdir, flags.to, flags.step, dtype=flags.dtype, file_bytes=int(flags.file_gb * 1e9))
-    say(f"{flags.to} has the model of step {step} of {flags.workdir}")
+    record = export(flags.workdir, flags.to, flags.step, dtype=flags.dtype, file_bytes=int(flags.file_gb * 1e9),
+                    licence=flags.licence, gates=flags.gates, gate_share=flags.gate_share)
+    say(f"{flags.to} has the model of step {record['step']} of {flags.workdir}")
+    for suite, counts in record.get("gates", {}).get("suites", {}).items():
+        say(f"gates: {suite}: {counts['passed']} of {counts['checks']} passed")
+    if not record.get("gates", {}).get("releasable", True):
+        say(f"it is not releasable; the answers are in {answers_file(Path(flags.workdir), record['step'])}")
+        raise SystemExit(1)
 
 
 def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtype: str = "bfloat16",
-           file_bytes: int = 4 * 10**9) -> int:
-    """Write the model of a workdir's checkpoint into the folder `to`, and return the step. Every process calls it."""
+           file_bytes: int = 4 * 10**9, licence: str = "", gates: Sequence[str | Path] = (),
+           gate_share: float = 1.0) -> dict[str, Any]:
+    """Write the model of a workdir's checkpoint into the folder `to`, and return what export.json says.
+
+    Every process calls it.
+    """
     import jax
 
     from jaxtrain.config.published_config import FILE, config_json
     from jaxtrain.distributed.coordination import exchange
     from jaxtrain.files import atomic_files
     from jaxtrain.hub import published_weights, trained_model
+    from jaxtrain.hub.release import gates as release_gates
+    from jaxtrain.hub.release import model_card
     from jaxtrain.models import lora
 
     workdir, to = Path(workdir), Path(to)
     check_is_new(to)
-    run = spread(trained_model.sections_of(workdir))
+    checks, sections = release_gates.read(gates), trained_model.sections_of(workdir)
+    run = spread(sections)
     described = config_json(run.config.model) | {"dtype": dtype}
     params, found = trained_model.load(workdir, run, step)
     if found is None:
@@ -67,9 +90,39 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     if first:
         _write_tokenizer(workdir, partial, described)
         atomic_files.write_json(partial / FILE, described)
-        finish(partial, to, {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1]})
+    record: dict[str, Any] = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1]}
     exchange(None)
-    return found[0]
+    if checks:
+        answers = _asked(checks, workdir, partial, found[0])
+        record["gates"] = release_gates.result(answers, gates, gate_share)
+    if first:
+        atomic_files.write(partial / model_card.FILE, model_card.card(workdir, sections, to.name, licence, record))
+        finish(partial, to, record)
+    exchange(None)
+    return record
+
+
+def _asked(checks: Sequence[Any], workdir: Path, folder: Path, step: int) -> list[dict[str, Any]]:
+    """Return the answers of the model in `folder` to the checks, which are kept beside the run."""
+    import jax
+
+    from jaxtrain.hub import trained_model
+    from jaxtrain.hub.generate_texts import chat_of, with_params
+    from jaxtrain.hub.release import gates
+    from jaxtrain.hub.trained_tokenizer import tokenizer_of
+
+    words = tokenizer_of(workdir)
+    chat = chat_of(workdir, trained_model.sections_of(workdir), words, "") if any(c.chat for c in checks) else None
+    run = spread(trained_model.sections_of(folder))
+    answers = gates.ask(checks, run, with_params(run, trained_model.load(folder, run)[0]), words, chat)
+    if jax.process_index() == 0:
+        gates.write_answers(answers_file(workdir, step), answers)
+    return answers
+
+
+def answers_file(workdir: Path, step: int) -> Path:
+    """Return where the answers to gates are kept."""
+    return workdir / "gates" / f"{step}.jsonl"
 
 
 def spread(sections: dict[str, Any]) -> Any:

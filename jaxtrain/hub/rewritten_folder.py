@@ -11,6 +11,7 @@ import numpy as np
 from jaxtrain.config.published_config import FILE
 from jaxtrain.files import atomic_files, bounded_files
 from jaxtrain.hub import export, safetensors_files
+from jaxtrain.hub.release.model_card import FILE as CARD
 from jaxtrain.hub.safetensors_files import INDEX, Tensor
 
 
@@ -19,7 +20,7 @@ def write(like: Path, to: Path, tensors: Mapping[str, Tensor], computed: Callabl
     """Write the folder `to`, which appears when it is whole.
 
     Args:
-        like: the folder whose config.json, tokenizer and other small files are copied.
+        like: the folder whose config.json, tokenizer and other small files are copied, but not its card.
         to: the folder to make.
         tensors: which tensors there are; those in float32 that are no weights, such as a router's bias, stay in it.
         computed: returns a tensor by name.
@@ -31,7 +32,7 @@ def write(like: Path, to: Path, tensors: Mapping[str, Tensor], computed: Callabl
     partial = to.with_name(f"{to.name}.partial")
     export.make_folder(partial)
     for file in like.iterdir():
-        if file.is_file() and file.name not in (FILE, export.RECORD, INDEX) and file.suffix != ".safetensors":
+        if file.is_file() and file.name not in (FILE, export.RECORD, INDEX, CARD) and file.suffix != ".safetensors":
             shutil.copyfile(file, partial / file.name)
     kinds = {name: np.dtype(dtype if tensor.dtype != "F32" or name.endswith("weight") else np.float32)
              for name, tensor in tensors.items()}

@@ -290,6 +290,28 @@ def test_what_surrounds_texts_and_answers_is_published(answers, monkeypatch, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("pattern", "status"), [("", 0), ("no such answer", 1)])
+def test_gates_decide_whether_a_folder_is_releasable(answers, tmp_path, pattern, status, capsys):
+    """They are asked of the weights that are written, which bfloat16 may have made answer otherwise."""
+    check = {"prompt": "Hello 3", "must_match": pattern, "max_new_tokens": 4}
+    (tmp_path / "gates.jsonl").write_text("".join(
+        json.dumps(check | {"chat": chat}) + "\n" for chat in (True, False)))
+    words = [str(answers / "work"), f"--to={tmp_path / 'out'}", f"--gates={tmp_path / 'gates.jsonl'}"]
+    if status:
+        with pytest.raises(SystemExit):
+            export.main(words)
+    else:
+        assert export.main(words) == 0
+    record = json.loads((tmp_path / "out" / export.RECORD).read_text())
+    assert record["gates"]["releasable"] is (not status) and record["sha256"]["README.md"]
+    assert record["gates"]["suites"] == {"gates": {"passed": 2 * (not status), "checks": 2}}
+    kept = [json.loads(line) for line in (answers / "work" / "gates" / "1.jsonl").read_text().splitlines()]
+    assert generate_texts.main([str(tmp_path / "out"), "--prompt=Hello 3", "--chat", "--temperature=0", "--json",
+                                "--max_new_tokens=4"]) == 0
+    assert kept[0]["answer"] == json.loads(capsys.readouterr().out)["text"]
+
+
+@pytest.mark.slow
 def test_the_token_that_begins_texts_is_published(answers, tmp_path):
     """In the tokenizer's own template, so that others put it there too."""
     import tokenizers

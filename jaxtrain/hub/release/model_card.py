@@ -1,0 +1,127 @@
+"""The card of a published model: README.md with the metadata that hubs read, and what the run's records say.
+
+The metadata are described at https://huggingface.co/docs/hub/model-cards. Nothing in it is estimated: what no record
+has is left out, or said to be missing.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.data.corpus.open import read_manifest
+from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import json_lines, user_json
+
+FILE = "README.md"
+# Keys whose values are names of files, which tell of the machine and mean nothing elsewhere.
+_PLACES = ("data.source", "data.mixture", "data.cache_dir", "data.tokenizer", "data.stages", "train.init_from",
+           "reinforce.prompts", "reinforce.reward")
+_FIX = "bring the run's records back"
+
+
+def card(workdir: Path, sections: Mapping[str, Any], name: str, licence: str, record: Mapping[str, Any]) -> str:
+    """Return the text of the card.
+
+    Args:
+        workdir: of the run.
+        sections: of the run's config.
+        name: of the model.
+        licence: of the model; "": none is stated.
+        record: what export.json will say.
+    """
+    run = user_json(workdir / "run.json", dict, "WORKDIR", _FIX) or {}
+    metrics = list(json_lines(workdir / "metrics.jsonl"))
+    data = list(_corpora(sections))
+    parts = [_metadata(licence, data, run), f"# {name}", _origin(sections, run, record),
+             _training(run, metrics, record), _data(data), _evaluation(workdir, metrics, record), _gates(record), _configuration(sections),
+             f"## Licence\n\n{licence or 'No licence is stated.'}"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _metadata(licence: str, data: Iterable[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
+    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [jaxtrain]"]
+    lines += [f"license: {json.dumps(licence)}"] if licence else []
+    if folder := (run.get("init_from") or {}).get("folder"):
+        lines.append(f"base_model: {json.dumps(Path(folder).name)}")
+    names = [one["name"] for one in data]
+    return "\n".join(["---", *lines, *([f"datasets: {json.dumps(names)}"] if names else []), "---"])
+
+
+def _origin(sections: Mapping[str, Any], run: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    model = sections.get("model", {})
+    began = run.get("init_from") or {}
+    source = Path(began.get("folder") or began.get("workdir") or "").name
+    text = (f"A {model.get('name')} language model: {model.get('num_layers')} layers of width "
+            f"{model.get('embed_dim')}, a vocabulary of {model.get('vocab_size'):,}, texts of up to "
+            f"{model.get('max_seq_len'):,} tokens. It was trained with jaxtrain; these are the weights of step {record['step']:,}")
+    return f"{text}{f', begun with {source}' if source else ''}."
+
+
+def _training(run: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]], record: Mapping[str, Any]) -> str:
+    tokens = [line["tokens"] for line in metrics if "tokens" in line and line.get("step", 0) <= record["step"]]
+    mesh = ", ".join(f"{axis} {size}" for axis, size in run.get("mesh", {}).items() if size != 1)
+    packages = run.get("packages", {})
+    rows = {"tokens": f"{tokens[-1]:,}" if tokens else "", "devices": run.get("device_kind"),
+            "mesh": mesh or "one device", "config": run.get("config_hash"), "commit": run.get("git_commit"),
+            "JAX": packages.get("jax"), "parameters' fingerprint": record.get("parameters")}
+    return "## Training\n\n" + _table(("", ""), [(key, value) for key, value in rows.items() if value])
+
+
+def _corpora(sections: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """Yield what the manifests of the run's data say, of those that are here."""
+    data = sections.get("data", {})
+    sources = {**(data.get("mixture") or {})} or {data.get("source", ""): 1}
+    for source in sources:
+        if not (Path(source) / "manifest.json").is_file():
+            continue
+        try:
+            manifest = read_manifest(source)
+        except UserError:  # one of another kind
+            continue
+        told = dict(word.split("=", 1) for word in manifest.get("options", {}).get("describe", ()))
+        yield {"name": told.get("name", Path(source).name), "url": told.get("url", ""),
+               "licences": ", ".join(manifest.get("licences") or ()) or "not told", "sha256": manifest["sha256"],
+               "tokens": manifest["splits"]["train"]["tokens"],
+               "steps": ", ".join(step["step"] for step in manifest.get("steps", ()))}
+
+
+def _data(data: list[dict[str, Any]]) -> str:
+    rows = [(one["name"], f"{one['tokens']:,}", one["licences"], one["steps"], one["url"], f"`{one['sha256'][:16]}`")
+            for one in data]
+    table = _table(("corpus", "tokens", "licences of documents", "cleaning", "from", "manifest"), rows)
+    return f"## Data\n\n{table if rows else 'No manifest of the data is here.'}"
+
+
+def _evaluation(workdir: Path, metrics: Iterable[Mapping[str, Any]], record: Mapping[str, Any]) -> str:
+    rows = [("held-out text", key.removeprefix("eval_"), f"{value:.4f}") for line in metrics
+            if line.get("step") == record["step"] for key, value in line.items() if key.startswith("eval_")]
+    found = user_json(workdir / "evaluations" / f"{record['step']}.json", {"results?": {str: dict}}, "WORKDIR", _FIX)
+    for task, scores in ((found or {}).get("results") or {}).items():
+        rows += [(task, key.partition(",")[0], f"{value:.4f}") for key, value in scores.items()
+                 if isinstance(value, float) and "stderr" not in key]
+    return f"## Evaluation\n\n{_table(('task', 'metric', 'value'), rows) if rows else 'This step was not evaluated.'}"
+
+
+def _gates(record: Mapping[str, Any]) -> str:
+    gates = record.get("gates")
+    if not gates:
+        return "## Gates\n\nNo gates were set: whether the model is safe to use was not tested."
+    rows = [(suite, f"{counts['passed']} of {counts['checks']}") for suite, counts in gates["suites"].items()]
+    verdict = "passed" if gates["releasable"] else "**not passed**: this model is not to be released"
+    table = _table(("suite", "passed"), rows)
+    return f"## Gates\n\nOf every suite {gates['share']:.0%} had to pass: {verdict}.\n\n{table}"
+
+
+def _configuration(sections: Mapping[str, Any]) -> str:
+    told = ("model", "data", "optimizer", "train", "lora", "preference", "reinforce")
+    kept = {name: {key: value for key, value in sections[name].items() if f"{name}.{key}" not in _PLACES}
+            for name in told if sections.get(name)}
+    return f"## Configuration\n\n```json\n{json.dumps(kept, indent=1, default=str)}\n```"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
+    def line(cells: Iterable[Any]) -> str:
+        return "| " + " | ".join(f"{cell}".replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    return "\n".join([line(head), "|" + "---|" * len(head), *map(line, rows)])
