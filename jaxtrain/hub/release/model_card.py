@@ -34,8 +34,8 @@ def card(workdir: Path, sections: Mapping[str, Any], name: str, licence: str, re
     metrics = list(json_lines(workdir / "metrics.jsonl"))
     data = list(_corpora(sections))
     parts = [_metadata(licence, data, run), f"# {name}", _origin(sections, run, record),
-             _training(run, metrics, record), _data(data), _evaluation(workdir, metrics, record), _gates(record), _configuration(sections),
-             f"## Licence\n\n{licence or 'No licence is stated.'}"]
+             _training(run, metrics, record), _data(data), _evaluation(workdir, metrics, record), _gates(record),
+             _configuration(sections), f"## Licence\n\n{licence or 'No licence is stated.'}"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -54,7 +54,8 @@ def _origin(sections: Mapping[str, Any], run: Mapping[str, Any], record: Mapping
     source = Path(began.get("folder") or began.get("workdir") or "").name
     text = (f"A {model.get('name')} language model: {model.get('num_layers')} layers of width "
             f"{model.get('embed_dim')}, a vocabulary of {model.get('vocab_size'):,}, texts of up to "
-            f"{model.get('max_seq_len'):,} tokens. It was trained with jaxtrain; these are the weights of step {record['step']:,}")
+            f"{model.get('max_seq_len'):,} tokens. It was trained with jaxtrain; these are the weights of step "
+            f"{record['step']:,}")
     return f"{text}{f', begun with {source}' if source else ''}."
 
 
