@@ -55,8 +55,8 @@ def test_published_parameter_counts(name, overrides, count):
 @pytest.mark.exhaustive  # test_readme runs the command of each
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_tiny_trains(file, text, tmp_path):
-    run = build(load_config(f"{file}:tiny", {"data.source": str(text), "data.cache_dir": str(tmp_path)}),
-                devices=jax.devices()[:2])
+    source = {} if load_config(f"{file}:tiny").data.mixture else {"data.source": str(text)}
+    run = build(load_config(f"{file}:tiny", source | {"data.cache_dir": str(tmp_path)}), devices=jax.devices()[:2])
     assert run.config.model.vocab_size == 320 and run.config.model.name == load_config(file).model.name
     state, losses = run.init(), []
     for step in range(2):
