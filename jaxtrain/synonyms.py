@@ -18,7 +18,7 @@ _NAMES = {
     "mlp_dim": "intermediate_size ffn_hidden_size d_ff", "eval_every": "eval_interval eval_steps eval_freq",
     "every": "save_every save_steps save_interval save_freq checkpoint_interval",
     "remat": "activation_checkpointing gradient_checkpointing recompute remat_policy",
-    "precision": "dtype mixed_precision", "zero_stage": "zero zero_optimization", "workdir": "output_dir out_dir",
+    "precision": "dtype mixed_precision", "ema_decay": "ema ema_rate model_ema_decay polyak_decay", "zero_stage": "zero zero_optimization", "workdir": "output_dir out_dir",
     "bfloat16": "bf16", "float16": "fp16 half", "float32": "fp32 full_precision",
     "cudnn": "flash flash_attention flash_attention_2 fa2 fa3 sdpa", "zb_v": "dualpipe dualpipev zbv zero_bubble",
     "interleaved": "vpp interleaved_1f1b virtual", "data": "ddp dp data_parallel", "fsdp": "zero3 fully_sharded",

@@ -2,6 +2,7 @@
 
     jaxtrain export WORKDIR --to=FOLDER
     jaxtrain export WORKDIR --to=FOLDER --step=500 --dtype=float32
+    jaxtrain export WORKDIR --to=FOLDER --ema
 
 Transformers and inference servers read it. The folder appears when it is whole: config.json, the weights as
 safetensors, the run's tokenizer where it is of a kind that others read, and export.json, which says of which run and
@@ -27,6 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("workdir", help="of the run")
     parser.add_argument("--to", required=True, help="the folder to make; it must not be there yet")
     parser.add_argument("--step", type=int, help="of the checkpoint; by default the newest good one")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights (train.ema_decay)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
     parser.add_argument("--file_gb", type=float, default=4.0, help="the largest file of weights, in 10^9 bytes")
     add_process_flags(parser)
@@ -36,13 +38,17 @@ def main(argv: list[str] | None = None) -> None:
     from jaxtrain.distributed import processes
 
     processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
-    step = export(flags.workdir, flags.to, flags.step, dtype=flags.dtype, file_bytes=int(flags.file_gb * 1e9))
+    step = export(flags.workdir, flags.to, flags.step, dtype=flags.dtype, file_bytes=int(flags.file_gb * 1e9),
+                  averaged=flags.ema)
     say(f"{flags.to} has the model of step {step} of {flags.workdir}")
 
 
 def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtype: str = "bfloat16",
-           file_bytes: int = 4 * 10**9) -> int:
-    """Write the model of a workdir's checkpoint into the folder `to`, and return the step. Every process calls it."""
+           file_bytes: int = 4 * 10**9, averaged: bool = False) -> int:
+    """Write the model of a workdir's checkpoint into the folder `to`, and return the step. Every process calls it.
+
+    `averaged`: the moving average of its weights.
+    """
     import jax
 
     from jaxtrain.config.published_config import FILE, config_json
@@ -56,7 +62,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
         raise UserError("--to", f"{to} is there already", "name a folder that is not")
     run = _spread(trained_model.sections_of(workdir))
     described = config_json(run.config.model) | {"dtype": dtype}
-    params, found = trained_model.load(workdir, run, step)
+    params, found = trained_model.load(workdir, run, step, averaged)
     if found is None:
         raise UserError("WORKDIR", f"{workdir} is a published folder already", "give the workdir of a run")
     partial, first = to.with_name(f"{to.name}.partial"), jax.process_index() == 0
@@ -67,7 +73,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     if first:
         _write_tokenizer(workdir, partial, described)
         atomic_files.write_json(partial / FILE, described)
-        record = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
+        record = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1], "averaged": averaged,
                   "sha256": {file.name: atomic_files.file_digest(file) for file in sorted(partial.iterdir())}}
         atomic_files.write_json(partial / RECORD, record)
         os.rename(partial, to)

@@ -44,7 +44,7 @@ def main(argv: list[str] | None) -> None:
     words = tokenizer_of(flags.workdir)
     prompts, ends = answered(
         flags.workdir, config, words, flags.chat_template, texts) if flags.chat else (texts, [])
-    run, state = restored(flags.workdir, config, overrides, flags.step)
+    run, state = restored(flags.workdir, config, overrides, flags.step, flags.ema)
     found = generate(run, state, prompts, **asdict(how), max_new_tokens=flags.max_new_tokens, seed=flags.seed,
                      stop=[*flags.stop, *ends], ignore_end=flags.ignore_end, batch_size=flags.batch_size,
                      logprobs=flags.logprobs, tokenizer=words)
@@ -64,6 +64,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--prompt", action="append", default=[], help="a text to continue; can be given several times")
     parser.add_argument("--prompts", metavar="FILE", help='JSON lines: texts, or objects with a "prompt"')
     parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest that was found good")
+    parser.add_argument("--ema", action="store_true", help="with the moving average of the weights (train.ema_decay)")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the most probable token; default: 1")
     parser.add_argument("--top_k", type=int, default=0, help="choose among so many most probable tokens; default: all")
@@ -90,8 +91,10 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
 
 
 def restored(folder: str | Path, sections: dict[str, Any], overrides: dict[str, str],
-             step: int | None = None) -> tuple["Run", "TrainState"]:
+             step: int | None = None, averaged: bool = False) -> tuple["Run", "TrainState"]:
     """Return a run for the devices here with the parameters of a checkpoint, without an optimizer's state.
+
+    `averaged`: their moving average.
 
     Raises:
         UserError: the checkpoint is not there or not good, or the model does not fit the mesh.
@@ -99,7 +102,7 @@ def restored(folder: str | Path, sections: dict[str, Any], overrides: dict[str, 
     from jaxtrain.hub import trained_model
 
     run = trained_model.model_of(sections, overrides, spread="data")
-    params, _ = trained_model.load(folder, run, step)
+    params, _ = trained_model.load(folder, run, step, averaged)
     return run, with_params(run, params)
 
 

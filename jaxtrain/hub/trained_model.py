@@ -46,14 +46,19 @@ def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str) -> R
     return builder.build(make_config(kept, along | dict(overrides)))
 
 
-def load(folder: str | Path, run: Run, step: int | None = None) -> tuple[Any, tuple[int, str] | None]:
+def load(folder: str | Path, run: Run, step: int | None = None,
+         averaged: bool = False) -> tuple[Any, tuple[int, str] | None]:
     """Return all parameters, and the step and fingerprint of the checkpoint that they are from; None: published ones.
+
+    `averaged`: of a run's trained parameters, their moving average.
     """
     if not (Path(folder) / "checkpoints").is_dir() and step is None and "model_type" in (
             user_json(Path(folder) / published_config.FILE, dict, "WORKDIR", "give the workdir of a run") or {}):
+        if averaged:
+            raise UserError("--ema", f"{folder} is a published folder, with one set of weights", "leave it out")
         return published_weights.load(folder, run.config.model, run.abstract_model), None
     found = restore.find_good(folder, step)
     if found is None:
         raise UserError("--step", f"{folder} has no checkpoint of step {step} that was found good",
                         f"see those that it has: jaxtrain checkpoint list {folder}")
-    return restore.load_params(folder, run.abstract_model, found[0]), found
+    return restore.load_params(folder, run.abstract_model, found[0], averaged), found
