@@ -26,9 +26,10 @@ from jaxtrain.parallel.pipeline.pipeline import Pipeline
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
-from jaxtrain.train_step import ema, given_params, optimizers, partition, precision, quantized_kernels
+from jaxtrain.train_step import given_params, optimizers, partition, precision, quantized_kernels
 from jaxtrain.train_step.anomaly import History
 from jaxtrain.train_step.gradients import StateGradient, make_gradient
+from jaxtrain.train_step.optimizers import ema
 from jaxtrain.train_step.sharded_step import ShardedStep
 from jaxtrain.train_step.state import (
     Extras,
@@ -42,8 +43,8 @@ from jaxtrain.train_step.step import Step, make_step
 
 def extras_of(config: Config) -> Extras:
     """Return what a run's state has besides: what steps are compared with, and the average of its parameters."""
-    average: Extras = {ema.NAME: ema.begin} if config.train.ema_decay else {}
-    return {"history": lambda params: History.empty()} | average
+    history: Extras = {"history": lambda params: History.empty()}
+    return {**history, ema.NAME: ema.begin} if config.train.ema_decay else history
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,9 +322,10 @@ class Run:
 
     def _evaluated(self, state: TrainState, many: int) -> tuple[float, list[Any]]:
         """The mean loss of so many batches for evaluation, and their further sums."""
-        sums = []
+        sums, batches = [], self.eval_batches
+        assert batches is not None
         for n in range(many):
-            sums.append(self.compiled_eval(state.all_params, self.placed(self.eval_batches, n)))
+            sums.append(self.compiled_eval(state.all_params, self.placed(batches, n)))
             jax.block_until_ready(sums[-2:-1])  # of many at once, CPU devices that share few cores may wait forever
         total, weight, *more = jax.tree.map(lambda *x: np.sum(x, axis=0), *jax.device_get(sums))
         return float(total / max(weight, 1e-8)), more

@@ -19,7 +19,7 @@ from jaxtrain.plan.trace.program import Block
 from jaxtrain.run import Run
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import axis_sizes
-from jaxtrain.train_step import ema
+from jaxtrain.train_step.optimizers import ema
 from jaxtrain.train_step.report import in_hosts, matmul_parameters, total
 
 

@@ -18,7 +18,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.host_memory import HOST
 from jaxtrain.sharding.rules import AnyMesh, Names, Rules
-from jaxtrain.train_step import ema, partition
+from jaxtrain.train_step import partition
+from jaxtrain.train_step.optimizers import ema
 from jaxtrain.train_step.precision import LossScale
 from jaxtrain.train_step.quantized_kernels import SCALES
 

@@ -9,10 +9,9 @@ import optax
 
 from jaxtrain.errors import UserError
 from jaxtrain.sharding import rules as sharding
-from jaxtrain.train_step import ema
 from jaxtrain.train_step.gradients import StateGradient
 from jaxtrain.train_step.offload import by_pieces
-from jaxtrain.train_step.optimizers import global_norm
+from jaxtrain.train_step.optimizers import ema, global_norm
 from jaxtrain.train_step.state import Layout, TrainState
 
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]

@@ -3,9 +3,9 @@
     python -m tests.composition.fuzz --cases=100 --seed=7 --devices=16
 
 draws meshes of all six axes, rules, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions,
-optimizers and the dtypes of their moments, averages of parameters, offloading, frozen parameters, adapters, packing, rows without a valid
-token, model families, tied and untied tables, scanned and unrolled layers; training, and of some evaluation and
-`value_and_grad`.
+optimizers and the dtypes of their moments, averages of parameters, offloading, frozen parameters, adapters, packing,
+rows without a valid token, model families, tied and untied tables, scanned and unrolled layers; training, and of some
+evaluation and `value_and_grad`.
 What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.validation documents. A case
 fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it
 again.

@@ -17,7 +17,7 @@ from jaxtrain.hub import export, generate_texts
 from jaxtrain.main import main
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import estimate
-from jaxtrain.train_step import ema
+from jaxtrain.train_step.optimizers import ema
 from jaxtrain.train_step.report import total
 from tests.numerics import reference
 from tests.tiny import tiny_flags
