@@ -66,18 +66,15 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     if found is None:
         raise UserError("WORKDIR", f"{workdir} is a published folder already", "give the workdir of a run")
     partial, first = to.with_name(f"{to.name}.partial"), jax.process_index() == 0
-    exchange(None, lambda _: _make(partial))  # it is there for all processes
+    exchange(None, lambda _: make(partial))  # it is there for all processes
     published_weights.save(params, run.config.model, partial, jax.numpy.dtype(dtype), file_bytes,
                            lora.scale(run.config.lora))
     exchange(None)  # all files are written
     if first:
         _write_tokenizer(workdir, partial, described)
         atomic_files.write_json(partial / FILE, described)
-        record = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1], "averaged": averaged,
-                  "sha256": {file.name: atomic_files.file_digest(file) for file in sorted(partial.iterdir())}}
-        atomic_files.write_json(partial / RECORD, record)
-        os.rename(partial, to)
-        atomic_files.sync(to.absolute().parent)
+        finish(partial, to, {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
+                             "averaged": averaged})
     exchange(None)
     return found[0]
 
@@ -92,13 +89,23 @@ def _spread(sections: dict[str, Any]) -> Any:
         return trained_model.model_of(sections, {}, spread="data")
 
 
-def _make(folder: Path) -> None:
+def make(folder: Path) -> None:
     """Make a folder anew, which an export that was stopped may have left."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     except OSError as error:
         raise UserError("--to", f"{folder} cannot be made ({error.strerror})", "give a folder that can be") from error
+
+
+def finish(partial: Path, to: Path, record: dict[str, Any]) -> None:
+    """Write the record of a whole folder, with the SHA-256 of every file, and give the folder its name."""
+    from jaxtrain.files import atomic_files
+
+    digests = {file.name: atomic_files.file_digest(file) for file in sorted(partial.iterdir())}
+    atomic_files.write_json(partial / RECORD, record | {"sha256": digests})
+    os.rename(partial, to)
+    atomic_files.sync(to.absolute().parent)
 
 
 def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> None:

@@ -111,23 +111,10 @@ def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int, 
         for name, which in names(entry, flat[entry.ours].shape):
             parts[name].append((entry, which))
     shapes = {name: published_shape(entry, _shape(entry.ours, flat)) for name, [(entry, _), *_] in parts.items()}
-    float32 = {name for name, [(entry, _), *_] in parts.items() if entry.float32}
-    kinds = {name: np.dtype(np.float32 if name in float32 else dtype) for name in shapes}
-    sizes = {name: math.prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
-    files = safetensors_files.split_over_files(sizes, limit)
-    called = safetensors_files.file_names(len(files))
-    for n, (file, inside) in enumerate(zip(called, files, strict=True)):
-        tensors: Iterator[np.ndarray] = (_published(parts[name], flat, kinds[name], lora_scale) for name in inside)
-        if n % jax.process_count() == jax.process_index():
-            safetensors_files.write(folder / file, {name: shapes[name] for name in inside}, dtype, tensors,
-                                    float32)
-        else:  # gathering is done by all processes together
-            for _ in tensors:
-                pass
-    if len(files) > 1 and jax.process_index() == 0:
-        safetensors_files.write_index(folder, {name: file for file, inside in zip(called, files, strict=True)
-                                               for name in inside}, sum(sizes.values()))
-    return called
+    kinds = {name: np.dtype(np.float32 if entry.float32 else dtype) for name, [(entry, _), *_] in parts.items()}
+    return safetensors_files.write_folder(
+        folder, shapes, kinds, lambda name: _published(parts[name], flat, kinds[name], lora_scale), limit,
+        (jax.process_index(), jax.process_count()))
 
 
 def names(entry: Entry, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
