@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jaxtrain.data.loading.batch_source import BatchSource
     from jaxtrain.errors import UserError
     from jaxtrain.hub.generate import Generated, generate, sample
+    from jaxtrain.hub.trained_model import load_model
     from jaxtrain.kernels.cross_entropy import cross_entropy
     from jaxtrain.models import make_model
     from jaxtrain.objectives import NextToken, Objective
@@ -48,6 +49,7 @@ _NAMES = {  # module: what it gives
     "data.loading.batch_source": ["BatchSource"],
     "errors": ["UserError"],
     "hub.generate": ["Generated", "generate", "sample"],
+    "hub.trained_model": ["load_model"],
     "kernels.cross_entropy": ["cross_entropy"],
     "models": ["make_model"],
     "objectives": ["NextToken", "Objective"],
@@ -67,7 +69,7 @@ __all__ = [  # imported when first used, so that `import jaxtrain` is quick
     "BatchFunction", "BatchSource", "CheckpointManager", "Config", "Generated", "MetricsWriter", "NextToken",
     "Objective", "Observer", "Rules", "Run", "TrainState", "TrainStep", "UserError", "Weighted", "build",
     "constrain", "cross_entropy", "distillation", "enable_compilation_cache", "generate", "load_config",
-    "make_config", "make_mesh", "make_model", "make_train_step", "plan", "rules", "sample", "train",
+    "load_model", "make_config", "make_mesh", "make_model", "make_train_step", "plan", "rules", "sample", "train",
 ]
 
 

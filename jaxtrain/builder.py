@@ -20,7 +20,7 @@ from jaxtrain.objectives import MakeObjective, Objective, configured
 from jaxtrain.objectives.next_token import stacks
 from jaxtrain.parallel.pipeline.stage_placement import Placement
 from jaxtrain.parallel.schedules import Schedule
-from jaxtrain.run import EXTRAS, Run
+from jaxtrain.run import Run, extras_of
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES, make_mesh
 from jaxtrain.sharding.rules import AnyMesh, Rules
@@ -73,7 +73,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         _warn_of_waste(abstract.all_params, layout.state.all_params, schedules[0])
     rule_checks.activations_divide(config, rules, mesh)
     run = Run(config, mesh, rules, model, goal, optimizer, schedule, compute, with_shardings(abstract, layout.state),
-              layout, schedules, platform, data=data)
+              layout, schedules, platform, extras_of(config), data)
     _check_data_stages(run)
     return run
 
@@ -120,7 +120,7 @@ def _abstract(config: Config, model: Skeleton, goal: Objective, is_frozen: Calla
     frozen |= jax.eval_shape(goal.init_frozen, jax.random.key(0), model.params())
     own_dtype = model.metadata("compute_dtype", "") | goal.frozen_metadata("compute_dtype")
     frozen = precision.frozen_dtype(frozen, config.train.frozen_dtype, partition.like(own_dtype, frozen))
-    return abstract_state(params, optimizer, compute == "float16", EXTRAS, frozen)
+    return abstract_state(params, optimizer, compute == "float16", extras_of(config), frozen)
 
 
 def _pipeline_rules(rules: Rules, goal: Objective, model: Skeleton, schedule: Schedule) -> Rules:

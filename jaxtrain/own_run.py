@@ -19,7 +19,7 @@ from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import BatchSpec, first_steps, row_of
 from jaxtrain.errors import UserError
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
-from jaxtrain.run import EXTRAS, Run
+from jaxtrain.run import Run, extras_of
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES, make_mesh
 from jaxtrain.sharding.rules import AnyMesh
@@ -33,7 +33,7 @@ _COUNT = {
     "mesh": {*AXES, "rules", "overrides"},
     "optimizer": {"clip_norm", "zero_stage"},
     "data": {"prefetch"},
-    "train": {"steps", "accumulation", "precision", "log_every", "progress", "tensorboard"},
+    "train": {"steps", "accumulation", "precision", "ema_decay", "log_every", "progress", "tensorboard"},
     "checkpoint": {"every", "keep", "keep_every", "best", "verify", "mtbf_hours", "mirror",
                    "local_checkpoint_every", "local_dir"},
     "resilience": None,  # all of them
@@ -197,11 +197,11 @@ def build_own(config: Config, *, model: Any, loss_fn: LossFunction | None, mesh:
     step = make_train_step(
         loss_fn, optimizer, mesh=mesh, rules=rules, axes=axes, accumulation=t.accumulation, clip_norm=o.clip_norm,
         precision=t.precision, zero_stage=o.zero_stage, gather=gather, seed=t.seed if with_key else None,
-    ).for_a_run(EXTRAS, spike_z=r.spike_z, skip_spikes=r.spikes != "record")
+    ).for_a_run(extras_of(config), spike_z=r.spike_z, skip_spikes=r.spikes != "record", ema_decay=t.ema_decay)
     _refuse_vain_keys(config, step, data)
     abstract = step.abstract(model)
     run = OwnRun(config, step.mesh, rules, step.skeleton, OwnLoss(step), optimizer, None, step.precision, abstract,
-                 step.layout, None, platform, data=data, own=step, initial=model)
+                 step.layout, None, platform, extras_of(config), data, own=step, initial=model)
     run.of_shape(data.shape(0))
     return run
 

@@ -29,6 +29,7 @@ from jaxtrain.sharding.rules import AnyMesh, Rules
 from jaxtrain.train_step import given_params, optimizers, partition, precision, quantized_kernels
 from jaxtrain.train_step.anomaly import History
 from jaxtrain.train_step.gradients import StateGradient, make_gradient
+from jaxtrain.train_step.optimizers import ema
 from jaxtrain.train_step.sharded_step import ShardedStep
 from jaxtrain.train_step.state import (
     Extras,
@@ -39,7 +40,11 @@ from jaxtrain.train_step.state import (
 )
 from jaxtrain.train_step.step import Step, make_step
 
-EXTRAS: Extras = {"history": History.empty}  # what a run's state has besides: what steps are compared with
+
+def extras_of(config: Config) -> Extras:
+    """Return what a run's state has besides: what steps are compared with, and the average of its parameters."""
+    history: Extras = {"history": lambda params: History.empty()}
+    return {**history, ema.NAME: ema.begin} if config.train.ema_decay else history
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +63,7 @@ class Run:
     layout: Layout
     schedules: tuple[Schedule, Schedule] | None  # of the pipeline: for training, and for evaluation
     platform: str = ""  # that an abstract mesh stands for; "": the one here
-    extras: Extras = field(default_factory=lambda: EXTRAS)
+    extras: Extras = field(default_factory=dict)  # how to make those of its state
     data: BatchSource | None = None  # what it trains on in place of config.data
     load_initial: Callable[["Run"], Any] | None = None  # what loads the first parameters; None: they are random
 
@@ -217,6 +222,7 @@ class Run:
                          schedule=self.schedule, describe=self.objective.metrics,
                          updates=self._metadata("update", self.abstract.params),
                          spike_z=self.config.resilience.spike_z, skip_spikes=self.config.resilience.spikes != "record",
+                         ema_decay=self.config.train.ema_decay,
                          optimizer_of=optimizer_of)
 
     @property
@@ -300,22 +306,29 @@ class Run:
             raise UserError("data.source", "its evaluation split is empty", "prepare it with a larger --eval_fraction")
         all_of_them = self.eval_batches.num_batches or 0
         many = min(batches or all_of_them, all_of_them)
-        sums = []
-        for n in range(many):
-            sums.append(self.compiled_eval(state.all_params, self.placed(self.eval_batches, n)))
-            jax.block_until_ready(sums[-2:-1])  # of many at once, CPU devices that share few cores may wait forever
-        total, weight, *more = jax.tree.map(lambda *x: np.sum(x, axis=0), *jax.device_get(sums))
-        nats = float(total / max(weight, 1e-8))
+        nats, more = self._evaluated(state, many)
+        found = {"eval_loss": nats}
+        if ema.NAME in state.extras:
+            found["eval_loss_ema"] = self._evaluated(state.averaged, many)[0]
         if more:
             told = self.objective.evaluation.metrics(*more)
-            names = self.objective.evaluation_metrics
-            return {"eval_loss": nats} | {f"eval_{name}": float(told[name]) for name in names}
+            return found | {f"eval_{name}": float(told[name]) for name in self.objective.evaluation_metrics}
         text = self.corpus.eval
-        found = {"eval_loss": nats, "eval_perplexity": float(np.exp(min(nats, 700.0)))}
+        found["eval_perplexity"] = float(np.exp(min(nats, 700.0)))
         if text.masked:  # how many bytes the learnt tokens stand for is not known
             return found
         predicted = text.num_tokens - text.num_documents  # the first token of a document follows nothing
         return found | {"eval_bits_per_byte": nats * predicted / text.num_bytes / float(np.log(2))}
+
+    def _evaluated(self, state: TrainState, many: int) -> tuple[float, list[Any]]:
+        """The mean loss of so many batches for evaluation, and their further sums."""
+        sums, batches = [], self.eval_batches
+        assert batches is not None
+        for n in range(many):
+            sums.append(self.compiled_eval(state.all_params, self.placed(batches, n)))
+            jax.block_until_ready(sums[-2:-1])  # of many at once, CPU devices that share few cores may wait forever
+        total, weight, *more = jax.tree.map(lambda *x: np.sum(x, axis=0), *jax.device_get(sums))
+        return float(total / max(weight, 1e-8)), more
 
     @property
     def on_policy(self) -> bool:

@@ -257,6 +257,17 @@ def test_a_spike_is_gone_back_from(tmp_path):
     assert all(line["loss"] is not None for line in lines(tmp_path)) and len(lines(tmp_path)) == STEPS
 
 
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_moving_average_is_kept(mesh):
+    run = build("pytree", mesh, train__ema_decay=0.75)
+    state = run.init()
+    want = jax.tree.map(np.float64, jax.device_get(state.params))
+    for step in range(3):
+        state, _ = run.step(state, run.batch(step))
+        want = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * np.float64(p), want, jax.device_get(state.params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), jax.device_get(state.averaged.params), want)
+
+
 def test_what_is_written_does_not_mislead(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(observe, "device_peak", lambda kind: 1e12)
     jt.train(shared("module"), tmp_path)

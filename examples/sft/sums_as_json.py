@@ -3,8 +3,9 @@
     python examples/sft/sums_as_json.py FOLDER            # writes the records
     python examples/sft/sums_as_json.py measure WORKDIR   # asks a run every sum that it was not tuned on
 
-FOLDER/numbers.jsonl has all sums of two numbers below twenty with their results, for a model to begin with. FOLDER/json.jsonl
-has two in three of them with answers such as {"sum": 7}; the others are those that `measure` asks.
+FOLDER/numbers.jsonl is for a model to begin with: sums of two numbers below twenty, answered as numbers, and differences
+and products, answered as JSON. FOLDER/json.jsonl has two in three of the sums with answers such as {"sum": 7}; the
+others are those that `measure` asks.
 """
 
 import json
@@ -23,7 +24,9 @@ def sums():
 def write(folder):
     folder.mkdir(parents=True, exist_ok=True)
     both = sums()
-    files = {"numbers": [(prompt, f"{result}") for prompt, result in both] * 10,
+    others = [one for a in range(20) for b in range(20) for one in (
+        (f"{a}-{b}=", json.dumps({"minus": a - b})), (f"{a}*{b}=", json.dumps({"times": a * b})))]
+    files = {"numbers": [(prompt, f"{result}") for prompt, result in both] * 10 + others * 5,
              "json": [(prompt, json.dumps({"sum": result})) for prompt, result in both[:len(both) * 2 // 3]] * 10}
     for name, records in files.items():
         (folder / f"{name}.jsonl").write_text("".join(
@@ -40,7 +43,7 @@ def measure(workdir):
     values = [value_of(answer.text) for answer in answers]
     formed = sum(value is not None for value in values)
     right = sum(value == result for value, (_, result) in zip(values, asked, strict=True))
-    print(f"of {len(asked)} answers {formed / len(asked):.0%} have the format, {right / len(asked):.0%} the right sum in it")
+    print(f"of {len(asked)} answers {formed / len(asked):.0%} have the format, {right / len(asked):.0%} the right sum")
 
 
 def value_of(text):

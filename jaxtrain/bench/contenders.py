@@ -112,7 +112,8 @@ def require(run: Run, kept: dict[str, bool], what: str) -> None:
     """Raise a UserError for a config key that another program does not support; `what` says what it supports."""
     o, t = run.config.optimizer, run.config.train
     kept = {**kept, "optimizer.name": o.name == "adamw", "optimizer.schedule": o.schedule == "cosine",
-            "optimizer.offload": not o.offload, "optimizer.clip_norm": o.clip_norm > 0, "train.z_loss": not t.z_loss}
+            "optimizer.offload": not o.offload, "optimizer.clip_norm": o.clip_norm > 0, "train.z_loss": not t.z_loss,
+            "train.ema_decay": not t.ema_decay}
     for key, same in kept.items():
         section, _, name = key.partition(".")
         if not same:

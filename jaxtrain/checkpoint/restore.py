@@ -17,7 +17,7 @@ from jaxtrain.distributed import processes
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 
-Extras = Mapping[str, Callable[[], Any]]
+Extras = Mapping[str, Callable[[Any], Any]]
 
 
 class Damaged(Exception):
@@ -28,14 +28,15 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
     """Return the state in `folder`, as `abstract_state` describes and shards it; every process makes the call.
 
     Args:
-        extras: for each entry of the state's `extras`, its value at step 0, used if the checkpoint lacks the entry.
+        extras: for each entry of the state's `extras`, what makes it from the trained parameters, used if the
+            checkpoint lacks the entry.
 
     Raises:
         Damaged: in all processes, if one of them cannot read it or what they read is not what was saved.
         UserError: a shape or dtype differs; Orbax would cast it silently.
     """
     ocp, wanted = orbax(), flatten(abstract_state)
-    loaded, sums, empty, problem = {}, {}, {}, ""
+    loaded, sums, missing, new, problem = {}, {}, {}, set(), ""
     try:
         with no_echoes():
             # Without Orbax's barrier, in which the others would wait for a process that cannot read.
@@ -47,12 +48,12 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
             if saved is None or saved.state is None:
                 raise FileNotFoundError("it holds no state")
             known = {path.split("/")[1] for path in saved.state.tree if path.startswith("extras/")}
-            new = flatten({"extras": {name: make() for name, make in extras.items() if name not in known}})
-            empty = {path: _placed(new[path], leaf.sharding) for path, leaf in wanted.items() if path in new}
-            there = {path: leaf for path, leaf in wanted.items() if path not in empty}
+            missing = {name: make for name, make in extras.items() if name not in known}
+            new = {path for path in wanted if path.startswith("extras/") and path.split("/")[1] in missing}
+            there = {path: leaf for path, leaf in wanted.items() if path not in new}
             _compare(folder, saved.state.tree, there)
             arrays = ocp.args.StandardRestore(there)
-            loaded = reader.restore(folder, args=ocp.args.Composite(state=arrays))["state"] | empty
+            loaded = reader.restore(folder, args=ocp.args.Composite(state=arrays))["state"]
             sums = verify.saved_fingerprint(folder)
     except UserError:
         raise
@@ -62,10 +63,13 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
         problem = innermost(error)
     if problem := exchange(problem, lambda all: next(filter(None, all), "")):
         raise Damaged(problem)
+    if new:
+        known_so_far = jax.tree.unflatten(jax.tree.structure(abstract_state), [loaded.get(path) for path in wanted])
+        loaded |= _begun(missing, known_so_far.params, {path: wanted[path].sharding for path in new})
     flat = {path: loaded[path] for path in wanted}
     now = exchange(fingerprint.read(fingerprint.on_device(flat)), fingerprint.total)
     for path, found in now.items():
-        if path not in empty and sums.get(path, (None, None))[1] != found:
+        if path not in new and sums.get(path, (None, None))[1] != found:
             raise Damaged(f"array {path} has other content than when it was saved")
     return jax.tree.unflatten(jax.tree.structure(abstract_state), list(flat.values()))
 
@@ -97,13 +101,16 @@ def find_good(workdir: str | Path, step: int | None = None) -> tuple[int, str] |
     return None if found is None else (found[0], found[1])
 
 
-def load_params(workdir: str | Path, abstract: Any, step: int) -> Any:
+def load_params(workdir: str | Path, abstract: Any, step: int, averaged: bool = False) -> Any:
     """Return the parameters of a checkpoint in a workdir, as `abstract` describes and shards them.
 
     Every process makes the call. Frozen parameters are included; a different dtype is cast.
 
+    Args:
+        averaged: those that were trained are their moving average.
+
     Raises:
-        UserError: it lacks a parameter or has another shape, or its content is damaged.
+        UserError: it lacks a parameter or has another shape, or its content is damaged; or it has no average.
     """
     folder, wanted = Path(workdir).absolute() / "checkpoints" / str(step), flatten(abstract)
     ocp, problem, named, loaded, sums = orbax(), "", {}, {}, {}
@@ -115,8 +122,12 @@ def load_params(workdir: str | Path, abstract: Any, step: int) -> Any:
                 multiprocessing_options=alone)), multiprocessing_options=alone)
             metadata: Any = reader.metadata(folder).item_metadata
             saved = metadata.state.tree
+            if averaged and not any(key.startswith("extras/ema/") for key in saved):
+                raise UserError("--ema", f"{folder} has no average of the weights",
+                                "leave it out, or train with train.ema_decay")
             for path, leaf in wanted.items():
-                key = next((key for key in (f"params/{path}", f"frozen/{path}") if key in saved), "")
+                kinds = "extras/ema" if averaged else "params", "frozen"
+                key = next((f"{kind}/{path}" for kind in kinds if f"{kind}/{path}" in saved), "")
                 if not key or tuple(saved[key].shape) != tuple(leaf.shape) or (
                         np.issubdtype(saved[key].dtype, np.integer) != np.issubdtype(leaf.dtype, np.integer)):
                     there = describe(saved[key]) if key else "missing"
@@ -153,10 +164,12 @@ def _compare(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> Non
                             "build the model and optimizer of that checkpoint, or give another --workdir")
 
 
-def _placed(value: Any, where: Any) -> jax.Array:
-    """Place an array that every process knows, without communication."""
-    whole = np.asarray(value)
-    return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
+def _begun(extras: Extras, params: Any, where: dict[str, Any]) -> dict[str, jax.Array]:
+    """Return the arrays at these paths of entries that begin now, made from the parameters without communication."""
+    def make(params):
+        flat = flatten({"extras": {name: make(params) for name, make in extras.items()}})
+        return {path: flat[path] for path in where}
+    return jax.jit(make, out_shardings=where)(params)
 
 
 def unreadable(folder: Path, reason: str) -> UserError:

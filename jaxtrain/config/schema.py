@@ -172,6 +172,7 @@ class TrainConfig:
     unroll: int = -1  # layers per scan iteration; 0: all of them; -1: all on GPUs where that pays, else 1
     loss_chunks: int = 0  # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
     z_loss: float = 0.0  # coefficient of the squared log-partition of the logits
+    ema_decay: float = 0.0  # of the moving average of the weights, evaluated and saved beside them; 0: none
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int = 0  # steps between evaluations, or a fraction of train.steps; 0: at the end only
     eval_batches: int = 8  # of each evaluation
@@ -191,6 +192,8 @@ class TrainConfig:
         one_of("train.frozen_dtype", self.frozen_dtype, ("", "float32", "bfloat16", "float16"))
         positive(self, "train", "accumulation log_every eval_batches")
         not_negative(self, "train", "steps expert_buffer loss_chunks z_loss eval_every sample_tokens")
+        if not 0 <= self.ema_decay < 1:
+            raise UserError("train.ema_decay", f"{self.ema_decay} is not in [0, 1)", "try 0.999, or 0 for none")
         if self.unroll < -1:
             raise UserError("train.unroll", f"{self.unroll} is below -1", "give a number of layers, 0 for all of them, "
                             "or -1, which chooses")

@@ -48,6 +48,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--chat", action="store_true", help="put prompts through the chat template")
     parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: that of the run's data")
     parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest that was found good")
+    parser.add_argument("--ema", action="store_true",
+                        help="the moving average of the weights (train.ema_decay); into STEP-ema.json")
     parser.add_argument("--batch_size", type=int, default=64, help="texts at once; default: 64")
     parser.add_argument("--seed", type=int, default=0, help="of few-shot examples and sampling; default: 0")
     parser.add_argument("--output", metavar="FILE", help="where the results go; default: WORKDIR/evaluations/STEP.json")
@@ -154,15 +156,16 @@ def _evaluate(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks
     import jax
 
     from jaxtrain.hub import trained_model
-    from jaxtrain.hub.generate_texts import chat_of, with_params
+    from jaxtrain.hub.generate_texts import chat_of
     from jaxtrain.hub.harness_model import HarnessModel
     from jaxtrain.hub.trained_tokenizer import tokenizer_of
 
     sections, words = trained_model.sections_of(flags.workdir), tokenizer_of(flags.workdir)
     chat = chat_of(flags.workdir, sections, words, flags.chat_template) if flags.chat else None
     run = trained_model.model_of(sections, overrides, spread="data")
-    params, found = trained_model.load(flags.workdir, run, step)
-    model = HarnessModel(run, with_params(run, params), words, chat=chat, batch_size=flags.batch_size, seed=flags.seed)
+    params, found = trained_model.load(flags.workdir, run, step, flags.ema)
+    model = HarnessModel(run, trained_model.with_params(run, params), words, chat=chat, batch_size=flags.batch_size,
+                         seed=flags.seed)
     results = tasks.ask(model)
     record = _record(flags, results) | {"step": found and found[0], "parameters": found and found[1]}
     if jax.process_index() == 0:
@@ -204,7 +207,7 @@ def _tell(flags: argparse.Namespace, results: dict[str, Any], record: dict[str, 
 def _results_path(flags: argparse.Namespace, step: int | None) -> Any:
     if flags.output:
         return Path(flags.output)
-    return None if step is None else Path(flags.workdir) / FOLDER / f"{step}.json"
+    return None if step is None else Path(flags.workdir) / FOLDER / f"{step}{'-ema' * flags.ema}.json"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     jaxtrain export WORKDIR --to=FOLDER
     jaxtrain export WORKDIR --to=FOLDER --step=500 --dtype=float32
     jaxtrain export WORKDIR --to=FOLDER --licence=apache-2.0 --gates refusals.jsonl regressions.jsonl
+    jaxtrain export WORKDIR --to=FOLDER --ema
 
 Transformers and inference servers read it. The folder appears when it is whole: config.json, the weights as
 safetensors, the run's tokenizer where it is of a kind that others read, a model card, and export.json, which says of
@@ -32,6 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("workdir", help="of the run")
     parser.add_argument("--to", required=True, help="the folder to make; it must not be there yet")
     parser.add_argument("--step", type=int, help="of the checkpoint; by default the newest good one")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights (train.ema_decay)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
     parser.add_argument("--file_gb", type=float, default=4.0, help="the largest file of weights, in 10^9 bytes")
     parser.add_argument("--licence", default="", help="of the model, for its card, such as apache-2.0")
@@ -48,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
 
     processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
     record = export(flags.workdir, flags.to, flags.step, dtype=flags.dtype, file_bytes=int(flags.file_gb * 1e9),
-                    licence=flags.licence, gates=flags.gates, gate_share=flags.gate_share)
+                    averaged=flags.ema, licence=flags.licence, gates=flags.gates, gate_share=flags.gate_share)
     say(f"{flags.to} has the model of step {record['step']} of {flags.workdir}")
     for suite, counts in record.get("gates", {}).get("suites", {}).items():
         say(f"gates: {suite}: {counts['passed']} of {counts['checks']} passed")
@@ -58,11 +60,22 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtype: str = "bfloat16",
-           file_bytes: int = 4 * 10**9, licence: str = "", gates: Sequence[str | Path] = (),
-           gate_share: float = 1.0) -> dict[str, Any]:
+           file_bytes: int = 4 * 10**9, averaged: bool = False, licence: str = "",
+           gates: Sequence[str | Path] = (), gate_share: float = 1.0) -> dict[str, Any]:
     """Write the model of a workdir's checkpoint into the folder `to`, and return what export.json says.
 
     Every process calls it.
+
+    Args:
+        workdir: of the run.
+        to: the folder to make.
+        step: of the checkpoint; None: the newest good one.
+        dtype: of the weights.
+        file_bytes: the most that a file of several tensors has.
+        averaged: write the moving average of the weights.
+        licence: of the model, for its card.
+        gates: files of prompts whose answers are checked.
+        gate_share: of each suite of gates that has to pass.
     """
     import jax
 
@@ -79,7 +92,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     checks, sections = release_gates.read(gates), trained_model.sections_of(workdir)
     run = spread(sections)
     described = config_json(run.config.model) | {"dtype": dtype}
-    params, found = trained_model.load(workdir, run, step)
+    params, found = trained_model.load(workdir, run, step, averaged)
     if found is None:
         raise UserError("WORKDIR", f"{workdir} is a published folder already", "give the workdir of a run")
     partial, first = to.with_name(f"{to.name}.partial"), jax.process_index() == 0
@@ -90,7 +103,8 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     if first:
         _write_tokenizer(workdir, partial, described)
         atomic_files.write_json(partial / FILE, described)
-    record: dict[str, Any] = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1]}
+    record: dict[str, Any] = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
+                              "averaged": averaged}
     exchange(None)
     if checks:
         answers = _asked(checks, workdir, partial, found[0])
@@ -107,14 +121,14 @@ def _asked(checks: Sequence[Any], workdir: Path, folder: Path, step: int) -> lis
     import jax
 
     from jaxtrain.hub import trained_model
-    from jaxtrain.hub.generate_texts import chat_of, with_params
+    from jaxtrain.hub.generate_texts import chat_of
     from jaxtrain.hub.release import gates
     from jaxtrain.hub.trained_tokenizer import tokenizer_of
 
     words = tokenizer_of(workdir)
     chat = chat_of(workdir, trained_model.sections_of(workdir), words, "") if any(c.chat for c in checks) else None
     run = spread(trained_model.sections_of(folder))
-    answers = gates.ask(checks, run, with_params(run, trained_model.load(folder, run)[0]), words, chat)
+    answers = gates.ask(checks, run, trained_model.with_params(run, trained_model.load(folder, run)[0]), words, chat)
     if jax.process_index() == 0:
         gates.write_answers(answers_file(workdir, step), answers)
     return answers

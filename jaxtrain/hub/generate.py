@@ -12,6 +12,7 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load
 from jaxtrain.errors import UserError
 from jaxtrain.hub.decoding import Decoding, decoding
 from jaxtrain.hub.sampling import Sampling
+from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.train_step import partition
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
         seed: other numbers give other texts.
         logprobs: also return the log-probability of each token.
         batch_size: how many prompts are continued at once.
-        tokenizer: one, or the folder of one that was kept, such as "WORKDIR/tokenizer"; by default that of the run's
-            data. Without one, where all prompts are token ids, the records have no text.
+        tokenizer: one, or the folder of one, or of a run or a published model that has one; by default that of the
+            run's data. Without one, where all prompts are token ids, the records have no text.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     check(prompts, max_new_tokens, stop, batch_size, seed)
@@ -147,7 +148,9 @@ class _Batch:
 
 
 def _opened(tokenizer: Tokenizer | str | Path) -> Tokenizer:
-    return load_tokenizer(f"{tokenizer}") if isinstance(tokenizer, str | Path) else tokenizer
+    if not isinstance(tokenizer, str | Path):
+        return tokenizer
+    return tokenizer_of(tokenizer) if (Path(tokenizer) / "config.json").is_file() else load_tokenizer(f"{tokenizer}")
 
 
 def _said(words: Tokenizer, prompt: list[int], tokens: np.ndarray) -> str:

@@ -12,7 +12,7 @@ import argparse
 import io
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,6 @@ from jaxtrain.flags import command, overrides_of, parser_of
 if TYPE_CHECKING:
     from jaxtrain.data.chat.templates import Chat
     from jaxtrain.data.tokenizers.tokenizer import Tokenizer
-    from jaxtrain.run import Run
-    from jaxtrain.train_step.state import TrainState
 
 
 @command()
@@ -34,7 +32,7 @@ def main(argv: list[str] | None) -> None:
     texts = _prompts(flags)
     from jaxtrain.hub.generate import check, generate
     from jaxtrain.hub.sampling import Sampling
-    from jaxtrain.hub.trained_model import sections_of
+    from jaxtrain.hub.trained_model import load_model, sections_of
     from jaxtrain.hub.trained_tokenizer import tokenizer_of
 
     config = sections_of(flags.workdir)
@@ -44,7 +42,7 @@ def main(argv: list[str] | None) -> None:
     words = tokenizer_of(flags.workdir)
     prompts, ends = answered(
         flags.workdir, config, words, flags.chat_template, texts) if flags.chat else (texts, [])
-    run, state = restored(flags.workdir, config, overrides, flags.step)
+    run, state = load_model(flags.workdir, overrides, step=flags.step, averaged=flags.ema)
     found = generate(run, state, prompts, **asdict(how), max_new_tokens=flags.max_new_tokens, seed=flags.seed,
                      stop=[*flags.stop, *ends], ignore_end=flags.ignore_end, batch_size=flags.batch_size,
                      logprobs=flags.logprobs, tokenizer=words)
@@ -64,6 +62,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--prompt", action="append", default=[], help="a text to continue; can be given several times")
     parser.add_argument("--prompts", metavar="FILE", help='JSON lines: texts, or objects with a "prompt"')
     parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest that was found good")
+    parser.add_argument("--ema", action="store_true", help="with the moving average of the weights (train.ema_decay)")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the most probable token; default: 1")
     parser.add_argument("--top_k", type=int, default=0, help="choose among so many most probable tokens; default: all")
@@ -87,28 +86,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         raise UserError(f"--config.{other}", "the model is as it was trained",
                         "change --config.mesh.KEY or --config.train.precision, or leave it out")
     return flags, overrides
-
-
-def restored(folder: str | Path, sections: dict[str, Any], overrides: dict[str, str],
-             step: int | None = None) -> tuple["Run", "TrainState"]:
-    """Return a run for the devices here with the parameters of a checkpoint, without an optimizer's state.
-
-    Raises:
-        UserError: the checkpoint is not there or not good, or the model does not fit the mesh.
-    """
-    from jaxtrain.hub import trained_model
-
-    run = trained_model.model_of(sections, overrides, spread="data")
-    params, _ = trained_model.load(folder, run, step)
-    return run, with_params(run, params)
-
-
-def with_params(run: "Run", params: Any) -> "TrainState":
-    """Return a state around loaded parameters, without an optimizer's state."""
-    from jaxtrain.train_step import partition
-
-    trained = partition.like(params, run.abstract.params)
-    return replace(run.abstract, params=trained, frozen=partition.without(params, trained))
 
 
 def answered(folder: str | Path, config: dict[str, Any], words: "Tokenizer", template: str,

@@ -119,23 +119,10 @@ def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int, 
     flat = flatten(params)
     parts = parts_of(entries(model), flat)
     shapes = {name: _shape_on_disk(entry, flat) for name, [(entry, _), *_] in parts.items()}
-    float32 = {name for name, [(entry, _), *_] in parts.items() if entry.float32}
-    kinds = {name: np.dtype(np.float32 if name in float32 else dtype) for name in shapes}
-    sizes = {name: math.prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
-    files = safetensors_files.split_over_files(sizes, limit)
-    called = safetensors_files.file_names(len(files))
-    for n, (file, inside) in enumerate(zip(called, files, strict=True)):
-        tensors: Iterator[np.ndarray] = (published(parts[name], flat, kinds[name], lora_scale) for name in inside)
-        if n % jax.process_count() == jax.process_index():
-            safetensors_files.write(folder / file, {name: shapes[name] for name in inside}, dtype, tensors,
-                                    float32)
-        else:  # gathering is done by all processes together
-            for _ in tensors:
-                pass
-    if len(files) > 1 and jax.process_index() == 0:
-        safetensors_files.write_index(folder, {name: file for file, inside in zip(called, files, strict=True)
-                                               for name in inside}, sum(sizes.values()))
-    return called
+    kinds = {name: np.dtype(np.float32 if entry.float32 else dtype) for name, [(entry, _), *_] in parts.items()}
+    return safetensors_files.write_folder(
+        folder, shapes, kinds, lambda name: published(parts[name], flat, kinds[name], lora_scale), limit,
+        (jax.process_index(), jax.process_count()))
 
 
 def parts_of(known: Iterable[Entry], flat: Mapping[str, jax.Array]) -> Parts:

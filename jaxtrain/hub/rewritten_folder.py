@@ -1,50 +1,58 @@
 """Write a published folder like another one, with tensors that are computed one at a time."""
 
-import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.published_config import FILE
 from jaxtrain.files import atomic_files, bounded_files
 from jaxtrain.hub import export, safetensors_files
-from jaxtrain.hub.release.model_card import FILE as CARD
-from jaxtrain.hub.safetensors_files import INDEX, Tensor
+from jaxtrain.hub.safetensors_files import DTYPES, INDEX, OTHERS, Tensor
+from jaxtrain.hub.tensor_names import entries
+
+_COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # the tokenizer's and the template's; not the model card
+_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
-def write(like: Path, to: Path, tensors: Mapping[str, Tensor], computed: Callable[[str], np.ndarray], dtype: str,
-          record: Mapping[str, Any], file_bytes: int = 4 * 10**9) -> None:
+def write(like: Path, to: Path, tensors: Mapping[str, Tensor], computed: Callable[[str], np.ndarray],
+          model: Mapping[str, Any], record: Mapping[str, Any], dtype: str | None = None,
+          file_bytes: int = 4 * 10**9) -> None:
     """Write the folder `to`, which appears when it is whole.
 
     Args:
-        like: the folder whose config.json, tokenizer and other small files are copied, but not its card.
+        like: the folder whose config.json, tokenizer and chat template are copied.
         to: the folder to make.
-        tensors: which tensors there are; those in float32 that are no weights, such as a router's bias, stay in it.
-        computed: returns a tensor by name.
-        dtype: of the other tensors, such as "bfloat16".
+        tensors: which ones there are, of which shapes and dtypes.
+        computed: returns a tensor by its name.
+        model: the `model` section that the config amounts to.
         record: what export.json says beside the SHA-256 of every file.
+        dtype: of the weights; None: each one's own. Those that are float32 in any model of the family stay so.
         file_bytes: the most that a file of several tensors has.
     """
     export.check_is_new(to)
     partial = to.with_name(f"{to.name}.partial")
     export.make_folder(partial)
-    for file in like.iterdir():
-        if file.is_file() and file.name not in (FILE, export.RECORD, INDEX, CARD) and file.suffix != ".safetensors":
-            shutil.copyfile(file, partial / file.name)
-    kinds = {name: np.dtype(dtype if tensor.dtype != "F32" or name.endswith("weight") else np.float32)
-             for name, tensor in tensors.items()}
-    sizes = {name: math.prod(tensor.shape) * kinds[name].itemsize for name, tensor in tensors.items()}
-    files = safetensors_files.split_over_files(sizes, file_bytes)
-    called = safetensors_files.file_names(len(files))
-    for file, names in zip(called, files, strict=True):
-        safetensors_files.write(partial / file, {name: tensors[name].shape for name in names}, np.dtype(dtype),
-                                map(computed, names), {name for name in names if kinds[name] == np.float32})
-    if len(files) > 1:
-        safetensors_files.write_index(partial, {name: file for file, names in zip(called, files, strict=True)
-                                                for name in names}, sum(sizes.values()))
+    float32 = {entry.theirs.rpartition(".")[2] for entry in entries(FAMILIES[model["name"]](**model)) if entry.float32}
+    safetensors_files.write_folder(
+        partial, {name: tensor.shape for name, tensor in tensors.items()},
+        {name: _kind(name, tensor, dtype, float32) for name, tensor in tensors.items()}, computed, file_bytes)
+    for path in sorted(like.iterdir()):
+        if path.is_file() and path.suffix in _COPIED and path.name not in (FILE, INDEX, export.RECORD):
+            shutil.copyfile(path, partial / path.name)
     config = bounded_files.user_json(like / FILE, dict, f"{like}", "download it again") or {}
-    atomic_files.write_json(partial / FILE, config | {"dtype": dtype})
+    if dtype:
+        config.pop("torch_dtype", None)  # its name in transformers 4
+        config["dtype"] = dtype
+    atomic_files.write_json(partial / FILE, config)
     export.finish(partial, to, record)
+
+
+def _kind(name: str, tensor: Tensor, dtype: str | None, float32: set[str]) -> np.dtype:
+    """Return the dtype in which a tensor is written."""
+    changed = dtype and tensor.dtype in DTYPES and name.rpartition(".")[2] not in float32
+    return np.dtype(_DTYPES[dtype] if dtype and changed else (DTYPES | OTHERS)[tensor.dtype])

@@ -7,9 +7,10 @@ one. The format is described at https://huggingface.co/docs/safetensors.
 import json
 import math
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +20,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files, safe_names
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+# Of what is not weights, such as buffers.
+OTHERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
+_NAMES = {np.dtype(dtype): name for name, dtype in (DTYPES | OTHERS).items()}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FORM = {str: {"dtype": str, "shape": [int], "data_offsets": (int, int)}}
 _HEADER = 100 * 10**6  # bytes: the format's own limit
@@ -35,15 +38,15 @@ class Tensor:
     shape: tuple[int, ...]
     offset: int  # in the file
 
-    def view(self) -> np.ndarray:
-        """Return the mapped tensor; raises UserError for a dtype that weights do not have."""
-        if self.dtype not in DTYPES:
+    def view(self, known: Mapping[str, Any] = MappingProxyType(DTYPES)) -> np.ndarray:
+        """Return the mapped tensor; raises UserError for a dtype that is not among the known ones."""
+        if self.dtype not in known:
             raise UserError(f"{self.file}", f"tensor {self.name} is of dtype {self.dtype}",
                             f"give weights in {', '.join(DTYPES)}")
         count = math.prod(self.shape)
         if not count:
-            return np.empty(self.shape, DTYPES[self.dtype])
-        kind = np.dtype(DTYPES[self.dtype])
+            return np.empty(self.shape, known[self.dtype])
+        kind = np.dtype(known[self.dtype])
         mapped = np.memmap(self.file, np.uint8, "r", self.offset, (count * kind.itemsize,))
         return mapped.view(kind).reshape(self.shape)
 
@@ -103,7 +106,7 @@ def _check_offsets(header: Mapping[str, Any], size: int) -> None:
             raise ValueError(f"tensor {name} does not begin at byte {at}, where the one before it ends")
         if any(n < 0 for n in entry["shape"]):
             raise ValueError(f"tensor {name} has a negative size")
-        kind = DTYPES.get(entry["dtype"])
+        kind = (DTYPES | OTHERS).get(entry["dtype"])
         if kind and end - begin != math.prod(entry["shape"]) * np.dtype(kind).itemsize:
             raise ValueError(f"tensor {name} has {end - begin} bytes, which is not its shape in {entry['dtype']}")
         at = end
@@ -129,13 +132,36 @@ def file_names(count: int) -> list[str]:
     return [SINGLE] if count == 1 else [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
 
 
-def write(path: Path, shapes: Mapping[str, Sequence[int]], dtype: Any, tensors: Iterator[np.ndarray],
-          float32: Container[str] = ()) -> None:
-    """Write one file: the header, which the shapes determine, then each tensor as it comes, in the same order.
+def write_folder(folder: Path, shapes: Mapping[str, Sequence[int]], kinds: Mapping[str, np.dtype],
+                 tensor: Callable[[str], np.ndarray], limit: int, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """Write tensors into files of at most `limit` bytes each, and their index; return the files' names.
 
-    `float32`: the names of tensors that are written in float32 rather than in `dtype`.
+    Args:
+        kinds: their dtypes.
+        tensor: makes one, from its name; it is called for all tensors, in order.
+        share: (n, of how many): write only each so-manieth file, as one of several processes.
     """
-    kinds, at = {name: np.dtype(np.float32 if name in float32 else dtype) for name in shapes}, 0
+    sizes = {name: math.prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
+    files = split_over_files(sizes, limit)
+    called = file_names(len(files))
+    for n, (file, inside) in enumerate(zip(called, files, strict=True)):
+        tensors = map(tensor, inside)
+        if n % share[1] == share[0]:
+            write(folder / file, {name: shapes[name] for name in inside}, kinds, tensors)
+        else:  # making them may need all processes together
+            for _ in tensors:
+                pass
+    if len(files) > 1 and share[0] == 0:
+        atomic_files.write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {
+            name: file for file, inside in zip(called, files, strict=True) for name in inside}})
+    return called
+
+
+def write(path: Path, shapes: Mapping[str, Sequence[int]], kinds: Mapping[str, Any],
+          tensors: Iterator[np.ndarray]) -> None:
+    """Write one file: the header, which shapes and dtypes determine, then each tensor as it comes, in the same order.
+    """
+    kinds, at = {name: np.dtype(kinds[name]) for name in shapes}, 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, shape in shapes.items():
         end = at + math.prod(shape) * kinds[name].itemsize
@@ -148,8 +174,3 @@ def write(path: Path, shapes: Mapping[str, Sequence[int]], dtype: Any, tensors: 
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
             assert tensor.shape == tuple(shape), (name, tensor.shape, shape)
             file.write(np.ascontiguousarray(tensor, kinds[name]).view(np.uint8).reshape(-1).data)
-
-
-def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
-    """Write which file each tensor is in."""
-    atomic_files.write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(files)})

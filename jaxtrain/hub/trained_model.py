@@ -4,6 +4,7 @@ A published folder has a model in Hugging Face's format, or adapters in PEFT's a
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from jaxtrain.files.bounded_files import user_json
 from jaxtrain.hub import published_weights
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.run import Run
+from jaxtrain.train_step import partition
+from jaxtrain.train_step.state import TrainState
 
 Sections = dict[str, Any]
 
@@ -54,16 +57,45 @@ def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str) -> R
     return builder.build(make_config(kept, along | dict(overrides)))
 
 
-def load(folder: str | Path, run: Run, step: int | None = None) -> tuple[Any, tuple[int, str] | None]:
+def load(folder: str | Path, run: Run, step: int | None = None,
+         averaged: bool = False) -> tuple[Any, tuple[int, str] | None]:
     """Return all parameters, and the step and fingerprint of the checkpoint that they are from; None: published ones.
+
+    `averaged`: of a run's trained parameters, their moving average.
     """
     if step is None and adapter_files.is_adapter_folder(folder):
         return adapter_files.load_with_base(folder, run.config.model, run.config.lora, run.abstract_model), None
     if not (Path(folder) / "checkpoints").is_dir() and step is None and "model_type" in (
             user_json(Path(folder) / published_config.FILE, dict, "WORKDIR", "give the workdir of a run") or {}):
+        if averaged:
+            raise UserError("--ema", f"{folder} is a published folder, with one set of weights", "leave it out")
         return published_weights.load(folder, run.config.model, run.abstract_model), None
     found = restore.find_good(folder, step)
     if found is None:
         raise UserError("--step", f"{folder} has no checkpoint of step {step} that was found good",
                         f"see those that it has: jaxtrain checkpoint list {folder}")
-    return restore.load_params(folder, run.abstract_model, found[0]), found
+    return restore.load_params(folder, run.abstract_model, found[0], averaged), found
+
+
+def load_model(folder: str | Path, overrides: Mapping[str, Any] | None = None, *, step: int | None = None,
+               averaged: bool = False) -> tuple[Run, TrainState]:
+    """Return a run for the devices here and a state with a trained model's parameters, as `jt.generate` takes them.
+
+    Args:
+        folder: the workdir of a run, a published folder, or adapters in PEFT's format.
+        overrides: keys of `mesh` and `train.precision`; by default all devices share the rows.
+        step: of a run's checkpoint; None: the newest good one.
+        averaged: of a run that keeps it, the moving average of the weights.
+
+    Raises:
+        UserError: the checkpoint is not there or not good, or the model does not fit the mesh.
+    """
+    run = model_of(sections_of(folder), overrides or {}, spread="data")
+    params, _ = load(folder, run, step, averaged)
+    return run, with_params(run, params)
+
+
+def with_params(run: Run, params: Any) -> TrainState:
+    """Return a state around loaded parameters, without an optimizer's state."""
+    trained = partition.like(params, run.abstract.params)
+    return replace(run.abstract, params=trained, frozen=partition.without(params, trained))

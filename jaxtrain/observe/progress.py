@@ -60,7 +60,8 @@ def _text(record: Record, steps: int) -> str:
     step = int(record["step"] or 0)
     parts = [f"step {step}/{steps}"]
     if "eval_loss" in record:
-        parts += [f"{key} {_value(record[key])}" for key in ("eval_loss", "eval_bits_per_byte") if key in record]
+        shown = "eval_loss", "eval_loss_ema", "eval_bits_per_byte"
+        parts += [f"{key} {_value(record[key])}" for key in shown if key in record]
         return "  ".join(parts)
     parts.append(f"loss {_value(record.get('loss'))}")
     if record.get("tokens_per_s"):

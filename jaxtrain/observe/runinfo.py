@@ -34,7 +34,7 @@ _FREE: dict[str, Set[str] | None] = {
 MAY_CHANGE = frozenset(
     [f"optimizer.{key}" for key in ("learning_rate", "schedule", "warmup_steps", "decay_fraction", "final_fraction",
                                     "weight_decay", "clip_norm", "b1", "b2", "momentum", "eps")]
-    + ["train.steps", "train.z_loss"])
+    + ["train.steps", "train.z_loss", "train.ema_decay"])
 # What a resumed run may change where it makes no difference to the steps that are done: data.stages tells which.
 _STAGED = {"mixture", "stages", "seq_len", "global_batch_size"}
 _RUN = {  # what is read of run.json

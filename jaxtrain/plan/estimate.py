@@ -19,6 +19,7 @@ from jaxtrain.plan.trace.program import Block
 from jaxtrain.run import Run
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import axis_sizes
+from jaxtrain.train_step.optimizers import ema
 from jaxtrain.train_step.report import in_hosts, matmul_parameters, total
 
 
@@ -96,6 +97,8 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
         "batch": sum(value.bytes for value in block.inputs[state:])})
     if frozen := total(run.abstract.frozen):
         parts["frozen parameters"] = frozen
+    if average := total(run.abstract.extras.get(ema.NAME)):
+        parts["averaged parameters"] = average
     parts.update(_named(worst, run))
     if target.platform != "cpu":
         elsewhere += _kept_on_hosts(block)

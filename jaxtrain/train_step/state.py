@@ -4,7 +4,7 @@ Modules are NNX at rest. They are split once, here; from then on parameters are 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.host_memory import HOST
 from jaxtrain.sharding.rules import AnyMesh, Names, Rules
 from jaxtrain.train_step import partition
+from jaxtrain.train_step.optimizers import ema
 from jaxtrain.train_step.precision import LossScale
 from jaxtrain.train_step.quantized_kernels import SCALES
 
@@ -41,9 +42,17 @@ class TrainState:
         """Trained and frozen parameters as one tree: what a loss takes."""
         return partition.merge(self.params, self.frozen)
 
+    @property
+    def averaged(self) -> "TrainState":
+        """This state with the moving average in place of the trained parameters: to evaluate, not to train further."""
+        if ema.NAME not in self.extras:
+            raise UserError("train.ema_decay", "the state keeps no average of its parameters", "set it, such as 0.999")
+        params = jax.tree.map(lambda p, average: average.astype(p.dtype), self.params, self.extras[ema.NAME])
+        return replace(self, params=params)
 
-# How to make each entry of a state's `extras` at step 0. A checkpoint that lacks an entry is completed with it.
-Extras = Mapping[str, Callable[[], Any]]
+
+# How to make each entry of a state's `extras` from the trained parameters, at step 0 or for a checkpoint that lacks it.
+Extras = Mapping[str, Callable[[Any], Any]]
 
 
 @dataclass(frozen=True)
@@ -135,7 +144,7 @@ def initial_state(params: Any, optimizer: optax.GradientTransformation, loss_sca
     """Step 0 around given parameters."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, optimizer.init(params), zero, LossScale.initial() if loss_scaling else None,
-                      {name: empty() for name, empty in (extras or {}).items()}, frozen or {})
+                      {name: make(params) for name, make in (extras or {}).items()}, frozen or {})
 
 
 def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, zero_stage: int = 0, *,
@@ -180,6 +189,8 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
 
     params = treedef.unflatten(split if zero_stage >= 3 else base)
     loss_scale, extras = jax.tree.map(lambda _: replicated, (abstract.loss_scale, abstract.extras))
+    if ema.NAME in extras:
+        extras[ema.NAME] = params
     state = TrainState(
         replicated, params, jax.tree_util.tree_map_with_path(optimizer_leaf, abstract.opt_state), replicated,
         loss_scale, extras, frozen_treedef.unflatten(frozen))

@@ -11,7 +11,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step.gradients import StateGradient
 from jaxtrain.train_step.offload import by_pieces
-from jaxtrain.train_step.optimizers import global_norm
+from jaxtrain.train_step.optimizers import ema, global_norm
 from jaxtrain.train_step.state import Layout, TrainState
 
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
@@ -20,7 +20,7 @@ Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 def make_step(gradient: StateGradient, optimizer: optax.GradientTransformation, layout: Layout, *,
               clip_norm: float = 0.0, schedule: optax.Schedule | None = None,
               describe: Callable[[Any], dict[str, jax.Array]] = lambda sums: {}, spike_z: float = 0.0,
-              skip_spikes: bool = False, updates: Any = None,
+              skip_spikes: bool = False, ema_decay: float = 0.0, updates: Any = None,
               optimizer_of: Callable[[Any, Any], optax.GradientTransformation] | None = None) -> Step:
     """Return the step to be jitted with its state donated.
 
@@ -29,6 +29,7 @@ def make_step(gradient: StateGradient, optimizer: optax.GradientTransformation, 
         describe: makes metrics of the loss's further sums.
         spike_z: how many standard deviations above the recent history of its state a step is a spike.
         skip_spikes: leave out the updates of spikes.
+        ema_decay: of the moving average of the parameters, where the state has one.
         updates: the name of the update rule of each trained parameter that has one of its own, else "".
         optimizer_of: makes the optimizer of parameters with given logical names and update rules: for a layout that
             keeps its state in the hosts' memory.
@@ -82,6 +83,8 @@ def make_step(gradient: StateGradient, optimizer: optax.GradientTransformation, 
             taken, history, judged = extras["history"].judge(mean, norm, taken, overflow | empty, spike_z, skip_spikes)
             extras = extras | {"history": history}
         params, opt_state = update(state.params, state.opt_state, grads, factors, taken)
+        if ema.NAME in extras:
+            extras = extras | {ema.NAME: ema.updated(extras[ema.NAME], params, ema_decay, taken)}
         skipped = state.skipped + ~taken
         metrics = {"loss": mean, "grad_norm": norm, "skipped": skipped, **judged}
         if schedule is not None:

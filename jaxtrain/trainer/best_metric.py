@@ -11,6 +11,8 @@ def check(run: Run) -> None:
     best, evaluations = run.config.checkpoint.best, _EVALUATION if run.eval_batches is not None else ()
     if own := run.objective.evaluation_metrics:
         evaluations = ("eval_loss", *(f"eval_{name}" for name in own))
+    if evaluations and run.config.train.ema_decay:
+        evaluations = (*evaluations, "eval_loss_ema")
     if "reward" in best:
         raise UserError("checkpoint.best", f"a higher {best} is better, and the lowest is kept", "use a loss")
     if best in evaluations:

@@ -3,9 +3,9 @@
     python -m tests.composition.fuzz --cases=100 --seed=7 --devices=16
 
 draws meshes of all six axes, rules, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions,
-optimizers and the dtypes of their moments, offloading, frozen parameters, adapters, packing, rows without a valid
-token, model families, tied and untied tables, scanned and unrolled layers; training, and of some evaluation and
-`value_and_grad`.
+optimizers and the dtypes of their moments, averages of parameters, offloading, frozen parameters, adapters, packing,
+rows without a valid token, model families, tied and untied tables, scanned and unrolled layers; training, and of some
+evaluation and `value_and_grad`.
 What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.validation documents. A case
 fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it
 again.
@@ -98,7 +98,8 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     if not keys.get("model.mtp_loss_weight") and rng.random() < 0.25:
         keys |= {"data.cross_document_attention": True}
     rng = random.Random(f"{sorted(keys.items())}")  # its own numbers: what follows changes no other draw
-    return keys | remat_of(keys, rng) | lora_of(keys, rng)
+    keys |= remat_of(keys, rng) | lora_of(keys, rng)
+    return keys | ({"train.ema_decay": 0.75} if rng.random() < 0.3 else {})
 
 
 def remat_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -218,6 +219,10 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
             lambda path, g, want: want if "['router']['bias']" in jax.tree_util.keystr(path) else g, by_call[1], grads)
         off["gradient of value_and_grad"], leaf = reference.worst(got, grads, floor)
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state.params))), "a parameter is lost"
+    if config.train.ema_decay:
+        began, now = (partition.like(tree, grads) for tree in (params, jax.device_get(state.params)))
+        want = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, began, now)
+        off["average"], _ = reference.worst(state.extras["ema"], want, floor=1e-3)
     if bias is not None and precision == "float32" and not config.lora.rank:
         p = state.all_params
         new = [reference.router(config.model, p)["bias"],

@@ -79,6 +79,6 @@ def write(folder: Path, case: dict, dtype=np.float32) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(case["config"]))
     shapes = {name: tuple(shape) for name, shape in case["tensors"].items()}
-    safetensors_files.write(folder / safetensors_files.SINGLE, shapes, dtype,
+    safetensors_files.write(folder / safetensors_files.SINGLE, shapes, dict.fromkeys(shapes, dtype),
                             (weight(name, shape) for name, shape in shapes.items()))
     return folder

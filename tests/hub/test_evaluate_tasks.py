@@ -69,7 +69,7 @@ def test_every_kind_of_task_gives_what_the_logits_say(workdir, tasks, capsys):
     assert kept["step"] == 20 and kept["packages"]["lm_eval"] and len(kept["hashes"]["choose"]) == 3
     assert kept["results"]["choose"]["acc,none"] == 1.0
 
-    run, state = generate_texts.restored(workdir, json.loads((workdir / "config.json").read_text()), {})
+    run, state = jt.load_model(workdir)
     module, words = run.module(state), tokenizer_of(workdir)
 
     def logprob(given, scored):
@@ -110,7 +110,7 @@ def test_an_answer_ends_with_its_turn_and_a_text_may_begin_with_nothing(workdir)
     """Whatever the task's own stop texts are."""
     from types import SimpleNamespace
 
-    run, state = generate_texts.restored(workdir, json.loads((workdir / "config.json").read_text()), {})
+    run, state = jt.load_model(workdir)
     words = tokenizer_of(workdir)
     plain = HarnessModel(run, state, words)
     request = [SimpleNamespace(args=("It was the", {"until": [], "max_gen_toks": 8}))]
@@ -121,7 +121,7 @@ def test_an_answer_ends_with_its_turn_and_a_text_may_begin_with_nothing(workdir)
 
 
 def test_a_conversation_is_asked_as_the_template_has_it(workdir):
-    run, state = generate_texts.restored(workdir, json.loads((workdir / "config.json").read_text()), {})
+    run, state = jt.load_model(workdir)
     words = tokenizer_of(workdir)
     model = HarnessModel(run, state, words, chat=generate_texts.chat_of(workdir, {}, words, "plain"))
     text = model.apply_chat_template([{"role": "user", "content": "hello"}])

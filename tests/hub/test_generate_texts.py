@@ -37,8 +37,7 @@ def test_a_run_continues_prompts_as_from_python(workdir, capsys):
     found = [json.loads(line) for line in out.splitlines()]
     assert [one["prompt"] for one in found] == ["It was", "the"]
 
-    run, state = generate_texts.restored(workdir, json.loads((workdir / "config.json").read_text()), {"mesh.data": "1",
-                                         "mesh.tensor": "8"})
+    run, state = jt.load_model(workdir, {"mesh.data": "1", "mesh.tensor": "8"})
     assert run.mesh.shape["tensor"] == 8
     want = jt.generate(run, state, ["It was", "the"], max_new_tokens=8, temperature=0, logprobs=True,
                        tokenizer=workdir / "tokenizer")
@@ -54,7 +53,7 @@ def test_prompts_may_come_from_a_file_and_texts_are_printed_behind_them(workdir,
 
 
 def test_a_text_ends_before_a_stop_string_wherever_its_tokens_do(workdir):
-    run, state = generate_texts.restored(workdir, json.loads((workdir / "config.json").read_text()), {})
+    run, state = jt.load_model(workdir)
     keys = dict(max_new_tokens=40, temperature=1.0, seed=5, tokenizer=workdir / "tokenizer")
     whole, = jt.generate(run, state, ["It was"], **keys)
     end = next(whole.text[n:n + 2] for n in range(4, 20) if whole.text.find(whole.text[n:n + 2]) == n
@@ -95,5 +94,5 @@ def test_mistakes_are_told_in_one_line(workdir, capsys, tmp_path, words, message
 
 
 def test_all_devices_share_the_prompts(workdir):
-    run, _ = generate_texts.restored(workdir, json.loads((workdir / "config.json").read_text()), {})
+    run, _ = jt.load_model(workdir)
     assert run.mesh.shape["data"] == jax.device_count() == 8

@@ -19,7 +19,8 @@ def raw(header, content=b"", length=None) -> bytes:
 
 
 def test_what_is_written_is_read(tmp_path):
-    safetensors_files.write(tmp_path / SINGLE, {"a": A.shape, "empty": (0, 3)}, np.float32,
+    safetensors_files.write(tmp_path / SINGLE, {"a": A.shape, "empty": (0, 3)},
+                            {"a": np.float32, "empty": np.float32},
                             iter([A, np.zeros((0, 3), np.float32)]))
     found = tensors_of(tmp_path)
     np.testing.assert_array_equal(found["a"].view(), A)
@@ -28,7 +29,7 @@ def test_what_is_written_is_read(tmp_path):
 
 def test_the_library_of_the_format_reads_what_is_written_and_the_other_way_round(tmp_path):
     library = pytest.importorskip("safetensors.numpy")
-    safetensors_files.write(tmp_path / SINGLE, {"b": B.shape}, ml_dtypes.bfloat16, iter([B]))
+    safetensors_files.write(tmp_path / SINGLE, {"b": B.shape}, {"b": ml_dtypes.bfloat16}, iter([B]))
     np.testing.assert_array_equal(library.load_file(tmp_path / SINGLE)["b"], B)
     library.save_file({"a": A, "b": B}, tmp_path / SINGLE)
     for name, wanted in (("a", A), ("b", B)):
@@ -80,7 +81,7 @@ def test_a_dtype_that_weights_do_not_have_is_refused_by_name(tmp_path):
     ({}, "it has no 'weight_map'"),
 ])
 def test_an_index_that_is_not_what_it_says_is_told_in_one_line(tmp_path, index, reason):
-    safetensors_files.write(tmp_path / SINGLE, {"a": A.shape}, np.float32, iter([A]))
+    safetensors_files.write(tmp_path / SINGLE, {"a": A.shape}, {"a": np.float32}, iter([A]))
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises(jt.UserError) as refusal:
         tensors_of(tmp_path)

@@ -94,7 +94,7 @@ def start_from(run: jt.Run, params):
     trained, frozen = partition.like(params, run.layout.axes), partition.without(params, run.layout.axes)
     opt_state = jax.tree.map(np.array, jax.jit(run.optimizer.init)(trained))
     state = TrainState(np.int32(0), trained, opt_state, np.int32(0), run.abstract.loss_scale and _scale(),
-                       {name: make() for name, make in run.extras.items()}, frozen)
+                       {name: make(trained) for name, make in run.extras.items()}, frozen)
     return jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), state, run.layout.state)
 
 

@@ -144,7 +144,7 @@ def save(params: Any, model: ModelConfig, c: LoraConfig, folder: Path, base: str
         for _ in tensors:  # gathering is done by all processes together
             pass
         return
-    safetensors_files.write(folder / WEIGHTS, shapes, dtype, tensors)
+    safetensors_files.write(folder / WEIGHTS, shapes, dict.fromkeys(shapes, dtype), tensors)
     atomic_files.write_json(folder / CONFIG, _config(model, c, flat, base))
 
 

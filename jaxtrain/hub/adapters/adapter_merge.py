@@ -67,7 +67,7 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
         return found.T if turned else found
 
     said = [{"folder": f"{folder}", "weight": weight} for folder, weight in adapters]
-    rewritten_folder.write(Path(base), to, tensors, computed, dtype, {"base": f"{base}", "adapters": said})
+    rewritten_folder.write(Path(base), to, tensors, computed, section, {"base": f"{base}", "adapters": said}, dtype)
 
 
 def products(folder: Path, model: ModelConfig, weight: float) -> dict[str, Product]:

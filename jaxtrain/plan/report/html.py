@@ -122,7 +122,7 @@ def _memory(found: Found, top: int) -> list[str]:
         return []
     bars = [Bar(f"{choice}", choice.estimate.memory) for choice in (*best, *large)]
     limits = [("what a program may use", found.target.room), ("what a device has", found.target.memory)]
-    look = Look.of(bars, {"parameters", "optimizer", "frozen parameters"},
+    look = Look.of(bars, {"parameters", "optimizer", "frozen parameters", "averaged parameters"},
                    ("Activations, gradients and buffers", "State, kept between steps"),
                    lambda size: f"{gigabytes(size)} GB")
     unfit = f", then the {len(large)} smallest that do not" if large else ""

@@ -38,7 +38,7 @@ def write(folder: Path, case: dict) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / adapter_files.CONFIG).write_text(json.dumps(case["config"]))
     shapes = {name: tuple(shape) for name, shape in case["tensors"].items()}
-    safetensors_files.write(folder / adapter_files.WEIGHTS, shapes, np.float32,
+    safetensors_files.write(folder / adapter_files.WEIGHTS, shapes, dict.fromkeys(shapes, np.float32),
                             (published.weight(name, shape) for name, shape in shapes.items()))
     return folder
 
