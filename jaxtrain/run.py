@@ -415,7 +415,8 @@ class Run:
 
     def _random(self, key: jax.Array) -> Any:
         config = self.config
-        model = make_model(config.model, Compute.of(config), config.lora, rngs=nnx.Rngs(params=key))
+        model = make_model(config.model, Compute.of(config), config.lora, reward_head=config.preference.reward_head,
+                           rngs=nnx.Rngs(params=key))
         return Skeleton.of(model).params()
 
     def _state(self, params: Any, key: jax.Array) -> TrainState:

@@ -6,9 +6,9 @@ from typing import Any
 from jaxtrain.config.field_checks import not_negative, one_of, positive
 from jaxtrain.errors import UserError
 
-# The keys that each loss of preferences reads beside beta.
-PREFERENCE_LOSSES = {"dpo": "label_smoothing", "robust": "label_smoothing", "ipo": "", "hinge": "",
-                     "simpo": "label_smoothing margin", "orpo": ""}
+# The keys that each loss of preferences reads.
+PREFERENCE_LOSSES = {"dpo": "beta label_smoothing", "robust": "beta label_smoothing", "ipo": "beta", "hinge": "beta",
+                     "simpo": "beta label_smoothing margin", "orpo": "beta", "reward": "margin center"}
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,28 @@ class LoraConfig:
 class PreferenceConfig:
     """Learning from pairs of a chosen and a rejected answer (docs/tuning.md); off by default."""
 
-    loss: str = ""  # dpo, robust, ipo, hinge, simpo or orpo; "": next-token prediction
+    loss: str = ""  # dpo, robust, ipo, hinge, simpo, orpo, or reward (a reward model); "": next-token prediction
     beta: float = 0.1  # how far the policy may leave the reference: less for higher values
     label_smoothing: float = 0.0  # the share of pairs that may be swapped; of dpo, robust and simpo
-    margin: float = 0.0  # of simpo: by how much the chosen answer's reward per token is to be higher
+    margin: float = 0.0  # by how much the chosen answer's reward is to be higher; of simpo, per token, and of reward
+    center: float = 0.0  # of reward: coefficient of the squared sum of a pair's rewards, which keeps them around 0
 
     def __post_init__(self):
         one_of("preference.loss", self.loss, ("", *PREFERENCE_LOSSES))
         positive(self, "preference", "beta")
         _unread(self, "preference", self.loss, "loss, such as dpo", "beta")
+        not_negative(self, "preference", "center")
         if not 0 <= self.label_smoothing < 0.5:
             raise UserError("preference.label_smoothing", f"{self.label_smoothing} is not in [0, 0.5)", "try 0.1")
-        for name in ("label_smoothing", "margin"):
-            if getattr(self, name) and name not in PREFERENCE_LOSSES.get(self.loss, ""):
-                raise UserError(f"preference.{name}", f"preference.loss={self.loss!r} does not read it",
+        for spec in fields(self)[1:]:
+            if getattr(self, spec.name) != spec.default and spec.name not in PREFERENCE_LOSSES.get(self.loss, ""):
+                raise UserError(f"preference.{spec.name}", f"preference.loss={self.loss!r} does not read it",
                                 "leave it out, or choose another loss")
+
+    @property
+    def reward_head(self) -> bool:
+        """Whether the model has a reward head in place of the output projection."""
+        return self.loss == "reward"
 
 
 # How tokens are weighed: each alike (DAPO), each answer alike (GRPO), or each alike and divided by a fixed length.
@@ -121,7 +128,8 @@ def check(config: Any) -> None:
                         "set preference.loss, such as dpo")
     _check_reinforce(config)
     for key, value in (("data.cross_document_attention", config.data.cross_document_attention),
-                       ("train.z_loss", config.train.z_loss)):
+                       ("train.z_loss", config.train.z_loss),
+                       ("train.sample_tokens", config.preference.reward_head and config.train.sample_tokens)):
         if loss and value:
             raise UserError(key, f"preference.loss={loss} does not support it", "leave it out")
 

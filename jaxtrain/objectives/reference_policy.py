@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -114,6 +115,14 @@ class Segments:
         most = self.numbers_BT.shape[1] * self.devices + 1
         x_BS = jax.vmap(lambda x_T, s_T: jax.ops.segment_sum(x_T, s_T, most + most % 2 + 1))(x_BT, self.numbers_BT)
         return lax.psum(x_BS, self.axes) if self.axes else x_BS
+
+    def last(self, there_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Return whether each token is the last one of its segment among those that are `there`."""
+        most = self.numbers_BT.shape[1] * self.devices + 1
+        at_BT = jnp.where(there_BT, positions_BT, -1)
+        last_BS = jax.vmap(lambda x_T, s_T: jax.ops.segment_max(x_T, s_T, most))(at_BT, self.numbers_BT)
+        last_BS = lax.pmax(last_BS, self.axes) if self.axes else last_BS
+        return there_BT & (at_BT == self.spread(last_BS))
 
     def spread(self, x_BS: jax.Array) -> jax.Array:
         """Return for each token the value of its segment."""

@@ -50,12 +50,29 @@ def logps(model, params, batch, told):
 def loss(c, model, params, frozen, batch):
     """The mean over pairs, with experts' penalties by row, and the mean margin of rewards."""
     masks, told = places(batch), []
-    policy, old = logps(model, params, batch, told), logps(model, frozen, batch, [])
-    sums, before = ([jnp.einsum("pbt,bt->p", mask, logp) for mask in masks] for logp in (policy, old))
-    sizes = [mask.sum((1, 2)) for mask in masks]
-    by_pair, margins = of_pairs(c, sums, before, sizes)
+    if c.loss == "reward":
+        by_pair, margins = of_rewards(c, rewards(model, params, batch, masks, told))
+    else:
+        policy, old = logps(model, params, batch, told), logps(model, frozen, batch, [])
+        sums, before = ([jnp.einsum("pbt,bt->p", mask, logp) for mask in masks] for logp in (policy, old))
+        by_pair, margins = of_pairs(c, sums, before, [mask.sum((1, 2)) for mask in masks])
     penalties = sum((batch["segments"].max(1) // 2 * penalty).sum() for penalty, _ in told)
     return by_pair.mean() + penalties / len(by_pair), margins.mean()
+
+
+def rewards(model, params, batch, masks, told):
+    """Of chosen and rejected answers: the head's product with the activation at the last token that predicts theirs.
+    """
+    x = reference.last_norm(model, params, reference.through(model, params, batch, told))
+    ends = [[max(zip(*np.nonzero(one), strict=True)) for one in mask] for mask in masks]
+    return [jnp.array([x[end] @ params["reward_head"]["kernel"][:, 0] for end in some]) for some in ends]
+
+
+def of_rewards(c, found):
+    """Each pair's loss and margin, by Bradley and Terry."""
+    chosen, rejected = found
+    likelihood = 1 / (1 + jnp.exp(-(chosen - rejected - c.margin)))
+    return -jnp.log(likelihood) + c.center * (chosen + rejected) ** 2, chosen - rejected
 
 
 def of_pairs(c, sums, before, sizes):

@@ -15,6 +15,7 @@ from tests.objectives import plain_preference as plain
 from tests.objectives import tuned
 
 DPO = dict(preference__loss="dpo", preference__beta=0.5, data__packing="pairs")
+REWARD = dict(preference__loss="reward", preference__beta=0.1)
 CASES = {
     "tensor, ipo": ("llama", dict(mesh=(1, 2, 4), preference__loss="ipo")),
     "one device": ("gpt2", dict(preference__label_smoothing=0.2)),
@@ -27,6 +28,14 @@ CASES = {
     "zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1", lora__rank=3)),
     "experts, orpo": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3,
                                       preference__loss="orpo")),
+    "reward model, one device": ("gpt2", REWARD),
+    "reward model, all axes": ("llama", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2, **REWARD,
+                                             preference__center=0.1)),
+    "reward model, ring": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, **REWARD, preference__margin=0.3)),
+    "reward model, 1f1b, context": ("gpt2", dict(mesh=(1, 2, 1), mesh__stage=2, mesh__context=2, **REWARD)),
+    "reward model, zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, lora__rank=3,
+                                                          pipeline__schedule="zb_h1", **REWARD)),
+    "reward model, experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3, **REWARD)),
     "adapters": ("qwen2", dict(mesh=(2, 2, 1), mesh__context=2, mesh__context_strategy="gather", lora__rank=2)),
 }
 QUICK = ("1f1b, context",)
