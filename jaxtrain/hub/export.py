@@ -55,7 +55,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     if to.exists():
         raise UserError("--to", f"{to} is there already", "name a folder that is not")
     run = _spread(trained_model.sections_of(workdir))
-    described = config_json(run.config.model) | {"dtype": dtype}
+    described = config_json(run.config.model, run.config.preference.reward_head) | {"dtype": dtype}
     params, found = trained_model.load(workdir, run, step)
     if found is None:
         raise UserError("WORKDIR", f"{workdir} is a published folder already", "give the workdir of a run")
@@ -66,6 +66,8 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     exchange(None)  # all files are written
     if first:
         _write_tokenizer(workdir, partial, described)
+        if run.config.preference.reward_head and "eos_token_id" in described:
+            described["pad_token_id"] = described["eos_token_id"]  # rewards are read at the last token that is none
         atomic_files.write_json(partial / FILE, described)
         record = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
                   "sha256": {file.name: atomic_files.file_digest(file) for file in sorted(partial.iterdir())}}

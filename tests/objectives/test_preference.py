@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import jax
 import numpy as np
@@ -9,8 +10,12 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.data.prepare import prepare
+from jaxtrain.hub import export, generate_texts, safetensors_files
+from jaxtrain.models.lora import scale
+from jaxtrain.train_step import partition
 from jaxtrain.trainer import best_metric
 from tests.numerics import reference
+from tests.numerics.plain_lora import merged
 from tests.objectives import plain_preference as plain
 from tests.objectives import tuned
 
@@ -64,15 +69,25 @@ def corpus(tmp_path_factory):
     return folder / "corpus"
 
 
+def tiny(corpus, **keys):
+    """The config of a run of six steps on eight devices."""
+    return reference.tiny("llama", **(dict(
+        model__vocab_size=258, model__max_seq_len=64, data__seq_len=64, data__source=str(corpus),
+        data__global_batch_size=4, train__steps=6, train__progress=False, lora__rank=2, checkpoint__every=3,
+        optimizer__warmup_steps=0, mesh__data=4, mesh__tensor=2) | keys))
+
+
+def resumed_from_step_3(whole, parts):
+    """A copy of a workdir that has lost its last checkpoint."""
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "checkpoints" / "6")
+    return parts
+
+
 @pytest.mark.slow
 def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, tmp_path):
     """The reference is what the run began with, also after a stop, and for adapters that are trained further."""
-    def config(**keys):
-        return reference.tiny("llama", **(dict(
-            model__vocab_size=258, model__max_seq_len=64, data__seq_len=64, data__source=str(corpus),
-            data__global_batch_size=4, train__steps=6, train__progress=False, lora__rank=2, checkpoint__every=3,
-            optimizer__warmup_steps=0, mesh__data=4, mesh__tensor=2) | keys))
-
+    config = partial(tiny, corpus)
     base = jt.train(config(data__source=str(corpus.parent / "text.txt"), train__steps=2), tmp_path / "base")
     tuned = dict(DPO, train__init_from=str(tmp_path / "base"))
     for metric in ("eval_reward_accuracy", "eval_perplexity"):  # higher is better; not reported
@@ -80,9 +95,7 @@ def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, t
             best_metric.check(jt.build(config(**tuned, checkpoint__best=metric)))
     best_metric.check(jt.build(config(**tuned, checkpoint__best="eval_loss")))
     whole = jt.train(config(**tuned), tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "6")
-    parts = jt.train(config(**tuned), tmp_path / "parts")
+    parts = jt.train(config(**tuned), resumed_from_step_3(tmp_path / "whole", tmp_path / "parts"))
     assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, parts.params))))
     kept = jax.device_get(parts.frozen["reference"])
     assert jax.tree.all(jax.tree.map(np.array_equal, kept, jax.device_get(base.params)))
@@ -93,12 +106,54 @@ def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, t
     assert lines[-1]["eval_reward_accuracy"] == 1 and lines[-1]["eval_loss"] < np.log(2)
 
 
+@pytest.mark.slow
+def test_a_reward_model_begins_with_a_language_model_and_is_published_as_a_classifier(corpus, tmp_path):
+    """Its head begins anew, is trained beside adapters, saved, resumed, begun another run with, and exported."""
+    config = partial(tiny, corpus)
+    text = dict(data__source=str(corpus.parent / "text.txt"), train__steps=2, lora__rank=0)
+    base = jt.train(config(**text), tmp_path / "base")
+    tuned = dict(data__packing="pairs", preference__loss="reward", preference__center=0.01)
+    keys = tuned | dict(train__init_from=str(tmp_path / "base"))
+    whole = jt.train(config(**keys), tmp_path / "whole")
+    parts = jt.train(config(**keys), resumed_from_step_3(tmp_path / "whole", tmp_path / "parts"))
+    equal = lambda a, b: jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (a, b))))  # noqa: E731
+    assert equal(whole.params, parts.params) and "output" not in whole.all_params
+    own = partition.like(base.params, whole.frozen)
+    assert equal(own, whole.frozen) and {"reward_head", "blocks"} == whole.params.keys()
+    lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
+    assert lines[-2]["loss"] < lines[0]["loss"] and lines[-2]["reward_margin"] > lines[0]["reward_margin"]
+    assert lines[-1].keys() == {"step", "eval_loss", "eval_reward_accuracy", "eval_reward_margin"}
+    assert lines[-1]["eval_reward_accuracy"] == 1
+
+    further = jt.build(config(**tuned, train__init_from=str(tmp_path / "whole"))).init()
+    assert equal(further.all_params, whole.all_params)
+    with pytest.raises(jt.UserError, match=r"WORKDIR: it has a reward model, with a reward head in place of the out"):
+        generate_texts.main.__wrapped__([str(tmp_path / "whole"), "--prompt=say"])
+    assert export.main([str(tmp_path / "whole"), f"--to={tmp_path}/out", "--dtype=float32"]) == 0
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["architectures"] == ["LlamaForSequenceClassification"] and said["pad_token_id"] == said["eos_token_id"]
+    names = safetensors_files.tensors_of(tmp_path / "out")
+    assert names["score.weight"].shape == (1, 32) and "lm_head.weight" not in names
+    published = dict(train__init_from=str(tmp_path / "out"), lora__rank=0)
+    begun = jt.build(config(**tuned, **published)).init().params
+    want = merged(jax.device_get(whole.all_params), scale(config().lora))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), jax.device_get(begun), want)
+    assert export.main([str(tmp_path / "base"), f"--to={tmp_path}/plain", "--dtype=float32"]) == 0
+    begun = jt.build(config(**tuned, train__init_from=str(tmp_path / "plain"))).init()
+    assert equal(partition.like(begun.all_params, own), own) and "output" not in begun.all_params
+    with pytest.raises(jt.UserError, match=r"it has no tensor lm_head\.weight"):
+        jt.build(config(**text | published)).init()
+
+
 @pytest.mark.parametrize(("keys", "message"), [
     (dict(preference__loss="dpo"), "preference.loss: dpo needs rows of whole pairs, not data.packing=concat; set "),
     (dict(data__packing="pairs"), "data.packing: pairs hold rejected answers too, which next-token prediction would "),
     (DPO | dict(preference__loss="dop"), "preference.loss: 'dop' is not supported; did you mean 'dpo'?"),
     (DPO | dict(preference__margin=0.1), "preference.margin: preference.loss='dpo' does not read it; leave it out, or"),
     (DPO | dict(preference__beta=0.0), "preference.beta: 0.0 is not positive; give a number above 0"),
+    (DPO | REWARD | dict(preference__beta=0.5), "preference.beta: preference.loss='reward' does not read it; leave it"),
+    (DPO | dict(preference__center=0.1), "preference.center: preference.loss='dpo' does not read it; leave it out, or"),
+    (DPO | REWARD | dict(train__sample_tokens=8), "train.sample_tokens: preference.loss=reward does not support it; "),
     (DPO | dict(train__z_loss=0.1), "train.z_loss: preference.loss=dpo does not support it; leave it out"),
     (DPO | dict(preference__label_smoothing=0.5), "preference.label_smoothing: 0.5 is not in [0, 0.5); try 0.1"),
 ])
