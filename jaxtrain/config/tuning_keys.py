@@ -68,7 +68,7 @@ class ReinforceConfig:
     """Learning from rewards of the model's own answers (docs/reinforce.md); off by default."""
 
     prompts: str = ""  # JSON lines with a "prompt" each; "": no reinforcement learning
-    reward: str = ""  # FILE.py:FUNCTION, called with an answer and the prompt's record; returns a number
+    reward: str = ""  # FILE.py:FUNCTION, of an answer and the prompt's record; or model:WORKDIR, a reward model
     group_size: int = 8  # answers to each prompt, whose rewards are compared with each other
     max_new_tokens: int = 64  # of an answer
     reuse: int = 1  # steps that are trained on the same answers, before others are made

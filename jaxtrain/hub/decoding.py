@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.families import ExpertsConfig
-from jaxtrain.errors import UserError
 from jaxtrain.hub.sampling import Sampling, choose, penalized
 from jaxtrain.models import Compute, Decoder, make_model
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
@@ -37,15 +36,13 @@ State = dict[str, Any]
 @functools.lru_cache(maxsize=4)
 def decoding(run: "Run") -> "Decoding":
     """Return the programs of a run, the same ones each time, so that what they compiled is used again."""
-    if run.config.preference.reward_head:
-        raise UserError("WORKDIR", "it has a reward model, with a reward head in place of the output projection",
-                        "give the workdir of a language model")
     # Without remat, which is for gradients, and without a capacity of experts: no token is dropped.
     c = run.config.model
     c = replace(c, capacity_factor=0.0) if isinstance(c, ExpertsConfig) else c
     how = Compute(experts=Compute.of(run.config).experts)
     model = Skeleton.of(nnx.eval_shape(
-        lambda: make_model(c, how, run.config.lora, rngs=nnx.Rngs(params=jax.random.key(0)))))
+        lambda: make_model(c, how, run.config.lora, reward_head=run.config.preference.reward_head,
+                           rngs=nnx.Rngs(params=jax.random.key(0)))))
     rules = sharding.Rules({**run.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"), "seq": (),
                             "block_seq": ()})
     return Decoding(run, model, rules)

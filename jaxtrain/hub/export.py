@@ -54,7 +54,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     workdir, to = Path(workdir), Path(to)
     if to.exists():
         raise UserError("--to", f"{to} is there already", "name a folder that is not")
-    run = _spread(trained_model.sections_of(workdir))
+    run = trained_model.spread_model(trained_model.sections_of(workdir))
     described = config_json(run.config.model, run.config.preference.reward_head) | {"dtype": dtype}
     params, found = trained_model.load(workdir, run, step)
     if found is None:
@@ -76,16 +76,6 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
         atomic_files.sync(to.absolute().parent)
     exchange(None)
     return found[0]
-
-
-def _spread(sections: dict[str, Any]) -> Any:
-    """Return the model, sharded over all devices here where its dimensions divide over them."""
-    from jaxtrain.hub import trained_model
-
-    try:
-        return trained_model.model_of(sections, {}, spread="fsdp")
-    except UserError:
-        return trained_model.model_of(sections, {}, spread="data")
 
 
 def _make(folder: Path) -> None:

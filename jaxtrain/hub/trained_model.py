@@ -49,6 +49,14 @@ def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str) -> R
     return builder.build(make_config(kept, along | dict(overrides)))
 
 
+def spread_model(sections: Sections) -> Run:
+    """Return the model, sharded over all devices here where its dimensions divide over them."""
+    try:
+        return model_of(sections, {}, spread="fsdp")
+    except UserError:
+        return model_of(sections, {}, spread="data")
+
+
 def load(folder: str | Path, run: Run, step: int | None = None) -> tuple[Any, tuple[int, str] | None]:
     """Return all parameters, and the step and fingerprint of the checkpoint that they are from; None: published ones.
     """

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.schema import Config
+from jaxtrain.errors import UserError
 from jaxtrain.models.ahead import MTPHead
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.models.experts.moe import MoE, totals
@@ -128,6 +129,9 @@ class Decoder(nnx.Module):
 
     def head(self) -> jax.Array:
         """Return the output projection w_DV, laid out as at rest: a separate one, or the tied embedding table."""
+        if self.reward_head is not None:
+            raise UserError("model", "it is a reward model, with a reward head in place of the output projection",
+                            "give a language model")
         return (self.embed if self.output is None else self.output).head()
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,

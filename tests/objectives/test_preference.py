@@ -11,9 +11,11 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.data.prepare import prepare
 from jaxtrain.hub import export, generate_texts, safetensors_files
+from jaxtrain.hub.initial_params import with_initial_params
 from jaxtrain.models.lora import scale
 from jaxtrain.train_step import partition
 from jaxtrain.trainer import best_metric
+from jaxtrain.tuning.on_policy import with_rollouts
 from tests.numerics import reference
 from tests.numerics.plain_lora import merged
 from tests.objectives import plain_preference as plain
@@ -96,9 +98,8 @@ def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, t
     best_metric.check(jt.build(config(**tuned, checkpoint__best="eval_loss")))
     whole = jt.train(config(**tuned), tmp_path / "whole")
     parts = jt.train(config(**tuned), resumed_from_step_3(tmp_path / "whole", tmp_path / "parts"))
-    assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, parts.params))))
-    kept = jax.device_get(parts.frozen["reference"])
-    assert jax.tree.all(jax.tree.map(np.array_equal, kept, jax.device_get(base.params)))
+    assert equal(whole.params, parts.params)
+    assert equal(parts.frozen["reference"], base.params)
     lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
     assert lines[0]["loss"] == pytest.approx(np.log(2)) and lines[0]["reward_margin"] == 0
     assert lines[-2]["loss"] < np.log(2) and lines[-2]["reward_margin"] > 0 and "perplexity" not in lines[-2]
@@ -106,30 +107,68 @@ def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, t
     assert lines[-1]["eval_reward_accuracy"] == 1 and lines[-1]["eval_loss"] < np.log(2)
 
 
+def equal(a, b):
+    return jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (a, b))))
+
+
+@pytest.fixture(scope="module")
+def rewarded(corpus):
+    """A language model in `base`, a reward model that began with it in `whole`, and their states."""
+    folder, config = corpus.parent, partial(tiny, corpus)
+    base = jt.train(config(**text_of(corpus)), folder / "base")
+    keys = SCORED | dict(train__init_from=str(folder / "base"))
+    return folder, base, jt.train(config(**keys), folder / "whole")
+
+
+SCORED = dict(data__packing="pairs", preference__loss="reward", preference__center=0.01)
+
+
+def text_of(corpus):
+    return dict(data__source=str(corpus.parent / "text.txt"), train__steps=2, lora__rank=0)
+
+
 @pytest.mark.slow
-def test_a_reward_model_begins_with_a_language_model_and_is_published_as_a_classifier(corpus, tmp_path):
+def test_a_reward_model_gives_answers_their_rewards(corpus, rewarded):
+    """In training by reinforcement, what its module gives at the last token before the one that ends an answer."""
+    folder, _, state = rewarded
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "say 1:"}) + "\n")
+    keys = text_of(corpus) | dict(train__init_from=str(folder / "base"), data__global_batch_size=8,
+                                  reinforce__prompts=str(folder / "prompts.jsonl"), reinforce__max_new_tokens=6)
+    run = with_rollouts(with_initial_params(jt.build(tiny(corpus, **keys, reinforce__reward=f"model:{folder}/whole"))))
+    run.see(0, run.init())
+    batch = run.data[0]
+    model = jt.build(tiny(corpus, **SCORED)).module(state)
+    for row in range(8):
+        size, first = int(batch["segments"][row].sum()), batch["answers"][row].argmax()
+        ended = batch["targets"][row, size - 1] == run.data.tokenizer.eod
+        ids = [*batch["tokens"][row, :size], *([] if ended else batch["targets"][row, size - 1:size])]
+        want = model.reward_head(model.hidden(np.array([ids], np.int32)))[0, -1]
+        assert batch["rewards"][row, first] == pytest.approx(float(want), rel=1e-4)
+    assert len(set(batch["rewards"][batch["answers"] > 0].tolist())) > 4
+    with pytest.raises(jt.UserError, match=r"reinforce\.reward: .*base has no reward model; give a run of preference"):
+        with_rollouts(jt.build(tiny(corpus, **keys, reinforce__reward=f"model:{folder}/base")))
+
+
+@pytest.mark.slow
+def test_a_reward_model_begins_with_a_language_model_and_is_published_as_a_classifier(corpus, rewarded, tmp_path):
     """Its head begins anew, is trained beside adapters, saved, resumed, begun another run with, and exported."""
-    config = partial(tiny, corpus)
-    text = dict(data__source=str(corpus.parent / "text.txt"), train__steps=2, lora__rank=0)
-    base = jt.train(config(**text), tmp_path / "base")
-    tuned = dict(data__packing="pairs", preference__loss="reward", preference__center=0.01)
-    keys = tuned | dict(train__init_from=str(tmp_path / "base"))
-    whole = jt.train(config(**keys), tmp_path / "whole")
-    parts = jt.train(config(**keys), resumed_from_step_3(tmp_path / "whole", tmp_path / "parts"))
-    equal = lambda a, b: jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (a, b))))  # noqa: E731
+    config, text, tuned = partial(tiny, corpus), text_of(corpus), SCORED
+    folder, base, whole = rewarded
+    keys = tuned | dict(train__init_from=str(folder / "base"))
+    parts = jt.train(config(**keys), resumed_from_step_3(folder / "whole", tmp_path / "parts"))
     assert equal(whole.params, parts.params) and "output" not in whole.all_params
     own = partition.like(base.params, whole.frozen)
     assert equal(own, whole.frozen) and {"reward_head", "blocks"} == whole.params.keys()
-    lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in folder.joinpath("whole/metrics.jsonl").read_text().splitlines()]
     assert lines[-2]["loss"] < lines[0]["loss"] and lines[-2]["reward_margin"] > lines[0]["reward_margin"]
     assert lines[-1].keys() == {"step", "eval_loss", "eval_reward_accuracy", "eval_reward_margin"}
     assert lines[-1]["eval_reward_accuracy"] == 1
 
-    further = jt.build(config(**tuned, train__init_from=str(tmp_path / "whole"))).init()
+    further = jt.build(config(**tuned, train__init_from=str(folder / "whole"))).init()
     assert equal(further.all_params, whole.all_params)
-    with pytest.raises(jt.UserError, match=r"WORKDIR: it has a reward model, with a reward head in place of the out"):
-        generate_texts.main.__wrapped__([str(tmp_path / "whole"), "--prompt=say"])
-    assert export.main([str(tmp_path / "whole"), f"--to={tmp_path}/out", "--dtype=float32"]) == 0
+    with pytest.raises(jt.UserError, match=r"model: it is a reward model, with a reward head in place of the out"):
+        generate_texts.main.__wrapped__([str(folder / "whole"), "--prompt=say"])
+    assert export.main([str(folder / "whole"), f"--to={tmp_path}/out", "--dtype=float32"]) == 0
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said["architectures"] == ["LlamaForSequenceClassification"] and said["pad_token_id"] == said["eos_token_id"]
     names = safetensors_files.tensors_of(tmp_path / "out")
@@ -138,7 +177,7 @@ def test_a_reward_model_begins_with_a_language_model_and_is_published_as_a_class
     begun = jt.build(config(**tuned, **published)).init().params
     want = merged(jax.device_get(whole.all_params), scale(config().lora))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), jax.device_get(begun), want)
-    assert export.main([str(tmp_path / "base"), f"--to={tmp_path}/plain", "--dtype=float32"]) == 0
+    assert export.main([str(folder / "base"), f"--to={tmp_path}/plain", "--dtype=float32"]) == 0
     begun = jt.build(config(**tuned, train__init_from=str(tmp_path / "plain"))).init()
     assert equal(partition.like(begun.all_params, own), own) and "output" not in begun.all_params
     with pytest.raises(jt.UserError, match=r"it has no tensor lm_head\.weight"):
