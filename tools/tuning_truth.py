@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import torch
-from trl import DPOTrainer, GRPOTrainer
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
@@ -25,6 +25,7 @@ PREFERENCES = {
     "dpo": dict(loss="dpo", beta=0.5), "hinge": dict(loss="hinge", beta=0.5), "ipo": dict(loss="ipo", beta=0.5),
     "robust": dict(loss="robust", beta=0.5, label_smoothing=0.2),
     "simpo": dict(loss="simpo", beta=2.0, margin=0.5, label_smoothing=0.1), "orpo": dict(loss="orpo", beta=0.3),
+    "reward": dict(loss="reward", margin=0.3, center=0.05),
 }
 POLICIES = {
     "dapo": dict(loss="dapo", clip=0.2, clip_high=0.28), "grpo": dict(loss="grpo", clip=0.2, clip_high=0.2, kl=0.1),
@@ -46,7 +47,12 @@ class Trainer(SimpleNamespace):
 def preference(keys):
     mask, policy, reference, *_ = (torch.tensor(x) for x in numbers(2 * PAIRS))
     policy.requires_grad_()
-    if keys["loss"] in ("simpo", "orpo"):
+    if keys["loss"] == "reward":  # of each token, and read out at the last one
+        outputs = SimpleNamespace(logits=policy[range(2 * PAIRS), mask.sum(1) - 1, None])
+        trainer = Trainer(args=SimpleNamespace(center_rewards_coefficient=keys["center"]))
+        loss = RewardTrainer.compute_loss(trainer, lambda **_: outputs, {
+            "margin": torch.full((PAIRS,), keys["margin"]), "attention_mask": mask})
+    elif keys["loss"] in ("simpo", "orpo"):
         means = (policy.sum(1) / mask.sum(1)).float()
         chosen, rejected = means.chunk(2)
         if keys["loss"] == "simpo":

@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.composition.fuzz import ROWS, SEQ, TOLERANCE, config_of, draw
 
-PREFERENCES = ("dpo", "robust", "ipo", "hinge", "simpo", "orpo")
+PREFERENCES = ("dpo", "robust", "ipo", "hinge", "simpo", "orpo", "reward")
 UNFIT = ("train.z_loss", "data.cross_document_attention", "model.mtp_loss_weight", "optimizer.name",
          "optimizer.moment_dtype", "optimizer.offload", "train.attention")
 
@@ -35,16 +35,18 @@ def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= {"lora.rank": rng.choice((1, 3)), "lora.alpha": 4.0, "lora.quantize": rng.choice(("", "int8", "nf4"))}
     if rng.random() < 0.5:
         loss = rng.choice(PREFERENCES)
+        keys |= {"preference.loss": loss, "data.packing": "pairs"}
+        if loss == "reward":
+            return keys | {"preference.margin": rng.choice((0.0, 0.3)), "preference.center": rng.choice((0.0, 0.1))}
         smooth = {"preference.label_smoothing": 0.2} if loss in ("dpo", "robust", "simpo") else {}
-        return keys | smooth | {"preference.loss": loss, "preference.beta": rng.choice((0.1, 0.5)),
-                                "data.packing": "pairs"}
+        return keys | smooth | {"preference.beta": rng.choice((0.1, 0.5))}
     return keys | {"reinforce.prompts": "prompts.jsonl", "reinforce.reward": "reward.py:reward",
                    "reinforce.max_new_tokens": 5, "reinforce.loss": rng.choice(("dapo", "grpo", "dr_grpo")),
                    "reinforce.ratio": rng.choice(("token", "sequence")), "reinforce.kl": rng.choice((0.0, 0.1))}
 
 
 @functools.lru_cache(maxsize=16)
-def _begun(model: Any, lora: Any, targets: tuple[str, ...]) -> Any:
+def _begun(model: Any, lora: Any, targets: tuple[str, ...], reward_head: bool) -> Any:
     """All parameters of the model at step 0, with adapters that are not zero."""
     import jax
     from flax import nnx
@@ -53,7 +55,8 @@ def _begun(model: Any, lora: Any, targets: tuple[str, ...]) -> Any:
     from jaxtrain.train_step.state import Skeleton
     from tests.numerics.plain_lora import at_random
 
-    init = jax.jit(lambda key: Skeleton.of(make_model(model, None, lora, rngs=nnx.Rngs(params=key))).params())
+    init = jax.jit(lambda key: Skeleton.of(make_model(
+        model, None, lora, reward_head=reward_head, rngs=nnx.Rngs(params=key))).params())
     quick = {"xla_backend_optimization_level": 0}
     return at_random(jax.device_get(init.lower(jax.random.key(0)).compile(quick)(jax.random.key(0))))
 
@@ -76,7 +79,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     plain, settings = (plain_preference, config.preference) if config.preference.loss else (
         plain_policy_gradient, config.reinforce)
     batch = plain.batch(rows=ROWS, seq=SEQ)
-    begun = _begun(config.model, config.lora, tuple(config.lora.targets))
+    begun = _begun(config.model, config.lora, tuple(config.lora.targets), config.preference.reward_head)
     trained = partition.like(begun, run.layout.axes)
     policy, rest = jax.tree.map(lambda a: a * np.float32(1.1), trained), partition.without(begun, trained)
     beside = {"reference": trained} if run.objective.reference else {}

@@ -54,9 +54,10 @@ def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = reference.build(family, **(DPO | keys))
     c, batch = run.config, plain.batch()
-    metrics, margin = tuned.check(run, lambda policy, before: plain.loss(c.preference, c.model, policy, before, batch),
+    metrics, told = tuned.check(run, lambda policy, before: plain.loss(c.preference, c.model, policy, before, batch),
                                   batch)
-    assert float(metrics["reward_margin"]) == pytest.approx(float(margin), rel=1e-4, abs=1e-6)
+    for name, value in told.items():
+        assert float(metrics[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
 
 
 CORPUS = [{"prompt": f"say {i % 7}:", "chosen": f" yes {i % 7}", "rejected": f" no {i % 5}"} for i in range(60)]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.tuning_keys import PreferenceConfig, ReinforceConfig
-from jaxtrain.objectives import policy_gradient, preference
+from jaxtrain.objectives import policy_gradient, preference, reward_model
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments
-from tests.objectives.tuning_numbers import PAIRS, numbers
+from tests.objectives.tuning_numbers import LENGTH, PAIRS, numbers
 
 TRUTH = json.loads(Path(__file__).with_name("tuning_truth.json").read_text())
 MASK, POLICY, REFERENCED, SAMPLED, ADVANTAGES = numbers(2 * PAIRS)
@@ -39,9 +39,11 @@ def test_preferences(name):
 
     def mean(policy):
         segments = rows(jnp.asarray(MASK * np.repeat([[1], [2]], PAIRS, 0)))
-        batch = {"answers": rows(jnp.asarray(MASK, jnp.float32)), "policy": rows(policy),
-                 REFERENCE: rows(jnp.asarray(REFERENCED, jnp.float32))}
-        return preference._of_rows(settings, batch, Segments(segments, ()))[0] / PAIRS
+        batch = {"answers": rows(jnp.asarray(MASK, jnp.float32)), "policy": rows(policy), "rewards": rows(policy),
+                 REFERENCE: rows(jnp.asarray(REFERENCED, jnp.float32)),
+                 "positions": rows(jnp.broadcast_to(jnp.arange(LENGTH), MASK.shape))}
+        of_rows = reward_model._of_rows if settings.reward_head else preference._of_rows
+        return of_rows(settings, batch, Segments(segments, ()))[0] / PAIRS
 
     compare(mean, name, "preference")
 
