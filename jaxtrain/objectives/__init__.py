@@ -12,6 +12,10 @@ def configured(config: Config, model: Skeleton) -> Objective:
         from jaxtrain.objectives.reward_model import RewardModel
 
         return RewardModel.of(config, model)
+    if config.preference.loss == "kto":
+        from jaxtrain.objectives.kto import Kto
+
+        return Kto.of(config, model)
     if config.preference.loss:
         from jaxtrain.objectives.preference import Preference
 

@@ -57,11 +57,19 @@ class WithReference(NextToken):
         """
         if self.reference is None:
             return batch
-        frozen = jax.tree.map(_on_all_stages, partition.without(own, params[REFERENCE]))
-        model = self.reference.merge(lax.stop_gradient(partition.merge(params[REFERENCE], frozen)))
+        return batch | {REFERENCE: self.computed_whole(self.reference_of(params, own), batch)}
+
+    def reference_of(self, params: Any, own: Any) -> Any:
+        """Return the parameters of the reference model, among them those that are frozen in the policy too."""
+        return partition.merge(params[REFERENCE], partition.without(own, params[REFERENCE]))
+
+    def computed_whole(self, params: Any, batch: Any) -> jax.Array:
+        """Return the log-probability of each target, without gradients and on all stages of a pipeline."""
+        assert self.reference is not None
+        model = self.reference.merge(lax.stop_gradient(jax.tree.map(_on_all_stages, params)))
         x_BTD, _ = model.through(model.begin(batch["tokens"], batch["positions"]), batch["segments"],
                                  batch["positions"])
-        return batch | {REFERENCE: lax.stop_gradient(self.logprobs(model, x_BTD, batch))}
+        return lax.stop_gradient(self.logprobs(model, x_BTD, batch))
 
     def logprobs(self, model: Decoder, x_BTD: jax.Array, batch: Any) -> jax.Array:
         """Return the log-probability of each target."""

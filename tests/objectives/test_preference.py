@@ -1,7 +1,6 @@
 """Preferences: loss, gradients and margins of the plain formulas, on any mesh; and what is kept of the reference."""
 
 import json
-import shutil
 from functools import partial
 
 import jax
@@ -20,6 +19,7 @@ from tests.numerics import reference
 from tests.numerics.plain_lora import merged
 from tests.objectives import plain_preference as plain
 from tests.objectives import tuned
+from tests.objectives.tuned import resumed
 
 DPO = dict(preference__loss="dpo", preference__beta=0.5, data__packing="pairs")
 REWARD = dict(preference__loss="reward", preference__beta=0.1)
@@ -80,13 +80,6 @@ def tiny(corpus, **keys):
         optimizer__warmup_steps=0, mesh__data=4, mesh__tensor=2) | keys))
 
 
-def resumed_from_step_3(whole, parts):
-    """A copy of a workdir that has lost its last checkpoint."""
-    shutil.copytree(whole, parts)
-    shutil.rmtree(parts / "checkpoints" / "6")
-    return parts
-
-
 @pytest.mark.slow
 def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, tmp_path):
     """The reference is what the run began with, also after a stop, and for adapters that are trained further."""
@@ -98,7 +91,7 @@ def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, t
             best_metric.check(jt.build(config(**tuned, checkpoint__best=metric)))
     best_metric.check(jt.build(config(**tuned, checkpoint__best="eval_loss")))
     whole = jt.train(config(**tuned), tmp_path / "whole")
-    parts = jt.train(config(**tuned), resumed_from_step_3(tmp_path / "whole", tmp_path / "parts"))
+    parts = jt.train(config(**tuned), resumed(tmp_path / "whole", tmp_path / "parts", last=6))
     assert equal(whole.params, parts.params)
     assert equal(parts.frozen["reference"], base.params)
     lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
@@ -156,7 +149,7 @@ def test_a_reward_model_begins_with_a_language_model_and_is_published_as_a_class
     config, text, tuned = partial(tiny, corpus), text_of(corpus), SCORED
     folder, base, whole = rewarded
     keys = tuned | dict(train__init_from=str(folder / "base"))
-    parts = jt.train(config(**keys), resumed_from_step_3(folder / "whole", tmp_path / "parts"))
+    parts = jt.train(config(**keys), resumed(folder / "whole", tmp_path / "parts", last=6))
     assert equal(whole.params, parts.params) and "output" not in whole.all_params
     own = partition.like(base.params, whole.frozen)
     assert equal(own, whole.frozen) and {"reward_head", "blocks"} == whole.params.keys()

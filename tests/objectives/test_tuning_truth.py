@@ -1,4 +1,4 @@
-"""Losses of preferences and of policy gradients are TRL's (tools/tuning_truth.py), and so are their gradients."""
+"""Losses of preferences, labels and policy gradients are TRL's (tools/tuning_truth.py), and so are their gradients."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.tuning_keys import PreferenceConfig, ReinforceConfig
-from jaxtrain.objectives import policy_gradient, preference, reward_model
+from jaxtrain.objectives import kto, policy_gradient, preference, reward_model
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments
 from tests.objectives.tuning_numbers import LENGTH, PAIRS, numbers
 
@@ -46,6 +46,25 @@ def test_preferences(name):
         return of_rows(settings, batch, Segments(segments, ()))[0] / PAIRS
 
     compare(mean, name, "preference")
+
+
+@pytest.mark.parametrize("name", TRUTH["kto"])
+def test_kto(name):
+    settings, mask = PreferenceConfig(**TRUTH["kto"][name]["keys"]), jnp.asarray(MASK, jnp.float32)
+    segments = Segments(jnp.asarray(MASK, jnp.int32), ())
+    sign = 1 if (SAMPLED.sum() > REFERENCED.sum()) == (name == "kto") else -1
+    total, count = kto._mismatched({"weights": mask, "ratios": sign * (SAMPLED - REFERENCED), "positions": jnp.broadcast_to(
+        jnp.arange(LENGTH), MASK.shape)}, segments)
+    z = max(float(total / count), 0)
+    assert z == pytest.approx(TRUTH["kto"][name]["kl"], rel=1e-5) and (z > 0) == (name == "kto")
+    desirable = jnp.arange(2 * PAIRS)[:, None] % 3 > 0
+
+    def mean(policy):
+        batch = {"answers": mask, "policy": policy, REFERENCE: jnp.asarray(REFERENCED, jnp.float32),
+                 "labels": mask * desirable, kto.BASELINE: jnp.full(MASK.shape, z)}
+        return kto._of_rows(settings, batch, segments)[0] / (2 * PAIRS)
+
+    compare(mean, name, "kto")
 
 
 @pytest.mark.parametrize("name", TRUTH["policy_gradient"])

@@ -23,9 +23,13 @@ MULTIPLE = 64  # divides the lengths of automatic buckets if rows are long, so t
 def train_batches(config: DataConfig, corpus: Corpus) -> BatchSource:
     """Return the training batches by step: reshuffled each epoch, and endless unless the sources are limited."""
     _refuse_without_training_text(corpus)
-    if config.packing != "pairs" and any(part.pairs for part in corpus.parts.values() or [corpus]):
-        raise UserError("data.packing", f"the corpus holds preference pairs, and {config.packing} would have rejected "
-                        "answers learnt too", "set data.packing=pairs and preference.loss")
+    if config.packing not in ("pairs", "answers"):
+        for part in corpus.parts.values() or [corpus]:
+            if part.pairs or part.labelled:
+                what = ("preference pairs", "rejected") if part.pairs else ("labelled answers", "undesirable")
+                raise UserError("data.packing", f"the corpus holds {what[0]}, and {config.packing} would have {what[1]} "
+                                "answers learnt too", f"set data.packing={'pairs' if part.pairs else 'answers'} and "
+                                "preference.loss")
     if config.packing == "bucket":
         from jaxtrain.data.loading.bucketing import BucketedBatches
 
@@ -93,6 +97,10 @@ def _packed(config: DataConfig, corpus: Corpus, split: str, seq_len: int) -> Pac
         from jaxtrain.data.packing.pair_rows import PairRows, paired
 
         tokens, identity, form = paired(tokens, corpus.pairs), f"{identity} pairs", PairRows
+    if config.packing == "answers":
+        from jaxtrain.data.packing.answer_rows import AnswerRows, answers
+
+        tokens, identity, form = answers(tokens, corpus.pairs, corpus.labelled), f"{identity} answers", AnswerRows
     return form(tokens, cached_plan(tokens, seq_len, cache_root(config) / "plans", identity), seq_len)
 
 
@@ -141,6 +149,8 @@ def packing(config: DataConfig, corpus: Corpus) -> str:
     cuts = f"{cut:,} of {documents:,} documents are cut"
     if config.packing == "pairs":
         cuts = f"{cut:,} of {documents // 2:,} pairs are longer than data.seq_len and left out"
+    if config.packing == "answers":
+        cuts = f"{cut:,} of {documents:,} answers are longer than data.seq_len and left out"
     fill = sum(share * count for share, count in full) / sum(count for _, count in full)
     return f"{config.packing}: rows are {fill:.2%} full, {cuts}{only}"
 
