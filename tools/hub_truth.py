@@ -1,7 +1,7 @@
 """What Hugging Face's transformers computes of tiny published models, for the tests of import and export.
 
     python tools/hub_truth.py            # writes tests/hub/published_truth.json
-    python tools/hub_truth.py --exports  # loads what jaxtrain exports of the same models, and compares the logits and rewards
+    python tools/hub_truth.py --exports  # loads what jaxtrain exports of the same, and compares logits and rewards
 
 Needs torch and transformers, which the tests do not: the logits, the shapes of all tensors as they are on disk, and of
 every gradient its norm and two projections are kept. It computes in float64, but for what the models themselves compute
@@ -90,6 +90,7 @@ def exported(name: str, case: dict[str, Any]) -> float:
 def rewarded(case: dict[str, Any]) -> float:
     """The largest error of the rewards of what jaxtrain exports with a reward head, relative to the largest reward."""
     import jax
+
     import jaxtrain as jt
     from jaxtrain.config.published_config import config_json, model_section
     from jaxtrain.hub import published_weights

@@ -82,7 +82,8 @@ def kto(keys):
     mask, policy, reference, other, _ = (torch.tensor(x) for x in numbers(2 * PAIRS))
     policy.requires_grad_()
     # TRL asks the model for the log-probabilities of others' answers first. Which of both is larger decides the bound.
-    ours, theirs = (other, reference) if (other.sum() > reference.sum()) == (keys != KTO["bound"]) else (reference, other)
+    above = (other.sum() > reference.sum()) == (keys != KTO["bound"])
+    ours, theirs = (other, reference) if above else (reference, other)
     trainer = Trainer(loss_type="kto", beta=keys.get("beta", 0.1), calculate_KL=True, precompute_ref_logps=True,
                       desirable_weight=keys.get("desirable_weight", 1.0),
                       undesirable_weight=keys.get("undesirable_weight", 1.0),

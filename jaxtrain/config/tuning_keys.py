@@ -40,7 +40,7 @@ class PreferenceConfig:
     beta: float = 0.1  # how far the policy may leave the reference: less for higher values
     label_smoothing: float = 0.0  # the share of pairs that may be swapped; of dpo, robust and simpo
     margin: float = 0.0  # by how much the chosen answer's reward is to be higher; of simpo, per token, and of reward
-    center: float = 0.0  # of reward: coefficient of the squared sum of a pair's rewards, which keeps them around 0
+    center: float = 0.0  # of reward: coefficient of the square of both rewards' sum, which keeps them around 0
     desirable_weight: float = 1.0  # of kto: what desirable answers weigh in the loss
     undesirable_weight: float = 1.0  # of kto: what undesirable ones weigh
 
@@ -51,8 +51,9 @@ class PreferenceConfig:
         not_negative(self, "preference", "center desirable_weight undesirable_weight")
         if not 0 <= self.label_smoothing < 0.5:
             raise UserError("preference.label_smoothing", f"{self.label_smoothing} is not in [0, 0.5)", "try 0.1")
+        read = PREFERENCE_LOSSES.get(self.loss, "").split()
         for spec in fields(self)[1:]:
-            if getattr(self, spec.name) != spec.default and spec.name not in PREFERENCE_LOSSES.get(self.loss, "").split():
+            if getattr(self, spec.name) != spec.default and spec.name not in read:
                 raise UserError(f"preference.{spec.name}", f"preference.loss={self.loss!r} does not read it",
                                 "leave it out, or choose another loss")
 

@@ -11,8 +11,8 @@ from tests.objectives.plain_preference import logps
 def batch(step=0, rows=reference.BATCH, seq=reference.SEQ, vocab=reference.VOCAB):
     """Rows of answers of any lengths, and beside them prompts with other answers; then padding. One row is empty."""
     rng = np.random.default_rng(step)
-    integers = "tokens targets segments positions kl_tokens kl_targets kl_segments kl_positions".split()
-    made = {name: np.zeros((rows, seq), np.int32) for name in integers}
+    made = {f"{prefix}{name}": np.zeros((rows, seq), np.int32)
+            for prefix in ("", "kl_") for name in ("tokens", "targets", "segments", "positions")}
     made |= {name: np.zeros((rows, seq), np.float32) for name in ("weights", "labels", "kl_weights")}
     for row in range(1, rows):
         for prefix in ("", "kl_"):

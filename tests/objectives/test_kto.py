@@ -55,9 +55,9 @@ def test_a_run_learns_from_labels_and_from_pairs_and_goes_on(labelled, tmp_path)
     tmp_path.joinpath("answers.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records(labelled)))
     made = [f"--input={tmp_path}/answers.jsonl", f"--output={tmp_path}/corpus", "--eval_fraction=0.2"]
     assert prepare.main(made) == 0
-    config = reference.tiny("llama", **KTO, model__vocab_size=258, model__max_seq_len=64, data__seq_len=64, lora__rank=2,
-                            data__source=str(tmp_path / "corpus"), data__global_batch_size=4, train__steps=8,
-                            train__progress=False, checkpoint__every=4, optimizer__warmup_steps=0, mesh__data=4,
+    config = reference.tiny("llama", **KTO, model__vocab_size=258, model__max_seq_len=64, data__seq_len=64,
+                            lora__rank=2, data__source=str(tmp_path / "corpus"), data__global_batch_size=4,
+                            train__steps=8, train__progress=False, checkpoint__every=4, optimizer__warmup_steps=0, mesh__data=4,
                             mesh__tensor=2)
     whole = jt.train(config, tmp_path / "whole")
     parts = jt.train(config, resumed(tmp_path / "whole", tmp_path / "parts", last=8))
@@ -70,8 +70,8 @@ def test_a_run_learns_from_labels_and_from_pairs_and_goes_on(labelled, tmp_path)
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    (KTO | dict(data__packing="pairs"), "preference.loss: kto needs rows of whole answers, not data.packing=pairs; set "),
-    (dict(data__packing="answers"), "data.packing: answers hold rejected answers too, which next-token prediction would"),
+    (KTO | dict(data__packing="pairs"), "preference.loss: kto needs rows of whole answers, not data.packing=pairs; s"),
+    (dict(data__packing="answers"), "data.packing: answers hold rejected answers too, which next-token prediction w"),
     (KTO | dict(preference__loss="dpo"), "preference.loss: dpo needs rows of whole pairs, not data.packing=answers; "),
     (KTO | dict(preference__margin=0.1), "preference.margin: preference.loss='kto' does not read it; leave it out, or"),
     (KTO | dict(preference__desirable_weight=-1.0), "preference.desirable_weight: -1.0 is negative; give 0 or more"),

@@ -53,8 +53,9 @@ def test_kto(name):
     settings, mask = PreferenceConfig(**TRUTH["kto"][name]["keys"]), jnp.asarray(MASK, jnp.float32)
     segments = Segments(jnp.asarray(MASK, jnp.int32), ())
     sign = 1 if (SAMPLED.sum() > REFERENCED.sum()) == (name == "kto") else -1
-    total, count = kto._mismatched({"weights": mask, "ratios": sign * (SAMPLED - REFERENCED), "positions": jnp.broadcast_to(
-        jnp.arange(LENGTH), MASK.shape)}, segments)
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), MASK.shape)
+    others = {"weights": mask, "ratios": sign * (SAMPLED - REFERENCED), "positions": positions}
+    total, count = kto._mismatched(others, segments)
     z = max(float(total / count), 0)
     assert z == pytest.approx(TRUTH["kto"][name]["kl"], rel=1e-5) and (z > 0) == (name == "kto")
     desirable = jnp.arange(2 * PAIRS)[:, None] % 3 > 0

@@ -93,8 +93,8 @@ def example_of(record: Any, form: str, where: str) -> bytes:
             raise _missing(name, where)
     label = record["label"] if form == "labelled" else None
     if form == "labelled" and not isinstance(label, bool):
-        raise UserError("--input", f"{where} has the label {label!r}", "write true or false, or leave labels unread with "
-                        "--format=prompt_completion")
+        raise UserError("--input", f"{where} has the label {label!r}", "write true or false, or leave labels unread "
+                        "with --format=prompt_completion")
     parts = [_part(record[name]) for name in names]
     prompt = record.get("prompt")
     if form == "preference":

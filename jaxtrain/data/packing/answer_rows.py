@@ -10,10 +10,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxtrain.data.corpus.corpus import Tokens
+from jaxtrain.data.corpus.corpus import Corpus, Tokens
 from jaxtrain.data.corpus.shard_writer import UNDESIRABLE
 from jaxtrain.data.packing.best_fit import Plan
 from jaxtrain.data.packing.packed_rows import FittedRows
+from jaxtrain.data.packing.pair_rows import PairRows, paired
 from jaxtrain.errors import UserError
 
 MISMATCHED = "kl_"  # in front of the names of columns of prompts with another's answer
@@ -44,6 +45,13 @@ def answers(tokens: Tokens, pairs: bool, labelled: bool) -> Answers:
     return Answers(tokens.shards, tokens.num_bytes, pairs)
 
 
+def whole_rows(packing: str, tokens: Tokens, corpus: Corpus) -> tuple[Tokens, type[FittedRows]]:
+    """Return the split as what `data.packing` keeps whole, "pairs" or "answers", and the class of its rows."""
+    if packing == "pairs":
+        return paired(tokens, corpus.pairs), PairRows
+    return answers(tokens, corpus.pairs, corpus.labelled), AnswerRows
+
+
 class AnswerRows(FittedRows):
     """Rows of a best-fit plan of answers, with `labels`, 1 where a target is of a desirable one, and `kl_` columns.
 
@@ -57,6 +65,7 @@ class AnswerRows(FittedRows):
             raise UserError("data.seq_len", f"none of the {plan.cut:,} answers fits into a row of {seq_len} tokens",
                             "raise data.seq_len, and model.max_seq_len with it")
         super().__init__(tokens, plan, seq_len)
+        self._answers = tokens
 
     def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Return several rows at once as [n, T] arrays."""
@@ -67,7 +76,7 @@ class AnswerRows(FittedRows):
             for segment, start in enumerate(self.places(int(number)), start=1):
                 here = one["segments"] == segment
                 learnt = int(one["weights"][here].argmax()) + 1
-                one["labels"][here] = one["weights"][here] * self._tokens.desirable(start, start + learnt)
+                one["labels"][here] = one["weights"][here] * self._answers.desirable(start, start + learnt)
             _mismatch(one)
         return columns
 
