@@ -55,10 +55,10 @@ def test_a_run_learns_from_labels_and_from_pairs_and_goes_on(labelled, tmp_path)
     tmp_path.joinpath("answers.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records(labelled)))
     made = [f"--input={tmp_path}/answers.jsonl", f"--output={tmp_path}/corpus", "--eval_fraction=0.2"]
     assert prepare.main(made) == 0
-    config = reference.tiny("llama", **KTO, model__vocab_size=258, model__max_seq_len=64, data__seq_len=64,
-                            lora__rank=2, data__source=str(tmp_path / "corpus"), data__global_batch_size=4,
-                            train__steps=8, train__progress=False, checkpoint__every=4, optimizer__warmup_steps=0, mesh__data=4,
-                            mesh__tensor=2)
+    config = reference.tiny("llama", **KTO, **dict(
+        model__vocab_size=258, model__max_seq_len=64, data__seq_len=64, data__source=str(tmp_path / "corpus"),
+        data__global_batch_size=4, train__steps=8, train__progress=False, lora__rank=2, checkpoint__every=4,
+        optimizer__warmup_steps=0, mesh__data=4, mesh__tensor=2))
     whole = jt.train(config, tmp_path / "whole")
     parts = jt.train(config, resumed(tmp_path / "whole", tmp_path / "parts", last=8))
     assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, parts.params))))

@@ -151,9 +151,10 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
                 if isinstance(documents, str):
                     _count(left_out, documents)
                     continue
-                value = np.uint8(1 if Example.from_bytes(text.content).desirable in (None, True) else UNDESIRABLE)
+                bad = options.format == "labelled" and not Example.from_bytes(text.content).desirable
                 for one in documents:  # the chosen one and the rejected one, if it is a preference
-                    add(text, one.ids, chat_key(text.content), one.num_bytes, origin, one.trained * value)
+                    add(text, one.ids, chat_key(text.content), one.num_bytes, origin,
+                        one.trained * np.uint8(UNDESIRABLE) if bad else one.trained)
                 if len(probes) < 2 and number < 4:
                     probes.append(chat.probe(text.content))
             batch.clear()
