@@ -35,7 +35,7 @@ def made(tokens, seq_len):
 
 @pytest.mark.parametrize("pairs", [False, True], ids=["labels", "pairs"])
 def test_rows_hold_answers_their_labels_and_prompts_with_the_answers_of_others(pairs):
-    sizes, seq_len, seen = np.random.default_rng(0).integers(1, 9, (40, 2)).tolist(), 12, []
+    sizes, seq_len, seen = [*np.random.default_rng(0).integers(1, 7, (40, 2)).tolist(), [15, 9]], 20, []
     tokens = answers(split(sizes), pairs, not pairs)
     rows, plan = made(tokens, seq_len)
     mismatched = 0
@@ -65,7 +65,7 @@ def test_rows_hold_answers_their_labels_and_prompts_with_the_answers_of_others(p
             mismatched += 1
         assert not row["kl_weights"][row["kl_segments"] == 0].any()
     fits = [i for i, size in enumerate(sizes) if sum(size) - 1 <= seq_len]
-    assert sorted(seen) == fits and plan.cut == len(sizes) - len(fits) > 0 and mismatched > 10
+    assert sorted(seen) == fits and plan.cut == len(sizes) - len(fits) > 0 and mismatched > 30
 
 
 def test_an_equal_prompt_is_not_anothers():
