@@ -47,7 +47,6 @@ class PreferenceConfig:
     def __post_init__(self):
         one_of("preference.loss", self.loss, ("", *PREFERENCE_LOSSES))
         positive(self, "preference", "beta")
-        _unread(self, "preference", self.loss, "loss, such as dpo", "beta")
         not_negative(self, "preference", "center desirable_weight undesirable_weight")
         if not 0 <= self.label_smoothing < 0.5:
             raise UserError("preference.label_smoothing", f"{self.label_smoothing} is not in [0, 0.5)", "try 0.1")
