@@ -163,7 +163,7 @@ class Run:
                                 f"{data.global_batch_size} x {data.seq_len}",
                                 "give batches of that shape, or declare the other in data.stages")
             data = replace(data, global_batch_size=rows, seq_len=seq_len, stages=[], buckets=[],
-                           packing="pairs" if data.packing == "pairs" else "concat")
+                           packing=data.packing if data.packing in ("pairs", "answers") else "concat")
             config = replace(self.config, data=data)
             # The config's rules: this run's own may leave layers out, where stages have unequal numbers of them.
             rules = sharding.rules(config.mesh.rules, **config.mesh.overrides)
@@ -428,7 +428,8 @@ class Run:
 
     def _random(self, key: jax.Array) -> Any:
         config = self.config
-        model = make_model(config.model, Compute.of(config), config.lora, rngs=nnx.Rngs(params=key))
+        model = make_model(config.model, Compute.of(config), config.lora, reward_head=config.preference.reward_head,
+                           rngs=nnx.Rngs(params=key))
         return Skeleton.of(model).params()
 
     def _state(self, params: Any, key: jax.Array) -> TrainState:

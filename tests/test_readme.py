@@ -63,7 +63,9 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
         for i in where:
             if not words[i].endswith(("gpt.py", ":tiny")):
                 words[i] = re.sub(r"\.py(:\w+)?$", ".py:tiny", words[i])
-        words += [] if any("--print_config" in word for word in words) else SMALL
+        silent = "--config.preference.loss=reward" in words  # a reward model writes no samples
+        words += [] if any("--print_config" in word for word in words) else [
+            word for word in SMALL if not (silent and "sample_tokens" in word)]
         named = [i for i, word in enumerate(words) if word.startswith("--workdir=")]
         for i in named:
             words[i] = f"--workdir={workdirs / words[i].rpartition('/')[2]}"

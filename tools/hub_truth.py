@@ -1,7 +1,7 @@
 """What Hugging Face's transformers computes of tiny published models, for the tests of import and export.
 
     python tools/hub_truth.py            # writes tests/hub/published_truth.json
-    python tools/hub_truth.py --exports  # loads what jaxtrain exports of the same models, and compares the logits
+    python tools/hub_truth.py --exports  # loads what jaxtrain exports of the same, and compares logits and rewards
 
 Needs torch and transformers, which the tests do not: the logits, the shapes of all tensors as they are on disk, and of
 every gradient its norm and two projections are kept. It computes in float64, but for what the models themselves compute
@@ -24,9 +24,9 @@ from jaxtrain.hub import safetensors_files
 from tests.hub import published
 
 
-def torch_model(folder: Path) -> Any:
+def torch_model(folder: Path, kind: Any = transformers.AutoModelForCausalLM) -> Any:
     """The model in a folder, in float64."""
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+    model, told = kind.from_pretrained(
         folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64,
         output_loading_info=True)
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
@@ -87,12 +87,41 @@ def exported(name: str, case: dict[str, Any]) -> float:
     return float(np.abs(logits - wanted).max() / np.abs(wanted).max())
 
 
+def rewarded(case: dict[str, Any]) -> float:
+    """The largest error of the rewards of what jaxtrain exports with a reward head, relative to the largest reward."""
+    import jax
+
+    import jaxtrain as jt
+    from jaxtrain.config.published_config import config_json, model_section
+    from jaxtrain.hub import published_weights
+
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        folder, to = published.write(Path(first) / "in", case), Path(second)
+        run = jt.build(jt.make_config({
+            "model": model_section(folder), "data": {"seq_len": 8, "packing": "pairs"}, "mesh": {"data": 1},
+            "preference": {"loss": "reward"}}))
+        head = run.abstract.params["reward_head"]["kernel"]
+        weights = np.random.default_rng(5).normal(size=head.shape).astype(np.float32)
+        params = published_weights.load(folder, run.config.model, run.abstract.params) | {
+            "reward_head": {"kernel": jax.device_put(weights, head.sharding)}}
+        published_weights.save(params, run.config.model, to, np.float32, 10_000)
+        (to / "config.json").write_text(json.dumps(config_json(run.config.model, True) | {"pad_token_id": 0}))
+        tokens = torch.tensor(np.pad(published.TOKENS, [(0, 0), (0, 2)]), dtype=torch.long)
+        model = torch_model(to, transformers.AutoModelForSequenceClassification)
+        assert type(model).__name__ == config_json(run.config.model, True)["architectures"][0]
+        rewards = model(tokens).logits.detach().numpy()
+        last = torch_model(folder).base_model(tokens).last_hidden_state[:, published.TOKENS.shape[1] - 1]
+        wanted = last.detach().numpy() @ weights
+    return float(np.abs(rewards - wanted).max() / np.abs(wanted).max())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--exports", action="store_true")
     if parser.parse_args().exports:
         errors = {name: exported(name, case) for name, case in published.truth().items()}
-        print(*(f"{name:20} {error:.1e}" for name, error in errors.items()), sep="\n")
+        errors |= {f"{name}, rewards": rewarded(case) for name, case in published.truth().items()}
+        print(*(f"{name:27} {error:.1e}" for name, error in errors.items()), sep="\n")
         return int(max(errors.values()) > 1e-6)
     cases = {}
     for name, (kind, keys) in published.CASES.items():

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import torch
-from trl import DPOTrainer, GRPOTrainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
@@ -25,7 +25,9 @@ PREFERENCES = {
     "dpo": dict(loss="dpo", beta=0.5), "hinge": dict(loss="hinge", beta=0.5), "ipo": dict(loss="ipo", beta=0.5),
     "robust": dict(loss="robust", beta=0.5, label_smoothing=0.2),
     "simpo": dict(loss="simpo", beta=2.0, margin=0.5, label_smoothing=0.1), "orpo": dict(loss="orpo", beta=0.3),
+    "reward": dict(loss="reward", margin=0.3, center=0.05),
 }
+KTO = {"kto": dict(loss="kto", beta=0.5, desirable_weight=1.2, undesirable_weight=0.7), "bound": dict(loss="kto")}
 POLICIES = {
     "dapo": dict(loss="dapo", clip=0.2, clip_high=0.28), "grpo": dict(loss="grpo", clip=0.2, clip_high=0.2, kl=0.1),
     "dr_grpo": dict(loss="dr_grpo", clip=0.1, clip_high=0.3, kl=0.05),
@@ -46,7 +48,12 @@ class Trainer(SimpleNamespace):
 def preference(keys):
     mask, policy, reference, *_ = (torch.tensor(x) for x in numbers(2 * PAIRS))
     policy.requires_grad_()
-    if keys["loss"] in ("simpo", "orpo"):
+    if keys["loss"] == "reward":  # of each token, and read out at the last one
+        outputs = SimpleNamespace(logits=policy[range(2 * PAIRS), mask.sum(1) - 1, None])
+        trainer = Trainer(args=SimpleNamespace(center_rewards_coefficient=keys["center"]))
+        loss = RewardTrainer.compute_loss(trainer, lambda **_: outputs, {
+            "margin": torch.full((PAIRS,), keys["margin"]), "attention_mask": mask})
+    elif keys["loss"] in ("simpo", "orpo"):
         means = (policy.sum(1) / mask.sum(1)).float()
         chosen, rejected = means.chunk(2)
         if keys["loss"] == "simpo":
@@ -71,6 +78,25 @@ def preference(keys):
     return {"loss": float(loss.detach()), "gradient": policy.grad.tolist()}
 
 
+def kto(keys):
+    mask, policy, reference, other, _ = (torch.tensor(x) for x in numbers(2 * PAIRS))
+    policy.requires_grad_()
+    # TRL asks the model for the log-probabilities of others' answers first. Which of both is larger decides the bound.
+    above = (other.sum() > reference.sum()) == (keys != KTO["bound"])
+    ours, theirs = (other, reference) if above else (reference, other)
+    trainer = Trainer(loss_type="kto", beta=keys.get("beta", 0.1), calculate_KL=True, precompute_ref_logps=True,
+                      desirable_weight=keys.get("desirable_weight", 1.0),
+                      undesirable_weight=keys.get("undesirable_weight", 1.0),
+                      _compute_kl_logps=lambda *_: ours.sum(1))
+    behind, zeros = torch.cat([torch.zeros(2 * PAIRS, 1, dtype=bool), mask], 1), torch.zeros(mask.shape)
+    outputs = SimpleNamespace(log_probs=policy, entropy=zeros, mean_logits=zeros)
+    loss = KTOTrainer._compute_loss(trainer, lambda **_: outputs, {
+        "label": torch.arange(2 * PAIRS) % 3 > 0, "completion_mask": behind.long(), "input_ids": behind.long(),
+        "attention_mask": behind.long(), "ref_logps": reference.sum(1), "ref_KL_logps": theirs.sum(1)}, False)
+    loss.backward()
+    return {"loss": float(loss.detach()), "gradient": policy.grad.tolist(), "kl": trainer._metrics["train"]["kl"][0]}
+
+
 def policy_gradient(keys):
     mask, policy, reference, sampled, advantages = (torch.tensor(x) for x in numbers(2 * PAIRS))
     policy.requires_grad_()
@@ -92,6 +118,7 @@ def policy_gradient(keys):
 def main():
     found = {"versions": {name: version(name) for name in ("torch", "trl")},
              "preference": {name: {"keys": keys, **preference(keys)} for name, keys in PREFERENCES.items()},
+             "kto": {name: {"keys": keys, **kto(keys)} for name, keys in KTO.items()},
              "policy_gradient": {name: {"keys": keys, **policy_gradient(keys)} for name, keys in POLICIES.items()}}
     PATH.write_text(json.dumps(found) + "\n")
     print({kind: {name: round(one["loss"], 5) for name, one in found[kind].items()} for kind in list(found)[1:]})

@@ -196,8 +196,11 @@ def _layer_types(every: int, layers: int) -> list[str]:
     return ["full_attention" if (n + 1) % every == 0 else "sliding_attention" for n in range(layers)]
 
 
-def config_json(c: ModelConfig) -> Keys:
-    """Return what config.json says of a model; raises UserError where the published model type cannot express it."""
+def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
+    """Return what config.json says of a model; raises UserError where the published model type cannot express it.
+
+    `reward_head`: the model has one, and is published as a classifier with one label.
+    """
     kind = next(kind for kind, (family, _) in _TYPES.items() if family == c.name)
     kind = "mistral" if kind == "llama" and c.window else kind
     table = _GPT2 if kind == "gpt2" else _COMMON | _MORE.get(kind, {})
@@ -219,6 +222,10 @@ def config_json(c: ModelConfig) -> Keys:
     if kind == "deepseek_v3":
         found |= {"q_lora_rank": found["q_lora_rank"] or None, "head_dim": c.rope_head_dim}
     _check(c, kind, found)
+    if reward_head:
+        stem = {"gpt2": "GPT2", "gemma3_text": "Gemma3Text"}.get(kind, _TYPES[kind][1].removesuffix("ForCausalLM"))
+        found |= {"architectures": [f"{stem}ForSequenceClassification"], "id2label": {"0": "reward"},
+                  "label2id": {"reward": 0}}
     return found
 
 

@@ -71,7 +71,7 @@ class DataConfig:
     tokenizer: str = "bytes"  # of text that is not a prepared corpus
     mixture: dict[str, Any] = field(default_factory=dict, hash=False)  # for source: name -> {source, weight, epochs}
     stages: list[Any] = field(default_factory=list, hash=False)  # what changes at which step: docs/data-mixtures.md
-    # Documents end to end, cut at rows; "best_fit": few are cut; "bucket": a document a row; "pairs": whole pairs.
+    # Documents end to end, cut at rows; "best_fit": few are cut; "bucket": one a row; "pairs", "answers": whole ones.
     packing: str = "concat"
     buckets: list[int] = field(default_factory=list, hash=False)  # lengths of rows in buckets; none: chosen
     cross_document_attention: bool = False  # attend to all earlier tokens of a row, as many published recipes do
@@ -97,7 +97,7 @@ class DataConfig:
         if self.cache_bytes < 2**20:
             raise UserError("data.cache_bytes", f"{self.cache_bytes} holds no chunk of tokens", f"use {2**20} or more")
         one_of("data.corrupt", self.corrupt, ("fail", "skip_and_count"))
-        one_of("data.packing", self.packing, ("concat", "best_fit", "bucket", "pairs"))
+        one_of("data.packing", self.packing, ("concat", "best_fit", "bucket", "pairs", "answers"))
         if self.buckets != sorted({size for size in self.buckets if type(size) is int and 0 < size <= self.seq_len}):
             raise UserError("data.buckets",
                             f"{self.buckets} are not ascending lengths up to data.seq_len={self.seq_len}",

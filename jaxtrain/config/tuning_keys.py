@@ -6,9 +6,10 @@ from typing import Any
 from jaxtrain.config.field_checks import not_negative, one_of, positive
 from jaxtrain.errors import UserError
 
-# The keys that each loss of preferences reads beside beta.
-PREFERENCE_LOSSES = {"dpo": "label_smoothing", "robust": "label_smoothing", "ipo": "", "hinge": "",
-                     "simpo": "label_smoothing margin", "orpo": ""}
+# The keys that each loss of preferences reads.
+PREFERENCE_LOSSES = {"dpo": "beta label_smoothing", "robust": "beta label_smoothing", "ipo": "beta", "hinge": "beta",
+                     "simpo": "beta label_smoothing margin", "orpo": "beta", "reward": "margin center",
+                     "kto": "beta desirable_weight undesirable_weight"}
 
 
 @dataclass(frozen=True)
@@ -34,23 +35,32 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class PreferenceConfig:
-    """Learning from pairs of a chosen and a rejected answer (docs/tuning.md); off by default."""
+    """Learning from pairs of a chosen and a rejected answer, or from labels (docs/tuning.md); off by default."""
 
-    loss: str = ""  # dpo, robust, ipo, hinge, simpo or orpo; "": next-token prediction
+    loss: str = ""  # dpo, robust, ipo, hinge, simpo, orpo, reward (a reward model) or kto; "": next-token prediction
     beta: float = 0.1  # how far the policy may leave the reference: less for higher values
     label_smoothing: float = 0.0  # the share of pairs that may be swapped; of dpo, robust and simpo
-    margin: float = 0.0  # of simpo: by how much the chosen answer's reward per token is to be higher
+    margin: float = 0.0  # by how much the chosen answer's reward is to be higher; of simpo, per token, and of reward
+    center: float = 0.0  # of reward: coefficient of the square of both rewards' sum, which keeps them around 0
+    desirable_weight: float = 1.0  # of kto: what desirable answers weigh in the loss
+    undesirable_weight: float = 1.0  # of kto: what undesirable ones weigh
 
     def __post_init__(self):
         one_of("preference.loss", self.loss, ("", *PREFERENCE_LOSSES))
         positive(self, "preference", "beta")
-        _unread(self, "preference", self.loss, "loss, such as dpo", "beta")
+        not_negative(self, "preference", "center desirable_weight undesirable_weight")
         if not 0 <= self.label_smoothing < 0.5:
             raise UserError("preference.label_smoothing", f"{self.label_smoothing} is not in [0, 0.5)", "try 0.1")
-        for name in ("label_smoothing", "margin"):
-            if getattr(self, name) and name not in PREFERENCE_LOSSES.get(self.loss, ""):
-                raise UserError(f"preference.{name}", f"preference.loss={self.loss!r} does not read it",
+        read = PREFERENCE_LOSSES.get(self.loss, "").split()
+        for spec in fields(self)[1:]:
+            if getattr(self, spec.name) != spec.default and spec.name not in read:
+                raise UserError(f"preference.{spec.name}", f"preference.loss={self.loss!r} does not read it",
                                 "leave it out, or choose another loss")
+
+    @property
+    def reward_head(self) -> bool:
+        """Whether the model has a reward head in place of the output projection."""
+        return self.loss == "reward"
 
 
 # How tokens are weighed: each alike (DAPO), each answer alike (GRPO), or each alike and divided by a fixed length.
@@ -62,7 +72,7 @@ class ReinforceConfig:
     """Learning from rewards of the model's own answers (docs/reinforce.md); off by default."""
 
     prompts: str = ""  # JSON lines with a "prompt" each; "": no reinforcement learning
-    reward: str = ""  # FILE.py:FUNCTION, called with an answer and the prompt's record; returns a number
+    reward: str = ""  # FILE.py:FUNCTION, of an answer and the prompt's record; or model:WORKDIR, a reward model
     group_size: int = 8  # answers to each prompt, whose rewards are compared with each other
     max_new_tokens: int = 64  # of an answer
     reuse: int = 1  # steps that are trained on the same answers, before others are made
@@ -114,15 +124,17 @@ def check(config: Any) -> None:
         raise UserError("train.freeze", "with lora.rank everything is frozen but the adapters",
                         "leave it out; train.trainable names what is trained beside them")
     loss, packing = config.preference.loss, config.data.packing
-    if loss and packing != "pairs":
-        raise UserError("preference.loss", f"{loss} needs rows of whole pairs, not data.packing={packing}",
-                        "set data.packing=pairs and data.source to a corpus of preferences")
-    if packing == "pairs" and not loss:
-        raise UserError("data.packing", "pairs hold rejected answers too, which next-token prediction would learn",
-                        "set preference.loss, such as dpo")
+    wanted = "answers" if loss == "kto" else "pairs"
+    if loss and packing != wanted:
+        raise UserError("preference.loss", f"{loss} needs rows of whole {wanted}, not data.packing={packing}",
+                        f"set data.packing={wanted} and data.source to a corpus of preferences")
+    if packing in ("pairs", "answers") and not loss:
+        raise UserError("data.packing", f"{packing} hold rejected answers too, which next-token prediction would learn",
+                        f"set preference.loss, such as {'dpo' if packing == 'pairs' else 'kto'}")
     _check_reinforce(config)
     for key, value in (("data.cross_document_attention", config.data.cross_document_attention),
-                       ("train.z_loss", config.train.z_loss)):
+                       ("train.z_loss", config.train.z_loss),
+                       ("train.sample_tokens", config.preference.reward_head and config.train.sample_tokens)):
         if loss and value:
             raise UserError(key, f"preference.loss={loss} does not support it", "leave it out")
 

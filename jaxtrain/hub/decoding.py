@@ -41,7 +41,8 @@ def decoding(run: "Run") -> "Decoding":
     c = replace(c, capacity_factor=0.0) if isinstance(c, ExpertsConfig) else c
     how = Compute(experts=Compute.of(run.config).experts)
     model = Skeleton.of(nnx.eval_shape(
-        lambda: make_model(c, how, run.config.lora, rngs=nnx.Rngs(params=jax.random.key(0)))))
+        lambda: make_model(c, how, run.config.lora, reward_head=run.config.preference.reward_head,
+                           rngs=nnx.Rngs(params=jax.random.key(0)))))
     rules = sharding.Rules({**run.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"), "seq": (),
                             "block_seq": ()})
     return Decoding(run, model, rules)

@@ -90,8 +90,11 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     workdir, to = Path(workdir), Path(to)
     check_is_new(to)
     checks, sections = release_gates.read(gates), trained_model.sections_of(workdir)
-    run = spread(sections)
-    described = config_json(run.config.model) | {"dtype": dtype}
+    run = trained_model.spread_model(sections)
+    reward_head = run.config.preference.reward_head
+    if checks and reward_head:
+        raise UserError("--gates", f"{workdir} has a reward model, which gives no answers", "leave it out")
+    described = config_json(run.config.model, reward_head) | {"dtype": dtype}
     params, found = trained_model.load(workdir, run, step, averaged)
     if found is None:
         raise UserError("WORKDIR", f"{workdir} is a published folder already", "give the workdir of a run")
@@ -102,6 +105,8 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     exchange(None)  # all files are written
     if first:
         _write_tokenizer(workdir, partial, described)
+        if reward_head and "eos_token_id" in described:
+            described["pad_token_id"] = described["eos_token_id"]  # rewards are read at the last token that is none
         atomic_files.write_json(partial / FILE, described)
     record: dict[str, Any] = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
                               "averaged": averaged}
@@ -127,7 +132,7 @@ def _asked(checks: Sequence[Any], workdir: Path, folder: Path, step: int) -> lis
 
     words = tokenizer_of(workdir)
     chat = chat_of(workdir, trained_model.sections_of(workdir), words, "") if any(c.chat for c in checks) else None
-    run = spread(trained_model.sections_of(folder))
+    run = trained_model.spread_model(trained_model.sections_of(folder))
     answers = gates.ask(checks, run, trained_model.with_params(run, trained_model.load(folder, run)[0]), words, chat)
     if jax.process_index() == 0:
         gates.write_answers(answers_file(workdir, step), answers)
@@ -137,16 +142,6 @@ def _asked(checks: Sequence[Any], workdir: Path, folder: Path, step: int) -> lis
 def answers_file(workdir: Path, step: int) -> Path:
     """Return where the answers to gates are kept."""
     return workdir / "gates" / f"{step}.jsonl"
-
-
-def spread(sections: dict[str, Any]) -> Any:
-    """Return a run of the model, sharded over all devices here where its dimensions divide over them."""
-    from jaxtrain.hub import trained_model
-
-    try:
-        return trained_model.model_of(sections, {}, spread="fsdp")
-    except UserError:
-        return trained_model.model_of(sections, {}, spread="data")
 
 
 def check_is_new(folder: Path) -> None:

@@ -19,6 +19,7 @@ from jaxtrain.hub.export import RECORD
 from jaxtrain.hub.safetensors_files import INDEX
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.models.lora import without_adapters
+from jaxtrain.models.reward_head import without_head
 from jaxtrain.run import Run
 from jaxtrain.train_step.quantized_kernels import as_floats
 
@@ -141,6 +142,7 @@ def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
         raise UserError(KEY, f"{folder} has adapters (lora.rank={adapters.rank}), and this run has others or none",
                         "set the lora keys as there, or begin with what jaxtrain export makes of it, which merges them")
     abstract = run.abstract_model if adapters.rank else without_adapters(as_floats(run.abstract_model))
+    abstract = abstract if before.preference.reward_head else without_head(abstract)
     found = _checkpoint(folder, step)
     say(f"begins with the parameters of step {found[0]} of {folder}{_otherwise(before.model, run)}")
     return restore.load_params(folder, abstract, found[0])

@@ -24,6 +24,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.hub import safetensors_files
 from jaxtrain.hub.safetensors_files import Tensor
 from jaxtrain.hub.tensor_names import Entry, entries
+from jaxtrain.models import reward_head
 from jaxtrain.models.lora import NAME as ADAPTER
 from jaxtrain.sharding.rules import axes_of
 from jaxtrain.train_step import quantization
@@ -39,14 +40,18 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$"
 def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     """Return the parameters in `folder`, in the dtypes and shardings of `abstract`, a nested dict.
 
+    A reward head that is not there is left out, and an output projection in whose place one is asked for.
+
     Raises:
         UserError: a tensor is missing, left over, or of another shape than the model's.
     """
-    tensors, wanted = by_full_name(safetensors_files.tensors_of(folder), model), flatten(as_floats(abstract))
-    known = {entry.ours: entry for entry in entries(model)}
+    tensors, headed = by_full_name(safetensors_files.tensors_of(folder), model), reward_head.NAME in abstract
+    abstract = abstract if "score.weight" in tensors else reward_head.without_head(abstract)
+    wanted = flatten(as_floats(abstract))
+    known = {entry.ours: entry for entry in entries(model, headed)}
     if missing := [path for path in wanted if path not in known]:
         raise UserError(f"{folder}", f"no published tensor holds the parameter {missing[0]}", _fix(missing[0]))
-    used = _tied_head(folder, tensors) if model.tied_embeddings else set()
+    used = _tied_head(folder, tensors) if model.tied_embeddings else {"lm_head.weight"} if headed else set()
     readers = readers_of(folder, tensors, known, wanted, used)
     if left := sorted(name for name in tensors.keys() - used if not _is_ignored(name, model)):
         raise UserError(f"{folder}", f"it has {left[0]}, for which model.name={model.name} has no parameter",
@@ -117,7 +122,7 @@ def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int, 
     `lora_scale`.
     """
     flat = flatten(params)
-    parts = parts_of(entries(model), flat)
+    parts = parts_of(entries(model, reward_head.NAME in params), flat)
     shapes = {name: _shape_on_disk(entry, flat) for name, [(entry, _), *_] in parts.items()}
     kinds = {name: np.dtype(np.float32 if entry.float32 else dtype) for name, [(entry, _), *_] in parts.items()}
     return safetensors_files.write_folder(
@@ -274,7 +279,7 @@ def by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str,
     found = {}
     for name, tensor in tensors.items():
         name = name.removeprefix("language_model.").replace("model.language_model.", "model.")
-        found[name if name.startswith((prefix, "lm_head.")) else prefix + name] = tensor
+        found[name if name.startswith((prefix, "lm_head.", "score.")) else prefix + name] = tensor
     return found
 
 

@@ -1,10 +1,10 @@
-"""Log-probabilities that a model gives to texts, in batches on the mesh it lives on.
+"""Log-probabilities that a model gives to texts, or rewards, in batches on the mesh it lives on.
 
 Shape suffixes: B rows, T tokens, D embedding, V vocabulary.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,16 @@ def score(run: "Run", params: Any, pairs: Sequence[Pair], *, batch_size: int = 6
     return [found[n] for n in range(len(rows))]
 
 
+def rewards(run: "Run", params: Any, texts: Sequence[Sequence[int]], *, batch_size: int = 64) -> list[float]:
+    """Return the reward of each text by a reward model, read out at its last token."""
+    scorer, found = _scorer(run), {}
+    rows = [[*list(text)[-run.config.model.max_seq_len:], 0] for text in texts]  # a token to predict, as elsewhere
+    for numbers in _batches(rows, batch_size):
+        found_BT, = scorer.batch(params, [rows[n] for n in numbers], batch_size, rewards=True)
+        found |= {n: float(found_T[len(rows[n]) - 2]) for n, found_T in zip(numbers, found_BT, strict=False)}
+    return [found[n] for n in range(len(rows))]
+
+
 def _batches(rows: list[list[int]], size: int) -> Iterator[list[int]]:
     """Yield the numbers of rows that are scored together, the longest first: their memory is needed at once or never.
     """
@@ -67,8 +77,8 @@ class _Scorer:
 
     programs: Decoding
 
-    def batch(self, params: Any, rows: list[list[int]], most: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return each token's log-probability, and whether it is the most probable one, [B, T]."""
+    def batch(self, params: Any, rows: list[list[int]], most: int, rewards: bool = False) -> tuple[np.ndarray, ...]:
+        """Return each token's log-probability, and whether it is the most probable one, [B, T]; or its reward."""
         parts = self.programs.rows
         width = 1 << max(3, (max(map(len, rows)) - 2).bit_length())
         tokens = np.zeros((parts * -(-min(most, max(len(rows), 1)) // parts), width + 1), np.int32)
@@ -77,11 +87,21 @@ class _Scorer:
             tokens[at, :len(row)], lengths[at] = row, len(row) - 1
         with sharding.use(self.programs.run.mesh, self.programs.rules):
             place = self.programs.place
-            return jax.tree.map(np.asarray, self._score(params, place(tokens[:, :-1]), place(tokens[:, 1:]),
-                                                        place(lengths)))
+            program = self._rewards if rewards else self._score
+            return jax.tree.map(np.asarray, program(params, place(tokens[:, :-1]), place(tokens[:, 1:]),
+                                                    place(lengths)))
 
     @functools.cached_property
     def _score(self):
+        return self._program(lambda model, x_BTD, targets_BT: _of_targets(
+            x_BTD, sharding.gather(model.head(), "embed", "vocab"), targets_BT))
+
+    @functools.cached_property
+    def _rewards(self):
+        return self._program(lambda model, x_BTD, _: (model.reward_head(x_BTD),))
+
+    def _program(self, read: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
+        """Return what computes final activations, and what `read` makes of them."""
         def run(params, tokens_BT, targets_BT, lengths_B):
             model = self.programs.model_of(params)
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
@@ -89,8 +109,7 @@ class _Scorer:
             segments_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
             longest = self.programs.run.config.model.max_seq_len - 1  # padding may lie behind it
             x_BTD = model.hidden(tokens_BT, segments_BT, jnp.minimum(positions_BT, longest))
-            found = _of_targets(x_BTD, sharding.gather(model.head(), "embed", "vocab"), targets_BT)
-            return jax.tree.map(lambda x: jax.reshard(x, P(None, None)), found)
+            return jax.tree.map(lambda x: jax.reshard(x, P(None, None)), read(model, x_BTD, targets_BT))
 
         return jax.jit(run)
 

@@ -36,6 +36,8 @@ class Entry:
     float32: bool = False
 
 
+REWARD_HEAD = "reward_head/kernel"
+
 # Of a layer: paths below the layer, names below "model.layers.{layer}.".
 _HEADS, _OUT = "(hk)d->dhk", "d(hk)->hkd"
 _ATTENTION = [*(Entry(f"attention/{name}/kernel", f"self_attn.{name}_proj.weight", _HEADS) for name in "qkv"),
@@ -101,8 +103,8 @@ def _layer(c: ModelConfig, experts: bool) -> list[Entry]:
     return [*attention, *more, *(_SANDWICH if c.name == "gemma3" else _NORMS), *mlp]
 
 
-def entries(c: ModelConfig) -> list[Entry]:
-    """Return the entry of every parameter of a model."""
+def entries(c: ModelConfig, reward_head: bool = False) -> list[Entry]:
+    """Return the entry of every parameter of a model; `reward_head`: it has one in place of the output projection."""
     gpt2 = c.name == "gpt2"
     names = ("transformer.wte.weight", "transformer.ln_f.weight", "transformer.h") if gpt2 else (
         "model.embed_tokens.weight", "model.norm.weight", "model.layers")
@@ -110,7 +112,9 @@ def entries(c: ModelConfig) -> list[Entry]:
     if gpt2:
         found += [Entry("norm/bias", "transformer.ln_f.bias"),
                   Entry("positions/table", "transformer.wpe.weight", "td->td")]
-    if not c.tied_embeddings:
+    if reward_head:
+        found += [Entry(REWARD_HEAD, "score.weight", "vd->dv")]
+    elif not c.tied_embeddings:
         found += [Entry("output/kernel", "lm_head.weight", "vd->dv")]
     for stack, numbers, experts in _stacks(c):
         found += [replace(entry, ours=f"{stack}/{entry.ours}", theirs=f"{names[2]}.{{layer}}.{entry.theirs}",

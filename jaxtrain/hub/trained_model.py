@@ -49,12 +49,23 @@ def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str) -> R
     """
     mesh, devices = sections.get("mesh", {}), jax.device_count()
     kept: Sections = {"model": sections["model"], "lora": sections.get("lora", {})}
+    scores = sections.get("preference", {}).get("loss") == "reward"  # it has a reward head
     longest = make_config(kept | {"data": {"seq_len": 1}}).model.max_seq_len
     kept |= {"mesh": {key: mesh[key] for key in ("rules", "overrides") if key in mesh},
              "train": {"precision": sections.get("train", {}).get("precision", "auto")},
-             "data": {"global_batch_size": devices, "seq_len": longest - longest % devices or longest}}
+             "preference": {"loss": "reward"} if scores else {},
+             "data": {"global_batch_size": devices, "seq_len": longest - longest % devices or longest,
+                      "packing": "pairs" if scores else "concat"}}
     along = {} if any(key.startswith("mesh.") for key in overrides) else {"mesh.data": 1, f"mesh.{spread}": devices}
     return builder.build(make_config(kept, along | dict(overrides)))
+
+
+def spread_model(sections: Sections) -> Run:
+    """Return the model, sharded over all devices here where its dimensions divide over them."""
+    try:
+        return model_of(sections, {}, spread="fsdp")
+    except UserError:
+        return model_of(sections, {}, spread="data")
 
 
 def load(folder: str | Path, run: Run, step: int | None = None,

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.schema import Config
+from jaxtrain.errors import UserError
 from jaxtrain.models.ahead import MTPHead
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.models.experts.moe import MoE, totals
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.rematerialization import cut, layers_at_once, wraps
+from jaxtrain.models.reward_head import RewardHead
 from jaxtrain.parallel.experts import DEFAULT, Options
 from jaxtrain.sharding import rules as sharding
 
@@ -60,6 +62,7 @@ class Decoder(nnx.Module):
     """Tokens to logits; `hidden` and `head` are separate so that the loss never has to hold all logits."""
 
     STACKS = ("first_blocks", "blocks")  # parameters that can be split over pipeline stages, in order
+    reward_head: RewardHead | None = None  # in place of the output projection, where `make_model` gives it one
 
     def __init__(self, embed: Embed, block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, norm: nnx.Module, *,
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
@@ -126,6 +129,9 @@ class Decoder(nnx.Module):
 
     def head(self) -> jax.Array:
         """Return the output projection w_DV, laid out as at rest: a separate one, or the tied embedding table."""
+        if self.reward_head is not None:
+            raise UserError("model", "it is a reward model, with a reward head in place of the output projection",
+                            "give a language model")
         return (self.embed if self.output is None else self.output).head()
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,

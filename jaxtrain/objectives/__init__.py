@@ -8,6 +8,14 @@ from jaxtrain.train_step.state import Skeleton
 
 def configured(config: Config, model: Skeleton) -> Objective:
     """Return the objective that a config names."""
+    if config.preference.reward_head:
+        from jaxtrain.objectives.reward_model import RewardModel
+
+        return RewardModel.of(config, model)
+    if config.preference.loss == "kto":
+        from jaxtrain.objectives.kto import Kto
+
+        return Kto.of(config, model)
     if config.preference.loss:
         from jaxtrain.objectives.preference import Preference
 

@@ -30,7 +30,8 @@ class Preference(WithReference):
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "Preference":
         """As a config describes it."""
-        return cls(**cls.fields_of(config, model, LOSSES[config.preference.loss].reference), settings=config.preference)
+        loss = LOSSES.get(config.preference.loss)  # a subclass has others
+        return cls(**cls.fields_of(config, model, loss is not None and loss.reference), settings=config.preference)
 
     @property
     def evaluation(self) -> "Preference":
@@ -59,7 +60,7 @@ class Preference(WithReference):
         """Return means over pairs: of rewards, of how often and by how much they agree, of answers' log-probabilities.
         """
         pairs = jnp.maximum(sums["weight"], 1e-8)
-        own = {name: sums[name] / pairs for name in METRICS}
+        own = {name: sums[name] / pairs for name in METRICS if name in sums}
         return own | {"pairs": sums["weight"], **self.router_metrics(sums)}
 
 

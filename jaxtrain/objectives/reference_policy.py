@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -56,11 +57,19 @@ class WithReference(NextToken):
         """
         if self.reference is None:
             return batch
-        frozen = jax.tree.map(_on_all_stages, partition.without(own, params[REFERENCE]))
-        model = self.reference.merge(lax.stop_gradient(partition.merge(params[REFERENCE], frozen)))
+        return batch | {REFERENCE: self.computed_whole(self.reference_of(params, own), batch)}
+
+    def reference_of(self, params: Any, own: Any) -> Any:
+        """Return the parameters of the reference model, among them those that are frozen in the policy too."""
+        return partition.merge(params[REFERENCE], partition.without(own, params[REFERENCE]))
+
+    def computed_whole(self, params: Any, batch: Any) -> jax.Array:
+        """Return the log-probability of each target, without gradients and on all stages of a pipeline."""
+        assert self.reference is not None
+        model = self.reference.merge(lax.stop_gradient(jax.tree.map(_on_all_stages, params)))
         x_BTD, _ = model.through(model.begin(batch["tokens"], batch["positions"]), batch["segments"],
                                  batch["positions"])
-        return batch | {REFERENCE: lax.stop_gradient(self.logprobs(model, x_BTD, batch))}
+        return lax.stop_gradient(self.logprobs(model, x_BTD, batch))
 
     def logprobs(self, model: Decoder, x_BTD: jax.Array, batch: Any) -> jax.Array:
         """Return the log-probability of each target."""
@@ -114,6 +123,14 @@ class Segments:
         most = self.numbers_BT.shape[1] * self.devices + 1
         x_BS = jax.vmap(lambda x_T, s_T: jax.ops.segment_sum(x_T, s_T, most + most % 2 + 1))(x_BT, self.numbers_BT)
         return lax.psum(x_BS, self.axes) if self.axes else x_BS
+
+    def last(self, there_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Return whether each token is the last one of its segment among those that are `there`."""
+        most = self.numbers_BT.shape[1] * self.devices + 1
+        at_BT = jnp.where(there_BT, positions_BT, -1)
+        last_BS = jax.vmap(lambda x_T, s_T: jax.ops.segment_max(x_T, s_T, most))(at_BT, self.numbers_BT)
+        last_BS = lax.pmax(last_BS, self.axes) if self.axes else last_BS
+        return there_BT & (at_BT == self.spread(last_BS))
 
     def spread(self, x_BS: jax.Array) -> jax.Array:
         """Return for each token the value of its segment."""

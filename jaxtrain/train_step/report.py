@@ -78,7 +78,8 @@ def matmul_parameters(abstract: TrainState, layout: Layout, model: ModelConfig,
         return sum(active(leaf.shape, axes) for leaf, axes in zip(jax.tree.leaves(params), names, strict=True)
                    if is_matrix(axes) and axes[0] not in lookups)
 
-    lookups = ("positions",) if model.tied_embeddings else ("positions", "vocab")
+    tied = model.tied_embeddings and "reward_head" not in abstract.all_params  # a head in the output projection's place
+    lookups = ("positions",) if tied else ("positions", "vocab")
     frozen = {key: (params, layout.frozen_axes[key]) for key, params in abstract.frozen.items() if key not in teachers}
     once = multiplied(abstract.params, layout.axes) + 2 / 3 * sum(multiplied(*one) for one in frozen.values())
     return once + (model.embed_dim * model.vocab_size if model.mtp_loss_weight else 0)

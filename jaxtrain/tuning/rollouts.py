@@ -25,6 +25,7 @@ from jaxtrain.hub.generate_texts import chat_of
 from jaxtrain.hub.initial_params import source_and_step
 from jaxtrain.hub.trained_model import sections_of
 from jaxtrain.hub.trained_tokenizer import prompt_ids, tokenizer_of
+from jaxtrain.tuning.reward_scores import PREFIX, RewardScores
 from jaxtrain.tuning.rewards import Reward, advantages_of, load_reward, rewards_of
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def on_answers(run: "Run", workdir: str | Path | None = None) -> "Run":
         return run
     tokenizer, chat = _words(run, workdir)
     folder = None if workdir is None else Path(workdir) / FOLDER
-    return replace(run, data=Rollouts(run, read_prompts(c.prompts), load_reward(c.reward), tokenizer, folder, chat))
+    reward = RewardScores.of(c.reward, tokenizer) if c.reward.startswith(PREFIX) else load_reward(c.reward)
+    return replace(run, data=Rollouts(run, read_prompts(c.prompts), reward, tokenizer, folder, chat))
 
 
 def _words(run: "Run", workdir: str | Path | None) -> tuple[Tokenizer, Chat | None]:
@@ -90,8 +92,8 @@ class Rollouts:
 
     num_batches = None
 
-    def __init__(self, run: "Run", records: Sequence[dict[str, Any]], reward: Reward, tokenizer: Tokenizer,
-                 folder: Path | None = None, chat: Chat | None = None):
+    def __init__(self, run: "Run", records: Sequence[dict[str, Any]], reward: Reward | RewardScores,
+                 tokenizer: Tokenizer, folder: Path | None = None, chat: Chat | None = None):
         """Take prompts.
 
         Args:
@@ -109,6 +111,8 @@ class Rollouts:
         self.ends = chat.ends() if chat else []
         self.prompts = [self._encoded(record["prompt"], chat) for record in records]
         self.identity = {"prompts": _digest(records), "reward": self.settings.reward}
+        if isinstance(reward, RewardScores):
+            self.identity["reward_model"] = reward.parameters
         self._check_prompts()
         self._seen: tuple[int, Any] = (-1, None)
         self._made: tuple[int, dict[str, np.ndarray]] = (-1, {})
@@ -180,6 +184,9 @@ class Rollouts:
         seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
         answers = generate(self.run, state, prompts, max_new_tokens=self.settings.max_new_tokens, seed=seed,
                            stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer)
+        if isinstance(self.reward, RewardScores):
+            return answers, self.reward([[*prompt, *answer.tokens]
+                                         for prompt, answer in zip(prompts, answers, strict=True)])
         texts = [answer.text for answer in answers]
         # One process asks the function, which may depend on anything.
         return answers, exchange(None, lambda _: rewards_of(self.reward, texts, records))

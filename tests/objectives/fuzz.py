@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.composition.fuzz import ROWS, SEQ, TOLERANCE, config_of, draw
 
-PREFERENCES = ("dpo", "robust", "ipo", "hinge", "simpo", "orpo")
+PREFERENCES = ("dpo", "robust", "ipo", "hinge", "simpo", "orpo", "reward", "kto")
 UNFIT = ("train.z_loss", "data.cross_document_attention", "model.mtp_loss_weight", "optimizer.name",
          "optimizer.moment_dtype", "optimizer.offload", "train.attention")
 
@@ -36,16 +36,18 @@ def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
                  "lora.dora": rng.random() < 0.3}
     if rng.random() < 0.5:
         loss = rng.choice(PREFERENCES)
+        keys |= {"preference.loss": loss, "data.packing": "answers" if loss == "kto" else "pairs"}
+        if loss == "reward":
+            return keys | {"preference.margin": rng.choice((0.0, 0.3)), "preference.center": rng.choice((0.0, 0.1))}
         smooth = {"preference.label_smoothing": 0.2} if loss in ("dpo", "robust", "simpo") else {}
-        return keys | smooth | {"preference.loss": loss, "preference.beta": rng.choice((0.1, 0.5)),
-                                "data.packing": "pairs"}
+        return keys | smooth | {"preference.beta": rng.choice((0.1, 0.5))}
     return keys | {"reinforce.prompts": "prompts.jsonl", "reinforce.reward": "reward.py:reward",
                    "reinforce.max_new_tokens": 5, "reinforce.loss": rng.choice(("dapo", "grpo", "dr_grpo")),
                    "reinforce.ratio": rng.choice(("token", "sequence")), "reinforce.kl": rng.choice((0.0, 0.1))}
 
 
 @functools.lru_cache(maxsize=16)
-def _begun(model: Any, lora: Any, targets: tuple[str, ...]) -> Any:
+def _begun(model: Any, lora: Any, targets: tuple[str, ...], reward_head: bool) -> Any:
     """All parameters of the model at step 0, with adapters that are not zero."""
     import jax
     from flax import nnx
@@ -54,7 +56,8 @@ def _begun(model: Any, lora: Any, targets: tuple[str, ...]) -> Any:
     from jaxtrain.train_step.state import Skeleton
     from tests.numerics.plain_lora import at_random
 
-    init = jax.jit(lambda key: Skeleton.of(make_model(model, None, lora, rngs=nnx.Rngs(params=key))).params())
+    init = jax.jit(lambda key: Skeleton.of(make_model(
+        model, None, lora, reward_head=reward_head, rngs=nnx.Rngs(params=key))).params())
     quick = {"xla_backend_optimization_level": 0}
     return at_random(jax.device_get(init.lower(jax.random.key(0)).compile(quick)(jax.random.key(0))))
 
@@ -69,17 +72,20 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     from jaxtrain.train_step import partition
     from tests.numerics import reference
     from tests.numerics.plain_lora import merged
-    from tests.objectives import plain_policy_gradient, plain_preference
+    from tests.objectives import plain_kto, plain_policy_gradient, plain_preference
 
     config = config_of(keys)
     devices = int(np.prod([value for key, value in keys.items() if key.startswith("mesh.") and type(value) is int]))
     run = builder.build(config, devices=jax.devices()[:devices])
     plain, settings = (plain_preference, config.preference) if config.preference.loss else (
         plain_policy_gradient, config.reinforce)
+    by, loss_of = 1.1, plain.loss
+    if config.preference.loss == "kto":  # of which a policy has to be less certain to be far from the reference
+        plain, by, loss_of = plain_kto, 0.8, functools.partial(plain_kto.loss, parts=config.train.accumulation)
     batch = plain.batch(rows=ROWS, seq=SEQ)
-    begun = _begun(config.model, config.lora, tuple(config.lora.targets))
+    begun = _begun(config.model, config.lora, tuple(config.lora.targets), config.preference.reward_head)
     trained = partition.like(begun, run.layout.axes)
-    policy, rest = jax.tree.map(lambda a: a * np.float32(1.1), trained), partition.without(begun, trained)
+    policy, rest = jax.tree.map(lambda a: a * np.float32(by), trained), partition.without(begun, trained)
     beside = {"reference": trained} if run.objective.reference else {}
 
     def whole(some):
@@ -87,7 +93,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
         return merged(both, scale(config.lora)) if config.lora.rank else both
 
     truth = jax.jit(jax.value_and_grad(
-        lambda policy: plain.loss(settings, config.model, whole(policy), whole(trained), batch)[0]))
+        lambda policy: loss_of(settings, config.model, whole(policy), whole(trained), batch)[0]))
     loss, want = jax.device_get(truth.lower(policy).compile({"xla_backend_optimization_level": 0})(policy))
     norm = float(reference.norm_of(want))
     state = reference.start_from(run, partition.merge(policy, rest) | beside)

@@ -48,18 +48,37 @@ def logps(model, params, batch, told):
 
 
 def loss(c, model, params, frozen, batch):
-    """The mean over pairs, with experts' penalties by row, and the mean margin of rewards."""
+    """The mean over pairs, with experts' penalties by row, and means of metrics."""
     masks, told = places(batch), []
-    policy, old = logps(model, params, batch, told), logps(model, frozen, batch, [])
-    sums, before = ([jnp.einsum("pbt,bt->p", mask, logp) for mask in masks] for logp in (policy, old))
-    sizes = [mask.sum((1, 2)) for mask in masks]
-    by_pair, margins = of_pairs(c, sums, before, sizes)
+    if c.loss == "reward":
+        by_pair, (chosen, rejected) = of_rewards(c, rewards(model, params, batch, masks, told))
+    else:
+        policy, old = logps(model, params, batch, told), logps(model, frozen, batch, [])
+        sums, before = ([jnp.einsum("pbt,bt->p", mask, logp) for mask in masks] for logp in (policy, old))
+        by_pair, (chosen, rejected) = of_pairs(c, sums, before, [mask.sum((1, 2)) for mask in masks])
     penalties = sum((batch["segments"].max(1) // 2 * penalty).sum() for penalty, _ in told)
-    return by_pair.mean() + penalties / len(by_pair), margins.mean()
+    return by_pair.mean() + penalties / len(by_pair), {
+        "reward_margin": (chosen - rejected).mean(), "reward_accuracy": (chosen > rejected).mean(),
+        "reward_chosen": chosen.mean(), "reward_rejected": rejected.mean()}
+
+
+def rewards(model, params, batch, masks, told):
+    """Of chosen and rejected answers: the head's product with the activation at the last token that predicts theirs.
+    """
+    x = reference.last_norm(model, params, reference.through(model, params, batch, told))
+    ends = [[max(zip(*np.nonzero(one), strict=True)) for one in mask] for mask in masks]
+    return [jnp.array([x[end] @ params["reward_head"]["kernel"][:, 0] for end in some]) for some in ends]
+
+
+def of_rewards(c, found):
+    """Each pair's loss and rewards, by Bradley and Terry."""
+    chosen, rejected = found
+    likelihood = 1 / (1 + jnp.exp(-(chosen - rejected - c.margin)))
+    return -jnp.log(likelihood) + c.center * (chosen + rejected) ** 2, found
 
 
 def of_pairs(c, sums, before, sizes):
-    """Each pair's loss and margin, from sums over answers, chosen and rejected, of policy and reference."""
+    """Each pair's loss and rewards, from sums over answers, chosen and rejected, of policy and reference."""
     (chosen, rejected), (old_chosen, old_rejected) = sums, before
     means = [total / size for total, size in zip(sums, sizes, strict=True)]
     h = chosen - rejected - (old_chosen - old_rejected)
@@ -80,4 +99,5 @@ def of_pairs(c, sums, before, sizes):
         case "orpo":
             odds = [jnp.exp(mean) / (1 - jnp.exp(mean)) for mean in means]
             found = -means[0] - c.beta * jnp.log(sigmoid(jnp.log(odds[0] / odds[1])))
-    return found, c.beta * (means[0] - means[1] if c.loss in ("simpo", "orpo") else h)
+    ratios = chosen - old_chosen, rejected - old_rejected
+    return found, [c.beta * each for each in (means if c.loss in ("simpo", "orpo") else ratios)]

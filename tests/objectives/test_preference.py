@@ -1,7 +1,7 @@
 """Preferences: loss, gradients and margins of the plain formulas, on any mesh; and what is kept of the reference."""
 
 import json
-import shutil
+from functools import partial
 
 import jax
 import numpy as np
@@ -9,12 +9,20 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.data.prepare import prepare
+from jaxtrain.hub import export, generate_texts, safetensors_files
+from jaxtrain.hub.initial_params import with_initial_params
+from jaxtrain.models.lora import scale
+from jaxtrain.train_step import partition
 from jaxtrain.trainer import best_metric
+from jaxtrain.tuning.on_policy import with_rollouts
 from tests.numerics import reference
+from tests.numerics.plain_lora import merged
 from tests.objectives import plain_preference as plain
 from tests.objectives import tuned
+from tests.objectives.tuned import resumed
 
 DPO = dict(preference__loss="dpo", preference__beta=0.5, data__packing="pairs")
+REWARD = dict(preference__loss="reward", preference__beta=0.1)
 CASES = {
     "tensor, ipo": ("llama", dict(mesh=(1, 2, 4), preference__loss="ipo")),
     "one device": ("gpt2", dict(preference__label_smoothing=0.2)),
@@ -27,6 +35,14 @@ CASES = {
     "zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1", lora__rank=3)),
     "experts, orpo": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3,
                                       preference__loss="orpo")),
+    "reward model, one device": ("gpt2", REWARD),
+    "reward model, all axes": ("llama", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2, **REWARD,
+                                             preference__center=0.1)),
+    "reward model, ring": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, **REWARD, preference__margin=0.3)),
+    "reward model, 1f1b, context": ("gpt2", dict(mesh=(1, 2, 1), mesh__stage=2, mesh__context=2, **REWARD)),
+    "reward model, zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, lora__rank=3,
+                                                          pipeline__schedule="zb_h1", **REWARD)),
+    "reward model, experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3, **REWARD)),
     "adapters": ("qwen2", dict(mesh=(2, 2, 1), mesh__context=2, mesh__context_strategy="gather", lora__rank=2)),
 }
 QUICK = ("1f1b, context",)
@@ -38,9 +54,10 @@ def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = reference.build(family, **(DPO | keys))
     c, batch = run.config, plain.batch()
-    metrics, margin = tuned.check(run, lambda policy, before: plain.loss(c.preference, c.model, policy, before, batch),
+    metrics, told = tuned.check(run, lambda policy, before: plain.loss(c.preference, c.model, policy, before, batch),
                                   batch)
-    assert float(metrics["reward_margin"]) == pytest.approx(float(margin), rel=1e-4, abs=1e-6)
+    for name, value in told.items():
+        assert float(metrics[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
 
 
 CORPUS = [{"prompt": f"say {i % 7}:", "chosen": f" yes {i % 7}", "rejected": f" no {i % 5}"} for i in range(60)]
@@ -55,15 +72,18 @@ def corpus(tmp_path_factory):
     return folder / "corpus"
 
 
+def tiny(corpus, **keys):
+    """The config of a run of six steps on eight devices."""
+    return reference.tiny("llama", **(dict(
+        model__vocab_size=258, model__max_seq_len=64, data__seq_len=64, data__source=str(corpus),
+        data__global_batch_size=4, train__steps=6, train__progress=False, lora__rank=2, checkpoint__every=3,
+        optimizer__warmup_steps=0, mesh__data=4, mesh__tensor=2) | keys))
+
+
 @pytest.mark.slow
 def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, tmp_path):
     """The reference is what the run began with, also after a stop, and for adapters that are trained further."""
-    def config(**keys):
-        return reference.tiny("llama", **(dict(
-            model__vocab_size=258, model__max_seq_len=64, data__seq_len=64, data__source=str(corpus),
-            data__global_batch_size=4, train__steps=6, train__progress=False, lora__rank=2, checkpoint__every=3,
-            optimizer__warmup_steps=0, mesh__data=4, mesh__tensor=2) | keys))
-
+    config = partial(tiny, corpus)
     base = jt.train(config(data__source=str(corpus.parent / "text.txt"), train__steps=2), tmp_path / "base")
     tuned = dict(DPO, train__init_from=str(tmp_path / "base"))
     for metric in ("eval_reward_accuracy", "eval_perplexity"):  # higher is better; not reported
@@ -71,17 +91,91 @@ def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, t
             best_metric.check(jt.build(config(**tuned, checkpoint__best=metric)))
     best_metric.check(jt.build(config(**tuned, checkpoint__best="eval_loss")))
     whole = jt.train(config(**tuned), tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "6")
-    parts = jt.train(config(**tuned), tmp_path / "parts")
-    assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, parts.params))))
-    kept = jax.device_get(parts.frozen["reference"])
-    assert jax.tree.all(jax.tree.map(np.array_equal, kept, jax.device_get(base.params)))
+    parts = jt.train(config(**tuned), resumed(tmp_path / "whole", tmp_path / "parts", last=6))
+    assert equal(whole.params, parts.params)
+    assert equal(parts.frozen["reference"], base.params)
     lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
     assert lines[0]["loss"] == pytest.approx(np.log(2)) and lines[0]["reward_margin"] == 0
     assert lines[-2]["loss"] < np.log(2) and lines[-2]["reward_margin"] > 0 and "perplexity" not in lines[-2]
     assert lines[-1].keys() == {"step", "eval_loss", "eval_reward_accuracy", "eval_reward_margin"}
     assert lines[-1]["eval_reward_accuracy"] == 1 and lines[-1]["eval_loss"] < np.log(2)
+
+
+def equal(a, b):
+    return jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (a, b))))
+
+
+@pytest.fixture(scope="module")
+def rewarded(corpus):
+    """A language model in `base`, a reward model that began with it in `whole`, and their states."""
+    folder, config = corpus.parent, partial(tiny, corpus)
+    base = jt.train(config(**text_of(corpus)), folder / "base")
+    keys = SCORED | dict(train__init_from=str(folder / "base"))
+    return folder, base, jt.train(config(**keys), folder / "whole")
+
+
+SCORED = dict(data__packing="pairs", preference__loss="reward", preference__center=0.01)
+
+
+def text_of(corpus):
+    return dict(data__source=str(corpus.parent / "text.txt"), train__steps=2, lora__rank=0)
+
+
+@pytest.mark.slow
+def test_a_reward_model_gives_answers_their_rewards(corpus, rewarded):
+    """In training by reinforcement, what its module gives at the last token before the one that ends an answer."""
+    folder, _, state = rewarded
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "say 1:"}) + "\n")
+    keys = text_of(corpus) | dict(train__init_from=str(folder / "base"), data__global_batch_size=8,
+                                  reinforce__prompts=str(folder / "prompts.jsonl"), reinforce__max_new_tokens=6)
+    run = with_rollouts(with_initial_params(jt.build(tiny(corpus, **keys, reinforce__reward=f"model:{folder}/whole"))))
+    run.see(0, run.init())
+    batch = run.data[0]
+    model = jt.build(tiny(corpus, **SCORED)).module(state)
+    for row in range(8):
+        size, first = int(batch["segments"][row].sum()), batch["answers"][row].argmax()
+        ended = batch["targets"][row, size - 1] == run.data.tokenizer.eod
+        ids = [*batch["tokens"][row, :size], *([] if ended else batch["targets"][row, size - 1:size])]
+        want = model.reward_head(model.hidden(np.array([ids], np.int32)))[0, -1]
+        assert batch["rewards"][row, first] == pytest.approx(float(want), rel=1e-4)
+    assert len(set(batch["rewards"][batch["answers"] > 0].tolist())) > 4
+    with pytest.raises(jt.UserError, match=r"reinforce\.reward: .*base has no reward model; give a run of preference"):
+        with_rollouts(jt.build(tiny(corpus, **keys, reinforce__reward=f"model:{folder}/base")))
+
+
+@pytest.mark.slow
+def test_a_reward_model_begins_with_a_language_model_and_is_published_as_a_classifier(corpus, rewarded, tmp_path):
+    """Its head begins anew, is trained beside adapters, saved, resumed, begun another run with, and exported."""
+    config, text, tuned = partial(tiny, corpus), text_of(corpus), SCORED
+    folder, base, whole = rewarded
+    keys = tuned | dict(train__init_from=str(folder / "base"))
+    parts = jt.train(config(**keys), resumed(folder / "whole", tmp_path / "parts", last=6))
+    assert equal(whole.params, parts.params) and "output" not in whole.all_params
+    own = partition.like(base.params, whole.frozen)
+    assert equal(own, whole.frozen) and {"reward_head", "blocks"} == whole.params.keys()
+    lines = [json.loads(line) for line in folder.joinpath("whole/metrics.jsonl").read_text().splitlines()]
+    assert lines[-2]["loss"] < lines[0]["loss"] and lines[-2]["reward_margin"] > lines[0]["reward_margin"]
+    assert lines[-1].keys() == {"step", "eval_loss", "eval_reward_accuracy", "eval_reward_margin"}
+    assert lines[-1]["eval_reward_accuracy"] == 1
+
+    further = jt.build(config(**tuned, train__init_from=str(folder / "whole"))).init()
+    assert equal(further.all_params, whole.all_params)
+    with pytest.raises(jt.UserError, match=r"model: it is a reward model, with a reward head in place of the out"):
+        generate_texts.main.__wrapped__([str(folder / "whole"), "--prompt=say"])
+    assert export.main([str(folder / "whole"), f"--to={tmp_path}/out", "--dtype=float32"]) == 0
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["architectures"] == ["LlamaForSequenceClassification"] and said["pad_token_id"] == said["eos_token_id"]
+    names = safetensors_files.tensors_of(tmp_path / "out")
+    assert names["score.weight"].shape == (1, 32) and "lm_head.weight" not in names
+    published = dict(train__init_from=str(tmp_path / "out"), lora__rank=0)
+    begun = jt.build(config(**tuned, **published)).init().params
+    want = merged(jax.device_get(whole.all_params), scale(config().lora))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), jax.device_get(begun), want)
+    assert export.main([str(folder / "base"), f"--to={tmp_path}/plain", "--dtype=float32"]) == 0
+    begun = jt.build(config(**tuned, train__init_from=str(tmp_path / "plain"))).init()
+    assert equal(partition.like(begun.all_params, own), own) and "output" not in begun.all_params
+    with pytest.raises(jt.UserError, match=r"it has no tensor lm_head\.weight"):
+        jt.build(config(**text | published)).init()
 
 
 @pytest.mark.parametrize(("keys", "message"), [
@@ -90,6 +184,9 @@ def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, t
     (DPO | dict(preference__loss="dop"), "preference.loss: 'dop' is not supported; did you mean 'dpo'?"),
     (DPO | dict(preference__margin=0.1), "preference.margin: preference.loss='dpo' does not read it; leave it out, or"),
     (DPO | dict(preference__beta=0.0), "preference.beta: 0.0 is not positive; give a number above 0"),
+    (DPO | REWARD | dict(preference__beta=0.5), "preference.beta: preference.loss='reward' does not read it; leave it"),
+    (DPO | dict(preference__center=0.1), "preference.center: preference.loss='dpo' does not read it; leave it out, or"),
+    (DPO | REWARD | dict(train__sample_tokens=8), "train.sample_tokens: preference.loss=reward does not support it; "),
     (DPO | dict(train__z_loss=0.1), "train.z_loss: preference.loss=dpo does not support it; leave it out"),
     (DPO | dict(preference__label_smoothing=0.5), "preference.label_smoothing: 0.5 is not in [0, 0.5); try 0.1"),
 ])

@@ -1,4 +1,4 @@
-"""Losses of preferences and of policy gradients are TRL's (tools/tuning_truth.py), and so are their gradients."""
+"""Losses of preferences, labels and policy gradients are TRL's (tools/tuning_truth.py), and so are their gradients."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.tuning_keys import PreferenceConfig, ReinforceConfig
-from jaxtrain.objectives import policy_gradient, preference
+from jaxtrain.objectives import kto, policy_gradient, preference, reward_model
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments
-from tests.objectives.tuning_numbers import PAIRS, numbers
+from tests.objectives.tuning_numbers import LENGTH, PAIRS, numbers
 
 TRUTH = json.loads(Path(__file__).with_name("tuning_truth.json").read_text())
 MASK, POLICY, REFERENCED, SAMPLED, ADVANTAGES = numbers(2 * PAIRS)
@@ -39,11 +39,33 @@ def test_preferences(name):
 
     def mean(policy):
         segments = rows(jnp.asarray(MASK * np.repeat([[1], [2]], PAIRS, 0)))
-        batch = {"answers": rows(jnp.asarray(MASK, jnp.float32)), "policy": rows(policy),
-                 REFERENCE: rows(jnp.asarray(REFERENCED, jnp.float32))}
-        return preference._of_rows(settings, batch, Segments(segments, ()))[0] / PAIRS
+        batch = {"answers": rows(jnp.asarray(MASK, jnp.float32)), "policy": rows(policy), "rewards": rows(policy),
+                 REFERENCE: rows(jnp.asarray(REFERENCED, jnp.float32)),
+                 "positions": rows(jnp.broadcast_to(jnp.arange(LENGTH), MASK.shape))}
+        of_rows = reward_model._of_rows if settings.reward_head else preference._of_rows
+        return of_rows(settings, batch, Segments(segments, ()))[0] / PAIRS
 
     compare(mean, name, "preference")
+
+
+@pytest.mark.parametrize("name", TRUTH["kto"])
+def test_kto(name):
+    settings, mask = PreferenceConfig(**TRUTH["kto"][name]["keys"]), jnp.asarray(MASK, jnp.float32)
+    segments = Segments(jnp.asarray(MASK, jnp.int32), ())
+    sign = 1 if (SAMPLED.sum() > REFERENCED.sum()) == (name == "kto") else -1
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), MASK.shape)
+    others = {"weights": mask, "ratios": sign * (SAMPLED - REFERENCED), "positions": positions}
+    total, count = kto._mismatched(others, segments)
+    z = max(float(total / count), 0)
+    assert z == pytest.approx(TRUTH["kto"][name]["kl"], rel=1e-5) and (z > 0) == (name == "kto")
+    desirable = jnp.arange(2 * PAIRS)[:, None] % 3 > 0
+
+    def mean(policy):
+        batch = {"answers": mask, "policy": policy, REFERENCE: jnp.asarray(REFERENCED, jnp.float32),
+                 "labels": mask * desirable, kto.BASELINE: jnp.full(MASK.shape, z)}
+        return kto._of_rows(settings, batch, segments)[0] / (2 * PAIRS)
+
+    compare(mean, name, "kto")
 
 
 @pytest.mark.parametrize("name", TRUTH["policy_gradient"])

@@ -1,4 +1,6 @@
-"""A tuning objective's first step on any mesh, against a formula on one device in float32."""
+"""A tuning objective's first step on any mesh, against a formula on one device in float32; and runs that go on."""
+
+import shutil
 
 import jax
 import numpy as np
@@ -11,18 +13,19 @@ from tests.numerics.plain_lora import at_random, merged
 from tests.numerics.test_lora import initial
 
 
-def check(run, loss_of, batch):
+def check(run, loss_of, batch, scaled=1.1):
     """Compare loss, norm and every gradient; return the metrics and what the formula gives beside its loss.
 
     The policy is not what the reference is a copy of, so that the reference counts. Frozen leaves stay as they are.
 
     Args:
+        scaled: what the policy is of the reference.
         loss_of: from the model's parameters and the reference's to the loss, and something for the caller.
     """
     config, begun = run.config, at_random(initial(run))
     own = {key: value for key, value in begun.items() if key != "reference"}
     trained = partition.like(own, run.layout.axes)
-    policy, rest = jax.tree.map(lambda a: a * np.float32(1.1), trained), partition.without(own, trained)
+    policy, rest = jax.tree.map(lambda a: a * np.float32(scaled), trained), partition.without(own, trained)
     params = partition.merge(policy, rest) | ({"reference": trained} if run.objective.reference else {})
 
     def whole(some):
@@ -41,3 +44,10 @@ def check(run, loss_of, batch):
     kept = partition.without(params, run.layout.axes)
     assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(state.frozen), kept)), "a frozen one has changed"
     return metrics, beside
+
+
+def resumed(whole, parts, last):
+    """A copy of a workdir that has lost its last checkpoint."""
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "checkpoints" / str(last))
+    return parts

@@ -45,6 +45,16 @@ def test_frozen_matrices_have_no_gradient_and_a_teacher_is_not_the_model():
     assert counts[0] - counts[1] == pytest.approx(2 * 3 * 32 * 48 / 3)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reward_model_has_no_output_projection(tied):
+    config = {"model": dict(name="llama", num_layers=2, embed_dim=32, num_heads=4, vocab_size=64, tied_embeddings=tied),
+              "mesh": {"data": 1}}
+    scored = config | {"preference": {"loss": "reward"}, "data": {"packing": "pairs"}}
+    counts = [matmul_parameters(run.abstract, run.layout, run.config.model)
+              for run in (build(make_config(each), devices=1) for each in (config, scored))]
+    assert counts[0] - counts[1] == 32 * 64
+
+
 def test_looking_ahead_costs_a_layer_two_projections_and_the_head_again():
     shape = dict(name="llama", num_layers=2, embed_dim=32, num_heads=4, vocab_size=64, mlp_dim=48)
     plain, ahead = (build(make_config({"model": shape | {"mtp_loss_weight": loss}, "mesh": {"data": 1}}), devices=1)

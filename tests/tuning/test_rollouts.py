@@ -132,7 +132,8 @@ def test_advantages():
 
 @pytest.mark.parametrize(("keys", "message"), [
     (dict(reinforce__reward=""), "reinforce.reward: it is missing, and reinforcement learning needs both; give FILE"),
-    (dict(reinforce__reward="x.py"), "reinforce.reward: 'x.py' names no function of a file; write FILE.py:FUNCTION"),
+    (dict(reinforce__reward="x.py"), "reinforce.reward: 'x.py' names no function of a file; write FILE.py:FUNC"),
+    (dict(reinforce__reward="model:none"), "reinforce.reward: none is not the workdir of a run with checkpoints; "),
     (dict(reinforce__reward="x.py:f"), "reinforce.reward: there is no file x.py; check the name"),
     (dict(reward="odd"), "reinforce.reward: FILES/reward.py has no function 'odd'; check the name"),
     (dict(reward="nan"), "reinforce.reward: it gives nan for the answer "),

@@ -26,7 +26,7 @@ class Shard:
 
     tokens: Any  # an array, or an object that can be sliced like one
     offsets: np.ndarray  # int64: the start of each document, and the end of the last one
-    trained: Any = None  # whether each token is trained on (1) or only context (0); None: all are trained on
+    trained: Any = None  # whether each token is trained on (1; 2: undesirable) or context (0); None: all are trained on
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +121,7 @@ class Corpus:
     parts: Mapping[str, "Corpus"] = field(default_factory=dict)  # the sources of a mixture, by name
     chat: dict[str, Any] | None = None  # the chat template of its conversations
     pairs: bool = False  # documents 2i and 2i + 1 are the chosen and the rejected answer to a prompt
+    labelled: bool = False  # each document is an answer that is desirable or not
 
     def part(self, name: str) -> "Corpus":
         """Return one source of the mixture; a corpus that is not a mixture is its own only part."""

@@ -99,6 +99,7 @@ class SparedRows:
         ends, none = np.full(seq_len, end, np.int32), np.zeros(seq_len, np.int32)
         self._empty = {"tokens": ends, "targets": ends, "segments": none, "positions": none,
                        "weights": none.astype(np.float32)}
+        self._empty |= {name: none.astype(dtype) for name, dtype in getattr(rows, "columns", {}).items()}
 
     def __len__(self) -> int:
         return len(self._rows) if hasattr(self._rows, "__len__") else len(self.lengths)

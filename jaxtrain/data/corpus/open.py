@@ -67,9 +67,9 @@ def _corpus(folder: Path, manifest: dict[str, Any], column: Callable[..., Any], 
         if splits[split].num_tokens and splits[split].lost >= splits[split].num_tokens:
             raise UserError("data.corrupt", f"the whole {split} split of {folder} is corrupt", "prepare it again")
     options = manifest.get("options")
-    pairs = isinstance(options, dict) and options.get("format") == "preference"
+    form = options.get("format") if isinstance(options, dict) else ""
     return Corpus(splits["train"], splits["eval"], tokenizer, manifest["sha256"], folder, threads,
-                  chat=manifest.get("chat"), pairs=pairs)
+                  chat=manifest.get("chat"), pairs=form == "preference", labelled=form == "labelled")
 
 
 def _begins_without(bos: int, shard: Shard) -> bool:

@@ -14,6 +14,7 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.files import atomic_files
 
 CHUNK = 2**20  # bytes of a column per checksum, so that parts can be verified without reading the whole
+UNDESIRABLE = 2  # in a column that says what is trained on: of an answer with the label false
 ORIGIN = np.dtype([("piece", "<u4"), ("place", "<u8")])  # input piece; line, byte, row or document in it
 
 
@@ -29,7 +30,7 @@ class ShardWriter:
     """Writes one shard of documents to disk as they are added.
 
     Each column is a file with one entry per token: `.bin` holds ids; the optional `.trained.bin` says whether an id is
-    trained on (1) or only context (0).
+    trained on (1; UNDESIRABLE) or only context (0).
     """
 
     def __init__(self, path: Path, dtype: np.dtype, end: int, trained: bool = False):
@@ -49,7 +50,7 @@ class ShardWriter:
         if self._trained:
             assert trained is not None and len(trained) == len(ids) + 1
             flags = trained.astype(np.uint8)
-            self.learnt += int(flags.sum())
+            self.learnt += int((flags > 0).sum())
             self._trained.write(flags)
         self.lengths.append(len(ids) + 1)
         self.keys.append(key)

@@ -1,4 +1,4 @@
-"""Read conversations (messages, prompt and completion, or preferences) and bring them into one form.
+"""Read conversations (messages, prompt and completion, preferences or labelled answers) and bring them into one form.
 
 An example is a prompt, which is only context, and completions, which may be trained on: one, or the chosen and the
 rejected one. Both are plain text, or messages as chat templates take them.
@@ -15,9 +15,10 @@ from jaxtrain.files.bounded_files import parsed
 
 Messages: TypeAlias = list[dict[str, Any]]
 
-FORMATS = ("text", "messages", "prompt_completion", "preference")
+FORMATS = ("text", "messages", "prompt_completion", "preference", "labelled")
 FIELDS = {"messages": ("messages", "conversations", "tools"), "prompt_completion": ("prompt", "completion", "tools"),
-          "preference": ("prompt", "chosen", "rejected", "tools")}
+          "preference": ("prompt", "chosen", "rejected", "tools"),
+          "labelled": ("prompt", "completion", "label", "tools")}
 ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool", "function")} | {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 
@@ -33,10 +34,12 @@ class Example:
     prompt: str | Messages
     completions: list[str] | list[Messages]
     tools: list[Any] | None
+    desirable: bool | None = None  # the label of the completion, if it has one
 
     def to_bytes(self) -> bytes:
         """Serialise the example; equal examples give equal bytes."""
-        return json.dumps([self.prompt, self.completions, self.tools], ensure_ascii=False,
+        label = [] if self.desirable is None else [self.desirable]
+        return json.dumps([self.prompt, self.completions, self.tools, *label], ensure_ascii=False,
                           separators=(",", ":")).encode(errors="replace")
 
     @staticmethod
@@ -64,7 +67,8 @@ def format_of(fields: set[str], field: str, where: str) -> str:
     """Return the format of a record with these fields."""
     fits = [name for name, there in (
         ("text", field in fields), ("messages", bool(fields & {"messages", "conversations"})),
-        ("prompt_completion", {"prompt", "completion"} <= fields),
+        ("prompt_completion", {"prompt", "completion"} <= fields and "label" not in fields),
+        ("labelled", {"prompt", "completion", "label"} <= fields),
         ("preference", {"chosen", "rejected"} <= fields)) if there]
     if len(fits) > 1:
         raise UserError("--format", f"{where} fits several formats: {', '.join(fits)}", "name one with --format")
@@ -83,10 +87,14 @@ def example_of(record: Any, form: str, where: str) -> bytes:
         if not said:
             raise _missing("messages", where)
         return Example([], [_messages(said[0])], tools).to_bytes()
-    names = ("completion",) if form == "prompt_completion" else ("chosen", "rejected")
-    for name in (("prompt",) if form == "prompt_completion" else ()) + names:
+    names = ("chosen", "rejected") if form == "preference" else ("completion",)
+    for name in FIELDS[form][form == "preference":-1]:  # a preference may have its prompt in both answers
         if name not in record:
             raise _missing(name, where)
+    label = record["label"] if form == "labelled" else None
+    if form == "labelled" and not isinstance(label, bool):
+        raise UserError("--input", f"{where} has the label {label!r}", "write true or false, or leave labels unread "
+                        "with --format=prompt_completion")
     parts = [_part(record[name]) for name in names]
     prompt = record.get("prompt")
     if form == "preference":
@@ -94,7 +102,7 @@ def example_of(record: Any, form: str, where: str) -> bytes:
             raise Unusable("chosen and rejected are equal")
         prompt, parts = _common(None if prompt is None else _part(prompt), parts)
     prompt, *parts = _alike([_part(prompt), *parts])
-    return Example(prompt, parts, tools).to_bytes()
+    return Example(prompt, parts, tools, label).to_bytes()
 
 
 def _missing(name: str, where: str) -> UserError:

@@ -23,9 +23,10 @@ MULTIPLE = 64  # divides the lengths of automatic buckets if rows are long, so t
 def train_batches(config: DataConfig, corpus: Corpus) -> BatchSource:
     """Return the training batches by step: reshuffled each epoch, and endless unless the sources are limited."""
     _refuse_without_training_text(corpus)
-    if config.packing != "pairs" and any(part.pairs for part in corpus.parts.values() or [corpus]):
-        raise UserError("data.packing", f"the corpus holds preference pairs, and {config.packing} would have rejected "
-                        "answers learnt too", "set data.packing=pairs and preference.loss")
+    parts = corpus.parts.values() or [corpus]
+    if config.packing not in ("pairs", "answers") and any(part.pairs or part.labelled for part in parts):
+        raise UserError("data.packing", f"the corpus holds preferences, and {config.packing} would have rejected "
+                        "answers learnt too", "set data.packing=pairs, or answers, and preference.loss")
     if config.packing == "bucket":
         from jaxtrain.data.loading.bucketing import BucketedBatches
 
@@ -89,10 +90,10 @@ def _packed(config: DataConfig, corpus: Corpus, split: str, seq_len: int) -> Pac
     if config.packing == "concat":
         return PackedRows(tokens, seq_len, pad_last=split == "eval")
     identity, form = f"{corpus.manifest_hash} {split}", FittedRows
-    if config.packing == "pairs":
-        from jaxtrain.data.packing.pair_rows import PairRows, paired
+    if config.packing in ("pairs", "answers"):
+        from jaxtrain.data.packing.answer_rows import whole_rows
 
-        tokens, identity, form = paired(tokens, corpus.pairs), f"{identity} pairs", PairRows
+        (tokens, form), identity = whole_rows(config.packing, tokens, corpus), f"{identity} {config.packing}"
     return form(tokens, cached_plan(tokens, seq_len, cache_root(config) / "plans", identity), seq_len)
 
 
@@ -139,8 +140,9 @@ def packing(config: DataConfig, corpus: Corpus) -> str:
     apart = [name for name, part in corpus.parts.items() if not _trains(part)]
     only = f"; {', '.join(apart)}: evaluation only" if apart else ""
     cuts = f"{cut:,} of {documents:,} documents are cut"
-    if config.packing == "pairs":
-        cuts = f"{cut:,} of {documents // 2:,} pairs are longer than data.seq_len and left out"
+    if config.packing in ("pairs", "answers"):
+        number = documents // 2 if config.packing == "pairs" else documents
+        cuts = f"{cut:,} of {number:,} {config.packing} are longer than data.seq_len and left out"
     fill = sum(share * count for share, count in full) / sum(count for _, count in full)
     return f"{config.packing}: rows are {fill:.2%} full, {cuts}{only}"
 

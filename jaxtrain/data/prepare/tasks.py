@@ -19,7 +19,7 @@ from jaxtrain.data.cleaning.cleaning_steps import Steps, identity, told
 from jaxtrain.data.cleaning.near_duplicates import Near
 from jaxtrain.data.corpus.corpus import SPLITS, UNFINISHED
 from jaxtrain.data.corpus.open import check, trust
-from jaxtrain.data.corpus.shard_writer import Origin, ShardWriter, dtype_of
+from jaxtrain.data.corpus.shard_writer import UNDESIRABLE, Origin, ShardWriter, dtype_of
 from jaxtrain.data.formats import inputs, token_files
 from jaxtrain.data.formats.conversations import FORMATS, Example
 from jaxtrain.data.formats.inputs import Ids, Piece, Text, stamps
@@ -87,7 +87,7 @@ class Options:
             raise UserError("--format", f"there is no format {self.format!r}", nearest(self.format, FORMATS))
         if self.train_on not in TRAIN_ON:
             raise UserError("--train_on", f"{self.train_on!r} is not known", nearest(self.train_on, TRAIN_ON))
-        if (self.format, self.train_on) == ("preference", "all"):
+        if self.format in ("preference", "labelled") and self.train_on == "all":
             raise UserError("--train_on", "it would also train on the prompts of preferences",
                             "use --train_on=assistant")
         for name in ("chat_template", "train_on"):
@@ -151,8 +151,10 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
                 if isinstance(documents, str):
                     _count(left_out, documents)
                     continue
+                bad = options.format == "labelled" and not Example.from_bytes(text.content).desirable
                 for one in documents:  # the chosen one and the rejected one, if it is a preference
-                    add(text, one.ids, chat_key(text.content), one.num_bytes, origin, one.trained)
+                    add(text, one.ids, chat_key(text.content), one.num_bytes, origin,
+                        one.trained * np.uint8(UNDESIRABLE) if bad else one.trained)
                 if len(probes) < 2 and number < 4:
                     probes.append(chat.probe(text.content))
             batch.clear()

@@ -22,7 +22,7 @@ def export(workdir: Path, to: Path, step: int | None = None, base: str = "", dty
     """Write the adapters of a workdir's checkpoint, and return its step. Every process calls it."""
     sections = trained_model.sections_of(workdir)
     _check_exported(workdir, to, sections)
-    run = exports.spread(sections)
+    run = trained_model.spread_model(sections)
     params, found = trained_model.load(workdir, run, step)
     if found is None:
         raise UserError("WORKDIR", f"{workdir} is a published folder already", "give the workdir of a run")
@@ -47,6 +47,9 @@ def _check_exported(workdir: Path, to: Path, sections: dict) -> None:
     exports.check_is_new(to)
     if not sections.get("lora", {}).get("rank"):
         raise UserError("WORKDIR", f"{workdir} has no adapters (lora.rank=0)", "write the model: jaxtrain export")
+    if sections.get("preference", {}).get("loss") == "reward":
+        raise UserError("WORKDIR", f"{workdir} has a reward model, whose head is no adapter",
+                        "write the whole model: jaxtrain export")
     if sections.get("train", {}).get("trainable"):
         raise UserError("WORKDIR", f"{workdir} has trained more than adapters (train.trainable)",
                         "write the whole model: jaxtrain export")

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -81,6 +82,7 @@ def documents(tokens) -> list[list[tuple[int, bool]]]:
     ("prompt_completion", {"prompt": "q", "completion": " a"}, "q", [" a"]),
     ("prompt_completion", {"prompt": [ASKED], "completion": [SAID]}, [ASKED], [[SAID]]),
     ("prompt_completion", {"prompt": [ASKED], "completion": "a"}, [ASKED], [[SAID]]),
+    ("prompt_completion", {"prompt": "q", "completion": " a", "label": "short"}, "q", [" a"]),
     ("preference", {"prompt": "q", "chosen": "a", "rejected": "b"}, "q", ["a", "b"]),
     ("preference", {"prompt": [ASKED], "chosen": [SAID], "rejected": [OTHER]}, [ASKED], [[SAID], [OTHER]]),
     ("preference", {"prompt": "q", "chosen": [SAID], "rejected": [OTHER]}, [ASKED], [[SAID], [OTHER]]),
@@ -118,7 +120,8 @@ def test_a_record_that_cannot_be_used_says_why(form, record, words):
 
 @pytest.mark.parametrize(("fields", "want"), [
     ("text id", "text"), ("prompt messages", "messages"), ("conversations", "messages"), ("other", "text"),
-    ("prompt completion", "prompt_completion"), ("chosen rejected", "preference")])
+    ("prompt completion", "prompt_completion"), ("chosen rejected", "preference"),
+    ("prompt completion label", "labelled")])
 def test_what_a_record_is_shows_in_its_fields(fields, want):
     assert format_of(set(fields.split()), "text", "a") == want
 
@@ -161,6 +164,18 @@ def test_learning_everything_needs_no_mask(tmp_path):
     assert not made.train.masked
     assert made.train.read(0, made.train.num_tokens).tolist() == [
         id for talk in talks(9) for id, _ in plain(talk["messages"])]
+
+
+def test_labels_are_kept_with_what_is_learnt(tmp_path):
+    records = [{"prompt": f"{i}? ", "completion": "no" if i % 3 else "yes", "label": i % 3 == 0} for i in range(30)]
+    made = prepare([str(write(tmp_path / "a.jsonl", records))], tmp_path / "out", Options(eval_fraction=0))
+    assert made.labelled and not made.pairs
+    shard, = made.train.shards
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert manifest["splits"]["train"]["shards"][0]["learnt"] == int((np.asarray(shard.trained) > 0).sum())
+    for start, stop in pairwise(shard.offsets.tolist()):
+        good = b"yes" in bytes(np.asarray(shard.tokens[start:stop - 1]).tolist())
+        assert set(shard.trained[start:stop].tolist()) == {0, 1 if good else 2}
 
 
 def test_preferences_are_pairs_in_one_split(tmp_path):
@@ -281,6 +296,8 @@ def test_a_corpus_of_nothing_is_refused(tmp_path, capsys):
     ([{"messages": [ASKED, SAID]}], ["--train_on=user"], "--train_on: 'user' is not known"),
     ([{"messages": [ASKED, SAID]}], ["--chat_template=none.jinja"], "none.jinja cannot be read"),
     ([{"chosen": "a", "rejected": "b"}], ["--format=preference", "--train_on=all"], "use --train_on=assistant"),
+    ([{"prompt": "q", "completion": "a", "label": False}], ["--train_on=all"], "use --train_on=assistant"),
+    ([{"prompt": "q", "completion": "a", "label": 1}], [], "line 1 has the label 1; write true or false, or leave"),
     ([{"messages": [ASKED, SAID]}], [f"--input={EXAMPLES.parent / 'embed_train_step.py'}", "--format=messages"],
      "nothing of the train split would be trained on; left out: 1 (no records)"),
 ], ids=str)
