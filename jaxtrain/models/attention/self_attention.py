@@ -19,7 +19,8 @@ from jaxtrain.parallel import context as parallel
 
 @jax.named_scope("attention")  # jaxtrain.bench attributes step time to these scope names
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
-           window: int = 0, backend: str = "auto", context: str = "auto") -> jax.Array:
+           window: int = 0, sinks_H: jax.Array | None = None, backend: str = "auto",
+           context: str = "auto") -> jax.Array:
     """Return causal attention over keys of the same segment and, with `window`, of the last `window` tokens.
 
     Segments that are booleans only say which tokens are not padding: each row is one text then. Where a mesh shards the
@@ -28,8 +29,20 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
     if segments_BT is not None and segments_BT.dtype == bool:
         segments_BT = None
     if parallel.size() > 1:
-        return parallel.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT, window=window, strategy=context, backend=backend)
-    return attention.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT=segments_BT, window=window, backend=backend)
+        return parallel.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT, window=window, strategy=context, backend=backend,
+                               sinks_H=sinks_H)
+    return attention.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT=segments_BT, window=window, sinks_H=sinks_H,
+                            backend=backend)
+
+
+def attend_by_layer(everywhere: jax.Array, q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, window: int,
+                    **how: Any) -> jax.Array:
+    """Return `attend` with the window, or over all tokens in layers where `everywhere` is true."""
+    def with_window(window):
+        # By this name jaxtrain.plan tells which layers take a branch.
+        return jax.named_scope(f"window_{window}")(lambda q, k, v: attend(q, k, v, window=window, **how))
+
+    return jax.lax.cond(everywhere, with_window(0), with_window(window), q_BTHK, k_BSGK, v_BSGK)
 
 
 class Attention(nnx.Module):
