@@ -19,6 +19,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files, safe_names
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_BYTES = {"U8": np.uint8}  # of which weights in few bits are made
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FORM = {str: {"dtype": str, "shape": [int], "data_offsets": (int, int)}}
@@ -40,10 +41,16 @@ class Tensor:
         if self.dtype not in DTYPES:
             raise UserError(f"{self.file}", f"tensor {self.name} is of dtype {self.dtype}",
                             f"give weights in {', '.join(DTYPES)}")
+        return self._mapped(np.dtype(DTYPES[self.dtype]))
+
+    def octets(self) -> np.ndarray:
+        """Return the mapped tensor, which is one of bytes."""
+        return self._mapped(np.dtype(_BYTES[self.dtype]))
+
+    def _mapped(self, kind: np.dtype) -> np.ndarray:
         count = math.prod(self.shape)
         if not count:
-            return np.empty(self.shape, DTYPES[self.dtype])
-        kind = np.dtype(DTYPES[self.dtype])
+            return np.empty(self.shape, kind)
         mapped = np.memmap(self.file, np.uint8, "r", self.offset, (count * kind.itemsize,))
         return mapped.view(kind).reshape(self.shape)
 
@@ -103,7 +110,7 @@ def _check_offsets(header: Mapping[str, Any], size: int) -> None:
             raise ValueError(f"tensor {name} does not begin at byte {at}, where the one before it ends")
         if any(n < 0 for n in entry["shape"]):
             raise ValueError(f"tensor {name} has a negative size")
-        kind = DTYPES.get(entry["dtype"])
+        kind = (DTYPES | _BYTES).get(entry["dtype"])
         if kind and end - begin != math.prod(entry["shape"]) * np.dtype(kind).itemsize:
             raise ValueError(f"tensor {name} has {end - begin} bytes, which is not its shape in {entry['dtype']}")
         at = end
