@@ -37,6 +37,7 @@ class ModelConfig:
     capacity_factor = 0.0
     router_bias_rate = 0.0
     mtp_loss_weight = 0.0
+    global_every = 0
     sinks = False  # whether attention has them
 
     def __post_init__(self):
@@ -60,7 +61,8 @@ class ModelConfig:
     @property
     def windows(self) -> dict[int, int]:
         """How many layers have each attention window; 0: none."""
-        return {self.window: self.num_layers}
+        everywhere = self.num_layers // self.global_every if self.global_every else 0
+        return {self.window: self.num_layers - everywhere} | ({0: everywhere} if everywhere else {})
 
     @property
     def stacked_layers(self) -> int:
@@ -189,10 +191,15 @@ class ExpertsConfig(RoutedConfig, LlamaConfig):
     dense_layers: int = 0  # the first layers, which have a dense MLP of mlp_dim instead
     # pyrefly: ignore[bad-override]
     experts_every: int = 1  # of the layers after those, every so many the last one has experts, the others a dense MLP
+    # pyrefly: ignore[bad-override]
     router: str = "softmax"  # how logits become scores: "softmax" or "sigmoid"
+    # pyrefly: ignore[bad-override]
     normalize_router: bool = True  # whether the weights of a token's experts are made to add up to 1
+    # pyrefly: ignore[bad-override]
     router_scale: float = 1.0  # what the weights are then multiplied by
+    # pyrefly: ignore[bad-override]
     expert_groups: int = 1  # a token's experts come from
+    # pyrefly: ignore[bad-override]
     expert_groups_used: int = 1  # so many of so many groups: those whose two best experts score highest
     # pyrefly: ignore[bad-override]
     router_bias_rate: float = 0.0  # step of the bias that evens out expert load (DeepSeek-V3); 0: no bias
@@ -254,6 +261,7 @@ class Gemma3Config(ModelConfig):
 
     name: str = "gemma3"
     window: int = 512  # of the local layers, in tokens
+    # pyrefly: ignore[bad-override]
     global_every: int = 6  # every so many layers the last one is global
     rope_theta: float = 1_000_000.0  # of the global layers
     local_rope_theta: float = 10_000.0  # of the layers with a window
@@ -267,12 +275,6 @@ class Gemma3Config(ModelConfig):
         not_negative(self, "model", "query_scale")
         derive(self, "query_scale", self.head_dim)
 
-    @property
-    def windows(self) -> dict[int, int]:
-        """How many layers have each window; 0: none."""
-        everywhere = self.num_layers // self.global_every
-        return {self.window: self.num_layers - everywhere, 0: everywhere}
-
 
 @dataclass(frozen=True)
 class GptOssConfig(RoutedConfig):
@@ -280,6 +282,7 @@ class GptOssConfig(RoutedConfig):
 
     name: str = "gpt_oss"
     window: int = 128  # of the local layers, in tokens
+    # pyrefly: ignore[bad-override]
     global_every: int = 2  # every so many layers the last one is global
     rope_theta: float = 150_000.0  # base of the rotary positions
     num_experts: int = 32  # routed experts of a layer
@@ -292,12 +295,6 @@ class GptOssConfig(RoutedConfig):
     def _check_experts(self):
         positive(self, "model", "window global_every num_experts swiglu_limit swiglu_alpha")
         super()._check_experts()
-
-    @property
-    def windows(self) -> dict[int, int]:
-        """How many layers have each window; 0: none."""
-        everywhere = self.num_layers // self.global_every
-        return {self.window: self.num_layers - everywhere, 0: everywhere}
 
 
 FAMILIES: dict[str, type[ModelConfig]] = {

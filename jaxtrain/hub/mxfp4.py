@@ -1,8 +1,8 @@
 """Weights in MXFP4, as gpt-oss's experts are published: values of four bits in blocks of 32, with a scale each.
 
-A value is a sign, two bits of exponent and one of mantissa (e2m1), two of them in a byte, the first one in its low bits;
-a scale is a power of two, 127 more than its exponent (e8m0). The format is that of the Open Compute Project's
-Microscaling specification, version 1.0. Every product of both is a number that bfloat16 holds.
+A value is a sign, two bits of exponent and one of mantissa (e2m1); a byte has two of them, the first one in its low
+bits. A scale is a power of two, as a byte that is 127 more than its exponent (e8m0). The format is that of the Open
+Compute Project's Microscaling specification, version 1.0. Every product of both is a number that bfloat16 holds.
 
 Of a matrix of each expert the published tensors are NAME_blocks [experts, outputs, inputs / 32, 16] and NAME_scales
 [experts, outputs, inputs / 32], where other files have NAME [experts, inputs, outputs]. Slices are read block by block
@@ -56,12 +56,12 @@ class Packed:
 def joined(folder: object, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Packed]:
     """Return the tensors, of which blocks and their scales are one; raises UserError where they do not fit."""
     found: dict[str, Tensor | Packed] = dict(tensors)
-    for name in [name for name in tensors if name.endswith("_blocks")]:
-        name = name.removesuffix("_blocks")
-        blocks, scales = found.pop(f"{name}_blocks"), found.pop(f"{name}_scales", None)
+    for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
+        blocks, scales = tensors[f"{name}_blocks"], tensors.get(f"{name}_scales")
         if scales is None or blocks.shape != (*scales.shape, BLOCK // 2) or len(scales.shape) != 3 or any(
                 each.dtype != "U8" for each in (blocks, scales)):
             raise UserError(f"{folder}", f"{name}_blocks and {name}_scales are not a matrix of each expert in MXFP4",
                             "download it again")
+        del found[f"{name}_blocks"], found[f"{name}_scales"]
         found[name] = Packed(blocks, scales)
     return found

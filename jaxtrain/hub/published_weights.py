@@ -278,7 +278,8 @@ def _is_ignored(name: str, model: ModelConfig) -> bool:
     return bool(_IGNORED.search(name)) or ahead
 
 
-def _check(folder: str | Path, tensor: Tensor | mxfp4.Packed | None, name: str, shape: tuple[int, ...], ours: str) -> None:
+def _check(folder: str | Path, tensor: Tensor | mxfp4.Packed | None, name: str, shape: tuple[int, ...],
+           ours: str) -> None:
     if tensor is None:
         raise UserError(f"{folder}", f"it has no tensor {name}", "give the config that its config.json describes")
     if tensor.shape != shape:

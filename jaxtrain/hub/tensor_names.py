@@ -44,14 +44,16 @@ _NORMS = [Entry("attention_norm/scale", "input_layernorm.weight"),
           Entry("mlp_norm/scale", "post_attention_layernorm.weight")]
 _QK_NORMS = [Entry(f"attention/{name}_norm/scale", f"self_attn.{name}_norm.weight") for name in "qk"]
 _BIASES = [Entry(f"attention/{name}/bias", f"self_attn.{name}_proj.bias", "(hk)->hk") for name in "qkv"]
-_OUT_BIAS_AND_SINKS = [Entry("attention/out/bias", "self_attn.o_proj.bias"), Entry("attention/sinks", "self_attn.sinks")]
+_OUT_BIAS_AND_SINKS = [Entry("attention/out/bias", "self_attn.o_proj.bias"),
+                       Entry("attention/sinks", "self_attn.sinks")]
 # Every second column of one tensor is the gate's, the others are up's.
 _GPT_OSS_EXPERTS = [
     Entry("mlp/router/kernel", "mlp.router.weight", "ed->de"), Entry("mlp/router/logit_bias", "mlp.router.bias"),
     *(entry for n, name in enumerate(("gate", "up")) for entry in (
         Entry(f"mlp/{name}", "mlp.experts.gate_up_proj", "ed(fp)->edf", (n, 2)),
         Entry(f"mlp/{name}_bias", "mlp.experts.gate_up_proj_bias", "e(fp)->ef", (n, 2)))),
-    Entry("mlp/down", "mlp.experts.down_proj", "efd->efd"), Entry("mlp/down_bias", "mlp.experts.down_proj_bias", "ed->ed")]
+    Entry("mlp/down", "mlp.experts.down_proj", "efd->efd"),
+    Entry("mlp/down_bias", "mlp.experts.down_proj_bias", "ed->ed")]
 _SANDWICH = [Entry("attention_norm/scale", "input_layernorm.weight"),
              Entry("attention_out_norm/scale", "post_attention_layernorm.weight"),
              Entry("mlp_norm/scale", "pre_feedforward_layernorm.weight"),

@@ -48,12 +48,6 @@ def _swiglu_backward(saved, dy):
 swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
 
 
-def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -> jax.Array:
-    """Return gate sigmoid(alpha gate) (up + 1), with up clamped to the limit and the gate so from above."""
-    g, u = jnp.minimum(gate.astype(F32), limit), jnp.clip(up.astype(F32), -limit, limit)
-    return (g * jax.nn.sigmoid(alpha * g) * (u + 1)).astype(up.dtype)
-
-
 @jax.custom_vjp
 def softmax(scores: jax.Array) -> jax.Array:
     """Return the softmax over the last axis."""

@@ -15,9 +15,10 @@ from flax import nnx
 
 from jaxtrain.config.families import Gemma3Config
 from jaxtrain.kernels.functions import gelu, rms_norm
+from jaxtrain.models.attention.attention_by_layer import attend_by_layer
 from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Rotary, frequencies
-from jaxtrain.models.attention.self_attention import Attention, attend_by_layer
+from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.layers import INSIDE, Embed, Head, SwiGLU, param
 from jaxtrain.sharding import rules as sharding

@@ -12,14 +12,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.families import GptOssConfig
-from jaxtrain.kernels.functions import clamped_swiglu
+from jaxtrain.models.attention.attention_by_layer import attend_by_layer
 from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
-from jaxtrain.models.attention.self_attention import Attention, attend_by_layer
+from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute, Decoder
 from jaxtrain.models.experts.moe import MoE
 from jaxtrain.models.layers import Embed, Head, RMSNorm, param
 from jaxtrain.sharding import rules as sharding
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -> jax.Array:
+    """Return gate sigmoid(alpha gate) (up + 1), with up clamped to the limit and the gate so from above."""
+    g, u = jnp.minimum(gate.astype(jnp.float32), limit), jnp.clip(up.astype(jnp.float32), -limit, limit)
+    return (g * jax.nn.sigmoid(alpha * g) * (u + 1)).astype(up.dtype)
 
 
 class SinkAttention(Attention):
@@ -35,8 +41,8 @@ class SinkAttention(Attention):
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         """Apply attention; `angles` are cosine, sine, and the number of the layer."""
         q, k, v = self.project(x_BTD)
-        *turn, layer = angles
-        q, k = Rotary.rotate(q, turn), Rotary.rotate(k, turn)
+        cos, sin, layer = angles
+        q, k = Rotary.rotate(q, (cos, sin)), Rotary.rotate(k, (cos, sin))
         everywhere, sinks_H = (layer + 1) % self.global_every == 0, sharding.gather(self.sinks[...], "heads")
         if cache is not None and cache.entries is not None:
             return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window), sinks_H)

@@ -112,10 +112,9 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT:
         return _attend(strategy, window, q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H)
     repeats = math.lcm(k_BSGK.shape[2] // split, n) * split // k_BSGK.shape[2]
     kernel = by_device(backend, *_specs("ulysses"), window) if backend != "xla" else partial(_attend, strategy, window)
-    more = () if sinks_H is None else (_own_heads(sinks_H),)
     return _fewer_tokens(1, kernel(
         _fewer_heads(1, q_BTHK), _fewer_heads(repeats, k_BSGK), _fewer_heads(repeats, v_BSGK),
-        None if segments_BT is None else _whole(segments_BT), *more))
+        None if segments_BT is None else _whole(segments_BT), None if sinks_H is None else _own_heads(sinks_H)))
 
 
 def _specs(strategy: str) -> tuple[P, P]:
@@ -127,7 +126,7 @@ def _specs(strategy: str) -> tuple[P, P]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(strategy, window, q, k, v, segments, sinks_H=None):
+def _attend(strategy, window, q, k, v, segments, sinks_H):
     return _forward(strategy, window, q, k, v, segments, sinks_H)[0]
 
 

@@ -183,11 +183,13 @@ class _Passes:
         return at.leave(dx_RD + more_RD), at.weights_back(dweights_R), dgate_LDF, dup_LDF, ddown_LFD, dbiases
 
     def _both(self, at: "_Route", x_RD: jax.Array, gate_LDF: jax.Array, up_LDF: jax.Array,
-              biases: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+              biases: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         """Return the gate and up of each row, with their biases."""
-        both_RF = tuple(self.product(x_RD, w_LDF, at.sizes) for w_LDF in (gate_LDF, up_LDF))
-        return tuple(sharding.with_bias(a_RF, at.of_expert(bias_LF)) for a_RF, bias_LF in zip(
-            both_RF, biases, strict=True)) if biases else both_RF
+        gate_RF, up_RF = (self.product(x_RD, w_LDF, at.sizes) for w_LDF in (gate_LDF, up_LDF))
+        if biases:
+            gate_RF, up_RF = (sharding.with_bias(a_RF, at.of_expert(bias_LF)) for a_RF, bias_LF in zip(
+                (gate_RF, up_RF), biases, strict=True))
+        return gate_RF, up_RF
 
     def _weighted(self, gate_RF: jax.Array, up_RF: jax.Array, weights_R: jax.Array) -> jax.Array:
         return (self.activation(gate_RF, up_RF) * weights_R[:, None]).astype(up_RF.dtype)

@@ -74,12 +74,16 @@ def build(family: str = "gpt2", mesh: tuple[int, int, int] = (1, 1, 1), **keys) 
 
 
 def with_biases(params):
-    """The same parameters with biases that are not zero, and sinks that matter."""
+    """The same parameters with biases that are not zero, and sinks that matter.
+
+    Those behind experts are small: a token that goes to another expert in bfloat16 is not to change much.
+    """
     rng = np.random.default_rng(0)
 
     def one(path, leaf):
-        moves = jax.tree_util.keystr(path).endswith(("bias']", "sinks']"))
-        return (leaf + rng.normal(size=leaf.shape, scale=0.1)).astype(np.float32) if moves else leaf
+        name = jax.tree_util.keystr(path)
+        scale = 0.01 if name.endswith("down_bias']") else 0.1 if name.endswith(("bias']", "sinks']")) else 0
+        return (leaf + rng.normal(size=leaf.shape, scale=scale)).astype(np.float32) if scale else leaf
 
     return jax.tree_util.tree_map_with_path(one, params)
 
@@ -164,8 +168,9 @@ def rotate(x, positions, frequencies, factor=1.0):
 
 
 def attention(q, k, v, segments, window=0, sinks=None):
-    """A mask written out, scores of all pairs; each group of query heads has its own copy of its key head. A sink is one
-    more score of every query, whose weight is dropped.
+    """A mask written out, scores of all pairs; each group of query heads has its own copy of its key head.
+
+    A sink is one more score of every query, whose weight is dropped.
     """
     T, repeat = q.shape[1], q.shape[2] // k.shape[2]
     i, j = np.arange(T)[:, None], np.arange(T)[None, :]

@@ -54,25 +54,17 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
         return checkpoint_name(out_BTHK, "attention")
     heads = sharding.activation_spec(*HEADS)  # the kernels name what policies keep themselves
     return by_device(backend, heads, sharding.activation_spec("batch", "seq"), window, soft_cap)(
-        q_BTHK, k_BSGK, v_BSGK, segments_BT, *(() if sinks_H is None else (sinks_H,)))
+        q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H)
 
 
 def by_device(backend: str, heads: jax.P | None, rows: jax.P | None, window: int,
               soft_cap: float = 0.0) -> Callable[..., jax.Array]:
-    """Return a backend's attention for arrays with these specs by head and by token; None: without a mesh.
+    """Return a backend's attention for arrays with these specs by head and by token; None: without a mesh."""
+    def local(q, k, v, segments, sinks):
+        return BACKENDS[backend](q, k, v, segments, window, soft_cap, sinks)
 
-    Sinks are a further argument, if there are any.
-    """
-    def attention(q, k, v, segments, *sinks):
-        def local(q, k, v, segments, *sinks):
-            return BACKENDS[backend](q, k, v, segments, window, soft_cap, *sinks)
-
-        if heads is None:
-            return local(q, k, v, segments, *sinks)
-        specs = (heads, heads, heads, rows, *(jax.P(heads[2]) for _ in sinks))
-        return sharding.manual_region(local, in_specs=specs, out_specs=heads)(q, k, v, segments, *sinks)
-
-    return attention
+    specs = (heads, heads, heads, rows, heads and jax.P(heads[2]))
+    return local if heads is None else sharding.manual_region(local, in_specs=specs, out_specs=heads)
 
 
 def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, strategy: str = "",

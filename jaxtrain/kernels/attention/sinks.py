@@ -25,6 +25,12 @@ def gradient(sinks_H: jax.Array, lse_BTH: jax.Array, delta_BTH: jax.Array) -> ja
     return -(jnp.exp(sinks_H.astype(F32) - lse_BTH) * delta_BTH).sum((0, 1)).astype(sinks_H.dtype)
 
 
+def by_query(sinks_H: jax.Array, G: int, T: int) -> jax.Array:
+    """Return the sink of every query of the G groups, each of which has T queries of each of its heads."""
+    sinks_1GR11 = sinks_H.astype(F32).reshape(G, -1)[None, :, :, None, None]
+    return jnp.broadcast_to(sinks_1GR11, (*sinks_1GR11.shape[:3], T, 1)).reshape(1, G, -1, 1)
+
+
 @jax.custom_vjp
 def softmax(scores_BGNS: jax.Array, sinks_1GN1: jax.Array) -> jax.Array:
     """Return the softmax over keys and sink, without the sink's weight."""

@@ -38,11 +38,7 @@ def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_
     # Every query sees at least itself, so a large finite number masks as well as -inf and has zero gradient.
     mask_BNS = jnp.tile(jnp.where(visible(T, S, segments_BT, window), 0.0, -1e30), (1, R, 1))
     scores += mask_BNS[:, None]
-    if sinks_H is None:
-        weights = softmax(scores).astype(v_BSGK.dtype)
-    else:
-        sinks_1GR11 = sinks_H.astype(scores.dtype).reshape(G, R)[None, :, :, None, None]
-        sinks_1GN1 = jnp.broadcast_to(sinks_1GR11, (1, G, R, T, 1)).reshape(1, G, R * T, 1)
-        weights = sinks.softmax(scores, sinks_1GN1).astype(v_BSGK.dtype)
+    weights = softmax(scores) if sinks_H is None else sinks.softmax(scores, sinks.by_query(sinks_H, G, T))
+    weights = weights.astype(v_BSGK.dtype)
     out_BGNK = jnp.einsum("bgns,bgsk->bgnk", weights, v_BGSK)
     return out_BGNK.reshape(B, G, R, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, H, -1)

@@ -35,16 +35,6 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
                             backend=backend)
 
 
-def attend_by_layer(everywhere: jax.Array, q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, window: int,
-                    **how: Any) -> jax.Array:
-    """Return `attend` with the window, or over all tokens in layers where `everywhere` is true."""
-    def with_window(window):
-        # By this name jaxtrain.plan tells which layers take a branch.
-        return jax.named_scope(f"window_{window}")(lambda q, k, v: attend(q, k, v, window=window, **how))
-
-    return jax.lax.cond(everywhere, with_window(0), with_window(window), q_BTHK, k_BSGK, v_BSGK)
-
-
 class Attention(nnx.Module):
     """Multi-head or grouped-query self-attention, with optional biases, qk-norm and rotary positions."""
 

@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.kernels.functions import clamped_swiglu
 from jaxtrain.models import make_model
 from jaxtrain.models.experts import moe
+from jaxtrain.models.gpt_oss import clamped_swiglu
 from jaxtrain.parallel.context import balanced_order
 from jaxtrain.parallel.experts import OVERFLOW, Options
 from jaxtrain.plan import hlo
@@ -117,7 +117,7 @@ def test_any_mesh_gives_the_numbers_of_one_device(name, mesh):
 
 @SLOW
 def test_biases_and_the_clamped_activation_are_those_of_the_plain_layer():
-    module, (x, segments, *_) = Skeleton.of(layer(BIASED)), inputs()
+    module, (x, segments, *_) = Skeleton.of(layer(BIASED)), map(jnp.asarray, inputs())
     params = initial(module)
     assert np.abs(x @ params["gate"][0] + params["gate_bias"][0]).max() > BIASED.swiglu_limit  # some are clamped
     found, wanted = (jax.jit(jax.value_and_grad(f))(params) for f in (
