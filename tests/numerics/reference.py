@@ -82,7 +82,7 @@ def with_biases(params):
 
     def one(path, leaf):
         name = jax.tree_util.keystr(path)
-        scale = 0.01 if name.endswith("down_bias']") else 0.1 if name.endswith(("bias']", "sinks']")) else 0
+        scale = 0.003 if name.endswith("down_bias']") else 0.1 if name.endswith(("bias']", "sinks']")) else 0
         return (leaf + rng.normal(size=leaf.shape, scale=scale)).astype(np.float32) if scale else leaf
 
     return jax.tree_util.tree_map_with_path(one, params)

@@ -10,6 +10,7 @@ kernels; of a rematerialised layer they are computed once where the policy keeps
 Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K head width.
 """
 
+import math
 from functools import cache, partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxtrain.sharding import rules as sharding
 INTERPRET: Any = None  # tests: parameters of Pallas's interpreter, with which the kernels run anywhere
 BLOCK = 128  # queries or keys of a block of threads: sequences are padded to a multiple
 WIDTHS = (64, 128)
+LN2 = math.log(2)  # the kernels' exponentials have the base 2, and so has their log-sum-exp
 
 
 def refusal(platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, soft_cap: float) -> str:
@@ -113,8 +115,8 @@ def _attention(options, q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT, sinks_H):
 def _forward(options, q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT, sinks_H):
     results = _results(options, q_BTHK, k_BTGK, v_BTGK, first_BT)
     if sinks_H is not None:
-        out_BTHK, lse_BTH = sinks.added(results[0], results[1].swapaxes(1, 2), sinks_H)
-        results = out_BTHK.astype(q_BTHK.dtype), lse_BTH.swapaxes(1, 2)
+        out_BTHK, lse_BTH = sinks.added(results[0], results[1].swapaxes(1, 2) * LN2, sinks_H)
+        results = out_BTHK.astype(q_BTHK.dtype), lse_BTH.swapaxes(1, 2) / LN2
     out_BTHK, lse_BHT = (checkpoint_name(x, "attention") for x in results)
     return out_BTHK, (q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT, sinks_H, out_BTHK, lse_BHT)
 
@@ -123,7 +125,8 @@ def _backward(options, saved, pull_BTHK):
     q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT, sinks_H, out_BTHK, lse_BHT = saved
     delta_BHT = jnp.einsum("bthk,bthk->bht", pull_BTHK, out_BTHK, preferred_element_type=jnp.float32)
     arrays = q_BTHK, k_BTGK, v_BTGK, pull_BTHK, lse_BHT, delta_BHT
-    dsinks_H = None if sinks_H is None else sinks.gradient(sinks_H, lse_BHT.swapaxes(1, 2), delta_BHT.swapaxes(1, 2))
+    dsinks_H = None if sinks_H is None else sinks.gradient(
+        sinks_H, lse_BHT.swapaxes(1, 2) * LN2, delta_BHT.swapaxes(1, 2))
     return (_by_queries(options, *arrays, first_BT), *_by_keys_and_values(options, *arrays, last_BT), None, None,
             dsinks_H)
 
