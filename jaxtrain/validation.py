@@ -175,7 +175,8 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
     strategy = choose_strategy(config.mesh.context_strategy, stages, sharding.shards(rules["seq"], mesh))
     with sharding.use(mesh, rules, platform):
         choose_backend(config.train.attention, kind, dtype, config.data.seq_len,
-                       config.model.head_dim + config.model.rope_head_dim, strategy, packed=True)
+                       config.model.head_dim + config.model.rope_head_dim, strategy, packed=True,
+                       sinks=config.model.sinks)
     experts.check(config, mesh, rules, dtype, platform)
     return make_schedules(config.pipeline, stages, microbatches) if stages > 1 else None
 

@@ -42,6 +42,8 @@ def test_short_and_told(file):
     ("llama3_405b.py", {}, 405_853_388_800),
     ("mixtral_8x7b.py", {"mesh.expert": 1}, 46_702_792_704),
     ("qwen3_30b_a3b.py", {"mesh.expert": 1}, 30_532_122_624),
+    ("gpt_oss_20b.py", {"mesh.expert": 1}, 20_914_757_184),
+    ("gpt_oss_20b.py:120b", {"mesh.expert": 1}, 116_829_156_672),
     # As published, with the routers' biases (58 x 256); the layer that looks ahead has 11.6 billion more.
     ("deepseek_v3.py", {"mesh.data": 1, "mesh.expert": 1}, 671_026_419_200),
     ("deepseek_v3.py", {"mesh.data": 1, "mesh.expert": 1, "model.mtp_loss_weight": 0.3},
@@ -77,6 +79,7 @@ def test_tiny_trains(file, text, tmp_path):
         ("llama3_405b.py", 2048, {"mesh.data": 4}),
         ("deepseek_v3.py", 2048, {"mesh.data": 1, "mesh.stage": 16, "mesh.expert": 8, "mesh.fsdp": 16}),
         ("mixtral_8x7b.py", 64, {}),
+        ("gpt_oss_20b.py", 64, {}),
         ("deepseek_v3.py", 2048, {}))),
 ])
 def test_large_ones_lower_without_their_devices(name, devices, overrides):

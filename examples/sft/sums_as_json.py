@@ -4,8 +4,8 @@
     python examples/sft/sums_as_json.py measure WORKDIR   # asks a run every sum that it was not tuned on
 
 FOLDER/numbers.jsonl is for a model to begin with: sums of two numbers below twenty, answered as numbers, and
-differences and products, answered as JSON. FOLDER/json.jsonl has two in three of the sums with answers such as {"sum": 7}; the
-others are those that `measure` asks.
+differences and products, answered as JSON. FOLDER/json.jsonl has two in three of the sums with answers such as
+{"sum": 7}; the others are those that `measure` asks.
 """
 
 import json

@@ -37,6 +37,8 @@ class ModelConfig:
     capacity_factor = 0.0
     router_bias_rate = 0.0
     mtp_loss_weight = 0.0
+    global_every = 0
+    sinks = False  # whether attention has them
 
     def __post_init__(self):
         positive(self, "model", "vocab_size num_layers embed_dim num_heads max_seq_len norm_eps")
@@ -59,7 +61,8 @@ class ModelConfig:
     @property
     def windows(self) -> dict[int, int]:
         """How many layers have each attention window; 0: none."""
-        return {self.window: self.num_layers}
+        everywhere = self.num_layers // self.global_every if self.global_every else 0
+        return {self.window: self.num_layers - everywhere} | ({0: everywhere} if everywhere else {})
 
     @property
     def stacked_layers(self) -> int:
@@ -75,7 +78,7 @@ class Gpt2Config(ModelConfig):
 
 @dataclass(frozen=True)
 class RotaryConfig(ModelConfig):
-    """Rotary positions, as they are or scaled for longer rows, and a layer that looks ahead where asked for."""
+    """Rotary positions, as they are or scaled for longer rows."""
 
     rope_theta: float = 10_000.0  # base of the rotary positions
     rope_scaling: float = 1.0  # how many times longer than originally rows may be; 1: positions as they are
@@ -89,13 +92,11 @@ class RotaryConfig(ModelConfig):
     rope_attention_factor: float = 0.0  # yarn: of cosine and sine; 0: 0.1 ln(rope_scaling) + 1, or from the mscales
     rope_mscale: float = 0.0  # yarn in DeepSeek's models: weight of that logarithm; the factor is divided by that of
     rope_mscale_all_dim: float = 0.0  # yarn: this weight, by whose factor squared deepseek_v3 multiplies scores
-    # pyrefly: ignore[bad-override]
-    mtp_loss_weight: float = 0.0  # of one more layer that predicts the token after the next; 0: no such layer
 
     def __post_init__(self):
         super().__post_init__()
         positive(self, "model", "rope_theta rope_scaling rope_original_len rope_low_freq_factor rope_beta_slow")
-        not_negative(self, "model", "mtp_loss_weight rope_attention_factor rope_mscale rope_mscale_all_dim")
+        not_negative(self, "model", "rope_attention_factor rope_mscale rope_mscale_all_dim")
         one_of("model.rope_type", self.rope_type, ("linear", "ntk", "llama3", "yarn"))
         self._check_scaling()
 
@@ -135,44 +136,76 @@ class LlamaConfig(RotaryConfig):
     """Llama, Qwen2 and Qwen3: rotary positions, scaled for longer rows, and a layer that looks ahead."""
 
     name: str = "llama"
+    # pyrefly: ignore[bad-override]
+    mtp_loss_weight: float = 0.0  # of one more layer that predicts the token after the next; 0: no such layer
+
+    def __post_init__(self):
+        super().__post_init__()
+        not_negative(self, "model", "mtp_loss_weight")
 
 
 @dataclass(frozen=True)
-class ExpertsConfig(LlamaConfig):
-    """Mixtral and Qwen3 with experts: Llama's fields, and those of the router and the experts."""
+class RoutedConfig(RotaryConfig):
+    """Rotary positions, and routed experts."""
 
-    name: str = "mixtral"
     # pyrefly: ignore[bad-override]
     num_experts: int = 0  # routed experts of a layer; 0: dense layers
     # pyrefly: ignore[bad-override]
     experts_per_token: int = 2  # how many of its experts a token passes through
     # pyrefly: ignore[bad-override]
     expert_mlp_dim: int = 0  # width of one expert; 0: mlp_dim
-    shared_experts: int = 0  # experts that every token passes through besides, as one of their summed width
-    # pyrefly: ignore[bad-override]
-    dense_layers: int = 0  # the first layers, which have a dense MLP of mlp_dim instead
-    # pyrefly: ignore[bad-override]
-    experts_every: int = 1  # of the layers after those, every so many the last one has experts, the others a dense MLP
-    router: str = "softmax"  # how logits become scores: "softmax" or "sigmoid"
-    normalize_router: bool = True  # whether the weights of a token's experts are made to add up to 1
-    router_scale: float = 1.0  # what the weights are then multiplied by
-    expert_groups: int = 1  # a token's experts come from
-    expert_groups_used: int = 1  # so many of so many groups: those whose two best experts score highest
-    # pyrefly: ignore[bad-override]
-    router_bias_rate: float = 0.0  # step of the bias that evens out expert load (DeepSeek-V3); 0: no bias
     balance_loss: float = 0.0  # coefficient of the load-balance loss of each row and layer: docs/parallelism.md
     router_z_loss: float = 0.0  # coefficient of the router logits' squared log-partition
     # pyrefly: ignore[bad-override]
     capacity_factor: float = 0.0  # what an expert takes of a row, over its even share; 0: all (nothing is dropped)
 
+    # No fields: what a family without them has.
+    shared_experts = 0
+    router = "softmax"
+    normalize_router = True
+    router_scale = 1.0
+    expert_groups = 1
+    expert_groups_used = 1
+
     def __post_init__(self):
         super().__post_init__()
-        not_negative(self, "model", "num_experts expert_mlp_dim shared_experts dense_layers router_bias_rate "
-                                    "balance_loss router_z_loss capacity_factor")
+        not_negative(self, "model", "num_experts expert_mlp_dim balance_loss router_z_loss capacity_factor")
         derive(self, "expert_mlp_dim", self.mlp_dim)
         self._check_experts()
 
     def _check_experts(self):
+        positive(self, "model", "experts_per_token")
+        if self.experts_per_token > (reach := self.num_experts // self.expert_groups * self.expert_groups_used):
+            raise UserError("model.experts_per_token", f"{self.experts_per_token} exceeds the {reach} experts that a "
+                            "token may choose from", f"use {reach} or fewer")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig(RoutedConfig, LlamaConfig):
+    """Mixtral and Qwen3 with experts: Llama's fields, and those of the router and the experts."""
+
+    name: str = "mixtral"
+    # pyrefly: ignore[bad-override]
+    shared_experts: int = 0  # experts that every token passes through besides, as one of their summed width
+    # pyrefly: ignore[bad-override]
+    dense_layers: int = 0  # the first layers, which have a dense MLP of mlp_dim instead
+    # pyrefly: ignore[bad-override]
+    experts_every: int = 1  # of the layers after those, every so many the last one has experts, the others a dense MLP
+    # pyrefly: ignore[bad-override]
+    router: str = "softmax"  # how logits become scores: "softmax" or "sigmoid"
+    # pyrefly: ignore[bad-override]
+    normalize_router: bool = True  # whether the weights of a token's experts are made to add up to 1
+    # pyrefly: ignore[bad-override]
+    router_scale: float = 1.0  # what the weights are then multiplied by
+    # pyrefly: ignore[bad-override]
+    expert_groups: int = 1  # a token's experts come from
+    # pyrefly: ignore[bad-override]
+    expert_groups_used: int = 1  # so many of so many groups: those whose two best experts score highest
+    # pyrefly: ignore[bad-override]
+    router_bias_rate: float = 0.0  # step of the bias that evens out expert load (DeepSeek-V3); 0: no bias
+
+    def _check_experts(self):
+        not_negative(self, "model", "shared_experts dense_layers router_bias_rate")
         one_of("model.router", self.router, ("softmax", "sigmoid"))
         positive(self, "model", "experts_per_token experts_every router_scale expert_groups expert_groups_used")
         if not self.num_experts:
@@ -193,9 +226,7 @@ class ExpertsConfig(LlamaConfig):
         if self.expert_groups_used > self.expert_groups:
             raise UserError("model.expert_groups_used", f"{self.expert_groups_used} exceeds "
                             f"model.expert_groups={self.expert_groups}", f"use {self.expert_groups} or fewer")
-        if self.experts_per_token > (reach := self.num_experts // self.expert_groups * self.expert_groups_used):
-            raise UserError("model.experts_per_token", f"{self.experts_per_token} exceeds the {reach} experts that a "
-                            "token may choose from", f"use {reach} or fewer")
+        super()._check_experts()
 
 
 @dataclass(frozen=True)
@@ -230,6 +261,7 @@ class Gemma3Config(ModelConfig):
 
     name: str = "gemma3"
     window: int = 512  # of the local layers, in tokens
+    # pyrefly: ignore[bad-override]
     global_every: int = 6  # every so many layers the last one is global
     rope_theta: float = 1_000_000.0  # of the global layers
     local_rope_theta: float = 10_000.0  # of the layers with a window
@@ -243,13 +275,29 @@ class Gemma3Config(ModelConfig):
         not_negative(self, "model", "query_scale")
         derive(self, "query_scale", self.head_dim)
 
-    @property
-    def windows(self) -> dict[int, int]:
-        """How many layers have each window; 0: none."""
-        everywhere = self.num_layers // self.global_every
-        return {self.window: self.num_layers - everywhere, 0: everywhere}
+
+@dataclass(frozen=True)
+class GptOssConfig(RoutedConfig):
+    """gpt-oss: experts with biases in all layers, of which every second one has a sliding window, and sinks."""
+
+    name: str = "gpt_oss"
+    window: int = 128  # of the local layers, in tokens
+    # pyrefly: ignore[bad-override]
+    global_every: int = 2  # every so many layers the last one is global
+    rope_theta: float = 150_000.0  # base of the rotary positions
+    num_experts: int = 32  # routed experts of a layer
+    experts_per_token: int = 4  # how many of its experts a token passes through
+    swiglu_limit: float = 7.0  # gate and up of an expert are clamped to it, the gate only from above
+    swiglu_alpha: float = 1.702  # the gate is multiplied by the sigmoid of so many times itself
+    tied_embeddings: bool = False  # whether the output projection is the embedding table
+    sinks = True
+
+    def _check_experts(self):
+        positive(self, "model", "window global_every num_experts swiglu_limit swiglu_alpha")
+        super()._check_experts()
 
 
 FAMILIES: dict[str, type[ModelConfig]] = {
     "gpt2": Gpt2Config, "llama": LlamaConfig, "qwen2": LlamaConfig, "qwen3": LlamaConfig,
-    "mixtral": ExpertsConfig, "qwen3_moe": ExpertsConfig, "deepseek_v3": DeepseekV3Config, "gemma3": Gemma3Config}
+    "mixtral": ExpertsConfig, "qwen3_moe": ExpertsConfig, "deepseek_v3": DeepseekV3Config, "gemma3": Gemma3Config,
+    "gpt_oss": GptOssConfig}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.families import FAMILIES, Gemma3Config, ModelConfig, RotaryConfig
+from jaxtrain.config.families import FAMILIES, Gemma3Config, GptOssConfig, ModelConfig, RotaryConfig
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
@@ -21,7 +21,7 @@ _TYPES = {
     "mistral": ("llama", "MistralForCausalLM"), "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"), "mixtral": ("mixtral", "MixtralForCausalLM"),
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"), "gemma3_text": ("gemma3", "Gemma3ForCausalLM"),
-    "deepseek_v3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3ForCausalLM"), "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
 }
 # Published key -> ours.
 _GPT2 = {"vocab_size": "vocab_size", "n_layer": "num_layers", "n_embd": "embed_dim", "n_head": "num_heads",
@@ -44,6 +44,9 @@ _MORE = {
                     "first_k_dense_replace": "dense_layers", "n_group": "expert_groups",
                     "topk_group": "expert_groups_used", "routed_scaling_factor": "router_scale",
                     "norm_topk_prob": "normalize_router"},
+    "gpt_oss": {"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
+                "intermediate_size": "expert_mlp_dim", "sliding_window": "window", "swiglu_limit": "swiglu_limit",
+                "swiglu_alpha": "swiglu_alpha"},
 }
 # What transformers takes for a key that is not there, where it is not our default.
 _DEFAULTS: dict[str, Keys] = {
@@ -56,7 +59,11 @@ _DEFAULTS: dict[str, Keys] = {
                     "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
     "gemma3_text": {"tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
                     "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+    "gpt_oss": {"rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "head_dim": 64, "num_key_value_heads": 8,
+                "attention_bias": True},
 }
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                 "original_max_position_embeddings": 4096}
 _NEEDED = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "n_layer",
            "n_embd", "n_head", "n_positions", "max_position_embeddings", "num_local_experts", "num_experts",
            "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok", "kv_lora_rank", "qk_nope_head_dim",
@@ -72,6 +79,7 @@ _FIXED: dict[str, dict[str, tuple]] = {
                     "use_bidirectional_attention": _NO},
     "deepseek_v3": _BIASES | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
                               "rope_interleave": (True,), "rms_norm_eps": (1e-6,)},
+    "gpt_oss": {"attention_bias": (True,), "hidden_act": _SILU},
 }
 _BIAS_RATE = 0.001  # of DeepSeek-V3's first 14.3T tokens (arXiv 2412.19437, section 4.2); config.json does not say
 
@@ -124,11 +132,15 @@ def _section(kind: str, given: Keys, path: Path) -> Keys:
     for key in _NEEDED:
         if key in table and (type(known.get(key)) is not int or not known[key]):
             raise UserError(f"{path}", f"it has no {key}", "download it again")
-    if known.get("quantization_config"):
+    packed = (known.get("quantization_config") or {}).get("quant_method")
+    if known.get("quantization_config") and (kind, packed) != ("gpt_oss", "mxfp4"):  # hub/mxfp4.py reads these
         raise refuse("quantization_config", "cannot be expressed: only plain weights can")
     section: Keys = {"name": family} | {ours: known[key] for key, ours in table.items() if known.get(key) is not None}
     if kind == "gemma3_text":
         return section | _gemma_layers(known, refuse)
+    if kind == "gpt_oss":
+        section["global_every"] = _global_every(known, 2, refuse)
+        known["rope_scaling"] = known.get("rope_scaling") or _GPT_OSS_ROPE
     if kind in ("mistral", "mixtral") or (kind.startswith("qwen") and known.get("use_sliding_window")):
         section["window"] = known.get("sliding_window") or 0
         if section["window"] and kind.startswith("qwen"):
@@ -178,13 +190,19 @@ def _gemma_layers(known: Keys, refuse: Any) -> Keys:
     kind, every = far.get("rope_type", "default"), known["sliding_window_pattern"]
     if kind not in ("default", "linear") or near.get("rope_type", "default") != "default":
         raise refuse("rope_parameters" if both else "rope_scaling", "cannot be expressed: only linear scaling can")
-    if layers := known.get("layer_types"):
-        every = layers.index("full_attention") + 1 if "full_attention" in layers else len(layers) + 1
-        if layers != _layer_types(every, len(layers)):
-            raise refuse("layer_types", "cannot be expressed: only every so many layers the last one is global")
-    return {"global_every": every, "rope_theta": float(far["rope_theta"]),
+    return {"global_every": _global_every(known, every, refuse), "rope_theta": float(far["rope_theta"]),
             "local_rope_theta": float(near["rope_theta"]),
             "rope_factor": float(far.get("factor", 1)) if kind == "linear" else 1.0}
+
+
+def _global_every(known: Keys, usual: int, refuse: Any) -> int:
+    """Return every how many layers one is global."""
+    if not (layers := known.get("layer_types")):
+        return usual
+    every = layers.index("full_attention") + 1 if "full_attention" in layers else len(layers) + 1
+    if layers != _layer_types(every, len(layers)):
+        raise refuse("layer_types", "cannot be expressed: only every so many layers the last one is global")
+    return every
 
 
 def _windowed(layers: int, first: int) -> list[str]:
@@ -215,6 +233,9 @@ def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
         found |= _published_rotary(c) | {"sliding_window": c.window or None}
         if kind.startswith("qwen") and c.window:
             found |= {"use_sliding_window": True, "max_window_layers": 0}
+    if isinstance(c, GptOssConfig):
+        found |= {"layer_types": _layer_types(c.global_every, c.num_layers),
+                  "rope_scaling": found["rope_scaling"] or {"rope_type": "default"}}
     if kind == "mixtral":
         found["intermediate_size"] = getattr(c, "expert_mlp_dim")  # noqa: B009 (of one family only)
     if kind == "qwen3_moe":

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.families import ExpertsConfig
+from jaxtrain.config.families import RoutedConfig
 from jaxtrain.hub.sampling import Sampling, choose, penalized
 from jaxtrain.models import Compute, Decoder, make_model
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
@@ -38,7 +38,7 @@ def decoding(run: "Run") -> "Decoding":
     """Return the programs of a run, the same ones each time, so that what they compiled is used again."""
     # Without remat, which is for gradients, and without a capacity of experts: no token is dropped.
     c = run.config.model
-    c = replace(c, capacity_factor=0.0) if isinstance(c, ExpertsConfig) else c
+    c = replace(c, capacity_factor=0.0) if isinstance(c, RoutedConfig) else c
     how = Compute(experts=Compute.of(run.config).experts)
     model = Skeleton.of(nnx.eval_shape(
         lambda: make_model(c, how, run.config.lora, reward_head=run.config.preference.reward_head,

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.families import ModelConfig
 from jaxtrain.errors import UserError
-from jaxtrain.hub import safetensors_files
+from jaxtrain.hub import mxfp4, safetensors_files
 from jaxtrain.hub.safetensors_files import Tensor
 from jaxtrain.hub.tensor_names import Entry, entries
 from jaxtrain.models import reward_head
@@ -45,7 +45,8 @@ def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     Raises:
         UserError: a tensor is missing, left over, or of another shape than the model's.
     """
-    tensors, headed = by_full_name(safetensors_files.tensors_of(folder), model), reward_head.NAME in abstract
+    tensors = mxfp4.joined(folder, by_full_name(safetensors_files.tensors_of(folder), model))
+    headed = reward_head.NAME in abstract
     abstract = abstract if "score.weight" in tensors else reward_head.without_head(abstract)
     wanted = flatten(as_floats(abstract))
     known = {entry.ours: entry for entry in entries(model, headed)}
@@ -101,7 +102,7 @@ def _read_quantized(read: Callable[[tuple[slice, ...]], np.ndarray], shape: tupl
     return np.concatenate(found)
 
 
-def read(tensors: Mapping[str, Tensor], entry: Entry, shape: Sequence[int], dtype: Any,
+def read(tensors: Mapping[str, Tensor | mxfp4.Packed], entry: Entry, shape: Sequence[int], dtype: Any,
          index: tuple[slice, ...]) -> np.ndarray:
     """Return a slice of a parameter of this shape."""
     stacked = _stacked(entry)
@@ -109,7 +110,10 @@ def read(tensors: Mapping[str, Tensor], entry: Entry, shape: Sequence[int], dtyp
     out = np.empty([len(part) for part in chosen], dtype)
     for at in itertools.product(*(range(len(part)) for part in chosen[:stacked])):
         name = _name(entry, [part[n] for part, n in zip(chosen[:stacked], at, strict=True)])
-        whole = _as_ours(tensors[name].view(), entry, shape[stacked:])
+        if isinstance(tensor := tensors[name], mxfp4.Packed):
+            out[at] = tensor.read(index[stacked:], entry.part)
+            continue
+        whole = _as_ours(tensor.view(), entry, shape[stacked:])
         out[at] = whole[index[stacked:-1]][..., _order(entry, shape[-1])[index[-1]]] if entry.paired else \
             whole[index[stacked:]]
     return out
@@ -175,7 +179,8 @@ def _as_ours(tensor: np.ndarray, entry: Entry, shape: Sequence[int]) -> np.ndarr
     letters, sizes = "".join(_groups(entry)), _sizes(entry, shape)
     x = tensor.reshape([sizes[letter] for letter in letters])
     while "p" in letters:
-        x, letters = x.take(entry.part[0], letters.index("p")), letters.replace("p", "", 1)
+        x = x[(slice(None),) * letters.index("p") + (entry.part[0],)]
+        letters = letters.replace("p", "", 1)
     return x.transpose([letters.index(letter) for letter in entry.layout.split("->")[1]])
 
 
@@ -283,7 +288,7 @@ def by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str,
     return found
 
 
-def _tied_head(folder: str | Path, tensors: Mapping[str, Tensor]) -> set[str]:
+def _tied_head(folder: str | Path, tensors: Mapping[str, Any]) -> set[str]:
     """Return the name of a head that repeats the embeddings, as some tied models have it; refuse any other."""
     head = tensors.get("lm_head.weight")
     table = tensors.get("model.embed_tokens.weight", tensors.get("transformer.wte.weight"))
@@ -302,13 +307,15 @@ def _is_ignored(name: str, model: ModelConfig) -> bool:
     return bool(_IGNORED.search(name)) or ahead
 
 
-def _check(folder: str | Path, tensor: Tensor | None, name: str, shape: tuple[int, ...], ours: str) -> None:
+def _check(folder: str | Path, tensor: Tensor | mxfp4.Packed | None, name: str, shape: tuple[int, ...],
+           ours: str) -> None:
     if tensor is None:
         raise UserError(f"{folder}", f"it has no tensor {name}", "give the config that its config.json describes")
     if tensor.shape != shape:
         raise UserError(f"{folder}", f"tensor {name} has the shape {list(tensor.shape)} where the model needs "
                         f"{list(shape)}", "give the config that its config.json describes")
-    tensor.view()
+    if isinstance(tensor, Tensor):
+        tensor.view()  # refuses a dtype that weights do not have
 
 
 def _fix(path: str) -> str:

@@ -20,7 +20,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files, safe_names
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-# Of what is not weights, such as buffers.
+# Of what is not weights, such as buffers, and of weights in few bits.
 OTHERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
 _NAMES = {np.dtype(dtype): name for name, dtype in (DTYPES | OTHERS).items()}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

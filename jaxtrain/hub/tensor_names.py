@@ -7,7 +7,7 @@ head width as its rows, and that the parameter has the dimensions d, h and k; le
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxtrain.config.families import DeepseekV3Config, ExpertsConfig, ModelConfig
+from jaxtrain.config.families import DeepseekV3Config, GptOssConfig, ModelConfig, RoutedConfig
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,16 @@ _NORMS = [Entry("attention_norm/scale", "input_layernorm.weight"),
           Entry("mlp_norm/scale", "post_attention_layernorm.weight")]
 _QK_NORMS = [Entry(f"attention/{name}_norm/scale", f"self_attn.{name}_norm.weight") for name in "qk"]
 _BIASES = [Entry(f"attention/{name}/bias", f"self_attn.{name}_proj.bias", "(hk)->hk") for name in "qkv"]
+_OUT_BIAS_AND_SINKS = [Entry("attention/out/bias", "self_attn.o_proj.bias"),
+                       Entry("attention/sinks", "self_attn.sinks")]
+# Every second column of one tensor is the gate's, the others are up's.
+_GPT_OSS_EXPERTS = [
+    Entry("mlp/router/kernel", "mlp.router.weight", "ed->de"), Entry("mlp/router/logit_bias", "mlp.router.bias"),
+    *(entry for n, name in enumerate(("gate", "up")) for entry in (
+        Entry(f"mlp/{name}", "mlp.experts.gate_up_proj", "ed(fp)->edf", (n, 2)),
+        Entry(f"mlp/{name}_bias", "mlp.experts.gate_up_proj_bias", "e(fp)->ef", (n, 2)))),
+    Entry("mlp/down", "mlp.experts.down_proj", "efd->efd"),
+    Entry("mlp/down_bias", "mlp.experts.down_proj_bias", "ed->ed")]
 _SANDWICH = [Entry("attention_norm/scale", "input_layernorm.weight"),
              Entry("attention_out_norm/scale", "post_attention_layernorm.weight"),
              Entry("mlp_norm/scale", "pre_feedforward_layernorm.weight"),
@@ -79,8 +89,10 @@ def _mlp(ours: str = "mlp", theirs: str = "mlp") -> list[Entry]:
             for name in ("gate", "up", "down")]
 
 
-def _experts(c: ExpertsConfig) -> list[Entry]:
+def _experts(c: RoutedConfig) -> list[Entry]:
     """Return the entries of a layer's router and experts."""
+    if isinstance(c, GptOssConfig):
+        return _GPT_OSS_EXPERTS
     mixtral = c.name == "mixtral"
     block = "block_sparse_moe" if mixtral else "mlp"
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -98,8 +110,9 @@ def _layer(c: ModelConfig, experts: bool) -> list[Entry]:
     if c.name == "gpt2":
         return _GPT2
     attention = _latent(c) if isinstance(c, DeepseekV3Config) else _ATTENTION
-    more = {"qwen2": _BIASES, "qwen3": _QK_NORMS, "qwen3_moe": _QK_NORMS, "gemma3": _QK_NORMS}.get(c.name, [])
-    mlp = _experts(c) if experts and isinstance(c, ExpertsConfig) else _mlp()
+    more = {"qwen2": _BIASES, "qwen3": _QK_NORMS, "qwen3_moe": _QK_NORMS, "gemma3": _QK_NORMS,
+            "gpt_oss": [*_BIASES, *_OUT_BIAS_AND_SINKS]}.get(c.name, [])
+    mlp = _experts(c) if experts and isinstance(c, RoutedConfig) else _mlp()
     return [*attention, *more, *(_SANDWICH if c.name == "gemma3" else _NORMS), *mlp]
 
 

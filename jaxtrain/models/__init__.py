@@ -11,6 +11,7 @@ from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.deepseek_v3 import deepseek_v3
 from jaxtrain.models.gemma3 import gemma3
 from jaxtrain.models.gpt2 import gpt2
+from jaxtrain.models.gpt_oss import gpt_oss
 from jaxtrain.models.llama import llama
 from jaxtrain.models.lora import adapt
 from jaxtrain.models.qwen2 import qwen2
@@ -18,7 +19,7 @@ from jaxtrain.models.qwen3 import qwen3
 from jaxtrain.models.reward_head import RewardHead
 
 FAMILIES: dict[str, Callable[..., Decoder]] = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
-    "gemma3": gemma3, "mixtral": llama, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3}
+    "gemma3": gemma3, "mixtral": llama, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss}
 
 
 def make_model(config: ModelConfig, compute: Compute | None = None, lora: LoraConfig | None = None, *,

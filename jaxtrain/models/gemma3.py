@@ -15,9 +15,10 @@ from flax import nnx
 
 from jaxtrain.config.families import Gemma3Config
 from jaxtrain.kernels.functions import gelu, rms_norm
+from jaxtrain.models.attention.attention_by_layer import attend_by_layer
 from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Rotary, frequencies
-from jaxtrain.models.attention.self_attention import Attention, attend
+from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.layers import INSIDE, Embed, Head, SwiGLU, param
 from jaxtrain.sharding import rules as sharding
@@ -84,12 +85,8 @@ class LocalOrGlobalAttention(Attention):
             q = (q * self.query_factor).astype(q.dtype)
         if cache is not None and cache.entries is not None:
             return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window))
-
-        def with_window(window):
-            # By this name jaxtrain.plan tells which layers take a branch.
-            return jax.named_scope(f"window_{window}")(lambda q, k, v: attend(
-                q, k, v, segments_BT=segments_BT, window=window, backend=self.backend, context=self.context))
-        out = jax.lax.cond(everywhere, with_window(0), with_window(self.window), q, k, v)
+        out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
+                              context=self.context)
         return self.out(out), kept(cache, k, v)
 
 

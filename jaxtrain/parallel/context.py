@@ -26,7 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.kernels.attention import by_device, choose_backend
+from jaxtrain.kernels.attention import by_device, choose_backend, sinks
 from jaxtrain.parallel import tiles
 from jaxtrain.parallel.tiles import Tokens, merge
 from jaxtrain.sharding import rules as sharding
@@ -94,7 +94,7 @@ def _everywhere(n: int, tokens: int) -> jax.Array:
 # ----------------------------------------------------------------------------------------------------------- attention
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, *, window: int,
-           strategy: str, backend: str = "auto") -> jax.Array:
+           strategy: str, backend: str = "auto", sinks_H: jax.Array | None = None) -> jax.Array:
     """Compute `models.attention.attend` for a sequence in balanced order."""
     n, heads, mesh = size(), sharding.split_by("act_heads"), jax.sharding.get_abstract_mesh()
     split, G = sharding.shards(heads, mesh), k_BSGK.shape[2]
@@ -107,14 +107,14 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT:
     stages = 1 if AXIS in sharding.free_axes(mesh) else mesh.shape["stage"]
     strategy = choose_strategy(strategy, stages)
     backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], strategy,
-                             packed=segments_BT is not None)
+                             packed=segments_BT is not None, sinks=sinks_H is not None)
     if strategy != "ulysses":
-        return _attend(strategy, window, q_BTHK, k_BSGK, v_BSGK, segments_BT)
+        return _attend(strategy, window, q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H)
     repeats = math.lcm(k_BSGK.shape[2] // split, n) * split // k_BSGK.shape[2]
     kernel = by_device(backend, *_specs("ulysses"), window) if backend != "xla" else partial(_attend, strategy, window)
     return _fewer_tokens(1, kernel(
         _fewer_heads(1, q_BTHK), _fewer_heads(repeats, k_BSGK), _fewer_heads(repeats, v_BSGK),
-        None if segments_BT is None else _whole(segments_BT)))
+        None if segments_BT is None else _whole(segments_BT), None if sinks_H is None else _own_heads(sinks_H)))
 
 
 def _specs(strategy: str) -> tuple[P, P]:
@@ -126,22 +126,24 @@ def _specs(strategy: str) -> tuple[P, P]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(strategy, window, q, k, v, segments):
-    return _forward(strategy, window, q, k, v, segments)[0]
+def _attend(strategy, window, q, k, v, segments, sinks_H):
+    return _forward(strategy, window, q, k, v, segments, sinks_H)[0]
 
 
-def _forward(strategy, window, q, k, v, segments):
+def _forward(strategy, window, q, k, v, segments, sinks_H):
     heads, tokens = _specs(strategy)
 
-    def local(q, k, v, segments):
+    def local(q, k, v, segments, sinks_H):
         out, lse = _STRATEGIES[strategy][0](q, k, v, segments, window)
+        if sinks_H is not None:  # once, after all keys are merged
+            out, lse = sinks.added(out, lse, sinks_H)
         return out.astype(q.dtype), lse
 
-    out, lse = sharding.manual_region(local, in_specs=(heads, heads, heads, tokens), out_specs=(heads, heads))(
-        q, k, v, segments)
+    specs = (heads, heads, heads, tokens, P(heads[2]))
+    out, lse = sharding.manual_region(local, in_specs=specs, out_specs=(heads, heads))(q, k, v, segments, sinks_H)
     # With both of these saved, no rematerialization policy recomputes attention.
     out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
-    return out, (q, k, v, segments, out, lse)
+    return out, (q, k, v, segments, out, lse, sinks_H)
 
 
 def _backward(strategy, window, saved, dout):
@@ -152,8 +154,12 @@ def _backward(strategy, window, saved, dout):
         grads = _STRATEGIES[strategy][1](q, k, v, segments, dout, lse, delta, window)
         return tuple(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
 
-    specs = (heads, heads, heads, tokens, heads, heads, heads)
-    return *sharding.manual_region(local, in_specs=specs, out_specs=(heads, heads, heads))(*saved, dout), None
+    specs, (*saved, sinks_H) = (heads, heads, heads, tokens, heads, heads, heads), saved
+    grads = sharding.manual_region(local, in_specs=specs, out_specs=(heads, heads, heads))(*saved, dout)
+    if sinks_H is None:
+        return *grads, None, None
+    *_, out, lse = saved
+    return *grads, None, sinks.gradient(sinks_H, lse, (out.astype(F32) * dout).sum(-1))
 
 
 _attend.defvjp(_forward, _backward)
@@ -314,6 +320,14 @@ def _whole(x_BT: jax.Array) -> jax.Array:
     def gather(x):
         return _chunks(_all(x), np.argsort(_chunks_of(lax.axis_size(AXIS))))
     return sharding.manual_region(gather, in_specs=_specs("")[1], out_specs=_specs("ulysses")[1])(x_BT)
+
+
+def _own_heads(x_H: jax.Array) -> jax.Array:
+    """Return the part of what each head has that belongs to the heads of the devices after `_fewer_heads`."""
+    def part(x_H):
+        own = len(x_H) // lax.axis_size(AXIS)
+        return lax.dynamic_slice_in_dim(x_H, lax.axis_index(AXIS) * own, own)
+    return sharding.manual_region(part, in_specs=P(_specs("")[0][2]), out_specs=P(_specs("ulysses")[0][2]))(x_H)
 
 
 def _chunks_of(n: int) -> np.ndarray:

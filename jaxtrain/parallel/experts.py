@@ -48,6 +48,7 @@ class Options:
         return cls(t.expert_exchange, t.grouped_matmul, t.expert_buffer)
 
 
+Activation = Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up
 DEFAULT = Options()
 OVERFLOW = "experts_overflow"  # scope of the passes that an even load does not need
 
@@ -78,9 +79,13 @@ def masks(config: Config, mesh: Mapping[str, int], platform: str) -> bool:
 
 
 def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, kept_NK: jax.Array,
-                    gate_LDF: jax.Array, up_LDF: jax.Array, down_LFD: jax.Array, *, axis: tuple[str, ...] = (),
-                    options: Options = DEFAULT, limit: int | None = None) -> jax.Array:
-    """Return the weighted sum of each token's experts; `limit` caps the rows that a device receives from one other."""
+                    gate_LDF: jax.Array, up_LDF: jax.Array, down_LFD: jax.Array, biases: tuple[jax.Array, ...] = (), *,
+                    axis: tuple[str, ...] = (), options: Options = DEFAULT, limit: int | None = None,
+                    activation: Activation = swiglu) -> jax.Array:
+    """Return the weighted sum of each token's experts; `limit` caps the rows that a device receives from one other.
+
+    `biases` are those [L, F] of the gate and of up, if there are any.
+    """
     n, held = (lax.axis_size(axis) if axis else 1), gate_LDF.shape[0]
     tokens, choices = experts_NK.shape
     worst, even = n * min(tokens * min(choices, held), limit or tokens * choices), tokens * choices
@@ -88,12 +93,12 @@ def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Arra
     experts_NK = jnp.where(kept_NK, experts_NK, n * held)  # an expert that no device holds
     how: dict[str, Any] = {"backend": options.grouped_matmul, "filled": min(even, worst)}
     p = _Passes(partial(grouped_matmul, **how), partial(grouped_matmul_gradients, **how),
-                buffer_rows(even, worst, options.buffer), worst, axis if way == "ragged" else (), held)
+                buffer_rows(even, worst, options.buffer), worst, axis if way == "ragged" else (), held, activation)
     if way == "gather":
         x_ND, experts_NK, weights_NK = (lax.all_gather(a, axis, tiled=True) for a in (x_ND, experts_NK, weights_NK))
         experts_NK = experts_NK - lax.axis_index(axis) * held
         experts_NK = jnp.where((experts_NK >= 0) & (experts_NK < held), experts_NK, held)
-    y_ND = _in_passes(p, p.routes(experts_NK), x_ND, weights_NK, gate_LDF, up_LDF, down_LFD)
+    y_ND = _in_passes(p, p.routes(experts_NK), x_ND, weights_NK, gate_LDF, up_LDF, down_LFD, biases)
     return lax.psum_scatter(y_ND, axis, tiled=True) if way == "gather" else y_ND
 
 
@@ -134,6 +139,7 @@ class _Passes:
     worst: int  # number of rows that there may be
     axis: tuple[str, ...]  # of the devices to which rows are sent; () if all of them are here
     held: int  # experts
+    activation: Activation
 
     def routes(self, experts_NK: jax.Array) -> dict[str, jax.Array]:
         """Sort assignments by expert; return what the passes read, and how many there must be."""
@@ -152,28 +158,41 @@ class _Passes:
         return lax.dynamic_slice_in_dim(sizes_PE, lax.axis_index(self.axis) * self.held, self.held, 1)
 
     def forward(self, number: Any, routes: dict[str, jax.Array], x_ND: jax.Array, weights_NK: jax.Array,
-                gate_LDF: jax.Array, up_LDF: jax.Array, down_LFD: jax.Array) -> tuple[jax.Array, Any]:
+                gate_LDF: jax.Array, up_LDF: jax.Array, down_LFD: jax.Array,
+                biases: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
         """Return each token's sum over those of its experts that compute in this pass, and what SwiGLU reads."""
         at = self._route(number, routes)
-        x_RD = at.enter(x_ND)
-        gate_RF, up_RF = (self.product(x_RD, w_LDF, at.sizes) for w_LDF in (gate_LDF, up_LDF))
+        both_RF = self._both(at, at.enter(x_ND), gate_LDF, up_LDF, biases)
         # Weighted here and not after `down`, whose result then need not be kept for the backward pass.
-        act_RF = _weighted(gate_RF, up_RF, at.weights(weights_NK))
-        return at.leave(self.product(act_RF, down_LFD, at.sizes)), (gate_RF, up_RF)
+        act_RF = self._weighted(*both_RF, at.weights(weights_NK))
+        return at.leave(self.product(act_RF, down_LFD, at.sizes)), both_RF
 
     def backward(self, number: Any, routes: dict[str, jax.Array], x_ND: jax.Array, weights_NK: jax.Array,
-                 gate_LDF: jax.Array, up_LDF: jax.Array, down_LFD: jax.Array, dy_ND: jax.Array,
-                 both_RF: Any = None) -> tuple[jax.Array, ...]:
+                 gate_LDF: jax.Array, up_LDF: jax.Array, down_LFD: jax.Array, biases: tuple[jax.Array, ...],
+                 dy_ND: jax.Array, both_RF: Any = None) -> tuple[Any, ...]:
         """Return the gradients of all arrays by `forward`, which is not computed again if it left `both_RF`."""
         at = self._route(number, routes)
         x_RD = at.enter(x_ND)
-        both_RF = both_RF or tuple(self.product(x_RD, w_LDF, at.sizes) for w_LDF in (gate_LDF, up_LDF))
-        act_RF, back = jax.vjp(_weighted, *both_RF, at.weights(weights_NK))
+        both_RF = both_RF or self._both(at, x_RD, gate_LDF, up_LDF, biases)
+        act_RF, back = jax.vjp(self._weighted, *both_RF, at.weights(weights_NK))
         dact_RF, ddown_LFD = self.gradients(act_RF, down_LFD, at.sizes, at.enter(dy_ND))
         dgate_RF, dup_RF, dweights_R = back(dact_RF)
         dx_RD, dgate_LDF = self.gradients(x_RD, gate_LDF, at.sizes, dgate_RF)
         more_RD, dup_LDF = self.gradients(x_RD, up_LDF, at.sizes, dup_RF)
-        return at.leave(dx_RD + more_RD), at.weights_back(dweights_R), dgate_LDF, dup_LDF, ddown_LFD
+        dbiases = tuple(at.by_expert(d_RF).astype(b.dtype) for d_RF, b in zip((dgate_RF, dup_RF), biases, strict=False))
+        return at.leave(dx_RD + more_RD), at.weights_back(dweights_R), dgate_LDF, dup_LDF, ddown_LFD, dbiases
+
+    def _both(self, at: "_Route", x_RD: jax.Array, gate_LDF: jax.Array, up_LDF: jax.Array,
+              biases: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        """Return the gate and up of each row, with their biases."""
+        gate_RF, up_RF = (self.product(x_RD, w_LDF, at.sizes) for w_LDF in (gate_LDF, up_LDF))
+        if biases:
+            gate_RF, up_RF = (sharding.with_bias(a_RF, at.of_expert(bias_LF)) for a_RF, bias_LF in zip(
+                (gate_RF, up_RF), biases, strict=True))
+        return gate_RF, up_RF
+
+    def _weighted(self, gate_RF: jax.Array, up_RF: jax.Array, weights_R: jax.Array) -> jax.Array:
+        return (self.activation(gate_RF, up_RF) * weights_R[:, None]).astype(up_RF.dtype)
 
     def _route(self, number: Any, routes: dict[str, jax.Array]) -> "_Route":
         """Return the route of a pass."""
@@ -247,9 +266,19 @@ class _Route:
             weights_NK = self.back(weights_NK[:, 0]).at[self.place_NK].get(mode="fill", fill_value=0)
         return weights_NK
 
+    def of_expert(self, a_LF: jax.Array) -> jax.Array:
+        """Return for each row what its expert has; 0 behind the last."""
+        return a_LF.at[self.experts].get(mode="fill", fill_value=0)
 
-def _weighted(gate_RF: jax.Array, up_RF: jax.Array, weights_R: jax.Array) -> jax.Array:
-    return (swiglu(gate_RF, up_RF) * weights_R[:, None]).astype(up_RF.dtype)
+    def by_expert(self, a_RF: jax.Array) -> jax.Array:
+        """Return the sum of each expert's rows, in float32: by a product, which writes in no order."""
+        held_RL = self.experts[:, None] == jnp.arange(len(self.sizes))
+        return jnp.einsum("rl,rf->lf", held_RL.astype(a_RF.dtype), a_RF, preferred_element_type=jnp.float32)
+
+    @property
+    def experts(self) -> jax.Array:
+        """The expert of each row; one that is not there behind the last."""
+        return (jnp.cumsum(self.sizes) <= jnp.arange(len(self.order))[:, None]).sum(1)
 
 
 def _sums(a_RD: jax.Array, place_NK: jax.Array) -> jax.Array:
@@ -257,9 +286,9 @@ def _sums(a_RD: jax.Array, place_NK: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_passes(p, routes, x_ND, weights_NK, gate_LDF, up_LDF, down_LFD):
+def _in_passes(p, routes, x_ND, weights_NK, gate_LDF, up_LDF, down_LFD, biases):
     """Return each token's sum over its experts; only the first pass keeps what the backward pass reads."""
-    return _forward(p, routes, x_ND, weights_NK, gate_LDF, up_LDF, down_LFD)[0]
+    return _forward(p, routes, x_ND, weights_NK, gate_LDF, up_LDF, down_LFD, biases)[0]
 
 
 def _forward(p, routes, *arrays):

@@ -32,6 +32,7 @@ PARAMETER_NAMES = {
     "experts": "model.num_experts", "expert_embed": "model.embed_dim", "expert_mlp": "model.expert_mlp_dim",
     "latent": "model.kv_rank", "rank": "model.kv_rank",  # as an output, and as an input
     "router": "model.num_experts", "router_bias": "model.num_experts",
+    "every_expert": "model.num_experts",  # of a bias that is whole on the devices that share experts
     "ahead": "model.embed_dim",  # as an output that is not sharded
     "lora": "lora.rank",
 }

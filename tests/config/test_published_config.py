@@ -47,6 +47,9 @@ def test_what_is_written_says_what_was_read(name, tmp_path):
     ("gemma3", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}, "layer_types="),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' cannot be expressed: only 'sigmoid' can"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False cannot be expressed"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'} cannot"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias=False cannot be expressed: only True can"),
+    ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types="),
 ])
 def test_what_cannot_be_expressed_is_refused_by_name(name, changes, reason, tmp_path):
     with pytest.raises(jt.UserError) as refusal:
@@ -62,11 +65,32 @@ def test_what_cannot_be_expressed_is_refused_by_name(name, changes, reason, tmp_
      {"expert_groups": 8, "expert_groups_used": 4, "router_scale": 2.5, "normalize_router": True, "q_rank": 1536,
       "shared_experts": 1}),
     ("mixtral", ["rms_norm_eps", "sliding_window"], {"norm_eps": 1e-5, "window": 0}),
+    ("gpt_oss", ["rope_parameters", "layer_types", "head_dim", "num_key_value_heads"],
+     {"rope_type": "yarn", "rope_scaling": 32.0, "rope_original_len": 4096, "rope_truncate": False, "global_every": 2,
+      "rope_theta": 150_000.0, "head_dim": 64, "num_kv_heads": 8}),
 ])
 def test_what_is_left_out_has_the_default_of_its_type(name, left_out, expected, tmp_path):
     config = {key: value for key, value in published.truth()[name]["config"].items() if key not in left_out}
     found = section(tmp_path, config)
     assert {key: found[key] for key in expected} == expected
+
+
+def test_the_published_gpt_oss_is_the_shipped_config(tmp_path):
+    """With the older way to write rotary positions, packed experts, and without a key of the activation."""
+    wanted = jt.load_config("configs/gpt_oss_20b.py").model
+    layers = ["sliding_attention", "full_attention"] * 12
+    found = section(tmp_path, {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "head_dim": 64,
+        "eos_token_id": 200002, "experts_per_token": 4, "hidden_act": "silu", "hidden_size": 2880,
+        "initial_context_length": 4096, "intermediate_size": 2880, "layer_types": layers, "model_type": "gpt_oss",
+        "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4, "vocab_size": 201088,
+        "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}, "rms_norm_eps": 1e-5,
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
+                         "original_max_position_embeddings": 4096},
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False})
+    assert FAMILIES["gpt_oss"](**found, balance_loss=wanted.balance_loss) == wanted
 
 
 ODD = (None, "x", -1, 0, 1.5, [], {}, [1], {"a": 1}, True, 10**30)
@@ -75,7 +99,7 @@ NESTED = (*ODD, {"rope_type": "linear"}, {"rope_type": "yarn", "factor": "a"}, {
 
 
 @pytest.mark.parametrize("name", ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "gpt2", "llama_yarn", "qwen3_window", "qwen3_moe_sparse", "deepseek_v3"))])
+    "gpt2", "llama_yarn", "qwen3_window", "qwen3_moe_sparse", "deepseek_v3", "gpt_oss"))])
 def test_no_value_of_a_wrong_kind_ends_in_a_traceback(name, tmp_path):
     config = published.truth()[name]["config"]
     damaged = [{"model_type": "gemma3", "text_config": value} for value in ODD]

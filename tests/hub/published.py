@@ -52,6 +52,14 @@ CASES = {  # name: (model type, what transformers is given)
     "deepseek_v3": ("deepseek_v3", _SIZES | _LATENT | {"q_lora_rank": 12, "rope_scaling": {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 32, "beta_slow": 1,
         "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "gpt_oss": ("gpt_oss", _SIZES | {
+        "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "num_hidden_layers": 3,
+        "swiglu_limit": 0.8, "swiglu_alpha": 1.5, "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0,
+            "beta_slow": 1.0, "truncate": False}}),
+    "gpt_oss_plain": ("gpt_oss", _SIZES | {
+        "head_dim": 6, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 3,
+        "layer_types": ["full_attention", "full_attention"], "rope_scaling": {"rope_type": "default"}}),
     "deepseek_v3_plain": ("deepseek_v3", _SIZES | _LATENT | {"q_lora_rank": None}),
 }
 

@@ -19,7 +19,7 @@ from tests.numerics.plain_lora import at_random, merged
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 11, 12], [5, 6]]
 NEW, LONGEST = 12, 32  # the windows of 5 and 6 are shorter than the texts
 FAMILIES = ("gpt2", "gpt2_untied", "llama", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v3",
-            "alternating")
+            "alternating", "gpt_oss")
 QUICK = ("gpt2",)
 
 
@@ -121,7 +121,7 @@ def check_all_logits(run, family):
 @pytest.mark.parametrize(("family", "sizes"), [
     ("gpt2", dict(tensor=8)), ("llama", dict(data=2, fsdp=2, tensor=2)), ("gemma3", dict(context=2, tensor=4)),
     ("qwen3", dict(fsdp=4, stage=2)), ("mixtral", dict(expert=4, tensor=2)),
-    ("deepseek_v3", dict(fsdp=2, expert=2, tensor=2))], ids=str)
+    ("deepseek_v3", dict(fsdp=2, expert=2, tensor=2)), ("gpt_oss", dict(expert=2, context=2, tensor=2))], ids=str)
 def test_any_mesh_gives_the_same_tokens(family, sizes):
     run = build(family, **{f"mesh__{axis}": size for axis, size in sizes.items()})
     found = jt.generate(run, state(run, family), PROMPTS, max_new_tokens=NEW, temperature=1.0, logprobs=True, seed=3)

@@ -21,7 +21,7 @@ def best(scores, number):
 
 def choice(c, router, h, segments):
     """Scores, weights and the chosen, each [B, T, E], before any capacity; padding chooses nothing."""
-    logits = h @ router["kernel"]
+    logits = h @ router["kernel"] + router.get("logit_bias", 0)
     e = jnp.exp(logits - logits.max(-1, keepdims=True))
     scores = e / e.sum(-1, keepdims=True) if c.router == "softmax" else 1 / (1 + jnp.exp(-logits))
     ranked = scores + router["bias"] if c.router_bias_rate else scores
@@ -42,12 +42,22 @@ def fits(c, hit):
     return hit & (jnp.cumsum(hit, 1) <= room) if c.capacity_factor else hit
 
 
+def activation(c, gate, up):
+    """SwiGLU, or that of gpt-oss."""
+    if c.name != "gpt_oss":
+        return gate / (1 + jnp.exp(-gate)) * up
+    gate, up = jnp.minimum(gate, c.swiglu_limit), jnp.clip(up, -c.swiglu_limit, c.swiglu_limit)
+    return gate / (1 + jnp.exp(-c.swiglu_alpha * gate)) * (up + 1)
+
+
 def experts(c, m, h, segments):
     """-> the layer's result, each row's penalty, and each row's excess of load per expert."""
     logits, scores, weights, hit = choice(c, m["router"], h, segments)
     weights = jnp.where(fits(c, hit), weights, 0)
-    gate, up = (jnp.einsum("btd,edf->btef", h, m[n]) for n in ("gate", "up"))
-    y = jnp.einsum("btef,efd,bte->btd", gate / (1 + jnp.exp(-gate)) * up, m["down"], weights)
+    gate, up = (jnp.einsum("btd,edf->btef", h, m[n]) + m.get(f"{n}_bias", 0) for n in ("gate", "up"))
+    y = jnp.einsum("btef,efd,bte->btd", activation(c, gate, up), m["down"], weights)
+    if "down_bias" in m:
+        y = y + jnp.einsum("bte,ed->btd", weights, m["down_bias"])
     if c.shared_experts:
         y = y + silu_mlp(*(m["shared"][n]["kernel"] for n in ("gate", "up", "down")), h)
 

@@ -43,6 +43,8 @@ EXPERTS = {
                         value_head_dim=6, q_rank=16, kv_rank=24, experts_per_token=2, shared_experts=1,
                         router="sigmoid", router_scale=2.5, expert_groups=4, expert_groups_used=2,
                         router_bias_rate=0.01, balance_loss=0.01) | _EXPERTS,
+    "gpt_oss": _EXPERTS | dict(name="gpt_oss", num_layers=3, num_heads=16, num_kv_heads=8, head_dim=4, window=5,
+                               experts_per_token=3, swiglu_limit=0.1, swiglu_alpha=1.3, balance_loss=0.01),
     "alternating": dict(name="qwen3_moe", num_layers=7, dense_layers=1, experts_every=3, num_kv_heads=8, head_dim=4,
                         experts_per_token=2, mlp_dim=48, router_bias_rate=0.003, balance_loss=0.01) | _EXPERTS,
 }
@@ -69,6 +71,21 @@ def build(family: str = "gpt2", mesh: tuple[int, int, int] = (1, 1, 1), **keys) 
     data, fsdp, tensor = mesh
     config = tiny(family, **(dict(mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor) | keys))
     return jt.build(config, devices=jax.devices()[: math.prod(getattr(config.mesh, axis) for axis in AXES)])
+
+
+def with_biases(params):
+    """The same parameters with biases that are not zero, and sinks that matter.
+
+    Those behind experts are small: a token that goes to another expert in bfloat16 is not to change much.
+    """
+    rng = np.random.default_rng(0)
+
+    def one(path, leaf):
+        name = jax.tree_util.keystr(path)
+        scale = 0.003 if name.endswith("down_bias']") else 0.1 if name.endswith(("bias']", "sinks']")) else 0
+        return (leaf + rng.normal(size=leaf.shape, scale=scale)).astype(np.float32) if scale else leaf
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def compiled(run: jt.Run):
@@ -150,15 +167,22 @@ def rotate(x, positions, frequencies, factor=1.0):
         [a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
 
 
-def attention(q, k, v, segments, window=0):
-    """A mask written out, scores of all pairs; each group of query heads has its own copy of its key head."""
+def attention(q, k, v, segments, window=0, sinks=None):
+    """A mask written out, scores of all pairs; each group of query heads has its own copy of its key head.
+
+    A sink is one more score of every query, whose weight is dropped.
+    """
     T, repeat = q.shape[1], q.shape[2] // k.shape[2]
     i, j = np.arange(T)[:, None], np.arange(T)[None, :]
     mask = (j <= i) & ((i - j < window) if window else True)
     mask = (mask & (segments[:, :, None] == segments[:, None, :]))[:, None]
     k, v = (jnp.repeat(x, repeat, axis=2) for x in (k, v))
     scores = jnp.einsum("bihk,bjhk->bhij", q, k) / np.sqrt(q.shape[-1])
-    return jnp.einsum("bhij,bjhk->bihk", softmax(jnp.where(mask, scores, -jnp.inf)), v)
+    scores = jnp.where(mask, scores, -jnp.inf)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, sink], -1)
+    return jnp.einsum("bhij,bjhk->bihk", softmax(scores)[..., :T], v)
 
 
 def through(c, p, b, told):
@@ -170,8 +194,13 @@ def through(c, p, b, told):
         x = x * np.float32(np.sqrt(c.embed_dim))
     for layer in range(c.num_layers):
         w = layer_of(c, p, layer)
-        x = gemma3_block(c, w, x, b, layer) if c.name == "gemma3" else block(c, w, x, b, told)
+        x = gemma3_block(c, w, x, b, layer) if c.name == "gemma3" else block(c, w, x, b, told, window_of(c, layer))
     return x
+
+
+def window_of(c, layer):
+    """The window of a layer: in gpt-oss the last of every `global_every` has none."""
+    return 0 if c.name == "gpt_oss" and (layer + 1) % c.global_every == 0 else c.window
 
 
 def layer_of(c, p, layer):
@@ -189,7 +218,7 @@ def router(c, p):
     return (w[f"layer_{c.experts_every - 1}"] if c.experts_every > 1 else w)["mlp"]["router"]
 
 
-def block(c, w, x, b, told):
+def block(c, w, x, b, told, window):
     """One layer; one with experts appends to `told` each row's penalty, and its excess of load per expert."""
     gpt2, eps, a, m = c.name == "gpt2", c.norm_eps, w["attention"], w["mlp"]
     norm = layer_norm if gpt2 else rms_norm
@@ -203,8 +232,8 @@ def block(c, w, x, b, told):
         q, k = rms_norm(a["q_norm"], q, eps), rms_norm(a["k_norm"], k, eps)
     if not gpt2 and not latent:
         q, k = (rotate(y, b["positions"], *plain_rotary.frequencies(c, c.head_dim)) for y in (q, k))
-    y = jnp.tensordot(attention(q, k, v, b["segments"], c.window), a["out"]["kernel"], 2)
-    x = x + y + (a["out"]["bias"] if gpt2 else 0)
+    y = jnp.tensordot(attention(q, k, v, b["segments"], window, a.get("sinks")), a["out"]["kernel"], 2)
+    x = x + y + a["out"].get("bias", 0)
     h = norm(w["mlp_norm"], x, eps)
     if gpt2:
         u = h @ m["up"]["kernel"] + m["up"]["bias"]
@@ -243,7 +272,7 @@ def ahead(c, p, b, x, told):
     following = p["embed"]["table"][b["targets"]]
     inputs = rms_norm(w["norm_this"], x, c.norm_eps), rms_norm(w["norm_next"], following, c.norm_eps)
     both = jnp.concatenate(inputs, -1)
-    x = block(c, w["block"], both @ jnp.concatenate([w["this"]["kernel"], w["next"]["kernel"]]), b, told)
+    x = block(c, w["block"], both @ jnp.concatenate([w["this"]["kernel"], w["next"]["kernel"]]), b, told, c.window)
     right, stays = np.minimum(np.arange(T) + 1, T - 1), np.arange(T) < T - 1
     weights = b["weights"][:, right] * (b["segments"] == b["segments"][:, right]) * stays
     return rms_norm(w["norm"], x, c.norm_eps), b["targets"][:, right], weights

@@ -25,9 +25,11 @@ SLOW = [
     ("mixtral", dict(mesh__data=2, mesh__expert=4, optimizer__zero_stage=2, train__unroll=0)),
     ("qwen3_moe", dict(mesh__context=2, mesh__expert=2, mesh__tensor=2)),
     ("deepseek_v3", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2)),
+    ("gpt_oss", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2)),
 ]
 EXHAUSTIVE = [
     ("mixtral", {}),
+    ("gpt_oss", {}),
     ("qwen3_moe", {}),
     ("alternating", {}),
     ("mixtral", dict(mesh__expert=8)),

@@ -26,8 +26,11 @@ def test_llama_8b(seq_len, causal, giga):
 
 
 def test_of_the_experts_only_those_at_work_count():
-    """Mixtral has 46.7 billion parameters, of which 12.9 are active, 0.13 of them a lookup; DeepSeek-V3 671 and 37."""
-    for name, billions in (("mixtral_8x7b", 12.88 - 0.13), ("deepseek_v3", 37.55 - 0.93)):
+    """Mixtral has 46.7 billion parameters, of which 12.9 are active, 0.13 of them a lookup; DeepSeek-V3 671 and 37.
+
+    gpt-oss 20B has 3.61 without the lookup (arXiv 2508.10925).
+    """
+    for name, billions in (("mixtral_8x7b", 12.88 - 0.13), ("deepseek_v3", 37.55 - 0.93), ("gpt_oss_20b", 3.61)):
         run = build(load_config(CONFIGS / f"{name}.py", {"mesh.data": 1, "mesh.expert": 1}), devices=1)
         count = matmul_parameters(run.abstract, run.layout, run.config.model)
         assert count / 1e9 == pytest.approx(billions, abs=0.02)

@@ -18,7 +18,7 @@ from jaxtrain.config.families import FAMILIES, ModelConfig
 from jaxtrain.errors import UserError
 from jaxtrain.hub import published_weights, rewritten_folder, safetensors_files
 from jaxtrain.hub.adapters import adapter_files
-from jaxtrain.hub.safetensors_files import Tensor
+from jaxtrain.hub.safetensors_files import DTYPES, OTHERS, Tensor
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
             added[name].append(product)
 
     def computed(name: str) -> np.ndarray:
-        whole = tensors[name].view()
         if name not in added:
-            return whole
+            return tensors[name].view(DTYPES | OTHERS)
+        whole = tensors[name].view()
         whole = (whole.T if turned else whole).astype(np.float32)
         found = whole + sum(product.added_to(whole) for product in added[name])
         return found.T if turned else found

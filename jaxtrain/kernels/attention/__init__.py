@@ -17,7 +17,7 @@ from jaxtrain.sharding import rules as sharding
 
 HEADS = ("batch", "seq", "act_heads", "act_head_dim")
 KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
-# Of a device's own arrays: attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap).
+# Of a device's own arrays: attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H).
 BACKENDS: dict[str, Callable[..., jax.Array]] = {
     "xla": xla_attention.attention, "cudnn": cudnn_attention.attention, "mosaic": mosaic_attention.attention,
     "splash": splash_attention.attention}
@@ -28,7 +28,8 @@ _PADDING = {"mosaic": mosaic_attention.BLOCK, "splash": splash_attention.LANES} 
 
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
-           window: int = 0, soft_cap: float = 0.0, backend: str = "auto") -> jax.Array:
+           window: int = 0, soft_cap: float = 0.0, sinks_H: jax.Array | None = None,
+           backend: str = "auto") -> jax.Array:
     """Return causal attention over keys of the same segment and, with `window`, of the last `window` tokens.
 
     Args:
@@ -38,44 +39,47 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
         segments_BT: the document of each token, in rows of several; tokens see only their own.
         window: how many tokens a query looks back on, itself included; 0: all.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`; 0: they stay.
+        sinks_H: the score of each head's sink (sinks.py); None: there is none.
         backend: `auto`, `xla`, `cudnn` (NVIDIA GPUs), `mosaic` (H100 and H200) or `splash` (TPUs; interpreted on CPUs,
             to check its numbers).
     """
     backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3],
-                             soft_cap=soft_cap, packed=segments_BT is not None)
+                             soft_cap=soft_cap, packed=segments_BT is not None, sinks=sinks_H is not None)
     if sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
         # Fewer key/value heads than devices: each device takes those that its query heads attend to.
         repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
         k_BSGK, v_BSGK = (sharding.constrain(jnp.repeat(x, repeats, axis=2), *HEADS) for x in (k_BSGK, v_BSGK))
     if backend == "xla":
-        return checkpoint_name(BACKENDS["xla"](q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap), "attention")
+        out_BTHK = BACKENDS["xla"](q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H)
+        return checkpoint_name(out_BTHK, "attention")
     heads = sharding.activation_spec(*HEADS)  # the kernels name what policies keep themselves
     return by_device(backend, heads, sharding.activation_spec("batch", "seq"), window, soft_cap)(
-        q_BTHK, k_BSGK, v_BSGK, segments_BT)
+        q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H)
 
 
 def by_device(backend: str, heads: jax.P | None, rows: jax.P | None, window: int,
               soft_cap: float = 0.0) -> Callable[..., jax.Array]:
     """Return a backend's attention for arrays with these specs by head and by token; None: without a mesh."""
-    def local(q, k, v, segments):
-        return BACKENDS[backend](q, k, v, segments, window, soft_cap)
+    def local(q, k, v, segments, sinks):
+        return BACKENDS[backend](q, k, v, segments, window, soft_cap, sinks)
 
-    specs = (heads, heads, heads, rows)
+    specs = (heads, heads, heads, rows, heads and jax.P(heads[2]))
     return local if heads is None else sharding.manual_region(local, in_specs=specs, out_specs=heads)
 
 
 def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, strategy: str = "",
-                   soft_cap: float = 0.0, packed: bool = False) -> str:
+                   soft_cap: float = 0.0, packed: bool = False, sinks: bool = False) -> str:
     """Return the backend that `train.attention` selects here; raises UserError if it cannot do this.
 
     `strategy`: how attention crosses the parts of a sequence; "" if every device has whole ones. `packed`: whether rows
     may hold several documents. For those `auto` prefers `mosaic`: with a mask cuDNN computes all pairs of tokens. It
-    also takes it for what cuDNN cannot compute.
+    also takes it for what cuDNN cannot compute, such as `sinks`.
     """
     tiled = strategy not in ("", "ulysses") and f"mesh.context_strategy={strategy} has tiles; ulysses uses the kernel"
 
     def reason(name):
-        return _REFUSALS[name](platform, dtype, seq_len, head_dim, soft_cap) or tiled
+        sunk = sinks and name == "cudnn" and "it has no attention sinks"
+        return _REFUSALS[name](platform, dtype, seq_len, head_dim, soft_cap) or sunk or tiled
 
     if asked == "auto":
         able = [name for name in _KERNELS.get(platform, ()) if seq_len >= _PADDING.get(name, 0) and not reason(name)]

@@ -19,7 +19,7 @@ SHARED = ("batch", None, None, "act_head_dim")  # an entry of which all heads re
 
 
 def attend(q_B1HK: jax.Array, k_BG1K: jax.Array, v_BG1K: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array,
-           visible_BS: jax.Array, scale: float) -> jax.Array:
+           visible_BS: jax.Array, scale: float, sinks_H: jax.Array | None = None) -> jax.Array:
     """Return attention [B, 1, H, K] of a token over the visible slots and itself; scores are multiplied by `scale`."""
     names = SHARED if k_BGSK.shape[1] == 1 else ENTRY
     if names == ENTRY and sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
@@ -28,20 +28,21 @@ def attend(q_B1HK: jax.Array, k_BG1K: jax.Array, v_BG1K: jax.Array, k_BGSK: jax.
                                           for x in (k_BG1K, v_BG1K, k_BGSK, v_BGSK))
     heads, entry = sharding.activation_spec(*HEADS), sharding.activation_spec(*names)
     if heads is None:
-        return _attend(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, visible_BS, scale=scale)
+        return _attend(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, visible_BS, sinks_H, scale=scale)
     return sharding.manual_region(
         partial(_attend, scale=scale),
-        in_specs=(heads, *[entry] * 4, sharding.activation_spec("batch", None)), out_specs=heads,
-    )(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, sharding.constrain(visible_BS, "batch", None))
+        in_specs=(heads, *[entry] * 4, sharding.activation_spec("batch", None), jax.P(heads[2])), out_specs=heads,
+    )(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, sharding.constrain(visible_BS, "batch", None), sinks_H)
 
 
-def _attend(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, visible_BS, *, scale):
+def _attend(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, visible_BS, sinks_H, *, scale):
     B, _, H, K = q_B1HK.shape
     G, S = k_BGSK.shape[1:3]
     q_BGRK = (q_B1HK * scale).astype(q_B1HK.dtype).reshape(B, G, H // G, K)
     before, own = (jnp.einsum("bgrk,bgsk->bgrs", q_BGRK, k, preferred_element_type=jnp.float32)
                    for k in (k_BGSK, k_BG1K))
     before += jnp.where(visible_BS, 0.0, -1e30)[:, None, None]
-    weights = softmax(jnp.concatenate([before, own], -1)).astype(v_BGSK.dtype)
-    out_BGRK = jnp.einsum("bgrs,bgsk->bgrk", weights[..., :S], v_BGSK) + weights[..., S:] * v_BG1K
+    sink = [] if sinks_H is None else [jnp.broadcast_to(sinks_H.reshape(1, G, H // G, 1), own.shape)]
+    weights = softmax(jnp.concatenate([before, own, *sink], -1)).astype(v_BGSK.dtype)
+    out_BGRK = jnp.einsum("bgrs,bgsk->bgrk", weights[..., :S], v_BGSK) + weights[..., S:S + 1] * v_BG1K
     return out_BGRK.reshape(B, 1, H, -1)

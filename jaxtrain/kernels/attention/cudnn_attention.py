@@ -28,9 +28,9 @@ def _compute_capability() -> float:
 
 
 def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, window: int,
-              soft_cap: float) -> jax.Array:
+              soft_cap: float, sinks_H: None = None) -> jax.Array:
     """Return causal attention of one device's arrays."""
-    assert not soft_cap, "refused before"
+    assert not soft_cap and sinks_H is None, "refused before"
     mask = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
     width = v_BSGK.shape[-1]  # where values are narrower than keys, the kernel needs them padded
     v_BSGK = jnp.pad(v_BSGK, ((0, 0),) * 3 + ((0, q_BTHK.shape[-1] - width),))

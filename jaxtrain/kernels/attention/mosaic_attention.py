@@ -10,6 +10,7 @@ kernels; of a rematerialised layer they are computed once where the policy keeps
 Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K head width.
 """
 
+import math
 from functools import cache, partial
 from typing import Any
 
@@ -18,11 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.kernels.attention import sinks
 from jaxtrain.sharding import rules as sharding
 
 INTERPRET: Any = None  # tests: parameters of Pallas's interpreter, with which the kernels run anywhere
 BLOCK = 128  # queries or keys of a block of threads: sequences are padded to a multiple
 WIDTHS = (64, 128)
+LN2 = math.log(2)  # the kernels' exponentials have the base 2, and so has their log-sum-exp
 
 
 def refusal(platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, soft_cap: float) -> str:
@@ -48,7 +51,7 @@ def _cuda_version() -> int:
 
 
 def attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments_BT: jax.Array | None, window: int,
-              soft_cap: float) -> jax.Array:
+              soft_cap: float, sinks_H: jax.Array | None = None) -> jax.Array:
     """Return causal attention of one device's arrays."""
     B, T, width = *q_BTHK.shape[:2], v_BTGK.shape[-1]
     more, wider = -T % BLOCK, q_BTHK.shape[-1] - width
@@ -56,7 +59,7 @@ def attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments_
     q_BTHK, k_BTGK, v_BTGK = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, wide)))
                               for x, wide in ((q_BTHK, 0), (k_BTGK, 0), (v_BTGK, wider)))
     with jax.named_scope(f"window_{window}"):  # by this name jaxtrain.plan knows what the kernels compute
-        out_BTHK = _attention((window, soft_cap), q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT)
+        out_BTHK = _attention((window, soft_cap), q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT, sinks_H)
     return out_BTHK[:, :T, :, :width]
 
 
@@ -105,21 +108,27 @@ def _by_keys_and_values(options: Options, *arrays: jax.Array) -> tuple[jax.Array
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options, q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT):
-    return _forward(options, q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT)[0]
+def _attention(options, q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT, sinks_H):
+    return _forward(options, q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT, sinks_H)[0]
 
 
-def _forward(options, q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT):
+def _forward(options, q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT, sinks_H):
     results = _results(options, q_BTHK, k_BTGK, v_BTGK, first_BT)
+    if sinks_H is not None:
+        out_BTHK, lse_BTH = sinks.added(results[0], results[1].swapaxes(1, 2) * LN2, sinks_H)
+        results = out_BTHK.astype(q_BTHK.dtype), lse_BTH.swapaxes(1, 2) / LN2
     out_BTHK, lse_BHT = (checkpoint_name(x, "attention") for x in results)
-    return out_BTHK, (q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT, out_BTHK, lse_BHT)
+    return out_BTHK, (q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT, sinks_H, out_BTHK, lse_BHT)
 
 
 def _backward(options, saved, pull_BTHK):
-    q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT, out_BTHK, lse_BHT = saved
+    q_BTHK, k_BTGK, v_BTGK, first_BT, last_BT, sinks_H, out_BTHK, lse_BHT = saved
     delta_BHT = jnp.einsum("bthk,bthk->bht", pull_BTHK, out_BTHK, preferred_element_type=jnp.float32)
     arrays = q_BTHK, k_BTGK, v_BTGK, pull_BTHK, lse_BHT, delta_BHT
-    return _by_queries(options, *arrays, first_BT), *_by_keys_and_values(options, *arrays, last_BT), None, None
+    dsinks_H = None if sinks_H is None else sinks.gradient(
+        sinks_H, lse_BHT.swapaxes(1, 2) * LN2, delta_BHT.swapaxes(1, 2))
+    return (_by_queries(options, *arrays, first_BT), *_by_keys_and_values(options, *arrays, last_BT), None, None,
+            dsinks_H)
 
 
 _attention.defvjp(_forward, _backward)

@@ -33,7 +33,7 @@ def refusal(platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, soft_c
 
 
 def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, window: int,
-              soft_cap: float) -> jax.Array:
+              soft_cap: float, sinks_H: jax.Array | None = None) -> jax.Array:
     """Return causal attention of one device's arrays."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
@@ -42,6 +42,8 @@ def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_
     q_BHTK, k_BGSK, v_BGSK = (jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, more), (0, 0)))
                               for x in (q_BTHK * K**-0.5, k_BSGK, v_BSGK))
     kernel = _kernel(T + more, H, window, soft_cap, sharding.platform() == "cpu")
+    if sinks_H is not None:  # in the dtype of their gradient, which the kernel's backward pass returns in that of q
+        kernel = functools.partial(kernel, sinks=sinks_H.astype(q_BTHK.dtype))
     with jax.named_scope(f"window_{window}"):  # by this name jaxtrain.plan knows what the kernels compute
         if segments_BT is None:
             out_BHTK = jax.vmap(kernel)(q_BHTK, k_BGSK, v_BGSK)

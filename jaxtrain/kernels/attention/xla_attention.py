@@ -7,6 +7,7 @@ width.
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.kernels.attention import sinks
 from jaxtrain.kernels.functions import softmax
 
 
@@ -22,7 +23,7 @@ def visible(q_len: int, k_len: int, segments_BT: jax.Array | None, window: int) 
 
 
 def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, window: int,
-              soft_cap: float) -> jax.Array:
+              soft_cap: float, sinks_H: jax.Array | None = None) -> jax.Array:
     """Return causal attention; the compiler places it on a mesh."""
     B, T, H, K = q_BTHK.shape
     S, G = k_BSGK.shape[1:3]
@@ -36,6 +37,8 @@ def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     # Every query sees at least itself, so a large finite number masks as well as -inf and has zero gradient.
     mask_BNS = jnp.tile(jnp.where(visible(T, S, segments_BT, window), 0.0, -1e30), (1, R, 1))
-    weights = softmax(scores + mask_BNS[:, None]).astype(v_BSGK.dtype)
+    scores += mask_BNS[:, None]
+    weights = softmax(scores) if sinks_H is None else sinks.softmax(scores, sinks.by_query(sinks_H, G, T))
+    weights = weights.astype(v_BSGK.dtype)
     out_BGNK = jnp.einsum("bgns,bgsk->bgnk", weights, v_BGSK)
     return out_BGNK.reshape(B, G, R, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, H, -1)

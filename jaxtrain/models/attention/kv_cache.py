@@ -55,9 +55,9 @@ def kept(cache: Cache | None, k_BTGK: jax.Array, v_BTGK: jax.Array) -> dict[str,
 
 
 def attend_cached(out: Callable[[jax.Array], jax.Array], q_B1HK: jax.Array, k_B1GK: jax.Array, v_B1GK: jax.Array,
-                  cache: Cache, window: Any) -> tuple[jax.Array, dict[str, Any]]:
+                  cache: Cache, window: Any, sinks_H: jax.Array | None = None) -> tuple[jax.Array, dict[str, Any]]:
     """Return what a layer does for one token per row, which attends to the cache and to itself."""
     new, before = kept(cache, k_B1GK, v_B1GK), cache.entries
     visible_BS = cache.visible(before["keys"].shape[-2], window)
     return out(cached_attention.attend(q_B1HK, new[CACHE]["keys"], new[CACHE]["values"], before["keys"],
-                                       before["values"], visible_BS, q_B1HK.shape[-1]**-0.5)), new
+                                       before["values"], visible_BS, q_B1HK.shape[-1]**-0.5, sinks_H)), new

@@ -19,7 +19,8 @@ from jaxtrain.parallel import context as parallel
 
 @jax.named_scope("attention")  # jaxtrain.bench attributes step time to these scope names
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
-           window: int = 0, backend: str = "auto", context: str = "auto") -> jax.Array:
+           window: int = 0, sinks_H: jax.Array | None = None, backend: str = "auto",
+           context: str = "auto") -> jax.Array:
     """Return causal attention over keys of the same segment and, with `window`, of the last `window` tokens.
 
     Segments that are booleans only say which tokens are not padding: each row is one text then. Where a mesh shards the
@@ -28,8 +29,10 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
     if segments_BT is not None and segments_BT.dtype == bool:
         segments_BT = None
     if parallel.size() > 1:
-        return parallel.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT, window=window, strategy=context, backend=backend)
-    return attention.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT=segments_BT, window=window, backend=backend)
+        return parallel.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT, window=window, strategy=context, backend=backend,
+                               sinks_H=sinks_H)
+    return attention.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT=segments_BT, window=window, sinks_H=sinks_H,
+                            backend=backend)
 
 
 class Attention(nnx.Module):

@@ -14,36 +14,47 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.families import ExpertsConfig
-from jaxtrain.models.experts.router import capacity, route
+from jaxtrain.config.families import RoutedConfig
+from jaxtrain.kernels.functions import swiglu
+from jaxtrain.models.experts.router import Routing, capacity, route
 from jaxtrain.models.layers import INSIDE, RESIDUAL, SwiGLU, param
-from jaxtrain.parallel.experts import DEFAULT, Options, through_experts
+from jaxtrain.parallel.experts import DEFAULT, Activation, Options, through_experts
 from jaxtrain.parallel.rows import Row
 from jaxtrain.sharding import rules as sharding
 
 WIDEN = ("experts", "expert_embed", "expert_mlp")
 NARROW = ("experts", "expert_mlp", "expert_embed")
+WIDE_BIAS, NARROW_BIAS = ("experts", "expert_mlp"), ("every_expert", "expert_embed")
 
 
 class Router(nnx.Module):
-    """The router's parameters: one vector per expert, and a bias if that is used to balance the load."""
+    """The router's parameters: one vector per expert, and a bias if that is used to balance the load.
 
-    def __init__(self, c: ExpertsConfig, *, rngs: nnx.Rngs):
+    `biased`: another bias is learned, of the logits.
+    """
+
+    def __init__(self, c: RoutedConfig, *, biased: bool = False, rngs: nnx.Rngs):
         # Routing compares close numbers, so it is computed in float32.
         self.kernel = param(rngs, (c.embed_dim, c.num_experts), ("embed", "router"), compute_dtype="float32")
         self.bias = param(rngs, (c.num_experts,), ("router_bias",), std=0, compute_dtype="float32",
                           update="balance_load") if c.router_bias_rate else None
+        self.logit_bias = param(rngs, (c.num_experts,), ("router_bias",), std=0,
+                                compute_dtype="float32") if biased else None
 
 
 class MoE(nnx.Module):
-    """Routed SwiGLU experts, and shared ones."""
+    """Routed SwiGLU experts, or those of another activation, and shared ones. `biased`: with biases everywhere."""
 
-    def __init__(self, c: ExpertsConfig, *, out_std: float, options: Options = DEFAULT, rngs: nnx.Rngs):
+    def __init__(self, c: RoutedConfig, *, out_std: float, options: Options = DEFAULT, biased: bool = False,
+                 activation: Activation = swiglu, rngs: nnx.Rngs):
         E, D, F = c.num_experts, c.embed_dim, c.expert_mlp_dim
-        self.config, self.options = c, options
-        self.router = Router(c, rngs=rngs)
+        self.config, self.options, self.activation = c, options, activation
+        self.router = Router(c, biased=biased, rngs=rngs)
         self.gate, self.up = (param(rngs, (E, D, F), WIDEN) for _ in range(2))
         self.down = param(rngs, (E, F, D), NARROW, out_std)
+        self.gate_bias, self.up_bias, self.down_bias = (
+            param(rngs, (E, width), names, std=0) if biased else None
+            for width, names in ((F, WIDE_BIAS), (F, WIDE_BIAS), (D, NARROW_BIAS)))
         self.shared = SwiGLU(D, c.shared_experts * F, out_std=out_std, rngs=rngs) if c.shared_experts else None
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -56,9 +67,7 @@ class MoE(nnx.Module):
     def routed(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Apply the routed experts only."""
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT > 0
-        bias = () if self.router.bias is None else ((self.router.bias, ("router_bias",)),)
-        named = ((self.router.kernel, ("embed", "router")), *bias,
-                 (self.gate, WIDEN), (self.up, WIDEN), (self.down, NARROW))
+        named = tuple(self._weights().values())
         weights = tuple(sharding.gather(weight[...], *names) for weight, names in named)
         if sharding.activation_spec() is None:
             return self._local(x_BTD, real_BT, *weights)
@@ -70,27 +79,53 @@ class MoE(nnx.Module):
             in_specs=(between, P(batch, seq), *(sharding.gathered_spec(*names) for _, names in named)),
             out_specs=(between, {"penalty": P(batch)} | sums))(x_BTD, real_BT, *weights)
 
-    def _local(self, x_BTD, real_BT, kernel_DE, *rest) -> tuple[jax.Array, dict[str, Any]]:
+    def _weights(self) -> dict[str, Any]:
+        """Return the parameters that there are, with their logical names."""
+        router = self.router
+        found = {"kernel": (router.kernel, ("embed", "router")), "bias": (router.bias, ("router_bias",)),
+                 "gate": (self.gate, WIDEN), "up": (self.up, WIDEN), "down": (self.down, NARROW),
+                 "logit_bias": (router.logit_bias, ("router_bias",)), "gate_bias": (self.gate_bias, WIDE_BIAS),
+                 "up_bias": (self.up_bias, WIDE_BIAS), "down_bias": (self.down_bias, NARROW_BIAS)}
+        return {name: one for name, one in found.items() if one[0] is not None}
+
+    def _local(self, x_BTD, real_BT, *weights) -> tuple[jax.Array, dict[str, Any]]:
         """Process one device's tokens: split over `tensor` on entry and exit, gathered over it in between."""
-        c, (*bias, gate, up, down) = self.config, rest
+        c, w = self.config, dict(zip(self._weights(), weights, strict=True))
         tensor, row = sharding.axes_over("act_expert_mlp"), Row(sharding.axes_over("seq"))
         split = tensor if x_BTD.shape[1] < real_BT.shape[1] else ()  # between blocks
         x_BTD = lax.all_gather(x_BTD, split, axis=1, tiled=True) if split else x_BTD
         B, T, D = x_BTD.shape
-        routing = route(c, x_BTD, real_BT, kernel_DE, bias[0] if bias else None, row)
+        routing = route(c, x_BTD, real_BT, w["kernel"], w.get("bias"), row, w.get("logit_bias"))
         x_ND, experts_NK, weights_NK, kept_NK = (a.reshape(B * T, -1) for a in (
             x_BTD, routing.experts_BTK, routing.weights_BTK, routing.kept_BTK))
-        most = min(T, capacity(c, row.length(T))) * B * gate.shape[0]
-        y_ND = through_experts(x_ND, experts_NK, weights_NK, kept_NK, gate, up, down,
+        most = min(T, capacity(c, row.length(T))) * B * w["gate"].shape[0]
+        biases = (w["gate_bias"], w["up_bias"]) if "gate_bias" in w else ()
+        y_ND = through_experts(x_ND, experts_NK, weights_NK, kept_NK, w["gate"], w["up"], w["down"], biases,
                                axis=sharding.axes_over("experts"), options=self.options,
-                               limit=most if c.capacity_factor else None)
+                               limit=most if c.capacity_factor else None, activation=self.activation)
         y_BTD = y_ND.reshape(B, T, D)
         if split:
             y_BTD = lax.psum_scatter(y_BTD, split, scatter_dimension=1, tiled=True)
         elif tensor:
             y_BTD = lax.psum(y_BTD, tensor)
+        if "down_bias" in w:
+            y_BTD = sharding.with_bias(y_BTD, _down_bias(routing, w["down_bias"], split))
         parts = {name: total[:, None] for name, total in routing.sums_B.items()}
         return y_BTD, {"penalty": routing.penalty_B, **parts}
+
+
+def _down_bias(routing: Routing, bias_ED: jax.Array, split: tuple[str, ...]) -> jax.Array:
+    """Return the weighted sum of the biases of each token's experts, for the part of the tokens that `split` leaves.
+
+    It is added where the tokens are, after the sums over devices, so that it is counted once.
+    """
+    weights_BTK = routing.weights_BTK * routing.kept_BTK
+    hits_BTKE = routing.experts_BTK[..., None] == jnp.arange(len(bias_ED))
+    weights_BTE = (weights_BTK[..., None] * hits_BTKE).sum(-2)
+    if split:
+        own = weights_BTE.shape[1] // lax.axis_size(split)
+        weights_BTE = lax.dynamic_slice_in_dim(weights_BTE, lax.axis_index(split) * own, own, axis=1)
+    return jnp.einsum("bte,ed->btd", weights_BTE, bias_ED.astype(jnp.float32))
 
 
 def totals(aux: dict[str, jax.Array]) -> dict[str, jax.Array]:

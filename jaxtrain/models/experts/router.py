@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.config.families import ExpertsConfig
+from jaxtrain.config.families import RoutedConfig
 from jaxtrain.kernels.functions import softmax
 from jaxtrain.parallel.rows import Row
 
@@ -31,10 +31,11 @@ class Routing:
     sums_B: dict[str, jax.Array]  # of each row over the tokens on this device: [B] or [B, E]
 
 
-def route(c: ExpertsConfig, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array | None,
-          row: Row) -> Routing:
-    """Route tokens; `real_BT` is False for padding."""
+def route(c: RoutedConfig, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array | None,
+          row: Row, logit_bias_E: jax.Array | None = None) -> Routing:
+    """Route tokens; `real_BT` is False for padding. The weights of a token's experts depend on `logit_bias_E` alone."""
     logits_BTE = jnp.einsum("btd,de->bte", x_BTD.astype(F32), kernel_DE, precision=lax.Precision.HIGHEST)
+    logits_BTE = logits_BTE if logit_bias_E is None else logits_BTE + logit_bias_E
     scores_BTE = softmax(logits_BTE) if c.router == "softmax" else jax.nn.sigmoid(logits_BTE)
     experts_BTK = choose(c, lax.stop_gradient(scores_BTE) + (0 if bias_E is None else lax.stop_gradient(bias_E)))
     weights_BTK = jnp.take_along_axis(scores_BTE, experts_BTK, -1)
@@ -67,7 +68,7 @@ def route(c: ExpertsConfig, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax
     return Routing(experts_BTK, weights_BTK, kept_BTK, penalty_B, lax.stop_gradient(sums_B))
 
 
-def choose(c: ExpertsConfig, scores_BTE: jax.Array) -> jax.Array:
+def choose(c: RoutedConfig, scores_BTE: jax.Array) -> jax.Array:
     """Return the experts with the highest scores (ties: lowest index first), from the best groups only."""
     if c.expert_groups > 1:
         grouped_BTGE = scores_BTE.reshape(*scores_BTE.shape[:2], c.expert_groups, -1)
@@ -78,6 +79,6 @@ def choose(c: ExpertsConfig, scores_BTE: jax.Array) -> jax.Array:
     return lax.top_k(scores_BTE, c.experts_per_token)[1]
 
 
-def capacity(c: ExpertsConfig, row: int) -> int:
+def capacity(c: RoutedConfig, row: int) -> int:
     """Return how many tokens of a row of this length one expert accepts."""
     return math.ceil(min(row, c.capacity_factor * row * c.experts_per_token / c.num_experts))

@@ -120,8 +120,8 @@ def _pairs(T: int, side: int, window: int) -> int:
 
 
 def _attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: Any, window: int,
-               soft_cap: float) -> jax.Array:
-    assert not soft_cap, "refused before"
+               soft_cap: float, sinks_H: None) -> jax.Array:
+    assert not soft_cap and sinks_H is None, "refused before"
     if segments_BT is None:
         return _kernel(window, q_BTHK, k_BSGK, v_BSGK)
     same = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]

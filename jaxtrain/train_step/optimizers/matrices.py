@@ -5,19 +5,21 @@ from typing import Any
 
 import jax
 
+_STACKED = ("layers", "experts", "every_expert")  # each has a matrix, or a vector, of its own
+
 
 @dataclass(frozen=True)
 class Dimensions:
     """The dimensions of a parameter. `rows` and `columns` are those of each matrix in it; a vector has none."""
 
-    stacked: tuple[int, ...]  # layers and experts: each has a matrix, or a vector, of its own
+    stacked: tuple[int, ...]  # layers and experts
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, names: tuple) -> "Dimensions":
         """Return the dimensions of a parameter with these logical names; heads count as flattened."""
-        stacked = tuple(i for i, name in enumerate(names) if name in ("layers", "experts"))
+        stacked = tuple(i for i, name in enumerate(names) if name in _STACKED)
         if not is_matrix(names):
             return cls(stacked)
         own = [i for i in range(len(names)) if i not in stacked]
@@ -28,7 +30,7 @@ class Dimensions:
 
 def is_matrix(names: tuple) -> bool:
     """Return whether a parameter is a matrix, which decays; biases, norms and other vectors do not."""
-    return "norm" not in names and sum(name not in (None, "layers", "head_dim") for name in names) > 1
+    return "norm" not in names and sum(name not in (None, "head_dim", *_STACKED) for name in names) > 1
 
 
 def map_names(function: Any, axes: Any) -> Any:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtrain as jt
 from jaxtrain.models import make_model
 from jaxtrain.models.experts import moe
+from jaxtrain.models.gpt_oss import clamped_swiglu
 from jaxtrain.parallel.context import balanced_order
 from jaxtrain.parallel.experts import OVERFLOW, Options
 from jaxtrain.plan import hlo
@@ -29,16 +30,25 @@ MESHES = {
     "expert_context_tensor": dict(expert=2, context=2, tensor=2),
     "fsdp_expert_context": dict(fsdp=2, expert=2, context=2),
 }
-SOFTMAX, SIGMOID = reference.tiny("mixtral").model, reference.tiny("deepseek_v3").model
+SOFTMAX, SIGMOID, BIASED = (reference.tiny(family).model for family in ("mixtral", "deepseek_v3", "gpt_oss"))
 CAPPED = dataclasses.replace(SOFTMAX, capacity_factor=0.75)
 SLOW = pytest.mark.slow
-SOME = [pytest.param("softmax", marks=SLOW), "sigmoid", pytest.param("capacity", marks=SLOW)]
-CONFIGS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "capacity": CAPPED}
+SOME = [pytest.param("softmax", marks=SLOW), "sigmoid", *(pytest.param(name, marks=SLOW) for name in (
+    "capacity", "biased"))]
+CONFIGS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "capacity": CAPPED, "biased": BIASED}
 QUICK = [("sigmoid", "fsdp_expert_context"), ("capacity", "expert")]
 
 
 def layer(c, exchange="auto", buffer=2.0):
-    return moe.MoE(c, out_std=0.02, options=Options(exchange, buffer=buffer), rngs=nnx.Rngs(params=0))
+    more = dict(biased=True, activation=functools.partial(
+        clamped_swiglu, limit=c.swiglu_limit, alpha=c.swiglu_alpha)) if c.name == "gpt_oss" else {}
+    return moe.MoE(c, out_std=0.02, options=Options(exchange, buffer=buffer), rngs=nnx.Rngs(params=0), **more)
+
+
+def initial(module):
+    """The layer's parameters, of which no bias is zero where experts have some."""
+    params = module.params()
+    return reference.with_biases(params) if "down_bias" in params else params
 
 
 def inputs():
@@ -63,7 +73,7 @@ def gradients(module):
 def alone(name):
     """Value, totals and gradients on one device."""
     module = Skeleton.of(layer(CONFIGS[name]))
-    return jax.device_get(jax.jit(gradients(module))(module.params(), *inputs()))
+    return jax.device_get(jax.jit(gradients(module))(initial(module), *inputs()))
 
 
 def close(got, want, tolerance=1e-5):
@@ -89,7 +99,7 @@ def placed(module, mesh, rules, params=None, arguments=None):
     """Parameters and inputs as they lie at rest and between blocks."""
     def put(value, *names):
         return jax.device_put(value, jax.NamedSharding(mesh, sharding.without_trivial_axes(rules.spec(names), mesh)))
-    params = jax.tree.map(lambda value, names: put(value, *names), params or module.params(), module.axes())
+    params = jax.tree.map(lambda value, names: put(value, *names), params or initial(module), module.axes())
     x, segments, pull, weight = (a[:, order(mesh)] for a in arguments or inputs())
     between = "batch", "block_seq", None
     return params, put(x, *between), put(segments, "batch", "seq"), put(pull, *between), put(weight, "batch", "seq")
@@ -103,6 +113,17 @@ def test_any_mesh_gives_the_numbers_of_one_device(name, mesh):
     mesh = jt.make_mesh(**MESHES[mesh])
     with sharding.use(mesh, rules):
         close(in_order(jax.jit(gradients(module))(*placed(module, mesh, rules)), mesh), want)
+
+
+@SLOW
+def test_biases_and_the_clamped_activation_are_those_of_the_plain_layer():
+    module, (x, segments, *_) = Skeleton.of(layer(BIASED)), map(jnp.asarray, inputs())
+    params = initial(module)
+    assert np.abs(x @ params["gate"][0] + params["gate_bias"][0]).max() > BIASED.swiglu_limit  # some are clamped
+    found, wanted = (jax.jit(jax.value_and_grad(f))(params) for f in (
+        lambda p: (module.merge(p)(x, segments)[0] ** 2).sum(),
+        lambda p: (plain_experts.experts(BIASED, p, x, segments)[0] ** 2).sum()))
+    close(found, wanted)
 
 
 def only(specs, axes):
@@ -230,6 +251,7 @@ def test_nothing_is_dropped_when_all_tokens_want_the_same_device(sizes, exchange
 @pytest.mark.parametrize(("name", "exchange", "sizes"), [
     ("softmax", "auto", {}), ("sigmoid", "gather", dict(expert=4, tensor=2)),
     pytest.param("softmax", "ragged", dict(expert=4, fsdp=2), marks=SLOW),
+    pytest.param("biased", "ragged", dict(expert=4, tensor=2), marks=SLOW),
     pytest.param("capacity", "ragged", dict(expert=8), marks=SLOW)], ids=str)
 def test_rows_that_the_buffer_does_not_hold_take_further_passes(name, exchange, sizes, buffer, monkeypatch):
     """Value, totals and all gradients are those of one pass; 0.3 needs at least four passes, 0 has room for all."""

@@ -1,0 +1,20 @@
+"""Attention of layers in one stack, of which each learns from its number whether it has a sliding window.
+
+Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K head width.
+"""
+
+from typing import Any
+
+import jax
+
+from jaxtrain.models.attention.self_attention import attend
+
+
+def attend_by_layer(everywhere: jax.Array, q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, window: int,
+                    **how: Any) -> jax.Array:
+    """Return `attend` with the window, or over all tokens in layers where `everywhere` is true."""
+    def with_window(window):
+        # By this name jaxtrain.plan tells which layers take a branch.
+        return jax.named_scope(f"window_{window}")(lambda q, k, v: attend(q, k, v, window=window, **how))
+
+    return jax.lax.cond(everywhere, with_window(0), with_window(window), q_BTHK, k_BSGK, v_BSGK)
