@@ -18,8 +18,8 @@ import peft
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from jaxtrain.hub import safetensors_files
 from jaxtrain.hub.adapters import adapter_files
+from jaxtrain.hub.weights import safetensors_files
 from tests.hub import published
 from tests.hub.adapters import published_adapters
 from tools.hub_truth import torch_model

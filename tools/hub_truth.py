@@ -20,7 +20,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from jaxtrain.hub import safetensors_files
+from jaxtrain.hub.weights import safetensors_files
 from tests.hub import published
 
 
@@ -72,7 +72,7 @@ def exported(name: str, case: dict[str, Any]) -> float:
     import jaxtrain as jt
     from jaxtrain.config.families import FAMILIES
     from jaxtrain.config.published_config import config_json, model_section
-    from jaxtrain.hub import published_weights
+    from jaxtrain.hub.weights import published_weights
 
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         folder, to = published.write(Path(first) / "in", case), Path(second)
@@ -93,7 +93,7 @@ def rewarded(case: dict[str, Any]) -> float:
 
     import jaxtrain as jt
     from jaxtrain.config.published_config import config_json, model_section
-    from jaxtrain.hub import published_weights
+    from jaxtrain.hub.weights import published_weights
 
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         folder, to = published.write(Path(first) / "in", case), Path(second)

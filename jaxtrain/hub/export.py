@@ -82,9 +82,10 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     from jaxtrain.config.published_config import FILE, config_json
     from jaxtrain.distributed.coordination import exchange
     from jaxtrain.files import atomic_files
-    from jaxtrain.hub import published_weights, trained_model
+    from jaxtrain.hub import trained_model
     from jaxtrain.hub.release import gates as release_gates
     from jaxtrain.hub.release import model_card
+    from jaxtrain.hub.weights import published_weights
     from jaxtrain.models import lora
 
     workdir, to = Path(workdir), Path(to)

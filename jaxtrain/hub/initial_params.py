@@ -13,11 +13,11 @@ from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
 from jaxtrain.files.atomic_files import file_digest
 from jaxtrain.files.bounded_files import user_json
-from jaxtrain.hub import published_weights
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.export import RECORD
-from jaxtrain.hub.safetensors_files import INDEX
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
+from jaxtrain.hub.weights import published_weights
+from jaxtrain.hub.weights.safetensors_files import INDEX
 from jaxtrain.models.lora import without_adapters
 from jaxtrain.models.reward_head import without_head
 from jaxtrain.run import Run

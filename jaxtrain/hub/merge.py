@@ -22,7 +22,7 @@ import numpy as np
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import command, parser_of
 from jaxtrain.hub import export
-from jaxtrain.hub.safetensors_files import DTYPES, OTHERS, Tensor
+from jaxtrain.hub.weights.safetensors_files import DTYPES, OTHERS, Tensor
 
 METHODS = ("average", "slerp", "ties")
 PARALLEL = 0.9995  # the cosine above which an arc is a straight line, and its formula divides by almost nothing
@@ -65,7 +65,7 @@ def merge(folders: Sequence[Path], to: Path, formula: Callable[[Sequence[np.ndar
         record: what export.json says.
     """
     from jaxtrain.config.published_config import model_section
-    from jaxtrain.hub import rewritten_folder, safetensors_files
+    from jaxtrain.hub.weights import rewritten_folder, safetensors_files
 
     sections = [model_section(folder) for folder in folders]
     models = [safetensors_files.tensors_of(folder) for folder in folders]

@@ -17,8 +17,8 @@ from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
-from jaxtrain.hub import published_weights
 from jaxtrain.hub.adapters import adapter_files
+from jaxtrain.hub.weights import published_weights
 from jaxtrain.run import Run
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import TrainState

@@ -165,19 +165,26 @@ def _truth(model: Any, packing: bool, empty: str, z_loss: float, whole: bool = F
     from tests.numerics.plain_lora import at_random, merged
 
     init = jax.jit(lambda key: Skeleton.of(make_model(model, None, lora, rngs=nnx.Rngs(params=key))).params())
-    params = at_random(jax.device_get(init.lower(jax.random.key(0)).compile({"xla_backend_optimization_level": 0})(
+    everything = at_random(jax.device_get(init.lower(jax.random.key(0)).compile({"xla_backend_optimization_level": 0})(
         jax.random.key(0))))
-    params = reference.with_biases(params) if model.name == "gpt_oss" else params
+    everything = reference.with_biases(everything) if model.name == "gpt_oss" else everything
 
-    def value(params):
+    def value(floats):
+        params = jax.tree.map(lambda x, whole: whole if x is None else x, floats, everything, is_leaf=_is_none)
         params = merged(params, scale(lora)) if lora.rank else params
         loss, excess = reference.loss_and_excess(model, params, batch_of(packing, empty, whole), z_loss)
         return loss, (excess, reference.evaluation(model, params, batch_of(packing, empty, whole)))
 
-    ((loss, (excess, entropy)), grads) = jax.jit(jax.value_and_grad(value, has_aux=True)).lower(params).compile(
-        {"xla_backend_optimization_level": 0})(params)
+    # Weights in few bits are integers, which have no gradient.
+    floats = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, everything)
+    ((loss, (excess, entropy)), grads) = jax.jit(jax.value_and_grad(value, has_aux=True)).lower(floats).compile(
+        {"xla_backend_optimization_level": 0})(floats)
     bias = jnp.sign(jnp.round(excess, 6)) * -model.router_bias_rate if model.router_bias_rate else None
-    return params, *jax.device_get((loss, grads, reference.norm_of(grads), entropy, bias))
+    return everything, *jax.device_get((loss, grads, reference.norm_of(grads), entropy, bias))
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def check(keys: dict[str, Any]) -> dict[str, float]:

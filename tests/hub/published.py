@@ -10,7 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.hub import safetensors_files
+from jaxtrain.hub.weights import safetensors_files
 
 TRUTH = Path(__file__).with_name("published_truth.json")
 # Without 0, the padding of Gemma, whose gradient transformers leaves out.

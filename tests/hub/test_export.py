@@ -14,8 +14,9 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import restore
-from jaxtrain.hub import export, generate_texts, initial_params, published_weights
+from jaxtrain.hub import export, generate_texts, initial_params
 from jaxtrain.hub.adapters import __main__ as adapters
+from jaxtrain.hub.weights import published_weights
 from jaxtrain.train_step import partition, quantization, quantized_kernels
 from tests.numerics import reference
 from tests.numerics.plain_lora import merged

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.hub import export, initial_params, merge, safetensors_files
-from jaxtrain.hub.safetensors_files import SINGLE, tensors_of
+from jaxtrain.hub import export, initial_params, merge
+from jaxtrain.hub.weights import safetensors_files
+from jaxtrain.hub.weights.safetensors_files import SINGLE, tensors_of
 from tests.hub import published
 from tests.numerics import reference
 

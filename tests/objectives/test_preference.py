@@ -9,8 +9,9 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.data.prepare import prepare
-from jaxtrain.hub import export, generate_texts, safetensors_files
+from jaxtrain.hub import export, generate_texts
 from jaxtrain.hub.initial_params import with_initial_params
+from jaxtrain.hub.weights import safetensors_files
 from jaxtrain.models.lora import scale
 from jaxtrain.train_step import partition
 from jaxtrain.trainer import best_metric

@@ -14,8 +14,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, safe_names
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.hub import export as exports
-from jaxtrain.hub import initial_params, safetensors_files, trained_model
+from jaxtrain.hub import initial_params, trained_model
 from jaxtrain.hub.adapters import adapter_files
+from jaxtrain.hub.weights import safetensors_files
 
 
 def export(workdir: Path, to: Path, step: int | None = None, base: str = "", dtype: str = "float32") -> int:

@@ -20,9 +20,9 @@ from jaxtrain.config.families import ModelConfig
 from jaxtrain.config.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files
-from jaxtrain.hub import published_weights, safetensors_files
-from jaxtrain.hub.safetensors_files import Tensor
-from jaxtrain.hub.tensor_names import Entry, entries
+from jaxtrain.hub.weights import published_weights, safetensors_files
+from jaxtrain.hub.weights.safetensors_files import Tensor
+from jaxtrain.hub.weights.tensor_names import Entry, entries
 from jaxtrain.models import lora
 from jaxtrain.train_step import partition
 

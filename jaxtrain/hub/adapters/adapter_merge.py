@@ -16,9 +16,9 @@ import numpy as np
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES, ModelConfig
 from jaxtrain.errors import UserError
-from jaxtrain.hub import published_weights, rewritten_folder, safetensors_files
 from jaxtrain.hub.adapters import adapter_files
-from jaxtrain.hub.safetensors_files import DTYPES, OTHERS, Tensor
+from jaxtrain.hub.weights import published_weights, rewritten_folder, safetensors_files
+from jaxtrain.hub.weights.safetensors_files import DTYPES, OTHERS, Tensor
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 import jaxtrain as jt
-from jaxtrain.hub import safetensors_files, trained_model
+from jaxtrain.hub import trained_model
 from jaxtrain.hub.adapters import adapter_files
+from jaxtrain.hub.weights import safetensors_files
 from tests.hub import published
 
 TRUTH = Path(__file__).with_name("adapter_truth.json")

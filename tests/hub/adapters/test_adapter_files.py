@@ -10,9 +10,10 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.config.tuning_keys import LoraConfig
-from jaxtrain.hub import initial_params, safetensors_files, trained_model
+from jaxtrain.hub import initial_params, trained_model
 from jaxtrain.hub.adapters import __main__ as adapters
 from jaxtrain.hub.adapters import adapter_files, adapter_merge
+from jaxtrain.hub.weights import safetensors_files
 from jaxtrain.sharding import rules as sharding
 from tests.hub import published
 from tests.hub.adapters import published_adapters

@@ -11,9 +11,10 @@ import numpy as np
 from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.published_config import FILE
 from jaxtrain.files import atomic_files, bounded_files
-from jaxtrain.hub import export, safetensors_files
-from jaxtrain.hub.safetensors_files import DTYPES, INDEX, OTHERS, Tensor
-from jaxtrain.hub.tensor_names import entries
+from jaxtrain.hub import export
+from jaxtrain.hub.weights import safetensors_files
+from jaxtrain.hub.weights.safetensors_files import DTYPES, INDEX, OTHERS, Tensor
+from jaxtrain.hub.weights.tensor_names import entries
 
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # the tokenizer's and the template's; not the model card
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}

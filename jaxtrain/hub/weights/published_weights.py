@@ -21,9 +21,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.families import ModelConfig
 from jaxtrain.errors import UserError
-from jaxtrain.hub import mxfp4, safetensors_files
-from jaxtrain.hub.safetensors_files import Tensor
-from jaxtrain.hub.tensor_names import Entry, entries
+from jaxtrain.hub.weights import mxfp4, safetensors_files
+from jaxtrain.hub.weights.mxfp4 import Packed
+from jaxtrain.hub.weights.safetensors_files import Tensor
+from jaxtrain.hub.weights.tensor_names import Entry, entries
 from jaxtrain.models import reward_head
 from jaxtrain.models.lora import NAME as ADAPTER
 from jaxtrain.sharding.rules import axes_of
@@ -67,8 +68,8 @@ def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
         jax.make_array_from_callback(leaf.shape, leaf.sharding, readers[path]) for path, leaf in flat.items()])
 
 
-def readers_of(folder: str | Path, tensors: Mapping[str, Tensor], known: Mapping[str, Entry], wanted: Mapping[str, Any],
-               used: set[str]) -> dict[str, Callable[..., np.ndarray]]:
+def readers_of(folder: str | Path, tensors: Mapping[str, Tensor | Packed], known: Mapping[str, Entry],
+               wanted: Mapping[str, Any], used: set[str]) -> dict[str, Callable[..., np.ndarray]]:
     """Return the function that reads a slice of each wanted parameter, by path, once all shapes are as they should be.
 
     `used` gets the names of the tensors that hold them.
@@ -102,7 +103,7 @@ def _read_quantized(read: Callable[[tuple[slice, ...]], np.ndarray], shape: tupl
     return np.concatenate(found)
 
 
-def read(tensors: Mapping[str, Tensor | mxfp4.Packed], entry: Entry, shape: Sequence[int], dtype: Any,
+def read(tensors: Mapping[str, Tensor | Packed], entry: Entry, shape: Sequence[int], dtype: Any,
          index: tuple[slice, ...]) -> np.ndarray:
     """Return a slice of a parameter of this shape."""
     stacked = _stacked(entry)
@@ -307,7 +308,7 @@ def _is_ignored(name: str, model: ModelConfig) -> bool:
     return bool(_IGNORED.search(name)) or ahead
 
 
-def _check(folder: str | Path, tensor: Tensor | mxfp4.Packed | None, name: str, shape: tuple[int, ...],
+def _check(folder: str | Path, tensor: Tensor | Packed | None, name: str, shape: tuple[int, ...],
            ours: str) -> None:
     if tensor is None:
         raise UserError(f"{folder}", f"it has no tensor {name}", "give the config that its config.json describes")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.hub import safetensors_files
-from jaxtrain.hub.safetensors_files import INDEX, SINGLE, file_names, split_over_files, tensors_of
+from jaxtrain.hub.weights import safetensors_files
+from jaxtrain.hub.weights.safetensors_files import INDEX, SINGLE, file_names, split_over_files, tensors_of
 
 A, B = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones((4,), ml_dtypes.bfloat16)
 

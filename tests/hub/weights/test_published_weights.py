@@ -11,8 +11,8 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.published_config import model_section
-from jaxtrain.hub import published_weights, safetensors_files
-from jaxtrain.hub.tensor_names import entries
+from jaxtrain.hub.weights import published_weights, safetensors_files
+from jaxtrain.hub.weights.tensor_names import entries
 from jaxtrain.sharding import rules as sharding
 from tests.hub import published
 

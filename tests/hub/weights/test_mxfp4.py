@@ -11,7 +11,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.published_config import model_section
-from jaxtrain.hub import mxfp4, published_weights, safetensors_files
+from jaxtrain.hub.weights import mxfp4, published_weights, safetensors_files
 from tests.hub import published
 
 CONFIG = published.CASES["gpt_oss"][1] | {

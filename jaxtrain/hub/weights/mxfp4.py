@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.hub.safetensors_files import OTHERS, Tensor
+from jaxtrain.hub.weights.safetensors_files import OTHERS, Tensor
 
 BLOCK = 32
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)

@@ -1,0 +1,1 @@
+"""Published weights: safetensors files, which tensor each parameter is, and whole folders of them."""
