@@ -20,13 +20,14 @@ class LoraConfig:
     alpha: float = 16.0  # adapters are multiplied by alpha / rank
     rank_stabilized: bool = False  # by alpha / sqrt(rank) instead, which lets higher ranks learn as fast
     targets: list[str] = field(default_factory=lambda: ["*"], hash=False)  # paths with wildcards of linear layers
+    experts: bool = False  # targets are matrices of routed experts too
     dora: bool = False  # adapters turn the weights' columns, and their lengths are trained apart (DoRA)
     quantize: str = ""  # the bits in which frozen linear layers rest: int8 or nf4 (QLoRA); "": as they are
 
     def __post_init__(self):
         not_negative(self, "lora", "rank")
         positive(self, "lora", "alpha")
-        _unread(self, "lora", self.rank, "rank above 0", "alpha rank_stabilized targets dora quantize")
+        _unread(self, "lora", self.rank, "rank above 0", "alpha rank_stabilized targets experts dora quantize")
         one_of("lora.quantize", self.quantize, ("", "int8", "nf4"))
         if not self.targets or not all(isinstance(pattern, str) for pattern in self.targets):
             raise UserError("lora.targets", f"{self.targets} is not a list of paths",
@@ -123,6 +124,10 @@ def check(config: Any) -> None:
     if config.lora.rank and config.train.freeze:
         raise UserError("train.freeze", "with lora.rank everything is frozen but the adapters",
                         "leave it out; train.trainable names what is trained beside them")
+    if config.lora.experts and not config.model.num_experts:
+        raise UserError("lora.experts", f"model.name={config.model.name} has no experts", "leave it out")
+    if config.lora.experts and config.lora.dora:
+        raise UserError("lora.dora", "matrices of experts cannot have it", "leave out lora.experts or lora.dora")
     loss, packing = config.preference.loss, config.data.packing
     wanted = "answers" if loss == "kto" else "pairs"
     if loss and packing != wanted:

@@ -9,6 +9,7 @@ how much each is longer than in W, at first 1.
 Shape suffixes: of a weight, the letters of the layer's own equation; R the rank.
 """
 
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +19,9 @@ from flax import nnx
 
 from jaxtrain.config.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.models.experts.moe import MATRICES, MoE
 from jaxtrain.models.layers import Linear, param
+from jaxtrain.parallel.experts import Adapted
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 
@@ -78,22 +81,67 @@ class Adapter(nnx.Module):
         return jnp.einsum(self.equation, down, up, out_sharding=spec) * self.scale
 
 
+class ExpertAdapter(nnx.Module):
+    """The low-rank product of each expert's matrix."""
+
+    def __init__(self, shape: tuple[int, ...], names: tuple[str, ...], c: LoraConfig, *, rngs: nnx.Rngs):
+        *lead, inner, outer = shape
+        layers = ("layers",) * (len(lead) - 1)
+        self.down = param(rngs, (*lead, inner, c.rank), (*layers, *names[:2], "lora"), std=0.02)
+        self.up = param(rngs, (*lead, c.rank, outer), (*layers, names[0], "lora", names[2]), std=0)
+
+
+class ExpertAdapters(nnx.Module):
+    """The adapters of the routed experts of a layer, or of all layers of a stack."""
+
+    def __init__(self, moe: MoE, names: Sequence[str], c: LoraConfig, *, rngs: nnx.Rngs):
+        self.scale, self.names = scale(c), tuple(names)
+        for name in names:
+            setattr(self, name, ExpertAdapter(getattr(moe, name).get_value().shape, MATRICES[name], c, rngs=rngs))
+
+    def weights(self) -> dict[str, Any]:
+        """Return the parameters, with their logical names in one layer."""
+        axes = {name: MATRICES[name] for name in self.names}
+        return {f"{name}_adapter_{part}": (getattr(getattr(self, name), part), names)
+                for name, (experts, inner, outer) in axes.items()
+                for part, names in (("down", (experts, inner, "lora")), ("up", (experts, "lora", outer)))}
+
+    def adapted(self, w: Mapping[str, jax.Array]) -> dict[str, Adapted]:
+        """Return the experts' matrices with their adapters, of parameters by name."""
+        return {name: Adapted(w[name], w[f"{name}_adapter_down"], w[f"{name}_adapter_up"], self.scale)
+                for name in self.names}
+
+
 def scale(c: LoraConfig) -> float:
     """Return what adapters are multiplied by; 0 without any."""
     return c.alpha / (c.rank**0.5 if c.rank_stabilized else c.rank) if c.rank else 0.0
 
 
 def adapt(model: nnx.Module, c: LoraConfig, rngs: nnx.Rngs) -> None:
-    """Give an adapter to every linear layer whose path matches one of `lora.targets`; quantize all linear layers."""
-    linears = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
+    """Give an adapter to every linear layer whose path matches one of `lora.targets`; quantize all linear layers.
+
+    With `lora.experts` the matrices of routed experts count as linear layers, though they are not quantized.
+    """
+    nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear | MoE)}
+    linears = {path: node for path, node in nodes.items() if isinstance(node, Linear)}
+    experts = {f"{path}/{name}": (node, name) for path, node in nodes.items() if isinstance(node, MoE)
+               for name in MATRICES if c.experts}
     for pattern in c.targets:
-        if not any(fnmatchcase(path, pattern) for path in linears):
-            raise UserError("lora.targets", f"no linear layer's path matches {pattern!r}", nearest(pattern, linears))
+        if not any(fnmatchcase(path, pattern) for path in [*linears, *experts]):
+            raise UserError("lora.targets", f"no linear layer's path matches {pattern!r}",
+                            nearest(pattern, [*linears, *experts]))
     for path, linear in sorted(linears.items()):
-        if any(fnmatchcase(path, pattern) for pattern in c.targets):
+        if _is_target(path, c):
             setattr(linear, NAME, Adapter(linear, c, rngs=rngs))
+    for path, moe in sorted((path, node) for path, node in nodes.items() if isinstance(node, MoE)):
+        if names := [name for name in MATRICES if f"{path}/{name}" in experts and _is_target(f"{path}/{name}", c)]:
+            setattr(moe, NAME, ExpertAdapters(moe, names, c, rngs=rngs))
     for linear in linears.values() if c.quantize else ():
         linear.quantize(c.quantize)
+
+
+def _is_target(path: str, c: LoraConfig) -> bool:
+    return any(fnmatchcase(path, pattern) for pattern in c.targets)
 
 
 def is_adapter(path: str) -> bool:

@@ -17,7 +17,7 @@ tokens to experts, R rows of a buffer, P devices that exchange.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,13 @@ from jaxtrain.config.families import ModelConfig
 from jaxtrain.config.schema import Config, TrainConfig
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.functions import swiglu
-from jaxtrain.kernels.grouped_matmul import ROWS, choose_backend, grouped_matmul, grouped_matmul_gradients
+from jaxtrain.kernels.grouped_matmul import (
+    DIMENSION,
+    ROWS,
+    choose_backend,
+    grouped_matmul,
+    grouped_matmul_gradients,
+)
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import precision
 
@@ -49,6 +55,20 @@ class Options:
 
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapted:
+    """The matrices of experts with an adapter each: a row times weight + scale x down up."""
+
+    weight: jax.Array
+    down: jax.Array
+    up: jax.Array
+    scale: float = field(metadata={"static": True})
+
+
+Weight = jax.Array | Adapted
 DEFAULT = Options()
 OVERFLOW = "experts_overflow"  # scope of the passes that an even load does not need
 
@@ -79,21 +99,20 @@ def masks(config: Config, mesh: Mapping[str, int], platform: str) -> bool:
 
 
 def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, kept_NK: jax.Array,
-                    gate_LDF: jax.Array, up_LDF: jax.Array, down_LFD: jax.Array, biases: tuple[jax.Array, ...] = (), *,
+                    gate_LDF: Weight, up_LDF: Weight, down_LFD: Weight, biases: tuple[jax.Array, ...] = (), *,
                     axis: tuple[str, ...] = (), options: Options = DEFAULT, limit: int | None = None,
                     activation: Activation = swiglu) -> jax.Array:
     """Return the weighted sum of each token's experts; `limit` caps the rows that a device receives from one other.
 
     `biases` are those [L, F] of the gate and of up, if there are any.
     """
-    n, held = (lax.axis_size(axis) if axis else 1), gate_LDF.shape[0]
+    n, held = (lax.axis_size(axis) if axis else 1), len(jax.tree.leaves(gate_LDF)[0])
     tokens, choices = experts_NK.shape
     worst, even = n * min(tokens * min(choices, held), limit or tokens * choices), tokens * choices
     way = choose_exchange(options.exchange, n, choices)
     experts_NK = jnp.where(kept_NK, experts_NK, n * held)  # an expert that no device holds
     how: dict[str, Any] = {"backend": options.grouped_matmul, "filled": min(even, worst)}
-    p = _Passes(partial(grouped_matmul, **how), partial(grouped_matmul_gradients, **how),
-                buffer_rows(even, worst, options.buffer), worst, axis if way == "ragged" else (), held, activation)
+    p = _Passes(how, buffer_rows(even, worst, options.buffer), worst, axis if way == "ragged" else (), held, activation)
     if way == "gather":
         x_ND, experts_NK, weights_NK = (lax.all_gather(a, axis, tiled=True) for a in (x_ND, experts_NK, weights_NK))
         experts_NK = experts_NK - lax.axis_index(axis) * held
@@ -133,8 +152,7 @@ def filled(c: ModelConfig, devices: int, factor: float) -> float:
 class _Passes:
     """How rows pass through a buffer: from each token to rows sorted by expert, and back."""
 
-    product: Callable[..., jax.Array]
-    gradients: Callable[..., tuple[jax.Array, jax.Array]]  # of the product
+    how: dict[str, Any]  # grouped matmuls are computed
     rows: int  # of the buffer
     worst: int  # number of rows that there may be
     axis: tuple[str, ...]  # of the devices to which rows are sent; () if all of them are here
@@ -158,7 +176,7 @@ class _Passes:
         return lax.dynamic_slice_in_dim(sizes_PE, lax.axis_index(self.axis) * self.held, self.held, 1)
 
     def forward(self, number: Any, routes: dict[str, jax.Array], x_ND: jax.Array, weights_NK: jax.Array,
-                gate_LDF: jax.Array, up_LDF: jax.Array, down_LFD: jax.Array,
+                gate_LDF: Weight, up_LDF: Weight, down_LFD: Weight,
                 biases: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
         """Return each token's sum over those of its experts that compute in this pass, and what SwiGLU reads."""
         at = self._route(number, routes)
@@ -168,7 +186,7 @@ class _Passes:
         return at.leave(self.product(act_RF, down_LFD, at.sizes)), both_RF
 
     def backward(self, number: Any, routes: dict[str, jax.Array], x_ND: jax.Array, weights_NK: jax.Array,
-                 gate_LDF: jax.Array, up_LDF: jax.Array, down_LFD: jax.Array, biases: tuple[jax.Array, ...],
+                 gate_LDF: Weight, up_LDF: Weight, down_LFD: Weight, biases: tuple[jax.Array, ...],
                  dy_ND: jax.Array, both_RF: Any = None) -> tuple[Any, ...]:
         """Return the gradients of all arrays by `forward`, which is not computed again if it left `both_RF`."""
         at = self._route(number, routes)
@@ -182,7 +200,31 @@ class _Passes:
         dbiases = tuple(at.by_expert(d_RF).astype(b.dtype) for d_RF, b in zip((dgate_RF, dup_RF), biases, strict=False))
         return at.leave(dx_RD + more_RD), at.weights_back(dweights_R), dgate_LDF, dup_LDF, ddown_LFD, dbiases
 
-    def _both(self, at: "_Route", x_RD: jax.Array, gate_LDF: jax.Array, up_LDF: jax.Array,
+    def product(self, x_RK: jax.Array, weight_LKN: Weight, sizes_L: jax.Array) -> jax.Array:
+        """Return each row times the matrix of its expert."""
+        if not isinstance(weight_LKN, Adapted):
+            return grouped_matmul(x_RK, weight_LKN, sizes_L, **self.how)
+        y_RN, (down, up) = self.product(x_RK, weight_LKN.weight, sizes_L), self._narrow(weight_LKN)
+        return y_RN + self.product(self.product(x_RK, down, sizes_L), up, sizes_L) * weight_LKN.scale
+
+    def gradients(self, x_RK: jax.Array, weight_LKN: Weight, sizes_L: jax.Array,
+                  dy_RN: jax.Array) -> tuple[jax.Array, Any]:
+        """Return the gradients of a product by rows and weights."""
+        if not isinstance(weight_LKN, Adapted):
+            return grouped_matmul_gradients(x_RK, weight_LKN, sizes_L, dy_RN, **self.how)
+        dx_RK, dweight = self.gradients(x_RK, weight_LKN.weight, sizes_L, dy_RN)
+        down, up = self._narrow(weight_LKN)
+        inner, dup = self.gradients(self.product(x_RK, down, sizes_L), up, sizes_L, dy_RN * weight_LKN.scale)
+        more_RK, ddown = self.gradients(x_RK, down, sizes_L, inner)
+        rank = weight_LKN.down.shape[-1]
+        return dx_RK + more_RK, Adapted(dweight, ddown[..., :rank], dup[:, :rank], weight_LKN.scale)
+
+    def _narrow(self, weight: Adapted) -> tuple[jax.Array, jax.Array]:
+        """Return both matrices of an adapter, with zeros up to a rank that the kernels of GPUs take."""
+        more = -weight.down.shape[-1] % DIMENSION if sharding.platform() == "gpu" else 0
+        return jnp.pad(weight.down, ((0, 0), (0, 0), (0, more))), jnp.pad(weight.up, ((0, 0), (0, more), (0, 0)))
+
+    def _both(self, at: "_Route", x_RD: jax.Array, gate_LDF: Weight, up_LDF: Weight,
               biases: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         """Return the gate and up of each row, with their biases."""
         gate_RF, up_RF = (self.product(x_RD, w_LDF, at.sizes) for w_LDF in (gate_LDF, up_LDF))

@@ -12,7 +12,10 @@ def merged(params, scale: float):
     found = {key: merged(inner, scale) for key, inner in params.items() if key != "adapter"}
     if "scales" in params:
         found["kernel"] = dequantized(found.pop("scales"), params["kernel"])
-    if "adapter" in params:
+    if "adapter" in params and "kernel" not in params:  # of experts: one for each, by the name of the matrix
+        for name, one in params["adapter"].items():
+            found[name] = found[name] + scale * jnp.matmul(one["down"], one["up"], precision="highest")
+    elif "adapter" in params:
         kernel, a, b = found["kernel"], params["adapter"]["down"], params["adapter"]["up"]
         stacked, rank = kernel.shape[:a.ndim + b.ndim - 2 - kernel.ndim], a.shape[-1]  # a layer that looks ahead is not
         product = jnp.matmul(a.reshape(*stacked, -1, rank), b.reshape(*stacked, rank, -1), precision="highest")

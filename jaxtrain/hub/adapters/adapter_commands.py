@@ -48,6 +48,9 @@ def _check_exported(workdir: Path, to: Path, sections: dict) -> None:
     exports.check_is_new(to)
     if not sections.get("lora", {}).get("rank"):
         raise UserError("WORKDIR", f"{workdir} has no adapters (lora.rank=0)", "write the model: jaxtrain export")
+    if sections["lora"].get("experts"):
+        raise UserError("WORKDIR", f"{workdir} has adapters of experts, for which PEFT has no format of its own",
+                        "write the whole model: jaxtrain export")
     if sections.get("preference", {}).get("loss") == "reward":
         raise UserError("WORKDIR", f"{workdir} has a reward model, whose head is no adapter",
                         "write the whole model: jaxtrain export")

@@ -212,8 +212,10 @@ def published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str,
 def _merged(path: str, which: tuple[int, ...], flat: Mapping[str, jax.Array], dtype: Any,
             lora_scale: float) -> np.ndarray:
     """Gather one layer of a parameter, or one expert, with the adapter that it may have."""
-    down, up, magnitude = (f"{path.rpartition('/')[0]}/{ADAPTER}/{name}" for name in ("down", "up", "magnitude"))
-    if not path.endswith(f"/{KERNEL}") or (down not in flat and _scales_of(path, flat) is None):
+    module, _, matrix = path.rpartition("/")
+    own = f"{module}/{ADAPTER}" if matrix == KERNEL else f"{module}/{ADAPTER}/{matrix}"  # the latter: of experts
+    down, up, magnitude = (f"{own}/{name}" for name in ("down", "up", "magnitude"))
+    if down not in flat and _scales_of(path, flat) is None:
         return _gathered(flat[path], which, dtype)
     kernel = kernel_of(path, which, flat)
     if down not in flat:

@@ -24,6 +24,7 @@ from jaxtrain.sharding import rules as sharding
 
 WIDEN = ("experts", "expert_embed", "expert_mlp")
 NARROW = ("experts", "expert_mlp", "expert_embed")
+MATRICES = {"gate": WIDEN, "up": WIDEN, "down": NARROW}  # of the experts, and their logical names
 WIDE_BIAS, NARROW_BIAS = ("experts", "expert_mlp"), ("every_expert", "expert_embed")
 
 
@@ -44,6 +45,8 @@ class Router(nnx.Module):
 
 class MoE(nnx.Module):
     """Routed SwiGLU experts, or those of another activation, and shared ones. `biased`: with biases everywhere."""
+
+    adapter: Any = None  # models/lora.py gives the experts some
 
     def __init__(self, c: RoutedConfig, *, out_std: float, options: Options = DEFAULT, biased: bool = False,
                  activation: Activation = swiglu, rngs: nnx.Rngs):
@@ -83,10 +86,11 @@ class MoE(nnx.Module):
         """Return the parameters that there are, with their logical names."""
         router = self.router
         found = {"kernel": (router.kernel, ("embed", "router")), "bias": (router.bias, ("router_bias",)),
-                 "gate": (self.gate, WIDEN), "up": (self.up, WIDEN), "down": (self.down, NARROW),
+                 **{name: (getattr(self, name), names) for name, names in MATRICES.items()},
                  "logit_bias": (router.logit_bias, ("router_bias",)), "gate_bias": (self.gate_bias, WIDE_BIAS),
                  "up_bias": (self.up_bias, WIDE_BIAS), "down_bias": (self.down_bias, NARROW_BIAS)}
-        return {name: one for name, one in found.items() if one[0] is not None}
+        found = {name: one for name, one in found.items() if one[0] is not None}
+        return found if self.adapter is None else found | self.adapter.weights()
 
     def _local(self, x_BTD, real_BT, *weights) -> tuple[jax.Array, dict[str, Any]]:
         """Process one device's tokens: split over `tensor` on entry and exit, gathered over it in between."""
@@ -98,8 +102,9 @@ class MoE(nnx.Module):
         routing = route(c, x_BTD, real_BT, w["kernel"], w.get("bias"), row, w.get("logit_bias"))
         x_ND, experts_NK, weights_NK, kept_NK = (a.reshape(B * T, -1) for a in (
             x_BTD, routing.experts_BTK, routing.weights_BTK, routing.kept_BTK))
-        most = min(T, capacity(c, row.length(T))) * B * w["gate"].shape[0]
+        most = min(T, capacity(c, row.length(T))) * B * len(w["gate"])
         biases = (w["gate_bias"], w["up_bias"]) if "gate_bias" in w else ()
+        w |= {} if self.adapter is None else self.adapter.adapted(w)
         y_ND = through_experts(x_ND, experts_NK, weights_NK, kept_NK, w["gate"], w["up"], w["down"], biases,
                                axis=sharding.axes_over("experts"), options=self.options,
                                limit=most if c.capacity_factor else None, activation=self.activation)
