@@ -112,8 +112,17 @@ def starting_config(folder: str) -> dict[str, Keys]:
     if other and not any(Path(folder).glob("*.safetensors")):
         raise UserError("--config", f"the weights in {folder} are not safetensors but {other[0]}",
                         "save them as safetensors, or move them away to begin with random ones")
-    return {"model": model, "data": {"seq_len": min(DataConfig.seq_len, model["max_seq_len"])},
-            "train": {"init_from": folder}}
+    found = {"model": model, "data": {"seq_len": min(DataConfig.seq_len, model["max_seq_len"])},
+             "train": {"init_from": folder}}
+    if is_reward_model(folder):
+        found |= {"preference": {"loss": "reward"}, "data": found["data"] | {"packing": "pairs"}}
+    return found
+
+
+def is_reward_model(folder: str | Path) -> bool:
+    """Return whether the model in `folder` is published as a classifier, as reward models are."""
+    said = bounded_files.user_json(Path(folder) / FILE, dict, "--config", "download it again") or {}
+    return any(f"{name}".endswith("ForSequenceClassification") for name in said.get("architectures") or ())
 
 
 def _section(kind: str, given: Keys, path: Path) -> Keys:
@@ -133,7 +142,7 @@ def _section(kind: str, given: Keys, path: Path) -> Keys:
         if key in table and (type(known.get(key)) is not int or not known[key]):
             raise UserError(f"{path}", f"it has no {key}", "download it again")
     packed = (known.get("quantization_config") or {}).get("quant_method")
-    if known.get("quantization_config") and (kind, packed) != ("gpt_oss", "mxfp4"):  # hub/mxfp4.py reads these
+    if known.get("quantization_config") and (kind, packed) != ("gpt_oss", "mxfp4"):  # hub/weights/mxfp4.py reads these
         raise refuse("quantization_config", "cannot be expressed: only plain weights can")
     section: Keys = {"name": family} | {ours: known[key] for key, ours in table.items() if known.get(key) is not None}
     if kind == "gemma3_text":

@@ -43,9 +43,9 @@ def main(argv: list[str] | None = None) -> None:
     add_process_flags(parser)
     flags = parser.parse_args(argv)
     if not 0 < flags.gate_share <= 1:
-        raise UserError("--gate_share", f"{flags.gate_share} is no share", "give one such as 0.95")
+        raise UserError("--gate_share", f"{flags.gate_share} is not in (0, 1]", "give one such as 0.95")
     if not 0 <= flags.file_gb < 1e6:
-        raise UserError("--file_gb", f"{flags.file_gb} is no size of a file", "give one such as 4")
+        raise UserError("--file_gb", f"{flags.file_gb} is not the size of a file", "give one such as 4")
     from jaxtrain.distributed import processes
 
     processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     for suite, counts in record.get("gates", {}).get("suites", {}).items():
         say(f"gates: {suite}: {counts['passed']} of {counts['checks']} passed")
     if not record.get("gates", {}).get("releasable", True):
-        say(f"it is not releasable; the answers are in {answers_file(Path(flags.workdir), record['step'])}")
+        say(f"it is not releasable; the answers are in {answers_file(Path(flags.workdir), record['step'], flags.ema)}")
         raise SystemExit(1)
 
 
@@ -111,9 +111,10 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
         atomic_files.write_json(partial / FILE, described)
     record: dict[str, Any] = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
                               "averaged": averaged}
+    del params  # the model is loaded again, as it was written
     exchange(None)
     if checks:
-        answers = _asked(checks, workdir, partial, found[0])
+        answers = _asked(checks, workdir, partial, found[0], averaged)
         record["gates"] = release_gates.result(answers, gates, gate_share)
     if first:
         atomic_files.write(partial / model_card.FILE, model_card.card(workdir, sections, to.name, licence, record))
@@ -122,7 +123,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     return record
 
 
-def _asked(checks: Sequence[Any], workdir: Path, folder: Path, step: int) -> list[dict[str, Any]]:
+def _asked(checks: Sequence[Any], workdir: Path, folder: Path, step: int, averaged: bool) -> list[dict[str, Any]]:
     """Return the answers of the model in `folder` to the checks, which are kept beside the run."""
     import jax
 
@@ -136,13 +137,13 @@ def _asked(checks: Sequence[Any], workdir: Path, folder: Path, step: int) -> lis
     run = trained_model.spread_model(trained_model.sections_of(folder))
     answers = gates.ask(checks, run, trained_model.with_params(run, trained_model.load(folder, run)[0]), words, chat)
     if jax.process_index() == 0:
-        gates.write_answers(answers_file(workdir, step), answers)
+        gates.write_answers(answers_file(workdir, step, averaged), answers)
     return answers
 
 
-def answers_file(workdir: Path, step: int) -> Path:
+def answers_file(workdir: Path, step: int, averaged: bool) -> Path:
     """Return where the answers to gates are kept."""
-    return workdir / "gates" / f"{step}.jsonl"
+    return workdir / "gates" / f"{step}{'-ema' * averaged}.jsonl"
 
 
 def check_is_new(folder: Path) -> None:

@@ -141,6 +141,9 @@ def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
     if adapters.rank and adapters != run.config.lora:
         raise UserError(KEY, f"{folder} has adapters (lora.rank={adapters.rank}), and this run has others or none",
                         "set the lora keys as there, or begin with what jaxtrain export makes of it, which merges them")
+    if before.preference.reward_head and not run.config.preference.reward_head:
+        raise UserError(KEY, f"{folder} has a reward model, and this run trains a language model",
+                        "begin with a language model, or set preference.loss=reward")
     abstract = run.abstract_model if adapters.rank else without_adapters(as_floats(run.abstract_model))
     abstract = abstract if before.preference.reward_head else without_head(abstract)
     found = _checkpoint(folder, step)

@@ -173,7 +173,7 @@ def _check(flags: argparse.Namespace) -> None:
         if flags.scale is not None and not math.isfinite(flags.scale):
             raise UserError("--scale", f"{flags.scale} is not finite", "try 1")
     if not 0 <= flags.file_gb < 1e6:
-        raise UserError("--file_gb", f"{flags.file_gb} is no size of a file", "give one such as 4")
+        raise UserError("--file_gb", f"{flags.file_gb} is not the size of a file", "give one such as 4")
     _weights(flags)
 
 
@@ -185,7 +185,7 @@ def _weights(flags: argparse.Namespace) -> list[float]:
     except ValueError:
         given = [math.nan]
     if not all(0 <= weight < math.inf for weight in given) or not sum(given):
-        raise UserError("--weights", f"{flags.weights!r} are not numbers of which none is negative, and not all are 0",
+        raise UserError("--weights", f"{flags.weights!r} have to be numbers of 0 or more, and not all 0",
                         "write them as 0.7,0.3")
     if len(given) != len(flags.sources):
         raise UserError("--weights", f"there are {len(given)} for {len(flags.sources)} sources", "give one for each")
@@ -217,6 +217,10 @@ def _refuse_other(first: Path, other: Path, sections: Sequence[Mapping[str, Any]
                   models: Sequence[Mapping[str, Tensor]]) -> None:
     """Refuse a model of another architecture than the first one's, by the first difference."""
     fix = "give models of one architecture"
+    for folder, model in zip((first, other), models, strict=True):
+        if packed := next((name for name in model if name.endswith("_blocks")), ""):
+            raise UserError("SOURCE", f"{folder} has {packed} in MXFP4, which cannot be merged",
+                            "give folders in bfloat16, such as jaxtrain export writes")
     for key in [*sections[0], *sections[1]]:
         mine, theirs = (section.get(key) for section in sections)
         if mine != theirs:
@@ -233,7 +237,7 @@ def _refuse_other(first: Path, other: Path, sections: Sequence[Mapping[str, Any]
     tokenizers = [path.read_bytes() if (path := folder / "tokenizer.json").is_file() else b""
                   for folder in (first, other)]
     if tokenizers[0] != tokenizers[1]:
-        say(f"{other} has another tokenizer.json than {first}, whose is taken")
+        say(f"{other} has another tokenizer.json than {first}, which the merged model gets")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ def sections_of(folder: str | Path) -> Sections:
     if not isinstance(found.get("model"), dict):
         return published_config.starting_config(str(folder))
     if wrong := next((name for name, section in found.items() if not isinstance(section, dict)), None):
-        raise UserError("WORKDIR", f"{path} is not the config of a run: {wrong} is no section", "give a run's workdir")
+        raise UserError("WORKDIR", f"{path} is not the config of a run: {wrong} is not a section",
+                        "give a run's workdir")
     return found
 
 
@@ -75,17 +76,22 @@ def load(folder: str | Path, run: Run, step: int | None = None,
     `averaged`: of a run's trained parameters, their moving average.
     """
     if step is None and adapter_files.is_adapter_folder(folder):
+        _refuse_average(folder, averaged)
         return adapter_files.load_with_base(folder, run.config.model, run.config.lora, run.abstract_model), None
     if not (Path(folder) / "checkpoints").is_dir() and step is None and "model_type" in (
             user_json(Path(folder) / published_config.FILE, dict, "WORKDIR", "give the workdir of a run") or {}):
-        if averaged:
-            raise UserError("--ema", f"{folder} is a published folder, with one set of weights", "leave it out")
+        _refuse_average(folder, averaged)
         return published_weights.load(folder, run.config.model, run.abstract_model), None
     found = restore.find_good(folder, step)
     if found is None:
         raise UserError("--step", f"{folder} has no checkpoint of step {step} that was found good",
                         f"see those that it has: jaxtrain checkpoint list {folder}")
     return restore.load_params(folder, run.abstract_model, found[0], averaged), found
+
+
+def _refuse_average(folder: str | Path, averaged: bool) -> None:
+    if averaged:
+        raise UserError("--ema", f"{folder} is a published folder, with one set of weights", "leave it out")
 
 
 def load_model(folder: str | Path, overrides: Mapping[str, Any] | None = None, *, step: int | None = None,

@@ -71,14 +71,12 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel, bias = self.kernel.get_value(), self.bias
         bias = None if bias is None else sharding.gather(bias[...], *self.bias_axes)
-        if self.adapter is not None and self.adapter.magnitude is not None:
-            y = self.multiply(x, kernel, None) + self.adapter(x)
-            lengths = self.adapter.lengths(self.in_use(kernel, jnp.float32))
-            y = sharding.with_bias((y * lengths).astype(y.dtype), bias)
-        else:
+        adapter = self.adapter
+        if adapter is None or adapter.magnitude is None:
             y = self.multiply(x, kernel, bias)
-            y = y if self.adapter is None else y + self.adapter(x)
-        return checkpoint_name(y, self.bias_axes[0])  # by which train.remat may keep it
+            return self.named(y if adapter is None else y + adapter(x))
+        y = self.named(self.multiply(x, kernel, None) + adapter(x))
+        return sharding.with_bias((y * adapter.lengths(self.in_use(kernel, jnp.float32))).astype(y.dtype), bias)
 
     def multiply(self, x: jax.Array, kernel: Any, bias: jax.Array | None) -> jax.Array:
         """Return input times weight, plus bias, in the way that the kernel and the precision ask for."""
@@ -91,6 +89,10 @@ class Linear(nnx.Module):
         if products.is_fp8():
             return sharding.with_bias(products.multiply(self.product, x, kernel), bias)
         return self.product(x, kernel, bias)
+
+    def named(self, y: jax.Array) -> jax.Array:
+        """Return the layer's product by the name by which `train.remat` may keep it."""
+        return checkpoint_name(y, self.bias_axes[0])
 
     def matrix(self, dtype: Any) -> jax.Array:
         """Return the weight as it is in use, with its adapter; from few bits it becomes this `dtype`."""

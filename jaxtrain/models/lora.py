@@ -57,7 +57,7 @@ class Adapter(nnx.Module):
         return sharding.einsum(self.up_equation, x_BTR, self.up.get_value(), self.up_axes, self.out) * self.scale
 
     def adapted(self, weight: jax.Array) -> jax.Array:
-        """Return the layer's weight, as that is in use, with the adapter."""
+        """Return the layer's weight, in the layout of its use, with the adapter."""
         both = weight + self.product(self.down.get_value(), self.up.get_value())
         return both if self.magnitude is None else both * self.lengths(weight).astype(both.dtype)
 
@@ -74,7 +74,7 @@ class Adapter(nnx.Module):
         return sharding.gather(self.magnitude.get_value(), *self.norm_axes) * ratio
 
     def product(self, down: jax.Array, up: jax.Array) -> jax.Array:
-        """Return what the adapter adds to the layer's weight, as that is in use."""
+        """Return what the adapter adds to the layer's weight, in the layout of its use."""
         down, up = sharding.gather(down, *self.down_axes), sharding.gather(up, *self.up_axes)
         names = (*self.down_axes[:-1], *self.up_axes[1:])
         spec = None if sharding.activation_spec() is None else sharding.gathered_spec(*names)

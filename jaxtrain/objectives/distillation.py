@@ -141,7 +141,10 @@ def distillation(teacher: Config, *, workdir: str | Path | None = None, soft: fl
             raise UserError("data.seq_len", f"rows of {longest} tokens exceed the teacher's model.max_seq_len="
                             f"{teacher.model.max_seq_len}", "use shorter rows or another teacher")
         if workdir is not None and (said := Path(workdir) / "config.json").is_file():
-            adapters = load_config(said).lora
+            before = load_config(said)
+            adapters = before.lora
+            if before.preference.reward_head:
+                raise UserError("teacher", f"{workdir} has a reward model", "give a run that trained a language model")
             if adapters.rank and adapters != teacher.lora:
                 raise UserError("teacher", f"{workdir} has adapters (lora.rank={adapters.rank}), and the teacher's "
                                 "config has others or none", "give the config in that workdir")

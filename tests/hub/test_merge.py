@@ -203,7 +203,7 @@ def test_what_is_not_weights_has_to_be_the_same(models, tmp_path, capsys):
     (["{0}", "{1}", "--method=ties", "--base={2}", "--density=0"], "--density: 0.0 is not in (0, 1]; try 0.2"),
     (["{0}", "{1}", "--weights=1"], "--weights: there are 1 for 2 sources; give one for each"),
     (["{0}", "{1}", "--weights=1,-1"],
-     "--weights: '1,-1' are not numbers of which none is negative, and not all are 0; write them as 0.7,0.3"),
+     "--weights: '1,-1' have to be numbers of 0 or more, and not all 0; write them as 0.7,0.3"),
     (["{0}", "/no/such"], "SOURCE: /no/such is neither a published folder nor the workdir of a run; give one of these"),
     (["{0}", "/no/such@last"], "SOURCE: 'last' in '/no/such@last' is not a step; write WORKDIR@STEP, such as "
                                "runs/base@500"),

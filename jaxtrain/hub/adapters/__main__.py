@@ -34,7 +34,8 @@ def main(argv: list[str] | None) -> None:
         from jaxtrain.distributed import processes
 
         processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
-        step = adapter_commands.export(Path(flags.workdir), Path(flags.to), flags.step, flags.base, flags.dtype)
+        step = adapter_commands.export(Path(flags.workdir), Path(flags.to), flags.step, base=flags.base,
+                                       dtype=flags.dtype, averaged=flags.ema)
         say(f"{flags.to} has the adapters of step {step} of {flags.workdir}")
 
 
@@ -51,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     exports.add_argument("workdir", metavar="WORKDIR", help="of the run")
     exports.add_argument("--to", required=True, help="the folder to make; it must not be there yet")
     exports.add_argument("--step", type=int, help="of the checkpoint; by default the newest good one")
+    exports.add_argument("--ema", action="store_true", help="their moving average (train.ema_decay)")
     exports.add_argument("--base", default="", help="the name or folder of the model they are for; by default the "
                                                     "published folder that the run began with")
     add_process_flags(exports)

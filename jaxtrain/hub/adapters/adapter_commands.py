@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxtrain.config.published_config import FILE
 from jaxtrain.distributed.coordination import exchange
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files, safe_names
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.hub import export as exports
@@ -19,26 +19,42 @@ from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.weights import safetensors_files
 
 
-def export(workdir: Path, to: Path, step: int | None = None, base: str = "", dtype: str = "float32") -> int:
-    """Write the adapters of a workdir's checkpoint, and return its step. Every process calls it."""
+def export(workdir: Path, to: Path, step: int | None = None, *, base: str = "", dtype: str = "float32",
+           averaged: bool = False) -> int:
+    """Write the adapters of a workdir's checkpoint, and return its step. Every process calls it.
+
+    Args:
+        workdir: of the run.
+        to: the folder to make.
+        step: of the checkpoint; None: the newest good one.
+        base: the name or folder of the model that they are for; "": that of the folder that the run began with.
+        dtype: of the adapters.
+        averaged: write their moving average.
+    """
     sections = trained_model.sections_of(workdir)
     _check_exported(workdir, to, sections)
     run = trained_model.spread_model(sections)
-    params, found = trained_model.load(workdir, run, step)
+    params, found = trained_model.load(workdir, run, step, averaged)
     if found is None:
         raise UserError("WORKDIR", f"{workdir} is a published folder already", "give the workdir of a run")
     partial = to.with_name(f"{to.name}.partial")
     exchange(None, lambda _: exports.make_folder(partial))
-    adapter_files.save(params, run.config.model, run.config.lora, partial, base or _base_of(sections), np.dtype(dtype))
+    base = base or _base_of(sections)
+    adapter_files.save(params, run.config.model, run.config.lora, partial, base, np.dtype(dtype))
     if jax.process_index() == 0:
-        exports.finish(partial, to, {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1]})
+        exports.finish(partial, to, {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
+                                    "averaged": averaged})
+        if not base:
+            say(f"{to / adapter_files.CONFIG} names no model: give its folder or name with --base")
     exchange(None)
     return found[0]
 
 
 def _base_of(sections: dict) -> str:
     """Return the published folder that a run began with, or whose adapters it began with; "" if it was another run."""
-    began, _ = initial_params.source_and_step(sections.get("train", {}).get("init_from", ""))
+    if not (source := sections.get("train", {}).get("init_from")):
+        return ""
+    began, _ = initial_params.source_and_step(source)
     if adapter_files.is_adapter_folder(began):
         began = adapter_files.base_of(began)
     return f"{began.absolute()}" if (began / FILE).is_file() and not (began / "checkpoints").is_dir() else ""
@@ -52,7 +68,7 @@ def _check_exported(workdir: Path, to: Path, sections: dict) -> None:
         raise UserError("WORKDIR", f"{workdir} has adapters of experts, for which PEFT has no format of its own",
                         "write the whole model: jaxtrain export")
     if sections.get("preference", {}).get("loss") == "reward":
-        raise UserError("WORKDIR", f"{workdir} has a reward model, whose head is no adapter",
+        raise UserError("WORKDIR", f"{workdir} has a reward model, whose head is not an adapter",
                         "write the whole model: jaxtrain export")
     if sections.get("train", {}).get("trainable"):
         raise UserError("WORKDIR", f"{workdir} has trained more than adapters (train.trainable)",
@@ -62,7 +78,7 @@ def _check_exported(workdir: Path, to: Path, sections: dict) -> None:
 def show(folder: Path) -> str:
     """Return a line for each folder of adapters in this one: where, rank, what it is multiplied by, model, origin."""
     if not folder.is_dir():
-        raise UserError("FOLDER", f"{folder} is no folder", "give one with adapters")
+        raise UserError("FOLDER", f"{folder} is not a folder", "give one with adapters")
     lines = []
     for path in sorted(file.parent for file in folder.rglob(adapter_files.CONFIG)):
         said = adapter_files.described(path)

@@ -67,7 +67,7 @@ def base_of(folder: str | Path) -> Path:
     for base in (folder / name, Path(name)) if isinstance(name, str) and name else ():
         if base.is_dir():
             return base
-    raise UserError(f"{folder / CONFIG}", f"base_model_name_or_path={name!r} is no folder here",
+    raise UserError(f"{folder / CONFIG}", f"base_model_name_or_path={name!r} is not a folder here",
                     "bring the model here, and write its folder there")
 
 

@@ -42,7 +42,7 @@ class Product:
         if self.magnitude is not None:
             both = whole + more
             lengths = self.magnitude.view().astype(np.float32).reshape(-1, 1)
-            more = lengths / np.linalg.norm(both, axis=1, keepdims=True) * both - whole
+            more = lengths / published_weights.column_norms(both.T, 1)[:, None] * both - whole
         return np.float32(self.weight) * more
 
 
@@ -50,13 +50,14 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
     """Write the model in `base`, with each of the adapters times its weight, as the folder `to`."""
     section = published_config.model_section(base)
     model = FAMILIES[section["name"]](**section)
-    tensors = published_weights.by_full_name(safetensors_files.tensors_of(base), model)
+    known = published_weights.by_full_name(safetensors_files.tensors_of(base), model)
+    tensors = {tensor.name: tensor for tensor in known.values()}  # by the names that this folder has
     turned = model.name == "gpt2"  # its matrices are [in, out]
     added: dict[str, list[Product]] = defaultdict(list)
     for folder, weight in adapters:
         for name, product in products(folder, model, weight).items():
-            _check(folder, name, tensors.get(name), product.shape[::-1] if turned else product.shape)
-            added[name].append(product)
+            found = _checked(folder, name, known.get(name), product.shape[::-1] if turned else product.shape)
+            added[found.name].append(product)
 
     def computed(name: str) -> np.ndarray:
         if name not in added:
@@ -93,9 +94,11 @@ def _scale(said: Mapping[str, Any], module: str, rank: int) -> float:
     return alpha / (rank**0.5 if said.get("use_rslora") else rank)
 
 
-def _check(folder: Path, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
+def _checked(folder: Path, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """Return the tensor that is adapted, if it is there and has this shape."""
     if tensor is None:
         raise UserError(f"{folder}", f"it adapts {name}, which the model does not have", "give the model it is for")
     if tensor.shape != shape:
         raise UserError(f"{folder}", f"it adapts {name} of the shape {list(shape)} where the model has "
                         f"{list(tensor.shape)}", "give the model it is for")
+    return tensor

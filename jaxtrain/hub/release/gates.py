@@ -68,7 +68,7 @@ def _check(file: Path, number: int, line: str) -> Check:
         if record.get("max_new_tokens", 1) < 1:
             raise ValueError("has a max_new_tokens below 1")
     except (ValueError, re.error) as error:
-        raise UserError("--gates", f"line {number} of {file} is no check ({error})",
+        raise UserError("--gates", f"line {number} of {file} is not a check ({error})",
                         'write {"prompt": ..., "must_match": ...}') from None
     return Check(record.get("suite", file.stem), record["prompt"], patterns[0], patterns[1], record.get("chat", False),
                  record.get("max_new_tokens", 64))

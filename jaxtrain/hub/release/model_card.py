@@ -33,14 +33,20 @@ def card(workdir: Path, sections: Mapping[str, Any], name: str, licence: str, re
     run = user_json(workdir / "run.json", dict, "WORKDIR", _FIX) or {}
     metrics = list(json_lines(workdir / "metrics.jsonl"))
     data = list(_corpora(sections))
-    parts = [_metadata(licence, data, run), f"# {name}", _origin(sections, run, record),
+    parts = [_metadata(licence, data, run, sections), f"# {name}", _origin(sections, run, record),
              _training(run, metrics, record), _data(data), _evaluation(workdir, metrics, record), _gates(record),
              _configuration(sections), f"## Licence\n\n{licence or 'No licence is stated.'}"]
     return "\n\n".join(parts) + "\n"
 
 
-def _metadata(licence: str, data: Iterable[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
-    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [jaxtrain]"]
+def _is_reward_model(sections: Mapping[str, Any]) -> bool:
+    return sections.get("preference", {}).get("loss") == "reward"
+
+
+def _metadata(licence: str, data: Iterable[Mapping[str, Any]], run: Mapping[str, Any],
+              sections: Mapping[str, Any]) -> str:
+    task = "text-classification" if _is_reward_model(sections) else "text-generation"
+    lines = ["library_name: transformers", f"pipeline_tag: {task}", "tags: [jaxtrain]"]
     lines += [f"license: {json.dumps(licence)}"] if licence else []
     if folder := (run.get("init_from") or {}).get("folder"):
         lines.append(f"base_model: {json.dumps(Path(folder).name)}")
@@ -52,9 +58,11 @@ def _origin(sections: Mapping[str, Any], run: Mapping[str, Any], record: Mapping
     model = sections.get("model", {})
     began = run.get("init_from") or {}
     source = Path(began.get("folder") or began.get("workdir") or "").name
-    text = (f"A {model.get('name')} language model: {model.get('num_layers')} layers of width "
+    kind = "reward model" if _is_reward_model(sections) else "language model"
+    weights = "the moving average of the weights" if record.get("averaged") else "the weights"
+    text = (f"A {model.get('name')} {kind}: {model.get('num_layers')} layers of width "
             f"{model.get('embed_dim')}, a vocabulary of {model.get('vocab_size'):,}, texts of up to "
-            f"{model.get('max_seq_len'):,} tokens. It was trained with jaxtrain; these are the weights of step "
+            f"{model.get('max_seq_len'):,} tokens. It was trained with jaxtrain; these are {weights} of step "
             f"{record['step']:,}")
     return f"{text}{f', begun with {source}' if source else ''}."
 
@@ -73,6 +81,8 @@ def _corpora(sections: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
     """Yield what the manifests of the run's data say, of those that are here."""
     data = sections.get("data", {})
     sources = {**(data.get("mixture") or {})} or {data.get("source", ""): 1}
+    sources = [(entry or {}).get("source", name) if isinstance(entry, Mapping) else name
+               for name, entry in sources.items()]
     for source in sources:
         if not (Path(source) / "manifest.json").is_file():
             continue
@@ -95,9 +105,12 @@ def _data(data: list[dict[str, Any]]) -> str:
 
 
 def _evaluation(workdir: Path, metrics: Iterable[Mapping[str, Any]], record: Mapping[str, Any]) -> str:
+    averaged = bool(record.get("averaged"))
     rows = [("held-out text", key.removeprefix("eval_"), f"{value:.4f}") for line in metrics
-            if line.get("step") == record["step"] for key, value in line.items() if key.startswith("eval_")]
-    found = user_json(workdir / "evaluations" / f"{record['step']}.json", {"results?": {str: dict}}, "WORKDIR", _FIX)
+            if line.get("step") == record["step"] for key, value in line.items()
+            if key.startswith("eval_") and isinstance(value, float) and averaged == (key == "eval_loss_ema")]
+    file = workdir / "evaluations" / f"{record['step']}{'-ema' * averaged}.json"
+    found = user_json(file, {"results?": {str: dict}}, "WORKDIR", _FIX)
     for task, scores in ((found or {}).get("results") or {}).items():
         rows += [(task, key.partition(",")[0], f"{value:.4f}") for key, value in scores.items()
                  if isinstance(value, float) and "stderr" not in key]

@@ -239,8 +239,11 @@ def kernel_of(path: str, which: tuple[int, ...], flat: Mapping[str, jax.Array]) 
 
 
 def column_norms(weight: np.ndarray, outer: int) -> np.ndarray:
-    """Return the norm of a weight for each index of its last `outer` dimensions, which are those of the output."""
-    return np.sqrt(np.square(weight).sum(tuple(range(weight.ndim - outer))))
+    """Return the norm of a weight for each index of its last `outer` dimensions, which are those of the output.
+
+    It is above 0, so that columns of zeros can be divided by it.
+    """
+    return np.sqrt(np.maximum(np.square(weight).sum(tuple(range(weight.ndim - outer))), 1e-30))
 
 
 def _scales_of(path: str, flat: Mapping[str, jax.Array]) -> jax.Array | None:

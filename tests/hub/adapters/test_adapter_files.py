@@ -90,6 +90,25 @@ def test_several_adapters_are_added_each_times_its_weight(tmp_path):
     assert sum(f"base_model.model.{key.removesuffix('weight')}{adapter_files.UP}" in theirs for key in plain) == 4
 
 
+def test_a_multimodal_folder_keeps_its_names_and_a_column_of_zeros_gives_numbers(tmp_path):
+    case, prefix = published.truth()["llama"], "model.language_model."
+    base, folder = tmp_path / "base", published_adapters.write(tmp_path / "adapters", truth()["llama, dora"])
+    published.write(base, case)
+    tensors = {name: np.array(tensor.view()) for name, tensor in safetensors_files.tensors_of(base).items()}
+    tensors["model.layers.0.mlp.up_proj.weight"][3] = 0
+    renamed = {name.replace("model.", prefix): tensor for name, tensor in tensors.items()}
+    safetensors_files.write(base / safetensors_files.SINGLE, {name: x.shape for name, x in renamed.items()},
+                            dict.fromkeys(renamed, np.float32), iter(renamed.values()))
+    up = safetensors_files.tensors_of(folder, adapter_files.WEIGHTS)["base_model.model.model.layers.0.mlp.up_proj.lora_B"
+                                                                     ".weight"]
+    assert up.view()[3].any()
+    adapter_merge.merge(base, [(folder, 1.0)], tmp_path / "out", "float32")
+    found = safetensors_files.tensors_of(tmp_path / "out")
+    assert found.keys() == renamed.keys() and all(np.isfinite(tensor.view()).all() for tensor in found.values())
+    assert not np.array_equal(found[f"{prefix}layers.1.mlp.up_proj.weight"].view(), renamed[
+        f"{prefix}layers.1.mlp.up_proj.weight"])
+
+
 def test_a_store_keeps_every_version(tmp_path, capsys):
     _, folder = written(tmp_path, "queries and values")
     for version in (1, 2):
@@ -115,7 +134,7 @@ def test_the_origin_of_a_run_names_the_adapters_and_their_model(tmp_path):
     ({"peft_type": "IA3"}, {}, "peft_type='IA3' cannot be expressed"),
     ({"init_lora_weights": "pissa_niter_4"}, {}, "init_lora_weights='pissa_niter_4' has changed the weights of the m"),
     ({"r": "three"}, {}, "is not of the form expected: r is not a whole number"),
-    ({"base_model_name_or_path": "somebody/model"}, {}, "base_model_name_or_path='somebody/model' is no folder here"),
+    ({"base_model_name_or_path": "some/model"}, {}, "base_model_name_or_path='some/model' is not a folder here"),
     ({"rank_pattern": {"q_proj": 2}}, {}, "its layers have different ranks (rank_pattern, alpha_pattern), and lora.r"),
     ({}, {"rank": 4}, "have rank 3 and are multiplied by 2, not 1.5; set lora.rank=3 lora.alpha=6.0 lora.rank_stabi"),
     ({}, {"dora": True}, "lora.dora: True is not what the adapters in "),

@@ -39,12 +39,12 @@ def test_every_suite_has_to_reach_the_share(file, share, releasable):
 
 
 @pytest.mark.parametrize(("line", "reason"), [
-    ('{"prompt": "a"}', "line 1 of {file} is no check (has neither must_match nor must_not_match)"),
-    ('{"prompt": "a", "must_match": "("}', "line 1 of {file} is no check ("),
+    ('{"prompt": "a"}', "line 1 of {file} is not a check (has neither must_match nor must_not_match)"),
+    ('{"prompt": "a", "must_match": "("}', "line 1 of {file} is not a check ("),
     ('{"prompt": 3, "must_match": "a"}', "prompt is not text"),
     ('{"prompt": "a", "must_mach": "a"}', "has a key 'must_mach' that no check reads"),
     ('{"prompt": "a", "must_match": "a", "max_new_tokens": 0}', "has a max_new_tokens below 1"),
-    ("no JSON", "line 1 of {file} is no check"), ("", "{file} has no checks"),
+    ("no JSON", "line 1 of {file} is not a check"), ("", "{file} has no checks"),
 ])
 def test_files_that_are_no_gates_are_refused(tmp_path, line, reason):
     (tmp_path / "gates.jsonl").write_text(line)

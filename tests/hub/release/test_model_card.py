@@ -46,6 +46,22 @@ def test_it_says_what_the_records_say(workdir):
     assert "/secret" not in text and "9.0" not in text and "stderr" not in text and str(workdir.parent) not in text
 
 
+def test_an_average_a_reward_model_and_a_mixture_are_told_as_such(workdir):
+    """And an evaluation that was not finite is left out."""
+    (workdir / "metrics.jsonl").write_text("\n".join(map(json.dumps, [
+        {"step": 20, "eval_loss": None, "eval_perplexity": 3.5, "eval_loss_ema": 1.125}])))
+    (workdir / "evaluations" / "20-ema.json").write_text(json.dumps({"results": {"arc": {"acc,none": 0.75}}}))
+    mixture = {"tales": {"source": str(workdir.parent / "corpus"), "weight": 2}, str(workdir.parent / "gone"): {}}
+    sections = {"model": MODEL, "data": {"mixture": mixture}, "preference": {"loss": "reward"}}
+    text = model_card.card(workdir, sections, "judge", "", RECORD | {"averaged": True})
+    for part in ("pipeline_tag: text-classification", "A llama reward model", "the moving average of the weights of st",
+                 "| held-out text | loss_ema | 1.1250 |", "| arc | acc | 0.7500 |", "| Tale | "):
+        assert part in text, part
+    assert "perplexity" not in text and "0.5000" not in text
+    plain = model_card.card(workdir, sections, "judge", "", RECORD)
+    assert "loss_ema |" not in plain and "perplexity | 3.5000" in plain and "| arc | acc | 0.5000 |" in plain
+
+
 def test_what_no_record_has_is_said_to_be_missing(tmp_path):
     text = model_card.card(tmp_path, {"model": MODEL, "data": {"source": "stdlib"}}, "m", "", RECORD)
     for part in ("No licence is stated.", "No manifest of the data is here.", "This step was not evaluated.",
