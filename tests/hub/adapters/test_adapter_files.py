@@ -99,9 +99,6 @@ def test_a_multimodal_folder_keeps_its_names_and_a_column_of_zeros_gives_numbers
     renamed = {name.replace("model.", prefix): tensor for name, tensor in tensors.items()}
     safetensors_files.write(base / safetensors_files.SINGLE, {name: x.shape for name, x in renamed.items()},
                             dict.fromkeys(renamed, np.float32), iter(renamed.values()))
-    up = safetensors_files.tensors_of(folder, adapter_files.WEIGHTS)["base_model.model.model.layers.0.mlp.up_proj.lora_B"
-                                                                     ".weight"]
-    assert up.view()[3].any()
     adapter_merge.merge(base, [(folder, 1.0)], tmp_path / "out", "float32")
     found = safetensors_files.tensors_of(tmp_path / "out")
     assert found.keys() == renamed.keys() and all(np.isfinite(tensor.view()).all() for tensor in found.values())

@@ -23,7 +23,7 @@ def workdir(tmp_path):
     (folder / "run.json").write_text(json.dumps(run))
     lines = [{"step": 20, "tokens": 5120, "loss": 2.0}, {"step": 20, "eval_loss": 1.25}, {"step": 30, "tokens": 7680},
              {"step": 10, "eval_loss": 9.0}]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (folder / "evaluations").mkdir()
     (folder / "evaluations" / "20.json").write_text(json.dumps({"results": {"arc": {
         "alias": "arc", "acc,none": 0.5, "acc_stderr,none": 0.1}}}))
@@ -48,8 +48,8 @@ def test_it_says_what_the_records_say(workdir):
 
 def test_an_average_a_reward_model_and_a_mixture_are_told_as_such(workdir):
     """And an evaluation that was not finite is left out."""
-    (workdir / "metrics.jsonl").write_text("\n".join(map(json.dumps, [
-        {"step": 20, "eval_loss": None, "eval_perplexity": 3.5, "eval_loss_ema": 1.125}])))
+    line = {"step": 20, "eval_loss": None, "eval_perplexity": 3.5, "eval_loss_ema": 1.125}
+    (workdir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (workdir / "evaluations" / "20-ema.json").write_text(json.dumps({"results": {"arc": {"acc,none": 0.75}}}))
     mixture = {"tales": {"source": str(workdir.parent / "corpus"), "weight": 2}, str(workdir.parent / "gone"): {}}
     sections = {"model": MODEL, "data": {"mixture": mixture}, "preference": {"loss": "reward"}}
