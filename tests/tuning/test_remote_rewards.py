@@ -49,11 +49,11 @@ def scorer(answer=right):
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"127.0.0.1:{server.server_port}/score", asked
-        server.shutdown()
-        thread.join()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"127.0.0.1:{server.server_port}/score", asked
+        finally:
+            server.shutdown()
 
 
 @pytest.fixture
