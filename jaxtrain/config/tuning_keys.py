@@ -73,7 +73,8 @@ class ReinforceConfig:
     """Learning from rewards of the model's own answers (docs/reinforce.md); off by default."""
 
     prompts: str = ""  # JSON lines with a "prompt" each; "": no reinforcement learning
-    reward: str = ""  # FILE.py:FUNCTION, of an answer and the prompt's record; or model:WORKDIR, a reward model
+    reward: str = ""  # FILE.py:FUNCTION, of an answer and the prompt's record; model:WORKDIR, or the URL of a scorer
+    reward_timeout_s: float = 20.0  # for a scorer to answer a request
     group_size: int = 8  # answers to each prompt, whose rewards are compared with each other
     max_new_tokens: int = 64  # of an answer
     reuse: int = 1  # steps that are trained on the same answers, before others are made
@@ -94,6 +95,9 @@ class ReinforceConfig:
         not_negative(self, "reinforce", "clip_high kl")
         _unread(self, "reinforce", self.prompts or self.reward, "prompts", " ".join(
             field.name for field in fields(self) if field.name not in ("prompts", "reward")))
+        _unread(self, "reinforce", "://" in self.reward, "reward=URL", "reward_timeout_s")
+        if not 0 < self.reward_timeout_s <= 3600:
+            raise UserError("reinforce.reward_timeout_s", f"{self.reward_timeout_s} is not in (0, 3600]", "try 20")
         if self.group_size < 2:
             raise UserError("reinforce.group_size", f"{self.group_size} answers cannot be compared with each other",
                             "give 2 or more, such as 8")

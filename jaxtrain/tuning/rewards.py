@@ -18,7 +18,7 @@ def load_reward(named: str) -> Reward:
     """Return the function that FILE.py:FUNCTION names."""
     file, _, name = named.rpartition(":")
     if not file.endswith(".py") or not name:
-        raise UserError(KEY, f"{named!r} names no function of a file", "write FILE.py:FUNCTION, or model:WORKDIR")
+        raise UserError(KEY, f"{named!r} names no function of a file", "write FILE.py:FUNCTION, model:WORKDIR or a URL")
     if not Path(file).is_file():
         raise UserError(KEY, f"there is no file {file}", "check the name")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ from jaxtrain.hub.generate_texts import chat_of
 from jaxtrain.hub.initial_params import source_and_step
 from jaxtrain.hub.trained_model import sections_of
 from jaxtrain.hub.trained_tokenizer import prompt_ids, tokenizer_of
+from jaxtrain.redaction import redacted
+from jaxtrain.storage import is_url
+from jaxtrain.tuning.remote_rewards import RemoteRewards
 from jaxtrain.tuning.reward_scores import PREFIX, RewardScores
 from jaxtrain.tuning.rewards import Reward, advantages_of, load_reward, rewards_of
 
@@ -45,7 +49,8 @@ def on_answers(run: "Run", workdir: str | Path | None = None) -> "Run":
         return run
     tokenizer, chat = _words(run, workdir)
     folder = None if workdir is None else Path(workdir) / FOLDER
-    reward = RewardScores.of(c.reward, tokenizer) if c.reward.startswith(PREFIX) else load_reward(c.reward)
+    reward = (RewardScores.of(c.reward, tokenizer) if c.reward.startswith(PREFIX) else
+              RemoteRewards.of(run.config) if is_url(c.reward) else load_reward(c.reward))
     return replace(run, data=Rollouts(run, read_prompts(c.prompts), reward, tokenizer, folder, chat))
 
 
@@ -92,8 +97,9 @@ class Rollouts:
 
     num_batches = None
 
-    def __init__(self, run: "Run", records: Sequence[dict[str, Any]], reward: Reward | RewardScores,
-                 tokenizer: Tokenizer, folder: Path | None = None, chat: Chat | None = None):
+    def __init__(self, run: "Run", records: Sequence[dict[str, Any]],
+                 reward: Reward | RewardScores | RemoteRewards, tokenizer: Tokenizer, folder: Path | None = None,
+                 chat: Chat | None = None):
         """Take prompts.
 
         Args:
@@ -110,7 +116,7 @@ class Rollouts:
         self.chat = chat and chat.identity()  # kept with the run
         self.ends = chat.ends() if chat else []
         self.prompts = [self._encoded(record["prompt"], chat) for record in records]
-        self.identity = {"prompts": _digest(records), "reward": self.settings.reward}
+        self.identity = {"prompts": _digest(records), "reward": redacted(self.settings.reward)}
         if isinstance(reward, RewardScores):
             self.identity["reward_model"] = reward.parameters
         self._check_prompts()
@@ -188,8 +194,8 @@ class Rollouts:
             return answers, self.reward([[*prompt, *answer.tokens]
                                          for prompt, answer in zip(prompts, answers, strict=True)])
         texts = [answer.text for answer in answers]
-        # One process asks the function, which may depend on anything.
-        return answers, exchange(None, lambda _: rewards_of(self.reward, texts, records))
+        score = self.reward if isinstance(self.reward, RemoteRewards) else partial(rewards_of, self.reward)
+        return answers, exchange(None, lambda _: score(texts, records))  # one process asks: it may depend on anything
 
     def _batch(self, step: int, answers: list[Generated], rewards: list[float]) -> dict[str, np.ndarray]:
         advantages, prompts = advantages_of(self.settings, rewards), [self.prompts[n] for n in self._numbers(step)]
