@@ -1,6 +1,6 @@
 """Rewards of answers by a reward model that was trained before (`preference.loss=reward`)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,16 @@ class RewardScores:
 
     run: Run
     params: Any
-    parameters: str  # the fingerprint of its checkpoint
+    checkpoint: dict[str, Any]  # its step and fingerprint
 
     @classmethod
-    def of(cls, named: str, tokenizer: Tokenizer) -> "RewardScores":
-        """Load the reward model that model:WORKDIR or model:WORKDIR@STEP names, for texts of this tokenizer."""
+    def of(cls, named: str, tokenizer: Tokenizer, recorded: Mapping[str, Any] | None = None) -> "RewardScores":
+        """Load the reward model that model:WORKDIR or model:WORKDIR@STEP names, for texts of this tokenizer.
+
+        `recorded`: the checkpoint that the run began with; it keeps that one, whatever was trained since.
+        """
         folder, step = source_and_step(named.removeprefix(PREFIX))
+        step = recorded["step"] if recorded else step
         if not (folder / "checkpoints").is_dir():
             raise UserError(KEY, f"{folder} is not the workdir of a run with checkpoints", "check the name")
         run = trained_model.spread_model(trained_model.sections_of(folder))
@@ -36,7 +40,7 @@ class RewardScores:
             raise UserError(KEY, f"the reward model in {folder} has another tokenizer", "train one with this tokenizer")
         params, found = trained_model.load(folder, run, step)
         assert found  # it has checkpoints
-        return cls(run, params, found[1])
+        return cls(run, params, {"step": found[0], "fingerprint": found[1]})
 
     def __call__(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """Return the reward of each text, an answer behind its prompt without the token that ends it."""

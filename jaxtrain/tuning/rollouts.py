@@ -26,6 +26,7 @@ from jaxtrain.hub.generate_texts import chat_of
 from jaxtrain.hub.initial_params import source_and_step
 from jaxtrain.hub.trained_model import sections_of
 from jaxtrain.hub.trained_tokenizer import prompt_ids, tokenizer_of
+from jaxtrain.observe.runinfo import recorded_parts
 from jaxtrain.redaction import redacted
 from jaxtrain.storage import is_url
 from jaxtrain.tuning.remote_rewards import RemoteRewards
@@ -49,9 +50,15 @@ def on_answers(run: "Run", workdir: str | Path | None = None) -> "Run":
         return run
     tokenizer, chat = _words(run, workdir)
     folder = None if workdir is None else Path(workdir) / FOLDER
-    reward = (RewardScores.of(c.reward, tokenizer) if c.reward.startswith(PREFIX) else
+    reward = (RewardScores.of(c.reward, tokenizer, _recorded(workdir)) if c.reward.startswith(PREFIX) else
               RemoteRewards.of(run.config) if is_url(c.reward) else load_reward(c.reward))
     return replace(run, data=Rollouts(run, read_prompts(c.prompts), reward, tokenizer, folder, chat))
+
+
+def _recorded(workdir: str | Path | None) -> dict[str, Any]:
+    """Return the checkpoint of the reward model that the run in a workdir began with; {}: there is none yet."""
+    parts = (None if workdir is None else recorded_parts(workdir)) or {}
+    return parts.get("data", {}).get("identity", {}).get("reward_model", {})
 
 
 def _words(run: "Run", workdir: str | Path | None) -> tuple[Tokenizer, Chat | None]:
@@ -118,7 +125,7 @@ class Rollouts:
         self.prompts = [self._encoded(record["prompt"], chat) for record in records]
         self.identity = {"prompts": _digest(records), "reward": redacted(self.settings.reward)}
         if isinstance(reward, RewardScores):
-            self.identity["reward_model"] = reward.parameters
+            self.identity["reward_model"] = reward.checkpoint
         self._check_prompts()
         self._seen: tuple[int, Any] = (-1, None)
         self._made: tuple[int, dict[str, np.ndarray]] = (-1, {})

@@ -140,6 +140,13 @@ def test_a_reward_model_gives_answers_their_rewards(corpus, rewarded):
         want = model.reward_head(model.hidden(np.array([ids], np.int32)))[0, -1]
         assert batch["rewards"][row, first] == pytest.approx(float(want), rel=1e-4)
     assert len(set(batch["rewards"][batch["answers"] > 0].tolist())) > 4
+    kept = run.data.identity["reward_model"]
+    assert kept["step"] == 6 and len(kept["fingerprint"]) == 16
+    began = {"own_parts": {"data": {"identity": {"reward_model": kept | {"step": 1}}}}}
+    (folder / "resumed").mkdir()
+    (folder / "resumed" / "run.json").write_text(json.dumps(began))
+    with pytest.raises(jt.UserError, match=r"whole has no checkpoint of step 1 that was found good"):
+        with_rollouts(jt.build(tiny(corpus, **keys, reinforce__reward=f"model:{folder}/whole")), folder / "resumed")
     with pytest.raises(jt.UserError, match=r"reinforce\.reward: .*base has no reward model; give a run of preference"):
         with_rollouts(jt.build(tiny(corpus, **keys, reinforce__reward=f"model:{folder}/base")))
 
