@@ -57,7 +57,7 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
         ignore_end: go on behind the end of a document.
         seed: other numbers give other texts.
         logprobs: also return the log-probability of each token.
-        batch_size: how many prompts are continued at once.
+        batch_size: how many prompts are continued at once; others take the places of those that are finished.
         tokenizer: one, or the folder of one, or of a run or a published model that has one; by default that of the
             run's data. Without one, where all prompts are token ids, the records have no text.
     """
@@ -177,6 +177,7 @@ class _Batch:
         self.held |= dict(zip(places, numbers, strict=True))
         self.limits[places] = [self.queue.limits[number] for number in numbers]
         self.seeds[places] = self.queue.seeds[numbers]
+        # Copies: on a CPU arrays of JAX may share memory with what they are made of.
         self.placed = self.programs.place(self.limits.copy()), self.programs.place(self.seeds.copy())
         return places
 
