@@ -1,10 +1,11 @@
 """The compiled programs of generation: one pass over the prompts, then a loop of one token per row and iteration.
 
-Prompts of a batch end in the same slot, behind padding (kv_cache.py says why). Every axis of the mesh but `tensor`
-splits rows, `stage` and `context` too; heads and their part of the cache are split over `tensor`. Programs are compiled
-once for each number of rows, length of prompts and room for new tokens, which are rounded up to powers of two.
+Prompts of a batch end in the same slot, behind padding (kv_cache.py says why). Prompts that take the places of finished
+rows end in the slot before the one that the loop writes next. Every axis of the mesh but `tensor` splits rows, `stage`
+and `context` too; heads and their part of the cache are split over `tensor`. Programs are compiled once for each number
+of rows, length of prompts and room for new tokens, which are rounded up to powers of two.
 
-Shape suffixes: B batch, P slots of prompts, N new tokens, D embedding, V vocabulary.
+Shape suffixes: B batch, R rows of new prompts, P slots of prompts, N new tokens, D embedding, V vocabulary.
 """
 
 import functools
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from jaxtrain.run import Run
 
 State = dict[str, Any]
+ROWS = ("logits", "seen", "done", "count", "end", "end_logprob", "tokens", "logprobs")  # that a state has of each row
 
 
 @functools.lru_cache(maxsize=4)
@@ -68,13 +70,21 @@ class Decoding:
 
     def start(self, params: Any, prompts: np.ndarray, begins: np.ndarray, new: int) -> State:
         """Compute the prompts [B, P], whose texts begin at these slots; return a state with room for `new` tokens."""
-        done = begins == prompts.shape[1]  # rows without a prompt fill the batch up
         with sharding.use(self.run.mesh, self.rules):
-            return self._start(params, self.place(prompts), self.place(begins.astype(np.int32)), self.place(done), new)
+            return self._start(params, *self._placed(prompts, begins), prompts.shape[1] + new, new)
+
+    def refill(self, params: Any, state: State, prompts: np.ndarray, begins: np.ndarray, source: np.ndarray) -> State:
+        """Return the state with prompts, as `start` takes them, in place of rows; the given state is used up.
+
+        Args:
+            source: which prompt each row of the state has from now on [B]; -1: the one that it has.
+        """
+        with sharding.use(self.run.mesh, self.rules):
+            return self._refill(params, state, *self._placed(prompts, begins), self.place(source.astype(np.int32)))
 
     def go_on(self, params: Any, state: State, until: int, limits: jax.Array, stops: np.ndarray, seeds: jax.Array,
-              sampling: Sampling, known: int) -> State:
-        """Generate up to `until` tokens per row, or until all rows are finished; the given state is used up.
+              sampling: Sampling, known: int, enough: int | None = None) -> State:
+        """Generate up to the step `until`, or until all or `enough` rows are finished; the given state is used up.
 
         Args:
             limits: how many tokens each row may have.
@@ -83,12 +93,14 @@ class Decoding:
             known: how many tokens the tokenizer has; the table may have more rows, which are never chosen.
         """
         with sharding.use(self.run.mesh, self.rules):
-            return self._go_on(params, state, np.int32(until), limits, stops, seeds,
-                               sampling.numbers() | {"known": np.int32(known)}, sampling.filters, sampling.penalizes)
+            return self._go_on(params, state, np.int32(until), np.int32(enough or len(state["done"])), limits, stops,
+                               seeds, sampling.numbers() | {"known": np.int32(known)}, sampling.filters,
+                               sampling.penalizes)
 
     def read(self, state: State) -> dict[str, np.ndarray]:
         """Return what the rows have so far, on the host of every process."""
-        shown = {name: state[name] for name in ("tokens", "logprobs", "count", "done", "end", "end_logprob")}
+        shown = {name: state[name] for name in
+                 ("tokens", "logprobs", "count", "done", "end", "end_logprob", "step")}
         with sharding.use(self.run.mesh, self.rules):
             return jax.tree.map(np.asarray, self._replicate(shown))
 
@@ -108,41 +120,52 @@ class Decoding:
 
     @functools.cached_property
     def _start(self):
-        def start(params, prompts_BP, begins_B, done_B, new):
-            model = self.model_of(params)
-            at_BP = jnp.arange(prompts_BP.shape[1])[None] - begins_B[:, None]
-            x_BPD, aux = self._through(model, prompts_BP, (at_BP >= 0).astype(jnp.int32), jnp.maximum(at_BP, 0),
-                                       Cache())
-            entries = jax.tree.map(lambda kept: jnp.pad(kept, [(0, 0)] * (kept.ndim - 2) + [(0, new), (0, 0)]),
-                                   aux[CACHE])
-            rows, vocab = prompts_BP.shape[0], self.run.config.model.vocab_size
-            seen_BV = self._by_row(lambda rows, _: jax.vmap(
-                lambda ids, real: jnp.zeros(vocab, bool).at[ids].max(real))(*rows), (prompts_BP, at_BP >= 0))
-            where = jax.typeof(prompts_BP).sharding.spec[0]
-            return {"entries": entries, "begins": begins_B, "slot": jnp.int32(prompts_BP.shape[1]),
-                    "logits": self._logits(model, x_BPD[:, -1:]), "seen": seen_BV, "done": done_B,
-                    "end": jnp.full_like(begins_B, -1),  # the token that finished the row
-                    "end_logprob": jnp.zeros_like(begins_B, jnp.float32),
-                    "count": jnp.zeros_like(begins_B), "step": jnp.int32(0),
-                    "tokens": jnp.zeros((rows, new), jnp.int32, out_sharding=P(where, None)),
-                    "logprobs": jnp.zeros((rows, new), jnp.float32, out_sharding=P(where, None))}
+        return jax.jit(self._prefilled, static_argnums=(4, 5))
 
-        return jax.jit(start, static_argnums=4)
+    def _prefilled(self, params, prompts_BP, begins_B, done_B, slots, new):
+        model = self.model_of(params)
+        at_BP = jnp.arange(prompts_BP.shape[1])[None] - begins_B[:, None]
+        x_BPD, aux = self._through(model, prompts_BP, (at_BP >= 0).astype(jnp.int32), jnp.maximum(at_BP, 0), Cache())
+        rows, width = prompts_BP.shape
+        entries = jax.tree.map(lambda kept: jnp.pad(kept, [(0, 0)] * (kept.ndim - 2) + [(0, slots - width), (0, 0)]),
+                               aux[CACHE])
+        vocab = self.run.config.model.vocab_size
+        seen_BV = self._by_row(lambda rows, _: jax.vmap(
+            lambda ids, real: jnp.zeros(vocab, bool).at[ids].max(real))(*rows), (prompts_BP, at_BP >= 0))
+        where = jax.typeof(prompts_BP).sharding.spec[0]
+        return {"entries": entries, "begins": begins_B, "slot": jnp.int32(width),
+                "logits": self._logits(model, x_BPD[:, -1:]), "seen": seen_BV, "done": done_B,
+                "end": jnp.full_like(begins_B, -1),  # the token that finished the row
+                "end_logprob": jnp.zeros_like(begins_B, jnp.float32),
+                "count": jnp.zeros_like(begins_B), "step": jnp.int32(0),
+                "tokens": jnp.zeros((rows, new), jnp.int32, out_sharding=P(where, None)),
+                "logprobs": jnp.zeros((rows, new), jnp.float32, out_sharding=P(where, None))}
+
+    @functools.cached_property
+    def _refill(self):
+        def refill(params, state, prompts_RP, begins_R, done_R, source_B):
+            slots = jax.tree.leaves(state["entries"])[0].shape[-2]
+            new = self._prefilled(params, prompts_RP, begins_R, done_R, slots, state["tokens"].shape[1])
+            later = state["slot"] - new["slot"]
+            entries = jax.tree.map(lambda kept: jnp.roll(kept, later, -2), new["entries"])
+            rows = {name: new[name] for name in (*ROWS, "begins")} | {"begins": new["begins"] + later}
+            return state | jax.tree.map(partial(_taken, source_B), {name: state[name] for name in rows}, rows) | {
+                "entries": jax.tree.map(partial(_taken, source_B, axis=-4), state["entries"], entries)}
+
+        return jax.jit(refill, donate_argnums=1)
 
     @functools.cached_property
     def _go_on(self):
-        def go_on(params, state, until, limits_B, stops, seeds_B, numbers, filters, penalizes):
+        def go_on(params, state, until, enough, limits_B, stops, seeds_B, numbers, filters, penalizes):
             model, c = self.model_of(params), self.run.config.model
             pick = partial(_pick, filters=filters, penalizes=penalizes)
 
             def unfinished(state):
-                return (state["step"] < until) & ~jnp.all(state["done"])
+                return (state["step"] < until) & (jnp.sum(state["done"]) < enough)
 
             def extend(state):
-                rows = {name: state[name] for name in
-                        ("logits", "seen", "done", "count", "end", "end_logprob", "tokens", "logprobs")} | {
-                            "limits": limits_B, "seeds": seeds_B}
-                rows, token_B = self._by_row(pick, rows, {"step": state["step"], "stops": stops, **numbers})
+                rows = {name: state[name] for name in ROWS} | {"limits": limits_B, "seeds": seeds_B}
+                rows, token_B = self._by_row(pick, rows, {"stops": stops, **numbers})
                 slot, live_B1 = state["slot"], ~rows["done"][:, None]
                 x_B1D, aux = self._through(model, token_B[:, None], live_B1.astype(jnp.int32),
                                            jnp.minimum(slot - state["begins"], c.max_seq_len - 1)[:, None],
@@ -152,9 +175,14 @@ class Decoding:
 
             return jax.lax.while_loop(unfinished, extend, state)
 
-        return jax.jit(go_on, static_argnums=(7, 8), donate_argnums=1)
+        return jax.jit(go_on, static_argnums=(8, 9), donate_argnums=1)
 
     # --------------------------------------------------------------------------------------------------------- innards
+
+    def _placed(self, prompts: np.ndarray, begins: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return prompts on the mesh: their tokens, where they begin, and which rows have none."""
+        done = begins == prompts.shape[1]  # rows without a prompt fill the batch up
+        return self.place(prompts), self.place(begins.astype(np.int32)), self.place(done)
 
     def _through(self, model: Decoder, tokens_BT, segments_BT, positions_BT, cache: Cache):
         x_BTD, aux = model.through(model.begin(tokens_BT, positions_BT), segments_BT, positions_BT, cache=cache)
@@ -172,6 +200,15 @@ class Decoding:
         return sharding.manual_region(f, in_specs=(spec, P()), out_specs=spec)(rows, shared)
 
 
+def _taken(source_B: jax.Array, before: jax.Array, new: jax.Array, axis: int = 0) -> jax.Array:
+    """Return an array with rows of another one, along this axis, where `source_B` numbers one."""
+    axis %= before.ndim
+    spec = jax.typeof(before).sharding.spec
+    whole = jax.reshard(new, P(*spec[:axis], None, *spec[axis + 1:]))  # any device may need any row
+    rows = whole.at[(*[slice(None)] * axis, jnp.maximum(source_B, 0))].get(out_sharding=spec)
+    return jnp.where(jnp.expand_dims(source_B >= 0, [n for n in range(before.ndim) if n != axis]), rows, before)
+
+
 def _pick(rows: State, shared: State, *, filters: bool, penalizes: bool) -> tuple[State, jax.Array]:
     """Choose a token per row and note it, unless the row is finished or the token finishes it."""
     rows = dict(rows)
@@ -187,7 +224,7 @@ def _pick(rows: State, shared: State, *, filters: bool, penalizes: bool) -> tupl
     ends_B = done_B & ~rows["done"]
     rows["end"] = jnp.where(ends_B, token_B, rows["end"])
     rows["end_logprob"] = jnp.where(ends_B, said_B, rows["end_logprob"])
-    at_BN = (jnp.arange(rows["tokens"].shape[1]) == shared["step"]) & ~done_B[:, None]
+    at_BN = (jnp.arange(rows["tokens"].shape[1]) == rows["count"][:, None]) & ~done_B[:, None]
     rows["tokens"] = jnp.where(at_BN, token_B[:, None], rows["tokens"])
     rows["logprobs"] = jnp.where(at_BN, said_B[:, None], rows["logprobs"])
     rows["seen"] |= (jnp.arange(logits_BV.shape[1]) == token_B[:, None]) & ~done_B[:, None]

@@ -57,7 +57,7 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
         ignore_end: go on behind the end of a document.
         seed: other numbers give other texts.
         logprobs: also return the log-probability of each token.
-        batch_size: how many prompts are continued at once.
+        batch_size: how many prompts are continued at once; others take the places of those that are finished.
         tokenizer: one, or the folder of one, or of a run or a published model that has one; by default that of the
             run's data. Without one, where all prompts are token ids, the records have no text.
     """
@@ -72,14 +72,15 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
         words = _opened(tokenizer) if tokenizer else run.corpus.tokenizer
     ends = [one for one in stop if not isinstance(one, str)] + ([words.eod] if words and not ignore_end else [])
     ids = _encoded(run, prompts, words)
-    programs, key = decoding(run), jax.random.key(seed)
     params = partition.without(state.all_params, run.objective.frozen_axes)  # of the model alone
-    records: list[Generated] = []
-    for first in range(0, len(ids), batch_size):
-        batch = _Batch(programs, params, ids[first:first + batch_size], max_new_tokens, ends,
-                       jax.vmap(lambda row: jax.random.key_data(jax.random.fold_in(key, row))), first)
-        records += batch.finish(sampling, words, strings, logprobs)
-    return records
+    key = jax.random.key(seed)
+    seeds = jax.vmap(lambda number: jax.random.key_data(jax.random.fold_in(key, number)))(np.arange(_bucket(len(ids))))
+    queue = _Queue(ids, [min(max_new_tokens, run.config.model.max_seq_len - len(prompt)) for prompt in ids],
+                   np.asarray(seeds), list(range(len(ids))))
+    records: dict[int, Generated] = {}
+    while queue.waiting:
+        records |= _Batch(decoding(run), params, queue, batch_size, ends).finish(sampling, words, strings, logprobs)
+    return [records[number] for number in range(len(ids))]
 
 
 def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200, *, temperature: float = 0.8,
@@ -98,51 +99,106 @@ def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200,
     return words.decode([*(begin if prompt else []), *found.tokens])
 
 
-class _Batch:
-    """Prompts that are continued together."""
+@dataclass(frozen=True)
+class _Queue:
+    """All prompts, and the numbers of those that wait for a place in a batch."""
 
-    def __init__(self, programs: Decoding, params, ids: list[list[int]], new: int, ends: list[int], seeds, first: int):
-        self.programs, self.params, self.count, self.ids = programs, params, len(ids), ids
-        longest = programs.run.config.model.max_seq_len
-        # Powers of two, so that batches of other lengths use the same programs.
-        width, rows = _bucket(max(map(len, ids))), programs.rows * _bucket(-(-len(ids) // programs.rows))
-        prompts, begins, limits = np.zeros((rows, width), np.int32), np.full(rows, width), np.zeros(rows, np.int32)
-        for row, prompt in enumerate(ids):
-            begins[row], limits[row] = width - len(prompt), min(new, longest - len(prompt))
-            prompts[row, begins[row]:] = prompt
-        self.limits, self.stops = limits, np.full(_bucket(len(ends)), -1, np.int32)
+    ids: list[list[int]]
+    limits: list[int]  # how many tokens may follow each
+    seeds: np.ndarray
+    waiting: list[int]
+
+    def fitting(self, width: float = np.inf, room: float = np.inf) -> list[int]:
+        """Return the numbers of those that wait, are not longer than `width` and have no more than `room` to follow."""
+        return [number for number in self.waiting if len(self.ids[number]) <= width and self.limits[number] <= room]
+
+    def take(self, many: int, *fits: int) -> list[int]:
+        """Return the numbers of the first `many` that fit; they wait no more."""
+        found = self.fitting(*fits)[:many]
+        self.waiting[:] = sorted({*self.waiting} - {*found})
+        return found
+
+
+class _Batch:
+    """Prompts that are continued together; others that wait take the places of those that are finished."""
+
+    def __init__(self, programs: Decoding, params, queue: _Queue, size: int, ends: list[int]):
+        self.programs, self.params, self.queue = programs, params, queue
+        first = queue.take(size)
+        self.size, self.held = len(first), dict[int, int]()  # held: the number of the prompt in each place
+        prompts, begins = self._aligned(first)
+        rows = len(prompts)
+        self.limits, self.seeds = np.zeros(rows, np.int32), np.zeros((rows, 2), np.uint32)
+        self._hold(first)
+        self.stops = np.full(_bucket(len(ends)), -1, np.int32)
         self.stops[:len(ends)] = ends
-        self.known = programs.run.config.model.vocab_size
-        self.placed = programs.place(limits), programs.place(np.asarray(seeds(first + np.arange(rows))))
-        self.state = programs.start(params, prompts, begins, _bucket(int(limits.max())))
+        self.fits = prompts.shape[1], _bucket(int(self.limits.max()))
+        self.state = programs.start(params, prompts, begins, self.fits[1])
 
     def finish(self, sampling: Sampling, words: Tokenizer | None, strings: list[str],
-               logprobs: bool) -> list[Generated]:
-        """Generate until all rows are finished; return a record for each prompt."""
-        limits, seeds = self.placed
-        last, step, cut = int(self.limits.max()), 0, {}  # cut: the texts that a stop string ended, and tokens of each
-        while True:
-            step = min(last, step + CHUNK) if strings else last
-            self.state = self.programs.go_on(self.params, self.state, step, limits, self.stops, seeds, sampling,
-                                             words.vocab_size if words else self.known)
+               logprobs: bool) -> dict[int, Generated]:
+        """Generate until all rows are finished; return a record for each prompt by its number."""
+        known, rows, step = self.programs.run.config.model.vocab_size, np.arange(len(self.limits)), 0
+        records: dict[int, Generated] = {}
+        while self.held:
+            # A pass over new prompts has the price of some steps, so a quarter of the batch is replaced at once.
+            waits = bool(self.queue.fitting(*self.fits))
+            enough = len(rows) - self.size + max(1, self.size // 4) if waits else len(rows)
+            limits, seeds = self.placed
+            self.state = self.programs.go_on(self.params, self.state, step + CHUNK if strings else 2**31 - 1, limits,
+                                             self.stops, seeds, sampling, words.vocab_size if words else known, enough)
             seen = self.programs.read(self.state)
+            step, cut = int(seen["step"]), {}  # cut: the texts that a stop string ended, and tokens of each
             if words and strings:
-                for row in set(range(self.count)) - cut.keys():
-                    if found := _before(strings, words, self.ids[row], seen["tokens"][row, :seen["count"][row]]):
+                for row, number in self.held.items():
+                    if found := _before(strings, words, self.queue.ids[number],
+                                        seen["tokens"][row, :seen["count"][row]]):
                         cut[row] = found
-            done = seen["done"] | np.isin(np.arange(len(seen["done"])), list(cut))
-            if step == last or done.all():
-                break
-            self.state = {**self.state, "done": self.programs.place(done)}
-        return [self._record(row, seen, cut.get(row), words, logprobs) for row in range(self.count)]
+            done = seen["done"] | np.isin(rows, list(cut))
+            for row in [row for row in self.held if done[row]]:
+                number = self.held.pop(row)
+                records[number] = self._record(row, number, seen, cut.get(row), words, logprobs)
+            if cut:
+                self.state = {**self.state, "done": self.programs.place(done)}
+            if waits and self.held and done.sum() >= enough:  # without any that is held, another batch begins
+                self._refill()
+        return records
 
-    def _record(self, row: int, seen: dict[str, np.ndarray], cut: tuple[str, int] | None, words: Tokenizer | None,
-                logprobs: bool) -> Generated:
+    def _refill(self) -> None:
+        """Give the places of finished rows to prompts that wait."""
+        new = self.queue.take(self.size - len(self.held), *self.fits)
+        source = np.full(len(self.limits), -1)
+        source[self._hold(new)] = np.arange(len(new))
+        self.state = self.programs.refill(self.params, self.state, *self._aligned(new), source)
+
+    def _hold(self, numbers: list[int]) -> list[int]:
+        """Note that these prompts have the first free places; return the places."""
+        places = [row for row in range(self.size) if row not in self.held][:len(numbers)]
+        self.held |= dict(zip(places, numbers, strict=True))
+        self.limits[places] = [self.queue.limits[number] for number in numbers]
+        self.seeds[places] = self.queue.seeds[numbers]
+        # Copies: on a CPU arrays of JAX may share memory with what they are made of.
+        self.placed = self.programs.place(self.limits.copy()), self.programs.place(self.seeds.copy())
+        return places
+
+    def _aligned(self, numbers: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return these prompts as rows that end in the same slot, and the slots where they begin."""
+        ids, parts = [self.queue.ids[number] for number in numbers], self.programs.rows
+        # Powers of two, so that batches of other lengths use the same programs.
+        width, rows = _bucket(max(map(len, ids))), parts * _bucket(-(-len(ids) // parts))
+        prompts, begins = np.zeros((rows, width), np.int32), np.full(rows, width)
+        for row, prompt in enumerate(ids):
+            begins[row] = width - len(prompt)
+            prompts[row, begins[row]:] = prompt
+        return prompts, begins
+
+    def _record(self, row: int, number: int, seen: dict[str, np.ndarray], cut: tuple[str, int] | None,
+                words: Tokenizer | None, logprobs: bool) -> Generated:
         many = cut[1] if cut else int(seen["count"][row])
         tokens = seen["tokens"][row, :many]
-        text = cut[0] if cut else _said(words, self.ids[row], tokens) if words else ""
+        text = cut[0] if cut else _said(words, self.queue.ids[number], tokens) if words else ""
         said = tuple(seen["logprobs"][row, :many].tolist()) if logprobs else None
-        stopped = cut is not None or many < self.limits[row]
+        stopped = cut is not None or many < self.queue.limits[number]
         end = None if cut or not stopped else (int(seen["end"][row]), float(seen["end_logprob"][row]))
         return Generated(text, tuple(tokens.tolist()), said, "stop" if stopped else "length", end)
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.hub.decoding import decoding
+from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer
+from jaxtrain.hub.decoding import Decoding, decoding
 from jaxtrain.hub.sampling import Sampling
 from jaxtrain.sharding.mesh import AXES
 from tests.numerics import reference
@@ -191,7 +192,92 @@ def test_what_follows_a_prompt_does_not_depend_on_the_others_and_compiles_once()
 def test_a_row_that_is_finished_stays_as_it_is():
     run, greedy = build("gpt2"), [one.tokens for one in continued("gpt2")]
     end = greedy[0][4]
-    found = jt.generate(run, state(run, "gpt2"), PROMPTS, max_new_tokens=NEW, temperature=0, stop=[end])
-    for one, whole in zip(found, greedy, strict=True):
-        kept = whole[:whole.index(end)] if end in whole else whole
-        assert (one.tokens, one.finish_reason) == (kept, "stop" if end in whole else "length")
+    for size in (64, 2):  # with two, the last prompt takes the place of the first one
+        found = jt.generate(run, state(run, "gpt2"), PROMPTS, max_new_tokens=NEW, temperature=0, stop=[end],
+                            batch_size=size)
+        for one, whole in zip(found, greedy, strict=True):
+            kept = whole[:whole.index(end)] if end in whole else whole
+            assert (one.tokens, one.finish_reason) == (kept, "stop" if end in whole else "length")
+    assert decoding(run)._refill._cache_size()
+
+
+# Of lengths that need several widths, and answers of 1 to 24 tokens: any of eight stop tokens of 64 ends one.
+MANY = [[(7 * n + k) % 60 + 1 for k in range((1, 5, 3, 8)[n % 4])] for n in range(19)]
+VARIED = dict(max_new_tokens=24, seed=5, logprobs=True, stop=list(range(40, 48)))
+
+
+def counted(monkeypatch, *args, **keys):
+    """Return what is generated, and in how many iterations."""
+    steps, go_on = [], Decoding.go_on
+
+    def noted(self, params, state, *args):
+        before = int(state["step"])
+        after = go_on(self, params, state, *args)
+        steps.append(int(after["step"]) - before)
+        return after
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Decoding, "go_on", noted)
+        return jt.generate(*args, **keys), sum(steps)
+
+
+def check_same(found, want):
+    for one, other in zip(found, want, strict=True):
+        assert (one.tokens, one.text, one.finish_reason) == (other.tokens, other.text, other.finish_reason)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
+        if other.end:
+            assert one.end[0] == other.end[0]
+            np.testing.assert_allclose(one.end[1], other.end[1], rtol=1e-5, atol=1e-5)
+
+
+def iterations(records, size):
+    """Return how many iterations batches take of which none is refilled."""
+    each = [len(one.tokens) + (one.end is not None) for one in records]
+    return sum(max(each[first:first + size]) for first in range(0, len(each), size))
+
+
+@functools.cache
+def varied(family):
+    run = build(family)
+    return jt.generate(run, state(run, family), MANY, batch_size=32, **VARIED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_take_the_places_of_finished_rows_are_continued_as_alone(family, monkeypatch):
+    run = build(family)
+    held, want = state(run, family), varied(family)
+    assert len({len(one.tokens) for one in want}) > 5
+    found, steps = counted(monkeypatch, run, held, MANY, batch_size=4, **VARIED)
+    check_same(found, want)
+    assert iterations(want, 1) / 4 <= steps < 0.8 * iterations(want, 4)
+    greedy = VARIED | dict(temperature=0)
+    want = jt.generate(run, held, MANY, batch_size=32, **greedy)
+    found, steps = counted(monkeypatch, run, held, MANY, batch_size=4, **greedy)
+    check_same(found, want)
+    assert steps <= iterations(want, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "sizes"), [
+    ("llama", dict(data=2, tensor=2)), ("deepseek_v3", dict(fsdp=2, tensor=2)),
+    ("gemma3", dict(data=2, context=2, tensor=2))], ids=str)
+def test_finished_rows_are_replaced_on_a_mesh(family, sizes, monkeypatch):
+    run, want = build(family, **{f"mesh__{axis}": size for axis, size in sizes.items()}), varied(family)
+    found, steps = counted(monkeypatch, run, state(run, family), MANY, batch_size=4, **VARIED)
+    check_same(found, want)
+    assert steps < 0.8 * iterations(want, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "sizes"), [("mixtral", {}), ("llama", dict(data=2, tensor=2))], ids=str)
+def test_stop_strings_in_rows_that_are_replaced(family, sizes, monkeypatch):
+    """Which are found on the host, after some tokens more."""
+    monkeypatch.setattr("jaxtrain.hub.generate.CHUNK", 5)
+    keys = VARIED | dict(tokenizer=ByteTokenizer(), stop=["%", "(", "+", 46])
+    plain, run = build(family), build(family, **{f"mesh__{axis}": size for axis, size in sizes.items()})
+    alone = jt.generate(plain, state(plain, family), MANY, batch_size=1, **keys)
+    assert {one.finish_reason for one in alone} == {"stop", "length"}
+    assert {one.end is None for one in alone if one.finish_reason == "stop"} == {True, False}
+    for size in (3, 32):
+        check_same(jt.generate(run, state(run, family), MANY, batch_size=size, **keys), alone)

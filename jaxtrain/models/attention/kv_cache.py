@@ -1,7 +1,9 @@
 """The key-value cache of generation: what attention keeps of earlier tokens, so that a step computes one token only.
 
 An entry is an array [B, G, S, K] of one layer; entries of all layers are stacked and scanned like parameters. Rows are
-aligned at their last token: all of a batch write to the same slot S, and a row's text begins at its own.
+aligned at their last token: all of a batch write to the same slot, and a row's text begins at its own. Slots are
+counted on without end, and slot n is kept at n modulo S: S is the room for one text, however many a row has one after
+another.
 """
 
 from collections.abc import Callable
@@ -32,16 +34,16 @@ class Cache:
     def visible(self, slots: int, window: Any = 0) -> jax.Array:
         """Return which of the earlier slots the token attends to [B, S]; `window` is a number or an array, 0: all."""
         assert self.begins_B is not None and self.slot is not None
-        at_S = jnp.arange(slots)
-        near_S = (at_S < self.slot) & ((self.slot - at_S < window) | (jnp.asarray(window) == 0))
-        return near_S[None] & (at_S[None] >= self.begins_B[:, None])
+        back_S = (self.slot - jnp.arange(slots)) % slots  # tokens ago; 0: where the token itself will be
+        near_S = (back_S > 0) & ((back_S < window) | (jnp.asarray(window) == 0))
+        return near_S[None] & (back_S[None] <= self.slot - self.begins_B[:, None])
 
     def extended(self, new: Any) -> Any:
         """Return the entries with those of the token that was computed in its slot."""
         slot = self.slot
         assert slot is not None
-        return jax.tree.map(lambda before, one: jax.lax.dynamic_update_slice_in_dim(before, one, slot, axis=-2),
-                            self.entries, new)
+        return jax.tree.map(lambda before, one: jax.lax.dynamic_update_slice_in_dim(
+            before, one, slot % before.shape[-2], axis=-2), self.entries, new)
 
 
 def entry(x_BTGK: jax.Array) -> jax.Array:
