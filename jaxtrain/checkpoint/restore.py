@@ -51,9 +51,7 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
             missing = {name: make for name, make in extras.items() if name not in known}
             new = {path for path in wanted if path.startswith("extras/") and path.split("/")[1] in missing}
             there = {path: leaf for path, leaf in wanted.items() if path not in new}
-            kept = {path: leaf for path, leaf in saved.state.tree.items()
-                    if not path.startswith("extras/") or path.split("/")[1] in extras}  # others have been turned off
-            _compare(folder, kept, there)
+            _compare(folder, saved.state.tree, there)
             arrays = ocp.args.StandardRestore(there)
             loaded = reader.restore(folder, args=ocp.args.Composite(state=arrays))["state"]
             sums = verify.saved_fingerprint(folder)

@@ -161,6 +161,9 @@ def _changes(workdir: Path, started: Mapping[str, Any], current: Mapping[str, An
             change = {"step": done, "key": name, "before": before, "after": value}
             if section == "data" and key in _STAGED and done:
                 changed.append(change)
+            elif name == "train.ema_decay" and not value:
+                raise UserError(name, f"{workdir} has a run that keeps an average of its weights, and goes on with it",
+                                f"set it to {before}, or begin another run with train.init_from")
             elif name in may_change:
                 allowed.append(change)
             else:

@@ -169,3 +169,7 @@ def test_a_run_without_one_begins_one_on_purpose(flags, tmp_path, capsys):
     _, after = saved(tmp_path / "work", 7)
     jax.tree.map(lambda average, old, new: np.testing.assert_allclose(
         average, DECAY * old + (1 - DECAY) * new, atol=1e-6), after.extras[ema.NAME], before.params, after.params)
+    capsys.readouterr()
+    assert main([*words, "--config.train.ema_decay=0", "--config.checkpoint.best="]) == 2
+    assert "train.ema_decay: " in (told := capsys.readouterr().err) and "set it to 0.8" in told
+    assert json.loads((tmp_path / "work" / "config.json").read_text())["train"]["ema_decay"] == DECAY
