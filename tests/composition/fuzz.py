@@ -119,8 +119,10 @@ def lora_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     if keys["optimizer.name"] != "adamw" or keys["train.freeze"] or rng.random() < 0.8:
         return {}
     quantize = rng.choice(("", "", "int8", "nf4")) if keys.get("train.precision") != "fp8" else ""
-    return {"lora.rank": rng.choice((1, 3)), "lora.alpha": 4.0, "lora.targets": rng.choice((["*"], ["*attention/*"])),
-            "lora.quantize": quantize, "lora.dora": rng.random() < 0.3}
+    targets, kind = rng.choice((["*"], ["*attention/*"])), rng.choice(("", "", "dora", "experts"))
+    experts = {"lora.experts": True} if kind == "experts" and keys["family"] in EXPERTS else {}
+    return {"lora.rank": rng.choice((1, 3)), "lora.alpha": 4.0, "lora.targets": targets, "lora.quantize": quantize,
+            "lora.dora": kind == "dora"} | experts
 
 
 def config_of(keys: dict[str, Any]):
