@@ -96,6 +96,9 @@ def model_section(folder: str | Path) -> Keys:
     try:
         given = given["text_config"] if given.get("model_type") == "gemma3" else given
         kind = given.get("model_type")
+        if kind is None and isinstance(given.get("model"), dict):
+            raise UserError("--config", f"{folder} is the workdir of a run, not a published folder",
+                            f"begin with it by train.init_from={folder}, or export it first")
         if f"{kind}" not in _TYPES:
             raise UserError(f"{path}", f"model_type={kind} is not one that jaxtrain has", f"known: {', '.join(_TYPES)}")
         return _section(kind, given, path)

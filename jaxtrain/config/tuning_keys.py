@@ -117,6 +117,13 @@ def _unread(section: Any, name: str, on: Any, key: str, others: str) -> None:
                             f"{other} out")
 
 
+def tuned_from_nothing(config: Any) -> str:
+    """Return the key that tunes a model, of a config that names none to begin with; "" of any other config."""
+    keys = {"lora.rank": config.lora.rank, "preference.loss": config.preference.loss,
+            "reinforce.prompts": config.reinforce.prompts}
+    return "" if config.train.init_from else next((key for key, value in keys.items() if value), "")
+
+
 def check(config: Any) -> None:
     """Refuse a `Config` in which these sections do not go with the others."""
     if config.lora.quantize and config.train.trainable:
@@ -133,10 +140,10 @@ def check(config: Any) -> None:
     if config.lora.experts and config.lora.dora:
         raise UserError("lora.dora", "matrices of experts cannot have it", "leave out lora.experts or lora.dora")
     loss, packing = config.preference.loss, config.data.packing
-    wanted = "answers" if loss == "kto" else "pairs"
+    wanted, kind = ("answers", "answers with labels") if loss == "kto" else ("pairs", "preferences")
     if loss and packing != wanted:
         raise UserError("preference.loss", f"{loss} needs rows of whole {wanted}, not data.packing={packing}",
-                        f"set data.packing={wanted} and data.source to a corpus of preferences")
+                        f"set data.packing={wanted} and data.source to a corpus of {kind}")
     if packing in ("pairs", "answers") and not loss:
         raise UserError("data.packing", f"{packing} hold rejected answers too, which next-token prediction would learn",
                         f"set preference.loss, such as {'dpo' if packing == 'pairs' else 'kto'}")
@@ -166,4 +173,5 @@ def _check_reinforce(config: Any) -> None:
             ("train.eval_every", train.eval_every, 0), ("data.packing", data.packing, "concat"),
             ("resilience.spikes", config.resilience.spikes == "rollback", False)):
         if value != wanted:
-            raise UserError(key, "batches are made of the model's own answers", "leave it out")
+            raise UserError(key, "batches are made of the model's own answers",
+                            "set --config.train.eval_every=0" if key == "train.eval_every" else "leave it out")

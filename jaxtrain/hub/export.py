@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--gate_share", type=float, default=1.0, help="of each suite of gates that has to pass")
     add_process_flags(parser)
     flags = parser.parse_args(argv)
+    if flags.gate_share != 1 and not flags.gates:
+        raise UserError("--gate_share", "it is read with --gates only", "give that too, or leave it out")
     if not 0 < flags.gate_share <= 1:
         raise UserError("--gate_share", f"{flags.gate_share} is not in (0, 1]", "give one such as 0.95")
     if not 0 <= flags.file_gb < 1e6:
@@ -117,7 +119,9 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
         answers = _asked(checks, workdir, partial, found[0], averaged)
         record["gates"] = release_gates.result(answers, gates, gate_share)
     if first:
-        atomic_files.write(partial / model_card.FILE, model_card.card(workdir, sections, to.name, licence, record))
+        atomic_files.write(partial / model_card.FILE, model_card.card(
+            workdir, sections, to.name, licence, record,
+            any((partial / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))))
         finish(partial, to, record)
     exchange(None)
     return record

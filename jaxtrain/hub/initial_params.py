@@ -87,7 +87,9 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
         adapted = adapter_files.is_adapter_folder(folder)
         section = published_config.model_section(adapter_files.base_of(folder) if adapted else folder)
         theirs = FAMILIES[section["name"]](**section)
-        say(f"begins with the published {'adapters' if adapted else 'parameters'} in {folder}{_otherwise(theirs, run)}")
+        what = f"adapters in {folder} and the parameters in {adapter_files.base_of(folder)}" if adapted else (
+            f"parameters in {folder}")
+        say(f"begins with the published {what}{_otherwise(theirs, run)}")
         if adapted:
             return adapter_files.load_with_base(folder, run.config.model, run.config.lora, run.abstract_model)
         if not any(folder.glob("*.safetensors")) and not (folder / INDEX).exists():

@@ -7,6 +7,7 @@ import jax
 
 from jaxtrain import observe
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
+from jaxtrain.config.tuning_keys import tuned_from_nothing
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange
@@ -95,6 +96,8 @@ def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManag
         RolledBack: the checkpoint cannot be used after all; begin again, from an older one.
     """
     if not start.step:
+        if (section := tuned_from_nothing(run.config)) and not run.own_model:
+            say(f"warning: {section} tunes a model of random parameters; train.init_from names one to begin with")
         return run.init(parts=parts)
     with session.phase("restore"):
         restored = start.recovered or checkpoints.restore_newest(run.abstract)

@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     merges.add_argument("base", metavar="BASE", help="the published folder of the model")
     merges.add_argument("adapters", metavar="FOLDER[=WEIGHT]", nargs="+", action="store", help="by default times 1")
     merges.add_argument("--to", required=True, help="the folder to make; it must not be there yet")
-    merges.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    merges.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights; default: as in BASE")
     exports.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="of the adapters")
     return made
 

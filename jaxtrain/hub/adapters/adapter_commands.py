@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 from jaxtrain.config.published_config import FILE
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
-from jaxtrain.files import atomic_files, safe_names
+from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.hub import export as exports
 from jaxtrain.hub import initial_params, trained_model
@@ -40,6 +41,7 @@ def export(workdir: Path, to: Path, step: int | None = None, *, base: str = "", 
     partial = to.with_name(f"{to.name}.partial")
     exchange(None, lambda _: exports.make_folder(partial))
     base = base or _base_of(sections)
+    base = f"{Path(base).resolve()}" if base and Path(base).is_dir() else base  # wherever the adapters are copied to
     adapter_files.save(params, run.config.model, run.config.lora, partial, base, np.dtype(dtype))
     if jax.process_index() == 0:
         exports.finish(partial, to, {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
@@ -57,7 +59,7 @@ def _base_of(sections: dict) -> str:
     began, _ = initial_params.source_and_step(source)
     if adapter_files.is_adapter_folder(began):
         began = adapter_files.base_of(began)
-    return f"{began.absolute()}" if (began / FILE).is_file() and not (began / "checkpoints").is_dir() else ""
+    return f"{began}" if (began / FILE).is_file() and not (began / "checkpoints").is_dir() else ""
 
 
 def _check_exported(workdir: Path, to: Path, sections: dict) -> None:
@@ -81,7 +83,11 @@ def show(folder: Path) -> str:
         raise UserError("FOLDER", f"{folder} is not a folder", "give one with adapters")
     lines = []
     for path in sorted(file.parent for file in folder.rglob(adapter_files.CONFIG)):
-        said = adapter_files.described(path)
+        try:
+            said = adapter_files.described(path)
+        except UserError as refusal:
+            lines.append(f"{path}  cannot be used here: {refusal.reason}")
+            continue
         record = user_json(path / exports.RECORD, dict, f"{path}", "add it again") or {}
         origin = f"step {record['step']} of {record['workdir']}" if {"step", "workdir"} <= record.keys() else ""
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
@@ -94,15 +100,17 @@ def show(folder: Path) -> str:
 
 def add(store: Path, folder: Path, name: str) -> Path:
     """Copy adapters to the next version of a name, and return its folder."""
-    adapter_files.described(folder)
+    said = adapter_files.described(folder)
     safetensors_files.tensors_of(folder, adapter_files.WEIGHTS)
-    try:
-        place = safe_names.inside(store, name)
-    except safe_names.Outside as error:
-        raise UserError("--name", f"{error}", "give a plain name") from None
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise UserError("--name", f"{name!r} is not a plain name", "use letters, digits and - _ .")
+    place = store / name
     place.mkdir(parents=True, exist_ok=True)
     partial = place / f"{os.getpid()}.partial"
     shutil.copytree(folder, partial)
+    base = folder / f"{said.get('base_model_name_or_path') or ''}"
+    if base != folder and base.is_dir():  # relative to where they were
+        _rename_base(partial, said, f"{base.resolve()}")
     while True:
         there = [int(path.name) for path in place.iterdir() if path.name.isdecimal()]
         to = place / f"{max(there, default=0) + 1}"
@@ -114,3 +122,12 @@ def add(store: Path, folder: Path, name: str) -> Path:
                 raise
     atomic_files.sync(place)
     return to
+
+
+def _rename_base(folder: Path, said: dict, base: str) -> None:
+    """Write another name of the model that adapters are for, and its hash where there is a record."""
+    file = folder / adapter_files.CONFIG
+    atomic_files.write_json(file, said | {"base_model_name_or_path": base})
+    if record := user_json(folder / exports.RECORD, {"sha256": dict}, f"{folder}", "export it again"):
+        record["sha256"][file.name] = atomic_files.file_digest(file)
+        atomic_files.write_json(folder / exports.RECORD, record)

@@ -109,7 +109,7 @@ def load(folder: str | Path, model: ModelConfig, c: LoraConfig, abstract: Any, b
     readers = published_weights.readers_of(folder, tensors, known, wanted, used)
     if left := sorted(tensors.keys() - used):
         raise UserError(f"{folder}", f"it has {left[0]}, for which this run has no adapter",
-                        f"set lora.targets='{json.dumps(theirs['targets'])}'")
+                        f"set --config.lora.targets='{json.dumps(theirs['targets'])}'")
     if blocks:
         _check_blocks(folder, tensors, c.rank)
 
@@ -204,12 +204,12 @@ def _check(folder: str | Path, c: LoraConfig, theirs: Mapping[str, Any], said: M
         raise UserError(f"{Path(folder) / CONFIG}", "its layers have different ranks (rank_pattern, alpha_pattern), "
                         "and lora.rank is one number", "merge the adapters: jaxtrain adapters merge")
     same = LoraConfig(**theirs)
-    fix = " ".join(f"lora.{key}={theirs[key]}" for key in ("rank", "alpha", "rank_stabilized", "dora"))
+    fix = " ".join(f"--config.lora.{key}={theirs[key]}" for key in ("rank", "alpha", "rank_stabilized", "dora"))
     if c.dora != same.dora:
         raise UserError("lora.dora", f"{c.dora} is not what the adapters in {folder} have", f"set {fix}")
     if c.rank != same.rank or lora.scale(c) != lora.scale(same):
         raise UserError("lora.rank", f"the adapters in {folder} have rank {same.rank} and are multiplied by "
-                        f"{lora.scale(same):g}, not {lora.scale(c):g}", f"set {fix}")
+                        f"{lora.scale(same):g}, this run's rank {c.rank} and {lora.scale(c):g}", f"set {fix}")
 
 
 def _check_blocks(folder: str | Path, tensors: Mapping[str, Tensor], rank: int) -> None:

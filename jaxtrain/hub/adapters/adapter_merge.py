@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES, ModelConfig
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.weights import published_weights, rewritten_folder, safetensors_files
 from jaxtrain.hub.weights.safetensors_files import DTYPES, OTHERS, Tensor
@@ -46,8 +46,11 @@ class Product:
         return np.float32(self.weight) * more
 
 
-def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dtype: str = "bfloat16") -> None:
-    """Write the model in `base`, with each of the adapters times its weight, as the folder `to`."""
+def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dtype: str | None = None) -> None:
+    """Write the model in `base`, with each of the adapters times its weight, as the folder `to`.
+
+    `dtype`: of the weights; None: as they are in `base`.
+    """
     section = published_config.model_section(base)
     model = FAMILIES[section["name"]](**section)
     known = published_weights.by_full_name(safetensors_files.tensors_of(base), model)
@@ -55,6 +58,8 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
     turned = model.name == "gpt2"  # its matrices are [in, out]
     added: dict[str, list[Product]] = defaultdict(list)
     for folder, weight in adapters:
+        if (other := _other_base(folder, base)):
+            say(f"warning: the adapters in {folder} are for {other}, by their {adapter_files.CONFIG}, not for {base}")
         for name, product in products(folder, model, weight).items():
             found = _checked(folder, name, known.get(name), product.shape[::-1] if turned else product.shape)
             added[found.name].append(product)
@@ -69,6 +74,15 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
 
     said = [{"folder": f"{folder}", "weight": weight} for folder, weight in adapters]
     rewritten_folder.write(Path(base), to, tensors, computed, section, {"base": f"{base}", "adapters": said}, dtype)
+
+
+def _other_base(folder: Path, base: str | Path) -> str:
+    """Return the name of the model that adapters are for, if it is known to be another one."""
+    try:
+        theirs = adapter_files.base_of(folder)
+    except UserError:  # it is not on this machine
+        return ""
+    return "" if theirs.resolve() == Path(base).resolve() else f"{theirs}"
 
 
 def products(folder: Path, model: ModelConfig, weight: float) -> dict[str, Product]:

@@ -20,7 +20,8 @@ _PLACES = ("data.source", "data.mixture", "data.cache_dir", "data.tokenizer", "d
 _FIX = "bring the run's records back"
 
 
-def card(workdir: Path, sections: Mapping[str, Any], name: str, licence: str, record: Mapping[str, Any]) -> str:
+def card(workdir: Path, sections: Mapping[str, Any], name: str, licence: str, record: Mapping[str, Any],
+         has_tokenizer: bool) -> str:
     """Return the text of the card.
 
     Args:
@@ -29,13 +30,16 @@ def card(workdir: Path, sections: Mapping[str, Any], name: str, licence: str, re
         name: of the model.
         licence: of the model; "": none is stated.
         record: what export.json will say.
+        has_tokenizer: whether the folder has one that transformers reads.
     """
     run = user_json(workdir / "run.json", dict, "WORKDIR", _FIX) or {}
     metrics = list(json_lines(workdir / "metrics.jsonl"))
     data = list(_corpora(sections))
-    parts = [_metadata(licence, data, run, sections), f"# {name}", _origin(sections, run, record),
-             _training(run, metrics, record), _data(data), _evaluation(workdir, metrics, record), _gates(record),
-             _configuration(sections), f"## Licence\n\n{licence or 'No licence is stated.'}"]
+    parts = [
+        _metadata(licence, data, run, sections), f"# {name}", _origin(sections, run, record),
+        _use(sections, has_tokenizer), _training(run, metrics, record), _data(data),
+        _evaluation(workdir, metrics, record), _gates(record), _configuration(sections),
+        f"## Licence\n\n{licence or 'No licence is stated.'}"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -65,6 +69,17 @@ def _origin(sections: Mapping[str, Any], run: Mapping[str, Any], record: Mapping
             f"{model.get('max_seq_len'):,} tokens. It was trained with jaxtrain; these are {weights} of step "
             f"{record['step']:,}")
     return f"{text}{f', begun with {source}' if source else ''}."
+
+
+def _use(sections: Mapping[str, Any], has_tokenizer: bool) -> str:
+    kind = "SequenceClassification" if _is_reward_model(sections) else "CausalLM"
+    lines = ["from transformers import AutoTokenizer", "", 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")'] if (
+        has_tokenizer) else []
+    code = "\n".join([f"from transformers import AutoModelFor{kind}", *lines[:1], "",
+                      f'model = AutoModelFor{kind}.from_pretrained("FOLDER")', *lines[2:]])
+    none = "" if has_tokenizer else (
+        "\n\nThe folder has no tokenizer that transformers reads, but one for `jaxtrain generate FOLDER`.")
+    return f"## Use\n\n```python\n{code}\n```{none}"
 
 
 def _training(run: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]], record: Mapping[str, Any]) -> str:

@@ -221,7 +221,9 @@ def _merged(path: str, which: tuple[int, ...], flat: Mapping[str, jax.Array], dt
     if down not in flat:
         return kernel.astype(dtype)
     a, b = (_gathered(flat[each], which, np.float32) for each in (down, up))
-    product = (a.reshape(-1, a.shape[-1]) @ b.reshape(len(b), -1)).reshape(kernel.shape)
+    if matrix == KERNEL:
+        a, b = a.reshape(-1, a.shape[-1]), b.reshape(len(b), -1)
+    product = (a @ b).reshape(kernel.shape)  # of one expert, or of all
     both = kernel + np.float32(lora_scale) * product
     if magnitude in flat:
         lengths = _gathered(flat[magnitude], which, np.float32)

@@ -90,6 +90,16 @@ def test_several_adapters_are_added_each_times_its_weight(tmp_path):
     assert sum(f"base_model.model.{key.removesuffix('weight')}{adapter_files.UP}" in theirs for key in plain) == 4
 
 
+def test_adapters_of_another_model_of_the_same_shape_are_told(tmp_path, capsys):
+    base, folder = written(tmp_path, "llama")
+    other = published.write(tmp_path / "other", published.truth()["llama_head_dim"])
+    for where, told in ((base, False), (other, True)):
+        adapter_merge.merge(where, [(folder, 1.0)], tmp_path / f"from {where.name}")
+        assert ("warning: the adapters in" in capsys.readouterr().err) is told
+        kept = {tensor.dtype for tensor in safetensors_files.tensors_of(tmp_path / f"from {where.name}").values()}
+        assert kept == {"F32"}  # as it was
+
+
 def test_a_multimodal_folder_keeps_its_names_and_a_column_of_zeros_gives_numbers(tmp_path):
     case, prefix = published.truth()["llama"], "model.language_model."
     base, folder = tmp_path / "base", published_adapters.write(tmp_path / "adapters", truth()["llama, dora"])
@@ -107,16 +117,21 @@ def test_a_multimodal_folder_keeps_its_names_and_a_column_of_zeros_gives_numbers
 
 
 def test_a_store_keeps_every_version(tmp_path, capsys):
-    _, folder = written(tmp_path, "queries and values")
+    base, folder = written(tmp_path, "queries and values")
     for version in (1, 2):
         assert adapters.main(["add", f"{tmp_path / 'store'}", f"{folder}", "--name=style"]) == 0
         assert capsys.readouterr().out.strip() == f"{tmp_path / 'store' / 'style' / str(version)}"
     assert adapters.main(["list", f"{tmp_path / 'store'}"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and "style/2  rank 2  alpha 8, rank-stabilized  " in said[1] and "for ../base" in said[1]
+    assert len(said) == 2 and "style/2  rank 2  alpha 8, rank-stabilized  " in said[1] and f"for {base}" in said[1]
+    assert adapter_files.base_of(tmp_path / "store" / "style" / "2").resolve() == base.resolve()
     assert not [*Path(tmp_path / "store" / "style").glob("*.partial")]
     assert adapters.main(["add", f"{tmp_path / 'store'}", f"{folder}", "--name=../out"]) == 2
-    assert "--name: '../out' does not name a file inside a folder" in capsys.readouterr().err
+    assert "--name: '../out' is not a plain name; use letters, digits and - _ ." in capsys.readouterr().err
+    path = tmp_path / "store" / "style" / "1" / adapter_files.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bias": "all"}))
+    assert adapters.main(["list", f"{tmp_path / 'store'}"]) == 0
+    assert "style/1  cannot be used here: bias='all' cannot be expressed\n" in capsys.readouterr().out
 
 
 def test_the_origin_of_a_run_names_the_adapters_and_their_model(tmp_path):
@@ -133,7 +148,7 @@ def test_the_origin_of_a_run_names_the_adapters_and_their_model(tmp_path):
     ({"r": "three"}, {}, "is not of the form expected: r is not a whole number"),
     ({"base_model_name_or_path": "some/model"}, {}, "base_model_name_or_path='some/model' is not a folder here"),
     ({"rank_pattern": {"q_proj": 2}}, {}, "its layers have different ranks (rank_pattern, alpha_pattern), and lora.r"),
-    ({}, {"rank": 4}, "have rank 3 and are multiplied by 2, not 1.5; set lora.rank=3 lora.alpha=6.0 lora.rank_stabi"),
+    ({}, {"rank": 4}, "have rank 3 and are multiplied by 2, this run's rank 4 and 1.5; set --config.lora.rank=3 --con"),
     ({}, {"dora": True}, "lora.dora: True is not what the adapters in "),
     ({}, {"targets": ["*/attention/*"]}, "it has model.layers.0.mlp.down_proj.lora_A.weight, for which this run has n"),
     ({"r": 2, "lora_alpha": 4}, {"rank": 2, "alpha": 4.0}, "layers.0.self_attn.k_proj.lora_A.weight has the shape [3"),

@@ -34,14 +34,15 @@ def test_it_says_what_the_records_say(workdir):
     sections = {"model": MODEL, "data": {"source": str(workdir.parent / "corpus"), "seq_len": 64},
                 "train": {"steps": 30, "init_from": "/secret/place/base-7b"}}
     gates = {"releasable": True, "share": 0.9, "suites": {"refusals": {"passed": 9, "checks": 10}}}
-    text = model_card.card(workdir, sections, "tale-7b", "apache-2.0", RECORD | {"gates": gates})
+    text = model_card.card(workdir, sections, "tale-7b", "apache-2.0", RECORD | {"gates": gates}, True)
     head, body = text.split("---\n")[1:]
     assert {line.partition(": ")[0]: json.loads(line.partition(": ")[2]) for line in head.splitlines()
             if line.startswith(("license", "base_model", "datasets"))} == {
         "license": "apache-2.0", "base_model": "base-7b", "datasets": ["Tale"]}
     for part in ("# tale-7b\n", "weights of step 20, begun with base-7b.", "| tokens | 5,120 |", "| mesh | fsdp 8 |",
                  "| Tale | ", "| CC0-1.0 |", "https://example.org/a\\|b", "| held-out text | loss | 1.2500 |",
-                 "| arc | acc | 0.5000 |", "90% had to pass: passed.", "| refusals | 9 of 10 |", '"steps": 30'):
+                 "| arc | acc | 0.5000 |", "90% had to pass: passed.", "| refusals | 9 of 10 |",
+                 "AutoTokenizer.from_pretrained", '"steps": 30'):
         assert part in body, part
     assert "/secret" not in text and "9.0" not in text and "stderr" not in text and str(workdir.parent) not in text
 
@@ -53,17 +54,17 @@ def test_an_average_a_reward_model_and_a_mixture_are_told_as_such(workdir):
     (workdir / "evaluations" / "20-ema.json").write_text(json.dumps({"results": {"arc": {"acc,none": 0.75}}}))
     mixture = {"tales": {"source": str(workdir.parent / "corpus"), "weight": 2}, str(workdir.parent / "gone"): {}}
     sections = {"model": MODEL, "data": {"mixture": mixture}, "preference": {"loss": "reward"}}
-    text = model_card.card(workdir, sections, "judge", "", RECORD | {"averaged": True})
+    text = model_card.card(workdir, sections, "judge", "", RECORD | {"averaged": True}, True)
     for part in ("pipeline_tag: text-classification", "A llama reward model", "the moving average of the weights of st",
                  "| held-out text | loss_ema | 1.1250 |", "| arc | acc | 0.7500 |", "| Tale | "):
         assert part in text, part
     assert "perplexity" not in text and "0.5000" not in text
-    plain = model_card.card(workdir, sections, "judge", "", RECORD)
+    plain = model_card.card(workdir, sections, "judge", "", RECORD, True)
     assert "loss_ema |" not in plain and "perplexity | 3.5000" in plain and "| arc | acc | 0.5000 |" in plain
 
 
 def test_what_no_record_has_is_said_to_be_missing(tmp_path):
-    text = model_card.card(tmp_path, {"model": MODEL, "data": {"source": "stdlib"}}, "m", "", RECORD)
+    text = model_card.card(tmp_path, {"model": MODEL, "data": {"source": "stdlib"}}, "m", "", RECORD, True)
     for part in ("No licence is stated.", "No manifest of the data is here.", "This step was not evaluated.",
                  "No gates were set: whether the model is safe to use was not tested."):
         assert part in text, part
@@ -72,5 +73,5 @@ def test_what_no_record_has_is_said_to_be_missing(tmp_path):
 
 def test_a_model_that_is_not_to_be_released_says_so(tmp_path):
     gates = {"releasable": False, "share": 1.0, "suites": {"refusals": {"passed": 0, "checks": 1}}}
-    text = model_card.card(tmp_path, {"model": MODEL}, "m", "", RECORD | {"gates": gates})
+    text = model_card.card(tmp_path, {"model": MODEL}, "m", "", RECORD | {"gates": gates}, True)
     assert "**not passed**: this model is not to be released" in text

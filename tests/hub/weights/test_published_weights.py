@@ -15,6 +15,7 @@ from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.hub.weights.tensor_names import entries
 from jaxtrain.sharding import rules as sharding
 from tests.hub import published
+from tests.numerics import plain_lora
 
 SLOW = pytest.mark.slow
 QUICK = ("llama_head_dim",)
@@ -75,6 +76,25 @@ def test_what_is_exported_has_the_same_bytes_from_any_mesh(name, tmp_path):
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert np.array_equal(tensor.view(), after[name].view()), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_adapters_of_experts_are_added_to_what_is_exported(name, tmp_path):
+    """Of tensors that hold one expert, and of those that hold all of them."""
+    folder = published.write(tmp_path / "in", published.truth()[name])
+    config = {"model": model_section(folder), "data": {"seq_len": 8}, "mesh": {"data": 1},
+              "lora": {"rank": 2, "alpha": 6.0, "experts": True}}
+    run = jt.build(jt.make_config(config), devices=jax.devices()[:1])
+    params = jax.device_put(plain_lora.at_random(jax.device_get(run.init().all_params)), jax.tree.map(
+        lambda leaf: leaf.sharding, run.abstract_model))
+    (tmp_path / "out").mkdir()
+    published_weights.save(params, run.config.model, tmp_path / "out", np.float32, 10**6, 3.0)
+    plain = built(folder, data=1)
+    found = published_weights.load(tmp_path / "out", plain.config.model, plain.abstract.params)
+    wanted = plain_lora.merged(jax.device_get(params), 3.0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), jax.device_get(found), wanted)
+    assert "adapter" in params["blocks"]["layer"]["mlp"]
 
 
 def test_any_slice_is_that_of_the_whole(tmp_path):
