@@ -125,7 +125,8 @@ def starting_config(folder: str) -> dict[str, Keys]:
 def is_reward_model(folder: str | Path) -> bool:
     """Return whether the model in `folder` is published as a classifier, as reward models are."""
     said = bounded_files.user_json(Path(folder) / FILE, dict, "--config", "download it again") or {}
-    return any(f"{name}".endswith("ForSequenceClassification") for name in said.get("architectures") or ())
+    classes = said.get("architectures")
+    return isinstance(classes, list) and any(f"{name}".endswith("ForSequenceClassification") for name in classes)
 
 
 def _section(kind: str, given: Keys, path: Path) -> Keys:
