@@ -7,7 +7,7 @@ WORKDIR is that of a run of gpt.py, of the same variant.
 Three things of it are what such runs usually need: a quarter of the rows are the old text (replay), the learning rate
 is warmed up again and stays high until the last fifth (arXiv 2403.08763), and in that fifth, while it falls to zero,
 half of the rows are the best text (annealing, arXiv 2404.06395), here again the new one's. Variants are those of
-gpt.py; on 2 CPU cores about a minute. For a model of your own change the sources and take over its `model` section.
+gpt.py. For a model of your own change the sources and take over its `model` section.
 """
 
 import runpy

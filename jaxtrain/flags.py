@@ -120,6 +120,12 @@ def parser_of(name: str, text: str | None, **keys) -> Parser:
     return made
 
 
+def add_subcommand(commands: Any, of: str, words: str, line: str) -> argparse.ArgumentParser:
+    """Add what `jaxtrain OF NAME ...` does; `words` are those behind OF in its example, `line` says what it does."""
+    text = f"{line[0].upper()}{line[1:]}.\n\n    jaxtrain {of} {words}"
+    return commands.add_parser(words.partition(" ")[0], help=line, text=text)
+
+
 def add_process_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that make several processes one run."""
     parser.add_argument("--coordinator", help="host:port of process 0 in a run of several processes")

@@ -10,9 +10,10 @@ Exit status 0; 1: `verify` found damage; 2: a user error, reported in one line.
 
 import argparse
 import sys
+from functools import partial
 
 from jaxtrain.errors import UserError
-from jaxtrain.flags import Parser, command, parser_of
+from jaxtrain.flags import Parser, add_subcommand, command, parser_of
 
 
 @command()
@@ -46,14 +47,11 @@ def parser() -> argparse.ArgumentParser:
     made = parser_of("checkpoint", __doc__)
     commands = made.add_subparsers(dest="what", required=True, parser_class=Parser)
 
-    def add(name: str, words: str, line: str) -> argparse.ArgumentParser:
-        text = f"{line[0].upper()}{line[1:]}.\n\n    jaxtrain checkpoint {words}"
-        return commands.add_parser(name, help=line, text=text)
-
-    lists = add("list", "list WORKDIR", "show every checkpoint with its state, age, loss and location")
-    verifies = add("verify", "verify WORKDIR", "read every byte again; exit status 1 if any checkpoint is damaged")
-    diffs = add("diff", "diff WORKDIR STEP STEP", "show the arrays and other values in which two checkpoints differ")
-    goes = add("restore-to", "restore-to WORKDIR STEP",
+    add = partial(add_subcommand, commands, "checkpoint")
+    lists = add("list WORKDIR", "show every checkpoint with its state, age, loss and location")
+    verifies = add("verify WORKDIR", "read every byte again; exit status 1 if any checkpoint is damaged")
+    diffs = add("diff WORKDIR STEP STEP", "show the arrays and other values in which two checkpoints differ")
+    goes = add("restore-to WORKDIR STEP",
                "make the run continue from an older good checkpoint; deletes nothing")
     for each in (lists, verifies, goes):
         each.add_argument("workdir", metavar="WORKDIR", help="the workdir of the run")

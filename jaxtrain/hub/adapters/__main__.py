@@ -11,10 +11,11 @@ A store is a folder with a folder for each name, and in it one for each version:
 import argparse
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 from jaxtrain.errors import UserError, say
-from jaxtrain.flags import Parser, add_process_flags, command, parser_of
+from jaxtrain.flags import Parser, add_process_flags, add_subcommand, command, parser_of
 
 
 @command()
@@ -44,11 +45,8 @@ def parser() -> argparse.ArgumentParser:
     made = parser_of("adapters", __doc__)
     commands = made.add_subparsers(dest="what", required=True, parser_class=Parser)
 
-    def add(name: str, words: str, line: str) -> argparse.ArgumentParser:
-        text = f"{line[0].upper()}{line[1:]}.\n\n    jaxtrain adapters {words}"
-        return commands.add_parser(name, help=line, text=text)
-
-    exports = add("export", "export WORKDIR --to=FOLDER", "write the adapters that a run has trained")
+    add = partial(add_subcommand, commands, "adapters")
+    exports = add("export WORKDIR --to=FOLDER", "write the adapters that a run has trained")
     exports.add_argument("workdir", metavar="WORKDIR", help="of the run")
     exports.add_argument("--to", required=True, help="the folder to make; it must not be there yet")
     exports.add_argument("--step", type=int, help="of the checkpoint; by default the newest good one")
@@ -56,13 +54,13 @@ def parser() -> argparse.ArgumentParser:
     exports.add_argument("--base", default="", help="the name or folder of the model they are for; by default the "
                                                     "published folder that the run began with")
     add_process_flags(exports)
-    lists = add("list", "list FOLDER", "show the adapters in a folder and in those below it")
+    lists = add("list FOLDER", "show the adapters in a folder and in those below it")
     lists.add_argument("folder", metavar="FOLDER", help="of adapters, or a store of them")
-    adds = add("add", "add STORE FOLDER --name=NAME", "keep adapters as the next version of a name")
+    adds = add("add STORE FOLDER --name=NAME", "keep adapters as the next version of a name")
     adds.add_argument("store", metavar="STORE", help="the folder of all; it is made if it is not there")
     adds.add_argument("folder", metavar="FOLDER", help="of the adapters")
     adds.add_argument("--name", required=True, help="what they are called")
-    merges = add("merge", "merge BASE FOLDER=0.5 --to=MERGED", "add adapters, each times a weight, to weights")
+    merges = add("merge BASE FOLDER=0.5 --to=MERGED", "add adapters, each times a weight, to weights")
     merges.add_argument("base", metavar="BASE", help="the published folder of the model")
     merges.add_argument("adapters", metavar="FOLDER[=WEIGHT]", nargs="+", action="store", help="by default times 1")
     merges.add_argument("--to", required=True, help="the folder to make; it must not be there yet")

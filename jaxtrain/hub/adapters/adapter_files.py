@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.families import ModelConfig
+from jaxtrain.config.published_config import FILE
 from jaxtrain.config.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files
@@ -40,8 +41,8 @@ _CHANGED_BASE = ("pissa", "olora", "corda", "loftq")  # initial values that are 
 
 
 def is_adapter_folder(folder: str | Path) -> bool:
-    """Return whether a folder has adapters in this format."""
-    return (Path(folder) / CONFIG).is_file()
+    """Return whether a folder has adapters in this format alone, not a model beside them."""
+    return (Path(folder) / CONFIG).is_file() and not (Path(folder) / FILE).is_file()
 
 
 def described(folder: str | Path) -> dict[str, Any]:
@@ -133,10 +134,11 @@ def _column_norms(path: str, shape: Sequence[int], flat: Mapping[str, jax.Array]
 def save(params: Any, model: ModelConfig, c: LoraConfig, folder: Path, base: str, dtype: Any) -> None:
     """Write the adapters among the parameters. Every process makes the call; the first one writes."""
     flat, everything = flatten(lora.adapters(params)), flatten(params)
-    for path in [path for path in flat if path.endswith("/magnitude")]:
+    known = adapter_entries(model, flat, True)
+    for path in [entry.ours for entry in known if entry.ours.endswith("/magnitude")]:
         norms = _column_norms(path, flat[path].shape, everything)
         flat[path] *= jax.make_array_from_callback(norms.shape, flat[path].sharding, norms.__getitem__)
-    parts = published_weights.parts_of(adapter_entries(model, flat, True), flat)
+    parts = published_weights.parts_of(known, flat)
     shapes = {_PREFIX + name: published_weights.published_shape(entry, flat[entry.ours].shape)
               for name, [(entry, _), *_] in parts.items()}
     tensors = (published_weights.published(part, flat, dtype, 0) for part in parts.values())
@@ -199,10 +201,11 @@ def tensors_of(folder: str | Path, model: ModelConfig) -> dict[str, Tensor]:
 
 def _check(folder: str | Path, c: LoraConfig, theirs: Mapping[str, Any], said: Mapping[str, Any]) -> None:
     """Refuse adapters that are not as the run's keys say."""
-    patterns = {*(said.get("rank_pattern") or ()), *(said.get("alpha_pattern") or ())}
-    if patterns - {_FUSED}:
-        raise UserError(f"{Path(folder) / CONFIG}", "its layers have different ranks (rank_pattern, alpha_pattern), "
-                        "and lora.rank is one number", "merge the adapters: jaxtrain adapters merge")
+    patterns = {key: said.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
+    if any(patterns.values()) and patterns != _patterns(LoraConfig(**theirs)):
+        raise UserError(f"{Path(folder) / CONFIG}", "its layers have different ranks or scales (rank_pattern, "
+                        "alpha_pattern), and the lora keys are of all layers",
+                        "merge the adapters: jaxtrain adapters merge")
     same = LoraConfig(**theirs)
     fix = " ".join(f"--config.lora.{key}={theirs[key]}" for key in ("rank", "alpha", "rank_stabilized", "dora"))
     if c.dora != same.dora:
@@ -219,17 +222,23 @@ def _check_blocks(folder: str | Path, tensors: Mapping[str, Tensor], rank: int) 
             x = tensor.view().reshape(3, -1, 3, rank)
             if any(x[p, :, q].any() for p in range(3) for q in range(3) if p != q):
                 raise UserError(f"{folder}", f"{name} has rank {3 * rank} for queries, keys and values together",
-                                f"set lora.rank={3 * rank}")
+                                f"set --config.lora.rank={3 * rank}")
 
 
 def _config(model: ModelConfig, c: LoraConfig, flat: Mapping[str, Any], base: str) -> dict[str, Any]:
     fused = any(f"/attention/{name}/" in path for path in flat for name in "qkv") and model.name == "gpt2"
-    rank, alpha = 3 * c.rank, c.alpha * (3**0.5 if c.rank_stabilized else 3)
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None, "r": c.rank,
             "lora_alpha": c.alpha, "use_rslora": c.rank_stabilized, "use_dora": c.dora, "lora_dropout": 0.0,
             "bias": "none", "fan_in_fan_out": model.name == "gpt2", "modules_to_save": None, "inference_mode": True,
-            "target_modules": _modules(model, flat), "rank_pattern": {_FUSED: rank} if fused else {},
-            "alpha_pattern": {_FUSED: alpha} if fused else {}}
+            "target_modules": _modules(model, flat),
+            **(_patterns(c) if fused else {"rank_pattern": {}, "alpha_pattern": {}})}
+
+
+def _patterns(c: LoraConfig) -> dict[str, dict[str, float]]:
+    """Return what adapter_config.json says of one adapter for queries, keys and values, in blocks: the scale is kept.
+    """
+    return {"rank_pattern": {_FUSED: 3 * c.rank}, "alpha_pattern": {
+        _FUSED: c.alpha * (3**0.5 if c.rank_stabilized else 3)}}
 
 
 def _modules(model: ModelConfig, flat: Mapping[str, Any]) -> list[str]:

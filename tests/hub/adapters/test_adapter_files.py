@@ -147,7 +147,8 @@ def test_the_origin_of_a_run_names_the_adapters_and_their_model(tmp_path):
     ({"init_lora_weights": "pissa_niter_4"}, {}, "init_lora_weights='pissa_niter_4' has changed the weights of the m"),
     ({"r": "three"}, {}, "is not of the form expected: r is not a whole number"),
     ({"base_model_name_or_path": "some/model"}, {}, "base_model_name_or_path='some/model' is not a folder here"),
-    ({"rank_pattern": {"q_proj": 2}}, {}, "its layers have different ranks (rank_pattern, alpha_pattern), and lora.r"),
+    ({"rank_pattern": {"q_proj": 2}}, {}, "its layers have different ranks or scales (rank_pattern, alpha_pattern), a"),
+    ({"alpha_pattern": {"attn.c_attn": 5}}, {}, "its layers have different ranks or scales (rank_pattern, alpha_"),
     ({}, {"rank": 4}, "have rank 3 and are multiplied by 2, this run's rank 4 and 1.5; set --config.lora.rank=3 --con"),
     ({}, {"dora": True}, "lora.dora: True is not what the adapters in "),
     ({}, {"targets": ["*/attention/*"]}, "it has model.layers.0.mlp.down_proj.lora_A.weight, for which this run has n"),
@@ -175,7 +176,7 @@ def test_one_adapter_for_queries_keys_and_values_is_refused_where_each_has_its_o
     keys = adapter_files.keys(folder, trained_model.model_of(trained_model.sections_of(base), {}, "data").config.model)
     run = jt.build(jt.make_config({"model": trained_model.sections_of(base)["model"], "data": {"seq_len": 8},
                                    "lora": keys, "mesh": {"data": 1}}), devices=jax.devices()[:1])
-    with pytest.raises(jt.UserError, match=r"has rank 6 for queries, keys and values together; set lora.rank=6"):
+    with pytest.raises(jt.UserError, match=r"has rank 6 for queries, keys and values together; set .*lora.rank=6"):
         adapter_files.load_with_base(folder, run.config.model, run.config.lora, run.abstract_model)
 
 
