@@ -1,5 +1,6 @@
 """`train.init_from`: a new run begins with the parameters of another run, or of a published model or its adapters."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
 from jaxtrain.files.atomic_files import file_digest
 from jaxtrain.files.bounded_files import user_json
+from jaxtrain.hub import new_tokens
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.export import RECORD
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
@@ -90,12 +92,12 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
         what = f"adapters in {folder} and the parameters in {adapter_files.base_of(folder)}" if adapted else (
             f"parameters in {folder}")
         say(f"begins with the published {what}{_otherwise(theirs, run)}")
-        if adapted:
-            return adapter_files.load_with_base(folder, run.config.model, run.config.lora, run.abstract_model)
-        if not any(folder.glob("*.safetensors")) and not (folder / INDEX).exists():
+        if not (adapted or any(folder.glob("*.safetensors")) or (folder / INDEX).exists()):
             raise UserError(KEY, f"{folder} has a {published_config.FILE} and no weights", "bring them there, or set "
                             f"{KEY} to nothing (--config.{KEY}=) to begin with random ones")
-        return published_weights.load(folder, run.config.model, without_adapters(run.abstract_model))
+        return _with_vocabulary(theirs, run, run.abstract_model if adapted else without_adapters(run.abstract_model), (
+            lambda abstract: adapter_files.load_with_base(folder, run.config.model, run.config.lora, abstract)
+            if adapted else published_weights.load(folder, run.config.model, abstract)))
     raise _neither(folder)
 
 
@@ -114,7 +116,9 @@ def _otherwise(theirs: ModelConfig, run: Run) -> str:
     told = [f"model.{field.name}={getattr(model, field.name)} instead of {getattr(theirs, field.name)}"
             for field in fields(model) if field.name not in free and hasattr(theirs, field.name)
             and getattr(model, field.name) != getattr(theirs, field.name)]
-    return f", but with {', '.join(told)}" if told else ""
+    new = model.vocab_size - theirs.vocab_size
+    return (f", but with {', '.join(told)}" if told else "") + (
+        f"; {new} new tokens begin as the mean of the others" if new > 0 else "")
 
 
 def source_and_step(source: str) -> tuple[Path, int | None]:
@@ -150,4 +154,12 @@ def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
     abstract = abstract if before.preference.reward_head else without_head(abstract)
     found = _checkpoint(folder, step)
     say(f"begins with the parameters of step {found[0]} of {folder}{_otherwise(before.model, run)}")
-    return restore.load_params(folder, abstract, found[0])
+    return _with_vocabulary(before.model, run, abstract,
+                            lambda abstract: restore.load_params(folder, abstract, found[0]))
+
+
+def _with_vocabulary(theirs: ModelConfig, run: Run, abstract: Any, load: Callable[[Any], Any]) -> Any:
+    """Return the parameters that `load` gives for abstract ones, with those of tokens that their model lacks."""
+    if run.config.model.vocab_size <= theirs.vocab_size:
+        return load(abstract)
+    return new_tokens.with_new_tokens(load(new_tokens.with_known_tokens(abstract, theirs.vocab_size)), abstract)

@@ -62,12 +62,19 @@ def test_logits_and_all_gradients_are_those_of_transformers(name, tmp_path):
         assert np.abs(np.subtract(found[name], wanted)).max() <= 1e-4 * max(wanted[0], 1e-6), name
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_what_is_exported_has_the_same_bytes_from_any_mesh(name, tmp_path):
+MESHES = [pytest.param(each.values[0], {"fsdp": 4, "tensor": 2}, marks=each.marks) for each in ALL] + [
+    pytest.param(name, mesh, marks=SLOW) for name, mesh in (
+        ("mixtral", {"expert": 4, "tensor": 2}), ("mixtral", {"stage": 2, "expert": 2, "fsdp": 2}),
+        ("qwen3_moe_sparse", {"stage": 2, "expert": 2, "tensor": 2}), ("gpt_oss", {"expert": 2, "fsdp": 4}),
+        ("llama", {"stage": 2, "fsdp": 2, "tensor": 2}), ("deepseek_v3", {"expert": 4, "tensor": 2}))]
+
+
+@pytest.mark.parametrize(("name", "mesh"), MESHES)
+def test_what_is_exported_has_the_same_bytes_from_any_mesh(name, mesh, tmp_path):
     folder = published.write(tmp_path / "in", published.truth()[name])
     out = tmp_path / "out"
     out.mkdir()
-    run, params = loaded(folder, fsdp=4, tensor=2)
+    run, params = loaded(folder, **mesh)
     assert all(leaf.sharding == wanted.sharding for leaf, wanted in
                zip(jax.tree.leaves(params), jax.tree.leaves(run.abstract.params), strict=True))
     published_weights.save(params, run.config.model, out, np.float32, 4000)
