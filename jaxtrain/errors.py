@@ -28,12 +28,13 @@ def say(text: object) -> None:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a suggestion for a name that is not known: what it is called here, the nearest one, or all of them."""
-    known, meant = sorted(filter(None, known)), SYNONYMS.get(word.lower().replace("-", "_"), "")
+    known, dashes = sorted(filter(None, known)), word[:2] if word.startswith("--") else ""
+    meant = SYNONYMS.get(word.removeprefix(dashes).lower().replace("-", "_"), "")
     if " " in meant:
         return meant
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.65 if len(word) > 2 else 1)
     longer = [name for name in known if len(word) > 3 and word in name]
-    best = [name for name in (meant, *close, *longer) if name in known][:1]
+    best = [name for name in (f"{dashes}{meant}", *close, *longer) if name in known][:1]
     return f"did you mean {best[0]!r}?" if best else f"known: {', '.join(known)}"
 
 

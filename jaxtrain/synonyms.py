@@ -24,9 +24,18 @@ _NAMES = {
     "cudnn": "flash flash_attention flash_attention_2 fa2 fa3 sdpa", "zb_v": "dualpipe dualpipev zbv zero_bubble",
     "interleaved": "vpp interleaved_1f1b virtual", "data": "ddp dp data_parallel", "fsdp": "zero3 fully_sharded",
     "tensor": "tp mp model_parallel", "stage": "pp pipeline_parallel", "context": "cp sp sequence context_parallel",
+    "rank": "r lora_r lora_rank", "targets": "target_modules lora_target_modules", "dora": "use_dora",
+    "rank_stabilized": "use_rslora rslora", "nf4": "int4 4bit fp4 load_in_4bit", "int8": "8bit load_in_8bit",
+    "max_new_tokens": "max_tokens max_completion_length max_completion_tokens response_length",
+    "group_size": "num_generations rollouts_per_prompt", "reuse": "num_iterations ppo_epochs num_ppo_epochs",
+    "kl": "kl_coef kl_coeff init_kl_coef", "clip": "epsilon_low cliprange", "clip_high": "epsilon_high",
+    "dpo": "sigmoid", "licence": "license",
     "expert": "ep expert_parallel", "full": "everything nothing_saveable", "adamw": "adam adam_w",
 }
 SYNONYMS = {other: name for name, others in _NAMES.items() for other in others.split()}
+SYNONYMS |= dict.fromkeys(
+    ("ppo", "grpo", "rloo", "gspo"),
+    "learning from rewards is set by the reinforce keys, see docs/reinforce.md")
 SYNONYMS |= dict.fromkeys(
     ("epochs", "num_epochs", "num_train_epochs", "max_epochs"),
     "the length of a run is train.steps; data.mixture.NAME.epochs limits one source of a mixture")

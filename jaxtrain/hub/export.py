@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights (train.ema_decay)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
     parser.add_argument("--file_gb", type=float, default=4.0, help="the largest file of weights, in 10^9 bytes")
-    parser.add_argument("--licence", default="", help="of the model, for its card, such as apache-2.0")
+    parser.add_argument("--licence", "--license", default="", help="of the model, for its card, such as apache-2.0")
     parser.add_argument("--gates", metavar="FILE", nargs="+", default=[],
                         help="JSON lines of prompts with must_match or must_not_match, which answers are searched for")
     parser.add_argument("--gate_share", type=float, default=1.0, help="of each suite of gates that has to pass")

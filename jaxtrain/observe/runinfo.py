@@ -272,6 +272,13 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
     return run
 
 
+def withdraw_run_files(workdir: str | Path) -> None:
+    """Remove config.json and run.json of a run that has trained nothing, so that it may begin with another config."""
+    if jax.process_index() == 0 and not (Path(workdir) / "metrics.jsonl").exists():
+        for name in ("config.json", "run.json"):
+            (Path(workdir) / name).unlink(missing_ok=True)
+
+
 def _without_places(mixture: Any) -> Any:
     """A mixture without where its sources lie."""
     return {name: {key: value for key, value in entry.items() if key != "source"} if isinstance(entry, dict) else entry

@@ -11,6 +11,7 @@ from jaxtrain import errors, observe
 from jaxtrain.config import data_stages
 from jaxtrain.data.loading.batches import epochs, packing
 from jaxtrain.run import Run
+from jaxtrain.train_step.quantized_kernels import as_floats
 from jaxtrain.train_step.report import matmul_parameters
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer.observers import Completions
@@ -82,13 +83,15 @@ def end_of_run(run: Run, session: Session, state: TrainState, start: int) -> str
 def summary(run: Run, workdir: Path) -> str:
     """Describe the run in three lines: model and devices, data and steps, how documents become rows."""
     c = run.config
-    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(run.abstract.params))
+    trained, count = (sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+                      for params in (run.abstract.params, as_floats(run.abstract_model)))
+    count = f"{count:,} parameters" + (f", {trained:,} of them trained" if trained < count else "")
     axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
     axes += f"; {run.pipeline}" if run.schedules else ""
     shapes = ", ".join(f"{rows} x {length}" for rows, length in run.train_batches.shapes_of(0, c.train.steps))
     options = " ".join(f"{name}={value}" for name, value in run.sharded.compiler_options.items())
     device = jax.devices()[0].device_kind
-    head = f"{run.name}, {count:,} parameters, computing in {run.precision}, on {device} ({axes})\n"
+    head = f"{run.name}, {count}, computing in {run.precision}, on {device} ({axes})\n"
     head += f"compiler options: {options}\n" if options else ""
     if run.data is not None:
         what = "examples" if run.own_model and shapes.endswith(" x 1") else "tokens"

@@ -13,6 +13,7 @@ from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.hub.initial_params import origin, other_tokenizer
+from jaxtrain.observe.runinfo import withdraw_run_files
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer.reporting import describe_changes, say
@@ -98,7 +99,11 @@ def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManag
     if not start.step:
         if (section := tuned_from_nothing(run.config)) and not run.own_model:
             say(f"warning: {section} tunes a model of random parameters; train.init_from names one to begin with")
-        return run.init(parts=parts)
+        try:
+            return run.init(parts=parts)
+        except UserError:  # train.init_from does not fit: another config may be what is wanted
+            withdraw_run_files(session.workdir)
+            raise
     with session.phase("restore"):
         restored = start.recovered or checkpoints.restore_newest(run.abstract)
     if restored is None or restored[0] != start.step:

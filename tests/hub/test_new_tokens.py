@@ -54,6 +54,19 @@ def test_a_run_of_ones_own_begins_with_more_tokens_too(folder, tmp_path):
         begun(folder, model, 261)
 
 
+def test_what_does_not_fit_is_refused_and_leaves_the_workdir_free(folder, tmp_path):
+    (tmp_path / "text.txt").write_text("It was the best of times.\n" * 50)
+    config = jt.make_config({"model": model_section(folder) | {"vocab_size": 257, "num_layers": 1}}, {
+        "data.source": str(tmp_path / "text.txt"), "data.seq_len": 8, "train.init_from": str(folder)})
+    with pytest.raises(jt.UserError, match="it has model.layers.1.input_layernorm.weight, for which"):
+        jt.train(config, tmp_path / "work")
+    assert not (tmp_path / "work" / "config.json").exists() and not (tmp_path / "work" / "run.json").exists()
+    (tmp_path / "work" / "metrics.jsonl").touch()  # of steps that were trained once
+    with pytest.raises(jt.UserError):
+        jt.train(config, tmp_path / "work")
+    assert (tmp_path / "work" / "config.json").exists()
+
+
 def test_fewer_tokens_are_refused(folder):
     with pytest.raises(jt.UserError, match=r"has the shape \[24, 16\] where the model needs \[20, 16\]"):
         begun(folder, model_section(folder), 20)

@@ -290,7 +290,7 @@ def test_nothing_fits(name, alone, bytes_each, tmp_path, capsys):
         main(["--config=configs/gpt.py:tiny", f"--config.optimizer.name={name}", "--target=smallx2",
               f"--targets={tmp_path}/small.json"])
     assert stop.value.code == 1
-    least = re.match(rf"nothing fits 2 x small: {alone} alone need (\d+)\n", capsys.readouterr().out)
+    least = re.match(rf"nothing fits 2 x small: {alone} alone need (\d+) devices\n", capsys.readouterr().out)
     state = bytes_each * 125_000 * 0.9  # of the smallest model, about
     assert state / 100_000 < int(least[1]) <= 4 * state / 100_000
 

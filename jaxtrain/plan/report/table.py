@@ -107,7 +107,7 @@ def table(found: Found, top: int = 10, tokens: float = 1e12) -> str:
         lines = [f"nothing fits {found.devices} x {found.target.name}"]
         if found.least:
             count, alone = found.least
-            lines[0] += f": {alone} alone need {count}"
+            lines[0] += f": {alone} alone need {count} devices"
     else:
         lines = [_row("", "layout", "GB", "step", "tokens/s", "MFU", "days", "cost")]
         pareto = {id(choice) for choice in found.pareto()}
