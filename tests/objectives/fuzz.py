@@ -86,7 +86,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     begun = _begun(config.model, config.lora, tuple(config.lora.targets), config.preference.reward_head)
     trained = partition.like(begun, run.layout.axes)
     policy, rest = jax.tree.map(lambda a: a * np.float32(by), trained), partition.without(begun, trained)
-    beside = {"reference": trained} if run.objective.reference else {}
+    beside = {"reference": trained} if run.objective.frozen_axes else {}
 
     def whole(some):
         both = partition.merge(some, rest)
