@@ -11,7 +11,7 @@ def with_rollouts(run: Run, workdir: str | Path | None = None) -> Run:
 
     `workdir`: where the answers of each step are kept, or the numbers.
     """
-    if run.config.preference.reference == "precomputed":
+    if getattr(run.objective, "precomputed", False):
         from jaxtrain.tuning.reference_sums import ReferenceSums
 
         return replace(run, joined=ReferenceSums(run, workdir))

@@ -24,6 +24,7 @@ from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import LARGE, parsed, read, reason
 from jaxtrain.hub.initial_params import origin
+from jaxtrain.objectives.reference_policy import WithReference
 from jaxtrain.observe.own_parts import describe_data
 from jaxtrain.train_step.compiler_options import compiled
 
@@ -46,8 +47,9 @@ class ReferenceSums:
     def __init__(self, run: "Run", workdir: str | Path | None = None):
         """Compute nothing yet; `workdir`: where they are kept, if anywhere."""
         self.run, self.path = run, None if workdir is None else Path(workdir) / FILE
-        self.columns = {prefix: run.objective.sums_of(prefix) for prefix in run.objective.prefixes}
-        self.names = [name for name in run.objective.batch_spec if name not in self.columns.values()]
+        goal: Any = run.objective
+        self.columns = {prefix: goal.sums_of(prefix) for prefix in goal.prefixes}
+        self.names = [name for name in goal.batch_spec if name not in self.columns.values()]
         self.known: dict[bytes, np.ndarray] = {}  # of a row, those of each prefix one after the other
         self.covers = {"of": "", "start": 0, "stop": 0}  # the steps whose rows are all known, and of which data
         self._programs: dict[tuple[int, int], jax.stages.Compiled] = {}
@@ -114,23 +116,26 @@ class ReferenceSums:
     def _missing(self, start: int, stop: int, skipped: SkippedBatches) -> Iterator[tuple[bytes, Row, float]]:
         """Yield rows whose sums are not known: the hash, the row, and which share of all batches was looked through."""
         run = self.run
-        evaluated = run.eval_batches.num_batches if run.eval_batches else 0
-        evaluated = min(run.config.train.eval_batches or evaluated, evaluated)
-        asked = [(remaining(run.train_batches, skipped), step) for step in range(start, stop)]
-        asked += [(run.eval_batches, step) for step in range(evaluated)]
+        trained, evaluated = remaining(run.train_batches, skipped), run.eval_batches
+        asked: list[tuple[BatchSource, int]] = [(trained, step) for step in range(start, stop)]
+        if evaluated is not None:
+            every = range(evaluated.num_batches or 0)
+            asked += [(evaluated, step) for step in every[:run.config.train.eval_batches or None]]
         seen: set[Any] = set()
         for number, (batches, step) in enumerate(asked):
             rows = range(batches.shape(step)[0])
-            if hasattr(batches, "origin") and run.data is None:  # tells without reading that a row has come before
-                places = [(name, id(source), at) for name, source, at in (batches.origin(step, row) for row in rows)]
+            if run.data is None:  # it is known without reading which rows have come before
+                origins: Any = batches
+                places = [(name, id(source), at) for name, source, at in (origins.origin(step, row) for row in rows)]
                 rows = [row for row in rows if places[row] not in seen]
                 seen.update(places)
             if not rows:
                 continue
             batch = batches.rows(step, rows)
             for row in range(len(rows)):
+                there = any(batch[f"{prefix}segments"][row].any() for prefix in self.columns)
                 digest = self._digest(batch, row)
-                if digest not in seen and digest not in self.known:
+                if there and digest not in seen and digest not in self.known:
                     seen.add(digest)
                     yield digest, {name: batch[name][row] for name in self.names}, number / len(asked)
 
@@ -180,10 +185,11 @@ class ReferenceSums:
     def program(self, rows: int, length: int) -> jax.stages.Compiled:
         """Return the compiled function from parameters and a batch to sums, for so many rows of this length."""
         if (rows, length) not in self._programs:
-            run = self.run
+            run, goal = self.run, self.run.objective
             batch = {name: jax.ShapeDtypeStruct((rows, length), run.batch_spec.dtypes[name],
                                                 sharding=run.layout.batch(2)) for name in self.names}
-            sums = jax.jit(lambda params, batch: run.objective.reference_sums(run.cast(params), batch))
+            assert isinstance(goal, WithReference)
+            sums = jax.jit(lambda params, batch: goal.reference_sums(run.cast(params), batch))
             with run.sharded.context():
                 self._programs[rows, length] = compiled(sums.lower(run.abstract.all_params, batch),
                                                         run.sharded.compiler_options)
@@ -210,8 +216,8 @@ class ReferenceSums:
         if _without_places(now) != _without_places(begun or {}):
             was = f"{(begun or {}).get('workdir') or (begun or {}).get('folder') or 'nothing'}"
             at = f"@{begun['step']}" if begun and "step" in begun else ""
-            raise UserError(KEY, f"{self.path} lacks numbers of the reference, and train.init_from={source} is not what "
-                            "the run began with", f"set train.init_from={was}{at}, or bring the file back")
+            raise UserError(KEY, f"{self.path} lacks numbers of the reference, and train.init_from={source} is not "
+                            "what the run began with", f"set train.init_from={was}{at}, or bring the file back")
 
     def _data(self, skipped: SkippedBatches) -> str:
         """Return a hash of what decides which rows come when."""
