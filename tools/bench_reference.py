@@ -1,6 +1,6 @@
 """The reference as a copy and precomputed, side by side: seconds of a step, and memory of its program.
 
-    python tools/bench_reference.py --corpus=CORPUS [--config=configs/gpt.py:cpu] [--loss=dpo] [--steps=30] [KEY=VALUE ...]
+    python tools/bench_reference.py --corpus=CORPUS [--config=configs/gpt.py:cpu] [--loss=dpo] [--steps=30] [KEY=VALUE]
 
 Steps of both alternate, so that both see the same machine. CORPUS holds preferences, or with `--loss=kto` answers.
 """
@@ -42,9 +42,9 @@ def main() -> None:
             seconds[kind].append(time.perf_counter() - began)
     for kind, run in runs.items():
         memory = run.compiled_step.memory_analysis()
-        print(f"{kind}: {statistics.median(seconds[kind]):.4f} s a step; "
-              f"{memory.argument_size_in_bytes / 1e6:.1f} MB of state and batch, {memory.temp_size_in_bytes / 1e6:.1f} MB "
-              f"beside them")
+        state, beside = (size / 1e6 for size in (memory.argument_size_in_bytes, memory.temp_size_in_bytes))
+        print(f"{kind}: {statistics.median(seconds[kind]):.4f} s a step; {state:.1f} MB of state and batch, "
+              f"{beside:.1f} MB beside them")
 
 
 if __name__ == "__main__":

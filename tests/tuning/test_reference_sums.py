@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.data.loading.batch_function import BatchFunction
 from jaxtrain.data.prepare import prepare
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import estimate
@@ -135,6 +136,17 @@ def test_a_run_goes_on_and_is_extended_without_computing_anything_twice(corpus, 
 
 
 @pytest.mark.slow
+def test_batches_of_ones_own_are_trained_on_alike(corpus, whole, tmp_path):
+    batches = jt.build(tiny(corpus)).train_batches
+    data = BatchFunction(lambda step: batches[step], tokens_per_row=64)
+    state = jt.train(tiny(corpus, train__eval_every=0), tmp_path / "own", data=data)
+    assert equal(state.params, whole[1].params)
+    with pytest.raises(jt.UserError, match="the reference's numbers were not computed"):
+        run = jt.build(tiny(corpus, train__eval_every=0), data=data)
+        run.batch(0)
+
+
+@pytest.mark.slow
 def test_two_processes_compute_what_one_does(corpus, whole, tmp_path, computed):
     folder, _ = whole
     with two_processes([f"--config={folder}/config.json"], tmp_path / "two") as both:
@@ -237,6 +249,19 @@ def test_rows_get_their_own_sums_whatever_step_they_come_at(corpus, tmp_path, fa
     said = capfd.readouterr().err
     assert said.count("is not as it was written: the reference's numbers are computed anew\n") == 1
     assert said.count("is of a run that began with other parameters: the reference's numbers are computed anew\n") == 1
+
+
+@pytest.mark.slow
+def test_rows_of_a_mixture_and_batches_of_ones_own_are_found_too(corpus, fake, computed):
+    mixture = {name: {"source": str(corpus), "weight": 1} for name in ("a", "b")}
+    mixed = prepared(jt.build(tiny("stdlib", data__mixture=mixture, train__steps=20)), None)
+    plain = jt.build(tiny(corpus, train__steps=20))
+    assert mixed.known.keys() == prepared(plain, None).known.keys()
+    computed.clear()
+    data = BatchFunction(lambda step: plain.train_batches[step % 2], tokens_per_row=64)
+    own = prepared(jt.build(tiny(corpus, train__steps=20, train__eval_every=0), data=data), None)
+    assert sum(computed) == len(own.known) == 8 and own.known.keys() < mixed.known.keys()
+    assert np.array_equal(own.beside(data[3])["reference"], mixed.beside(data[1])["reference"])
 
 
 def test_only_what_will_be_read_is_computed_and_a_pass_that_was_killed_goes_on(corpus, tmp_path, fake, computed,
