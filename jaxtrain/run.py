@@ -66,6 +66,7 @@ class Run:
     extras: Extras = field(default_factory=dict)  # how to make those of its state
     data: BatchSource | None = None  # what it trains on in place of config.data
     load_initial: Callable[["Run"], Any] | None = None  # what loads the first parameters; None: they are random
+    joined: Any = None  # what adds arrays to batches as they are placed (tuning/reference_sums.py); None: nothing does
 
     # ------------------------------------------------------------------------------------------------ the three calls
     def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None) -> TrainState:
@@ -337,8 +338,9 @@ class Run:
 
     def see(self, step: int, state: TrainState) -> None:
         """Show the state after so many steps to data that are made with it."""
-        if self.on_policy:
-            self.data.see(step, state)  # type: ignore[union-attr]
+        for part in (self.data, self.joined):
+            if hasattr(part, "see"):
+                part.see(step, state)
 
     def drawn(self, batches: BatchSource, start: int, stop: int) -> Any:
         """Return an iterator of the placed batches of these steps, which prepares the next ones ahead if it can."""
@@ -357,6 +359,7 @@ class Run:
 
     def placed(self, batches: BatchSource, step: int) -> dict[str, jax.Array]:
         """The batch of a step on the mesh; each process reads only the rows that its own devices hold."""
+        batches = batches if self.joined is None else self.joined.added_to(batches)
         return place_batch(batches, step, self.layout.batch, self.batch_spec.check)
 
     # ---------------------------------------------------------------------------------------------------------- report

@@ -7,9 +7,10 @@ from jaxtrain.config.field_checks import not_negative, one_of, positive
 from jaxtrain.errors import UserError
 
 # The keys that each loss of preferences reads.
-PREFERENCE_LOSSES = {"dpo": "beta label_smoothing", "robust": "beta label_smoothing", "ipo": "beta", "hinge": "beta",
-                     "simpo": "beta label_smoothing margin", "orpo": "beta", "reward": "margin center",
-                     "kto": "beta desirable_weight undesirable_weight"}
+PREFERENCE_LOSSES = {"dpo": "beta label_smoothing reference", "robust": "beta label_smoothing reference",
+                     "ipo": "beta reference", "hinge": "beta reference", "simpo": "beta label_smoothing margin",
+                     "orpo": "beta", "reward": "margin center",
+                     "kto": "beta desirable_weight undesirable_weight reference"}
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,11 @@ class PreferenceConfig:
     center: float = 0.0  # of reward: coefficient of the square of both rewards' sum, which keeps them around 0
     desirable_weight: float = 1.0  # of kto: what desirable answers weigh in the loss
     undesirable_weight: float = 1.0  # of kto: what undesirable ones weigh
+    reference: str = "copy"  # what the policy is compared with: a "copy", or its numbers, "precomputed" at the start
 
     def __post_init__(self):
         one_of("preference.loss", self.loss, ("", *PREFERENCE_LOSSES))
+        one_of("preference.reference", self.reference, ("copy", "precomputed"))
         positive(self, "preference", "beta")
         not_negative(self, "preference", "center desirable_weight undesirable_weight")
         if not 0 <= self.label_smoothing < 0.5:

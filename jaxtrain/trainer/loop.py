@@ -99,7 +99,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
     if start < t.steps:
         ledger.open(t.steps)
     say(start_of_run(run, workdir))
-    state = initial_or_restored(run, session, checkpoints, found, parts)
+    state = initial_or_restored(run, session, checkpoints, found, parts, about)
     ledger.resumed(start)
     with session.phase("compile"):
         run.compile_ahead(data, start, t.steps)  # now, while nothing else wants the processor

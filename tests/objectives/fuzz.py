@@ -40,6 +40,8 @@ def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= {"preference.loss": loss, "data.packing": "answers" if loss == "kto" else "pairs"}
         if loss == "reward":
             return keys | {"preference.margin": rng.choice((0.0, 0.3)), "preference.center": rng.choice((0.0, 0.1))}
+        if loss in ("dpo", "robust", "ipo", "hinge", "kto"):
+            keys["preference.reference"] = rng.choice(("copy", "precomputed"))
         smooth = {"preference.label_smoothing": 0.2} if loss in ("dpo", "robust", "simpo") else {}
         return keys | smooth | {"preference.beta": rng.choice((0.1, 0.5))}
     return keys | {"reinforce.prompts": "prompts.jsonl", "reinforce.reward": "reward.py:reward",
@@ -74,6 +76,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     from tests.numerics import reference
     from tests.numerics.plain_lora import merged
     from tests.objectives import plain_kto, plain_policy_gradient, plain_preference
+    from tests.objectives.tuned import precomputed
 
     config = config_of(keys)
     devices = int(np.prod([value for key, value in keys.items() if key.startswith("mesh.") and type(value) is int]))
@@ -87,7 +90,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     begun = _begun(config.model, config.lora, tuple(config.lora.targets), config.preference.reward_head)
     trained = partition.like(begun, run.layout.axes)
     policy, rest = jax.tree.map(lambda a: a * np.float32(by), trained), partition.without(begun, trained)
-    beside = {"reference": trained} if run.objective.reference else {}
+    beside = {"reference": trained} if run.objective.frozen_axes else {}
 
     def whole(some):
         both = partition.merge(some, rest)
@@ -98,6 +101,8 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     loss, want = jax.device_get(truth.lower(policy).compile({"xla_backend_optimization_level": 0})(policy))
     norm = float(reference.norm_of(want))
     state = reference.start_from(run, partition.merge(policy, rest) | beside)
+    if run.objective.precomputed:
+        batch = precomputed(run, begun, batch)
     before = jax.device_get(state.frozen)
     value, got = jax.device_get(run.value_and_grad(state, batch))
     step, placed = reference.compiled(run), run.place(batch)
