@@ -79,6 +79,7 @@ class ReinforceConfig:
     max_new_tokens: int = 64  # of an answer
     reuse: int = 1  # steps that are trained on the same answers, before others are made
     staleness: int = 0  # so many steps before they are trained on answers are made, and rewarded beside these steps
+    gather_weights: bool = False  # once for the answers of a step, in the compute dtype, rather than for each token
     loss: str = "dapo"  # how tokens are weighed: "dapo" all alike; "grpo" answers alike; "dr_grpo" by a fixed length
     baseline: str = "mean"  # subtracted from rewards: the group's mean, or "others": that of the other answers (RLOO)
     scale: str = "group"  # what advantages are divided by: the group's standard deviation, the "batch"'s, or "none"

@@ -24,6 +24,7 @@ from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import LARGE, parsed, read
+from jaxtrain.hub.decoding import decoding
 from jaxtrain.hub.generate import Generated, generate
 from jaxtrain.hub.generate_texts import chat_of
 from jaxtrain.hub.initial_params import source_and_step
@@ -33,6 +34,7 @@ from jaxtrain.observe import events
 from jaxtrain.observe.runinfo import recorded_parts
 from jaxtrain.redaction import redacted
 from jaxtrain.storage import is_url
+from jaxtrain.train_step import partition
 from jaxtrain.tuning.pending_rewards import PendingRewards
 from jaxtrain.tuning.remote_rewards import RemoteRewards
 from jaxtrain.tuning.reward_scores import PREFIX, RewardScores
@@ -108,6 +110,7 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
 class Round:
     """The answers that one step, or several with `reinforce.reuse`, are trained on."""
 
+    numbers: list[int]  # of each answer's prompt
     answers: list[Generated]
     policy_step: int  # the steps that the model had made that answered
     rewards: list[float] | None = None  # None: not known yet
@@ -192,7 +195,7 @@ class Rollouts:
                 self._rounds[later] = self._round(later, step)
         self._rounds = {begin: one for begin, one in self._rounds.items() if begin >= first}
         if self._made[0] != first:
-            self._made = first, self._batch(first, self._rounds[first].answers, self._rewards(first))
+            self._made = first, self._batch(self._rounds[first], self._rewards(first))
         self._fields["staleness"] = step - self._rounds[first].policy_step
         return self._made[1]
 
@@ -226,7 +229,8 @@ class Rollouts:
         import jax
 
         made, (seen, state) = max(0, first - self.staleness), self._seen  # made: before which step they are
-        found = self._kept(first, made) if made < step else None
+        numbers = self._numbers(first)
+        found = self._kept(first, made, numbers) if made < step else None
         if found is None:
             if seen != step or (made < step and self.folder is None):
                 raise UserError("batch", f"that of step {max(first, step)} is made of what the model answers at step "
@@ -235,31 +239,43 @@ class Rollouts:
                 assert self.folder is not None
                 events.tell(self.folder.parent, "rollouts_missing", f"{self._path(first)} is missing: the model "
                             f"of step {step} answers in place of that of step {made}", step=step)
-            found = Round(self._answered(first, state), step)
+            found = Round(numbers, self._answered(first, numbers, state), step)
             if self.staleness:
                 self._keep(first, found)
         if self.staleness and self._pending and found.rewards is None and jax.process_index() == 0 and (
                 first < self.run.config.train.steps):  # others are for a run that is given more steps
-            self._pending.ask(first, *self._asked(first, found.answers))
+            self._pending.ask(first, *self._asked(found))
         return found
 
-    def _answered(self, first: int, state: "TrainState") -> list[Generated]:
-        """Return answers to the prompts of this first step."""
+    def _answered(self, first: int, numbers: list[int], state: "TrainState") -> list[Generated]:
+        """Return answers to these prompts, which are those of this first step."""
         import jax
 
         jax.block_until_ready(state)  # the time of the step before is not that of the answers
-        began, prompts = time.perf_counter(), [self.prompts[n] for n in self._numbers(first)]
+        prompts, began = [self.prompts[n] for n in numbers], time.perf_counter()
         seed = int(np.random.SeedSequence([self.seed, first]).generate_state(1)[0])
-        answers = generate(self.run, state, prompts, max_new_tokens=self.settings.max_new_tokens, seed=seed,
+        answers = generate(self.run, self._laid_out(state), prompts, max_new_tokens=self.settings.max_new_tokens, seed=seed,
                            stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer)
         took = self._took("rollout_s", began)
         many = sum(len(answer.tokens) + (answer.end is not None) for answer in answers)
         self._fields["rollout_tokens_per_s"] = many / took
         return answers
 
-    def _asked(self, first: int, answers: list[Generated]) -> tuple[list[str], list[dict[str, Any]]]:
+    def _laid_out(self, state: "TrainState") -> "TrainState":
+        """Return the state with weights as decoding uses them, in a copy that lives while the model answers."""
+        import jax
+
+        if not self.settings.gather_weights:
+            return state
+        began, params = time.perf_counter(), partition.without(state.all_params, self.run.objective.frozen_axes)
+        copy = jax.block_until_ready(decoding(self.run).laid_out(params))
+        self._took("layout_s", began)
+        self._fields["layout_bytes"] = sum(w.addressable_data(0).nbytes for w in jax.tree.leaves(copy))
+        return replace(state, params=copy, frozen={})
+
+    def _asked(self, one: Round) -> tuple[list[str], list[dict[str, Any]]]:
         """Return what a scorer is asked."""
-        return [answer.text for answer in answers], [self.records[n] for n in self._numbers(first)]
+        return [answer.text for answer in one.answers], [self.records[n] for n in one.numbers]
 
     def _rewards(self, first: int) -> list[float]:
         """Return the rewards of this first step's answers; waits for them if they are pending, and keeps them."""
@@ -267,12 +283,11 @@ class Rollouts:
         if one.rewards is None:
             began = time.perf_counter()
             if pending:  # one process asks: a scorer may depend on anything
-                one.rewards, took = exchange(None, lambda _: pending.collect(first, *self._asked(first, one.answers)))
+                one.rewards, took = exchange(None, lambda _: pending.collect(first, *self._asked(one)))
                 self._fields["scorer_s"] = took
             else:
-                prompts = [self.prompts[n] for n in self._numbers(first)]
-                one.rewards = self.reward([[*prompt, *answer.tokens]
-                                           for prompt, answer in zip(prompts, one.answers, strict=True)])
+                one.rewards = self.reward([[*self.prompts[n], *answer.tokens]
+                                           for n, answer in zip(one.numbers, one.answers, strict=True)])
             self._took("reward_s", began)
             self._keep(first, one)
         return one.rewards
@@ -283,9 +298,9 @@ class Rollouts:
         self._fields[name] = self._fields.get(name, 0) + took
         return took
 
-    def _batch(self, step: int, answers: list[Generated], rewards: list[float]) -> dict[str, np.ndarray]:
-        advantages, prompts = advantages_of(self.settings, rewards), [self.prompts[n] for n in self._numbers(step)]
-        rows = [self._row(*each) for each in zip(prompts, answers, rewards, advantages, strict=True)]
+    def _batch(self, one: Round, rewards: list[float]) -> dict[str, np.ndarray]:
+        advantages, prompts = advantages_of(self.settings, rewards), [self.prompts[n] for n in one.numbers]
+        rows = [self._row(*each) for each in zip(prompts, one.answers, rewards, advantages, strict=True)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _row(self, prompt: list[int], answer: Generated, reward: float, advantage: float) -> dict[str, np.ndarray]:
@@ -318,14 +333,14 @@ class Rollouts:
         rewards = [{}] * self.count if one.rewards is None else [{"reward": reward} for reward in one.rewards]
         lines = [json.dumps({"prompt": self.records[n]["prompt"], **reward, "policy_step": one.policy_step,
                              **asdict(answer)}, ensure_ascii=False)
-                 for n, answer, reward in zip(self._numbers(first), one.answers, rewards, strict=True)]
+                 for n, answer, reward in zip(one.numbers, one.answers, rewards, strict=True)]
         self.folder.mkdir(parents=True, exist_ok=True)
         # Checkpoints to come depend on those that are read again.
         atomic_files.write(self._path(first), "".join(f"{line}\n" for line in lines),
                            durable=self.staleness > 0 or self.reuse > 1)
 
-    def _kept(self, first: int, made: int) -> Round | None:
-        """Read the answers of a step that an earlier state made; None if there are none."""
+    def _kept(self, first: int, made: int, numbers: list[int]) -> Round | None:
+        """Read the answers to these prompts of a step that an earlier state made; None if there are none."""
         if self.folder is None or not exchange(None, lambda _: self._path(first).is_file()):
             return None
         path, fix = self._path(first), "bring it back, or delete it: the model that goes on answers in its place"
@@ -341,9 +356,9 @@ class Rollouts:
         if len(found) != self.count or len(rewards) not in (0, self.count):
             raise UserError("reinforce", f"{path} has {len(found)} answers and {len(rewards)} rewards instead of "
                             f"{self.count}", fix)
-        if [line["prompt"] for line in lines] != [self.records[n]["prompt"] for n in self._numbers(first)]:
+        if [line["prompt"] for line in lines] != [self.records[n]["prompt"] for n in numbers]:
             raise UserError("reinforce", f"{path} has answers to other prompts", fix)
-        return Round(found, made, rewards or None)
+        return Round(numbers, found, made, rewards or None)
 
 
 def _digest(records: Sequence[dict[str, Any]]) -> str:

@@ -82,13 +82,15 @@ def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files
 
 @pytest.mark.slow
 def test_any_mesh_makes_the_same_batch(files):
+    """With weights that are laid out for decoding, too: whole over all axes but `tensor`."""
     def made(**keys):
         run = jt.build(config(files, **keys), devices=jax.devices()[:keys.get("mesh__stage", 1) * 4])
         run.see(0, run.init())
         return run.data[0]
 
     one = made(mesh__data=4, mesh__tensor=1)
-    for keys in (dict(mesh__data=1, mesh__fsdp=2, mesh__tensor=2), dict(mesh__data=2, mesh__stage=2, mesh__tensor=2)):
+    for keys in (dict(mesh__data=1, mesh__fsdp=2, mesh__tensor=2), dict(mesh__data=2, mesh__stage=2, mesh__tensor=2),
+                 dict(mesh__data=1, mesh__fsdp=2, mesh__stage=2, mesh__tensor=2, reinforce__gather_weights=True)):
         other = made(**keys)
         for name, column in one.items():
             np.testing.assert_allclose(other[name], column, rtol=1e-4, atol=1e-5, err_msg=name)
