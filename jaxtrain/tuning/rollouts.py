@@ -144,8 +144,8 @@ class Rollouts:
         if isinstance(reward, RewardScores):
             self.identity["reward_model"] = reward.checkpoint
         self._check_prompts()
-        self._pending = None if isinstance(reward, RewardScores) else PendingRewards(
-            reward if isinstance(reward, RemoteRewards) else partial(rewards_of, reward))
+        self._pending = None if isinstance(reward, RewardScores) else PendingRewards(reward, self.staleness or 1) \
+            if isinstance(reward, RemoteRewards) else PendingRewards(partial(rewards_of, reward))  # one call at a time
         self._fields: dict[str, float] = {}  # of the next line of metrics
         self.forget()
 

@@ -85,8 +85,11 @@ def test_any_mesh_makes_the_same_batch(files):
     """With weights that are laid out for decoding, too: whole over all axes but `tensor`."""
     def made(**keys):
         run = jt.build(config(files, **keys), devices=jax.devices()[:keys.get("mesh__stage", 1) * 4])
-        run.see(0, run.init())
-        return run.data[0]
+        run.see(0, state := run.init())
+        found = run.data[0]
+        held = sum(w.nbytes // (2 if "tensor" in f"{w.sharding.spec}" else 1) for w in jax.tree.leaves(state.params))
+        assert run.pop_fields().get("layout_bytes") == (held if run.config.reinforce.gather_weights else None)
+        return found
 
     one = made(mesh__data=4, mesh__tensor=1)
     for keys in (dict(mesh__data=1, mesh__fsdp=2, mesh__tensor=2), dict(mesh__data=2, mesh__stage=2, mesh__tensor=2),

@@ -166,8 +166,8 @@ def test_forgetting_drops_what_waits_and_leaves_a_scorer_that_does_not_return(mo
     pending = PendingRewards(score)
     pending.ask(0, ["a"], [{}])
     pending.ask(1, ["b"], [{}])
-    left = pending._thread
-    assert left and left.daemon and began.wait(60)
+    left, = pending._threads
+    assert left.daemon and began.wait(60)
     pending.forget()
     may.set()
     left.join(60)
@@ -182,6 +182,15 @@ def test_answers_behind_the_last_step_are_kept_and_not_scored(built, answers, tm
     assert rewarded == {1: True, 2: True, 3: True, 4: True, 5: False, 6: False}
     trained(begun(built(reinforce__staleness=2), tmp_path), 4, 6)
     assert '"reward"' in (tmp_path / "6.jsonl").read_text()
+
+
+def test_several_threads_score_the_answers_of_several_steps_at_once():
+    together = threading.Barrier(2, timeout=60)
+    pending = PendingRewards(lambda answers, records: [float(together.wait() >= 0)], 2)
+    pending.ask(0, [], [])
+    pending.ask(1, [], [])
+    assert pending.collect(0, [], [])[0] == pending.collect(1, [], [])[0] == [1.0]
+    pending.forget()
 
 
 @pytest.mark.slow
