@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from jaxtrain.observe.runinfo import recorded_parts
 from jaxtrain.redaction import redacted
 from jaxtrain.storage import is_url
 from jaxtrain.train_step import partition
-from jaxtrain.tuning.pending_rewards import PendingRewards
+from jaxtrain.tuning.pending_rewards import PendingRewards, Score
 from jaxtrain.tuning.remote_rewards import RemoteRewards
 from jaxtrain.tuning.reward_scores import PREFIX, RewardScores
 from jaxtrain.tuning.rewards import Reward, advantages_of, load_reward, rewards_of
@@ -144,8 +144,7 @@ class Rollouts:
         if isinstance(reward, RewardScores):
             self.identity["reward_model"] = reward.checkpoint
         self._check_prompts()
-        self._pending = None if isinstance(reward, RewardScores) else PendingRewards(reward, self.staleness or 1) \
-            if isinstance(reward, RemoteRewards) else PendingRewards(partial(rewards_of, reward))  # one call at a time
+        self._pending = PendingRewards(_score(reward), self.staleness if isinstance(reward, RemoteRewards) else 1)
         self._fields: dict[str, float] = {}  # of the next line of metrics
         self.forget()
 
@@ -176,8 +175,7 @@ class Rollouts:
 
     def forget(self) -> None:
         """Forget all states and answers: the steps end, or begin elsewhere."""
-        if self._pending:
-            self._pending.forget()
+        self._pending.forget()
         self._seen: tuple[int, Any] = (-1, None)
         self._rounds: dict[int, Round] = {}  # by their first steps: that of this step, and those made ahead
         self._made: tuple[int, dict[str, np.ndarray]] = (-1, {})
@@ -242,8 +240,9 @@ class Rollouts:
             found = Round(numbers, self._answered(first, numbers, state), step)
             if self.staleness:
                 self._keep(first, found)
-        if self.staleness and self._pending and found.rewards is None and jax.process_index() == 0 and (
-                first < self.run.config.train.steps):  # others are for a run that is given more steps
+        beside = self.staleness > 0 and not isinstance(self.reward, RewardScores)  # which needs the devices
+        # Answers behind the last step are for a run that is given more of them.
+        if beside and found.rewards is None and first < self.run.config.train.steps and jax.process_index() == 0:
             self._pending.ask(first, *self._asked(found))
         return found
 
@@ -254,8 +253,8 @@ class Rollouts:
         jax.block_until_ready(state)  # the time of the step before is not that of the answers
         prompts, began = [self.prompts[n] for n in numbers], time.perf_counter()
         seed = int(np.random.SeedSequence([self.seed, first]).generate_state(1)[0])
-        answers = generate(self.run, self._laid_out(state), prompts, max_new_tokens=self.settings.max_new_tokens, seed=seed,
-                           stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer)
+        answers = generate(self.run, self._laid_out(state), prompts, max_new_tokens=self.settings.max_new_tokens,
+                           seed=seed, stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer)
         took = self._took("rollout_s", began)
         many = sum(len(answer.tokens) + (answer.end is not None) for answer in answers)
         self._fields["rollout_tokens_per_s"] = many / took
@@ -279,18 +278,19 @@ class Rollouts:
 
     def _rewards(self, first: int) -> list[float]:
         """Return the rewards of this first step's answers; waits for them if they are pending, and keeps them."""
-        one, pending = self._rounds[first], self._pending
-        if one.rewards is None:
-            began = time.perf_counter()
-            if pending:  # one process asks: a scorer may depend on anything
-                one.rewards, took = exchange(None, lambda _: pending.collect(first, *self._asked(one)))
-                self._fields["scorer_s"] = took
-            else:
-                one.rewards = self.reward([[*self.prompts[n], *answer.tokens]
-                                           for n, answer in zip(one.numbers, one.answers, strict=True)])
-            self._took("reward_s", began)
-            self._keep(first, one)
-        return one.rewards
+        one, reward = self._rounds[first], self.reward
+        if one.rewards is not None:
+            return one.rewards
+        began = time.perf_counter()
+        if isinstance(reward, RewardScores):
+            one.rewards = found = reward([[*self.prompts[n], *answer.tokens]
+                                          for n, answer in zip(one.numbers, one.answers, strict=True)])
+        else:  # one process asks: a scorer may depend on anything
+            found, self._fields["scorer_s"] = exchange(None, lambda _: self._pending.collect(first, *self._asked(one)))
+            one.rewards = found
+        self._took("reward_s", began)
+        self._keep(first, one)
+        return found
 
     def _took(self, name: str, began: float) -> float:
         """Add the seconds since a moment to what is measured of a step; return them."""
@@ -359,6 +359,11 @@ class Rollouts:
         if [line["prompt"] for line in lines] != [self.records[n]["prompt"] for n in numbers]:
             raise UserError("reinforce", f"{path} has answers to other prompts", fix)
         return Round(numbers, found, made, rewards or None)
+
+
+def _score(reward: Reward | RewardScores | RemoteRewards) -> Score:
+    """Return what scores the answers to prompts; a function of the user's is never called twice at once."""
+    return reward if isinstance(reward, RemoteRewards) else partial(rewards_of, cast(Reward, reward))
 
 
 def _digest(records: Sequence[dict[str, Any]]) -> str:

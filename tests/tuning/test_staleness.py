@@ -6,7 +6,6 @@ The quick tests give `Rollouts` a generator that writes the step of the state in
 import json
 import shutil
 import threading
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,8 +13,10 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.hub.generate import Generated
+from jaxtrain.main import main
 from jaxtrain.tuning import pending_rewards, rollouts
 from jaxtrain.tuning.pending_rewards import PendingRewards
+from tests.trainer.test_multiprocess import ROOT, ended, two_processes
 from tests.tuning.test_rollouts import config, files  # noqa: F401
 
 
@@ -106,7 +107,8 @@ def test_what_is_missing_or_damaged(built, answers, tmp_path, capsys):
     run, folder = built(reinforce__staleness=2), tmp_path / "rollouts"
     trained(begun(run, folder), 0, 4)
     text = (folder / "6.jsonl").read_text()
-    for content, message in (("{\n", "is not as the run wrote it ("), ("\n".join(text.split("\n")[1:]), "has 7 answers"),
+    for content, message in (("{\n", "is not as the run wrote it ("),
+                             ("\n".join(text.split("\n")[1:]), "has 7 answers"),
                              (text.replace('"say', '"tell', 1), "has answers to other prompts")):
         (folder / "6.jsonl").write_text(content)
         with pytest.raises(jt.UserError, match=r"reinforce: .*/6\.jsonl") as refusal:
@@ -220,3 +222,38 @@ def test_training_equals_steps_on_answers_of_earlier_states_and_goes_on(files, t
     assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole, parts))))
     with pytest.raises(jt.UserError, match=r"--workdir: .* holds a run with reinforce.staleness=2, this config has 1"):
         jt.train(config(files, **keys, reinforce__staleness=1), tmp_path / "parts")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cache")
+def test_two_processes_go_on_as_one_does_and_one_of_them_asks(files, tmp_path):  # noqa: F811
+    (tmp_path / "reward.py").write_text(f"""
+import os
+def of(answer, record):
+    with open({str(tmp_path / "asked")!r}, "a") as file:
+        print(os.getpid(), file=file)
+    return len(answer) % 3 + 0.1 * record["number"]
+""")
+    keys = {"model.num_layers": 1, "model.embed_dim": 32, "model.max_seq_len": 32, "data.seq_len": 20, "train.steps": 4,
+            "data.global_batch_size": 8, "train.eval_every": 0, "checkpoint.every": 2, "mesh.data": 2, "mesh.fsdp": 2,
+            "mesh.tensor": 2, "reinforce.group_size": 4, "reinforce.max_new_tokens": 6, "reinforce.staleness": 1,
+            "reinforce.gather_weights": True, "reinforce.prompts": files / "prompts.jsonl",
+            "reinforce.reward": f"{tmp_path / 'reward.py'}:of"}
+    flags = [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{key}={value}" for key, value in keys.items())]
+    assert main([*flags, f"--workdir={tmp_path / 'one'}"]) == 0
+    (tmp_path / "asked").unlink()
+    for asked in (32, 32 + 16):  # then from step 2 on, whose answers are kept without rewards
+        with two_processes(flags, tmp_path / "two") as both:
+            said = ended(both)
+        assert [process.returncode for process in both] == [0, 0], said
+        lines = (tmp_path / "asked").read_text().split()
+        assert len(lines) == asked and len({*lines}) == (1 if asked == 32 else 2)
+        for path in (tmp_path / "one" / "rollouts").iterdir():
+            ours, theirs = ([json.loads(line) for line in file.read_text().splitlines()]
+                            for file in (tmp_path / "two" / "rollouts" / path.name, path))
+            assert [(line["tokens"], line.get("reward")) for line in ours] == [
+                (line["tokens"], line.get("reward")) for line in theirs]
+        shutil.rmtree(tmp_path / "two" / "checkpoints" / "4")
+        path = tmp_path / "two" / "rollouts" / "3.jsonl"
+        path.write_text("".join(json.dumps({key: value for key, value in json.loads(line).items() if key != "reward"})
+                                + "\n" for line in path.read_text().splitlines()))
