@@ -342,6 +342,10 @@ class Run:
             if hasattr(part, "see"):
                 part.see(step, state)
 
+    def pop_fields(self) -> dict[str, float]:
+        """What data that are made with the state measured since the last call, for the line of a step."""
+        return getattr(self.data, "pop_fields", dict)()
+
     def drawn(self, batches: BatchSource, start: int, stop: int) -> Any:
         """Return an iterator of the placed batches of these steps, which prepares the next ones ahead if it can."""
         if not self.on_policy:
@@ -351,7 +355,7 @@ class Run:
         def place(step, batches):
             with jax.transfer_guard("allow"):
                 return self.placed(batches, step)
-        return in_step(batches, start, stop - start, place)
+        return in_step(batches, start, stop - start, place, getattr(self.data, "forget", None))
 
     def place(self, batch: Any) -> Any:
         """Spread a whole batch over the mesh, as every process gives it; what is there already stays."""

@@ -81,6 +81,8 @@ class ReinforceConfig:
     group_size: int = 8  # answers to each prompt, whose rewards are compared with each other
     max_new_tokens: int = 64  # of an answer
     reuse: int = 1  # steps that are trained on the same answers, before others are made
+    staleness: int = 0  # so many steps before they are trained on answers are made, and rewarded beside these steps
+    gather_weights: bool = False  # once for the answers of a step, in the compute dtype, rather than for each token
     loss: str = "dapo"  # how tokens are weighed: "dapo" all alike; "grpo" answers alike; "dr_grpo" by a fixed length
     baseline: str = "mean"  # subtracted from rewards: the group's mean, or "others": that of the other answers (RLOO)
     scale: str = "group"  # what advantages are divided by: the group's standard deviation, the "batch"'s, or "none"
@@ -95,7 +97,7 @@ class ReinforceConfig:
         one_of("reinforce.scale", self.scale, ("group", "batch", "none"))
         one_of("reinforce.ratio", self.ratio, ("token", "sequence"))
         positive(self, "reinforce", "max_new_tokens reuse clip")
-        not_negative(self, "reinforce", "clip_high kl")
+        not_negative(self, "reinforce", "staleness clip_high kl")
         _unread(self, "reinforce", self.prompts or self.reward, "prompts", " ".join(
             field.name for field in fields(self) if field.name not in ("prompts", "reward")))
         _unread(self, "reinforce", "://" in self.reward, "reward=URL", "reward_timeout_s")

@@ -63,6 +63,14 @@ class Decoding:
         """The number of rows is a multiple of this: the number of parts that the mesh cuts a batch into."""
         return sharding.shards(self.rules.spec(("batch",))[0], self.run.mesh)
 
+    def laid_out(self, params: Any) -> Any:
+        """Return the parameters as they compute: cast, and whole over the axes that would be gathered for each token.
+
+        Axes that split a product, `tensor` and `expert`, still split it.
+        """
+        with sharding.use(self.run.mesh, self.rules):
+            return self._lay_out(params)
+
     def place(self, rows: np.ndarray) -> jax.Array:
         """Spread an array over the mesh by its first dimension; every process gives the whole."""
         spec = sharding.without_trivial_axes(self.rules.spec(("batch", *[None] * (rows.ndim - 1))), self.run.mesh)
@@ -117,6 +125,14 @@ class Decoding:
     @functools.cached_property
     def _replicate(self):
         return jax.jit(lambda tree: jax.tree.map(lambda x: jax.reshard(x, P(*[None] * x.ndim)), tree))
+
+    @functools.cached_property
+    def _lay_out(self):
+        def whole(w):
+            return jax.reshard(w, P(*(tuple(axis for axis in sharding.axes_of(part) if axis in ("tensor", "expert"))
+                                      for part in jax.typeof(w).sharding.spec)))
+
+        return jax.jit(lambda params: jax.tree.map(whole, self.run.cast(params)))
 
     @functools.cached_property
     def _start(self):
