@@ -6,7 +6,7 @@ with `reinforce.reuse` reads those that it has kept. One answer is a row, behind
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,8 @@ from jaxtrain.redaction import redacted
 from jaxtrain.storage import is_url
 from jaxtrain.tuning.remote_rewards import RemoteRewards
 from jaxtrain.tuning.reward_scores import PREFIX, RewardScores
-from jaxtrain.tuning.rewards import Reward, advantages_of, load_reward, rewards_of
+from jaxtrain.tuning.rewards import Reward, load_reward, rewards_of
+from jaxtrain.tuning.values import Valued, known_of, valued
 
 if TYPE_CHECKING:
     from jaxtrain.run import Run
@@ -197,6 +198,8 @@ class Rollouts:
         seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
         answers = generate(self.run, state, prompts, max_new_tokens=self.settings.max_new_tokens, seed=seed,
                            stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer)
+        if self.settings.value_head:
+            answers = valued(self.run, state, prompts, answers)
         if isinstance(self.reward, RewardScores):
             return answers, self.reward([[*prompt, *answer.tokens]
                                          for prompt, answer in zip(prompts, answers, strict=True)])
@@ -205,12 +208,16 @@ class Rollouts:
         return answers, exchange(None, lambda _: score(texts, records))  # one process asks: it may depend on anything
 
     def _batch(self, step: int, answers: list[Generated], rewards: list[float]) -> dict[str, np.ndarray]:
-        advantages, prompts = advantages_of(self.settings, rewards), [self.prompts[n] for n in self._numbers(step)]
-        rows = [self._row(*each) for each in zip(prompts, answers, rewards, advantages, strict=True)]
+        known, prompts = known_of(self.settings, rewards, answers), [self.prompts[n] for n in self._numbers(step)]
+        rows = [self._row(*each) for each in zip(prompts, answers, rewards, known, strict=True)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _row(self, prompt: list[int], answer: Generated, reward: float, advantage: float) -> dict[str, np.ndarray]:
-        """Return an answer behind its prompt, as targets of weight 1, with the end that the model chose."""
+    def _row(self, prompt: list[int], answer: Generated, reward: float,
+             known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return an answer behind its prompt, as targets of weight 1, with the end that the model chose.
+
+        `known`: further arrays of its tokens.
+        """
         end, logprob = answer.end or (None, None)
         ids = [*prompt, *answer.tokens, *([] if end is None else [end])]
         said = [*(answer.logprobs or ()), *([] if end is None else [logprob])]
@@ -218,11 +225,12 @@ class Rollouts:
         row: dict[str, Any] = {name: np.zeros(self.seq_len, np.int32)
                                for name in ("tokens", "targets", "segments", "positions")}
         row |= {name: np.zeros(self.seq_len, np.float32)
-                for name in ("weights", "advantages", "sampled", "rewards", "answers")}
+                for name in ("weights", "sampled", "rewards", "answers", *known)}
         row["tokens"][:size], row["targets"][:size] = ids[:-1], ids[1:]
         row["segments"][:size], row["positions"][:size] = 1, np.arange(size)
         row["weights"][first:size], row["sampled"][first:size] = 1, said
-        row["advantages"][first:size] = advantage
+        for name, each in known.items():
+            row[name][first:size] = each
         row["rewards"][first], row["answers"][first] = reward, 1
         return row
 
@@ -245,10 +253,11 @@ class Rollouts:
                             f"call run.data.see({step}, state) first")
         path = self.folder / f"{step + 1}.jsonl"
         try:
-            lines = [parsed(line, {"reward": float | int, "tokens": [int], "logprobs": [float]})
+            kind, more = (Valued, {"values": [float]}) if self.settings.value_head else (Generated, {})
+            lines = [parsed(line, {"reward": float | int, "tokens": [int], "logprobs": [float], **more})
                      for line in read(path, LARGE).splitlines()]
             rewards = [float(line.pop("reward")) for line in lines]
-            found = [Generated(**{key: line[key] for key in line if key != "prompt"}) for line in lines]
+            found = [kind(**{key: line[key] for key in line if key != "prompt"}) for line in lines]
         except (OSError, ValueError, TypeError) as error:
             raise UserError("reinforce.reuse", f"{path} is not as the run wrote it ({error})",
                             "go back to an earlier checkpoint, or bring it back") from error
