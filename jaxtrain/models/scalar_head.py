@@ -1,5 +1,4 @@
-"""A scalar read-out of the final activations: of a reward model in place of the output projection, or of values beside it.
-"""
+"""A scalar read-out of the final activations: rewards in place of the output projection, or values beside it."""
 
 from collections.abc import Sequence
 from typing import Any

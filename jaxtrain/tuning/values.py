@@ -28,7 +28,8 @@ class Valued(Generated):
     values: tuple[float, ...] = ()
 
 
-def valued(run: "Run", state: "TrainState", prompts: Sequence[list[int]], answers: Sequence[Generated]) -> list[Valued]:
+def valued(run: "Run", state: "TrainState", prompts: Sequence[list[int]],
+           answers: Sequence[Generated]) -> list[Generated]:
     """Return answers with their values by the state that made them. Every process makes the call."""
     params = partition.without(state.all_params, run.objective.frozen_axes)
     texts = [[*prompt, *answer.tokens, *(answer.end or ())[:1]]

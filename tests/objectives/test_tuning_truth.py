@@ -98,7 +98,8 @@ def test_critics(name):
     arrays = {key: jnp.asarray(x, jnp.float32) for key, x in (found | {"values": before, "sampled": SAMPLED}).items()}
 
     def mean(policy, expected):
-        batch = arrays | {"learnt": learnt, "policy": policy, "expected": expected, "rewards": learnt, "answers": learnt}
+        batch = arrays | dict.fromkeys(("learnt", "rewards", "answers"), learnt) | {
+            "policy": policy, "expected": expected}
         loss, sums = policy_gradient._of_rows(settings, batch, Segments(jnp.asarray(MASK, jnp.int32), ()))
         return loss / MASK.sum(), {key: sums[key] / MASK.sum() for key in policy_gradient.VALUE_METRICS}
 
