@@ -80,7 +80,7 @@ class ReinforceConfig:
     reuse: int = 1  # steps that are trained on the same answers, before others are made
     loss: str = "dapo"  # how tokens are weighed: "dapo" all alike; "grpo" answers alike; "dr_grpo" by a fixed length
     baseline: str = "mean"  # the group's mean, that of the "others" in it (RLOO), or "value": a value head's (PPO)
-    scale: str = "auto"  # advantages are divided by the deviation in the "group" (auto), in the "batch" (auto with value) or "none"
+    scale: str = "auto"  # what divides advantages: the deviation in the "group" (auto), the "batch" (value's) or "none"
     gamma: float = 1.0  # of value: what a reward counts one token earlier
     gae_lambda: float = 0.95  # of value: 1 compares with the reward that came, 0 with the value of the next token
     value_loss: float = 0.1  # of value: coefficient of the squared error of values
