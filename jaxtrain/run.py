@@ -435,7 +435,7 @@ class Run:
 
     def _random(self, key: jax.Array) -> Any:
         config = self.config
-        model = make_model(config.model, Compute.of(config), config.lora, reward_head=config.preference.reward_head,
+        model = make_model(config.model, Compute.of(config), config.lora, scalar_head=config.scalar_head,
                            rngs=nnx.Rngs(params=key))
         return Skeleton.of(model).params()
 

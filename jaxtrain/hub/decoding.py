@@ -43,7 +43,7 @@ def decoding(run: "Run") -> "Decoding":
     c = replace(c, capacity_factor=0.0) if isinstance(c, RoutedConfig) else c
     how = Compute(experts=Compute.of(run.config).experts)
     model = Skeleton.of(nnx.eval_shape(
-        lambda: make_model(c, how, run.config.lora, reward_head=run.config.preference.reward_head,
+        lambda: make_model(c, how, run.config.lora, scalar_head=run.config.scalar_head,
                            rngs=nnx.Rngs(params=jax.random.key(0)))))
     rules = sharding.Rules({**run.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"), "seq": (),
                             "block_seq": ()})

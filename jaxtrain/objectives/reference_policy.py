@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.schema import Config
 from jaxtrain.kernels.token_cross_entropy import token_cross_entropy
 from jaxtrain.models import Compute, Decoder, make_model
+from jaxtrain.models.scalar_head import without_heads
 from jaxtrain.models.trained_parameters import is_frozen
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.parallel.context import arrange
@@ -47,7 +48,7 @@ class WithReference(NextToken):
             compute = replace(Compute.of(config), remat="none")
             skeleton = Skeleton.of(nnx.eval_shape(lambda: make_model(
                 config.model, compute, config.lora, rngs=nnx.Rngs(params=jax.random.key(0)))))
-        trained, _ = partition.split(model.axes(), is_frozen(config, model.axes()))
+        trained, _ = partition.split(without_heads(model.axes()), is_frozen(config, model.axes()))
         plain = replace(NextToken.of(config, model), mtp_loss_weight=0.0)
         return {**vars(plain), "reference": skeleton, "trained": trained,
                 "precomputed": config.preference.reference == "precomputed"}

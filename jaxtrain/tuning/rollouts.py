@@ -9,7 +9,7 @@ answer is a row, behind its prompt.
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,8 @@ from jaxtrain.train_step import partition
 from jaxtrain.tuning.pending_rewards import PendingRewards, Score
 from jaxtrain.tuning.remote_rewards import RemoteRewards
 from jaxtrain.tuning.reward_scores import PREFIX, RewardScores
-from jaxtrain.tuning.rewards import Reward, advantages_of, load_reward, rewards_of
+from jaxtrain.tuning.rewards import Reward, load_reward, rewards_of
+from jaxtrain.tuning.values import Valued, known_of, valued
 
 if TYPE_CHECKING:
     from jaxtrain.run import Run
@@ -255,6 +256,8 @@ class Rollouts:
         seed = int(np.random.SeedSequence([self.seed, first]).generate_state(1)[0])
         answers = generate(self.run, self._laid_out(state), prompts, max_new_tokens=self.settings.max_new_tokens,
                            seed=seed, stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer)
+        if self.settings.value_head:
+            answers = valued(self.run, state, prompts, answers)
         took = self._took("rollout_s", began)
         many = sum(len(answer.tokens) + (answer.end is not None) for answer in answers)
         self._fields["rollout_tokens_per_s"] = many / took
@@ -299,12 +302,16 @@ class Rollouts:
         return took
 
     def _batch(self, one: Round, rewards: list[float]) -> dict[str, np.ndarray]:
-        advantages, prompts = advantages_of(self.settings, rewards), [self.prompts[n] for n in one.numbers]
-        rows = [self._row(*each) for each in zip(prompts, one.answers, rewards, advantages, strict=True)]
+        known, prompts = known_of(self.settings, rewards, one.answers), [self.prompts[n] for n in one.numbers]
+        rows = [self._row(*each) for each in zip(prompts, one.answers, rewards, known, strict=True)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _row(self, prompt: list[int], answer: Generated, reward: float, advantage: float) -> dict[str, np.ndarray]:
-        """Return an answer behind its prompt, as targets of weight 1, with the end that the model chose."""
+    def _row(self, prompt: list[int], answer: Generated, reward: float,
+             known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return an answer behind its prompt, as targets of weight 1, with the end that the model chose.
+
+        `known`: further arrays of its tokens.
+        """
         end, logprob = answer.end or (None, None)
         ids = [*prompt, *answer.tokens, *([] if end is None else [end])]
         said = [*(answer.logprobs or ()), *([] if end is None else [logprob])]
@@ -312,11 +319,12 @@ class Rollouts:
         row: dict[str, Any] = {name: np.zeros(self.seq_len, np.int32)
                                for name in ("tokens", "targets", "segments", "positions")}
         row |= {name: np.zeros(self.seq_len, np.float32)
-                for name in ("weights", "advantages", "sampled", "rewards", "answers")}
+                for name in ("weights", "sampled", "rewards", "answers", *known)}
         row["tokens"][:size], row["targets"][:size] = ids[:-1], ids[1:]
         row["segments"][:size], row["positions"][:size] = 1, np.arange(size)
         row["weights"][first:size], row["sampled"][first:size] = 1, said
-        row["advantages"][first:size] = advantage
+        for name, each in known.items():
+            row[name][first:size] = each
         row["rewards"][first], row["answers"][first] = reward, 1
         return row
 
@@ -345,11 +353,13 @@ class Rollouts:
             return None
         path, fix = self._path(first), "bring it back, or delete it: the model that goes on answers in its place"
         try:
-            lines = [parsed(line, {"reward?": float | int, "policy_step?": int, "tokens": [int], "logprobs": [float]})
+            kind, more = (Valued, {"values": [float]}) if self.settings.value_head else (Generated, {})
+            lines = [parsed(line, {"reward?": float | int, "policy_step?": int, "tokens": [int], "logprobs": [float],
+                                   **more})
                      for line in read(path, LARGE).splitlines()]
             made = lines[0].get("policy_step", made) if lines else made
             rewards = [float(line.pop("reward")) for line in lines if "reward" in line]
-            found = [Generated(**{key: line[key] for key in line if key not in ("prompt", "policy_step")})
+            found = [kind(**{key: line[key] for key in line if key not in ("prompt", "policy_step")})
                      for line in lines]
         except (OSError, ValueError, TypeError) as error:
             raise UserError("reinforce", f"{path} is not as the run wrote it ({error})", fix) from error

@@ -44,14 +44,16 @@ def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
             keys["preference.reference"] = rng.choice(("copy", "precomputed"))
         smooth = {"preference.label_smoothing": 0.2} if loss in ("dpo", "robust", "simpo") else {}
         return keys | smooth | {"preference.beta": rng.choice((0.1, 0.5))}
-    return keys | {"reinforce.prompts": "prompts.jsonl", "reinforce.reward": "reward.py:reward",
+    critic = {"reinforce.baseline": "value", "reinforce.value_loss": rng.choice((0.1, 1.0)),
+              "reinforce.value_clip": rng.choice((0.0, 0.2))} if rng.random() < 0.5 else {}
+    return keys | critic | {"reinforce.prompts": "prompts.jsonl", "reinforce.reward": "reward.py:reward",
                    "reinforce.max_new_tokens": 5, "reinforce.loss": rng.choice(("dapo", "grpo", "dr_grpo")),
                    "reinforce.ratio": rng.choice(("token", "sequence")), "reinforce.kl": rng.choice((0.0, 0.1))}
 
 
 @functools.lru_cache(maxsize=16)
-def _begun(model: Any, lora: Any, targets: tuple[str, ...], reward_head: bool) -> Any:
-    """All parameters of the model at step 0, with adapters that are not zero."""
+def _begun(model: Any, lora: Any, targets: tuple[str, ...], scalar_head: str) -> Any:
+    """All parameters of the model at step 0, with adapters and a value head that are not zero."""
     import jax
     from flax import nnx
 
@@ -60,7 +62,7 @@ def _begun(model: Any, lora: Any, targets: tuple[str, ...], reward_head: bool) -
     from tests.numerics.plain_lora import at_random
 
     init = jax.jit(lambda key: Skeleton.of(make_model(
-        model, None, lora, reward_head=reward_head, rngs=nnx.Rngs(params=key))).params())
+        model, None, lora, scalar_head=scalar_head, rngs=nnx.Rngs(params=key))).params())
     quick = {"xla_backend_optimization_level": 0}
     return at_random(jax.device_get(init.lower(jax.random.key(0)).compile(quick)(jax.random.key(0))))
 
@@ -86,11 +88,11 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     by, loss_of = 1.1, plain.loss
     if config.preference.loss == "kto":  # of which a policy has to be less certain to be far from the reference
         plain, by, loss_of = plain_kto, 0.8, functools.partial(plain_kto.loss, parts=config.train.accumulation)
-    batch = plain.batch(rows=ROWS, seq=SEQ)
-    begun = _begun(config.model, config.lora, tuple(config.lora.targets), config.preference.reward_head)
+    batch = plain.batch(rows=ROWS, seq=SEQ, **({"values": True} if config.reinforce.value_head else {}))
+    begun = _begun(config.model, config.lora, tuple(config.lora.targets), config.scalar_head)
     trained = partition.like(begun, run.layout.axes)
     policy, rest = jax.tree.map(lambda a: a * np.float32(by), trained), partition.without(begun, trained)
-    beside = {"reference": trained} if run.objective.frozen_axes else {}
+    beside = {"reference": partition.like(trained, run.objective.trained)} if run.objective.frozen_axes else {}
 
     def whole(some):
         both = partition.merge(some, rest)

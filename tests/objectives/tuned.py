@@ -29,7 +29,8 @@ def check(run, loss_of, batch, scaled=1.1):
     own = {key: value for key, value in begun.items() if key != "reference"}
     trained = partition.like(own, run.layout.axes)
     policy, rest = jax.tree.map(lambda a: a * np.float32(scaled), trained), partition.without(own, trained)
-    params = partition.merge(policy, rest) | ({"reference": trained} if run.objective.frozen_axes else {})
+    params = partition.merge(policy, rest) | (
+        {"reference": partition.like(trained, run.objective.trained)} if run.objective.frozen_axes else {})
 
     def whole(some):
         both = partition.merge(some, rest)
