@@ -58,8 +58,7 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
     turned = model.name == "gpt2"  # its matrices are [in, out]
     added: dict[str, list[Product]] = defaultdict(list)
     for folder, weight in adapters:
-        if (other := _other_base(folder, base)):
-            say(f"warning: the adapters in {folder} are for {other}, by their {adapter_files.CONFIG}, not for {base}")
+        warn_of_other_base(folder, base)
         for name, product in products(folder, model, weight).items():
             found = _checked(folder, name, known.get(name), product.shape[::-1] if turned else product.shape)
             added[found.name].append(product)
@@ -76,13 +75,14 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
     rewritten_folder.write(Path(base), to, tensors, computed, section, {"base": f"{base}", "adapters": said}, dtype)
 
 
-def _other_base(folder: Path, base: str | Path) -> str:
-    """Return the name of the model that adapters are for, if it is known to be another one."""
+def warn_of_other_base(folder: str | Path, base: str | Path) -> None:
+    """Say so if the model that adapters are for is known to be another one."""
     try:
         theirs = adapter_files.base_of(folder)
     except UserError:  # it is not on this machine
-        return ""
-    return "" if theirs.resolve() == Path(base).resolve() else f"{theirs}"
+        return
+    if theirs.resolve() != Path(base).resolve():
+        say(f"warning: the adapters in {folder} are for {theirs}, by their {adapter_files.CONFIG}, not for {base}")
 
 
 def products(folder: Path, model: ModelConfig, weight: float) -> dict[str, Product]:
