@@ -8,7 +8,6 @@ Shape suffixes: B prompts, R the sum of all ranks.
 """
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from jaxtrain.config.families import ModelConfig
 from jaxtrain.config.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.hub.adapters import adapter_files
-from jaxtrain.models import lora
+from jaxtrain.models import Decoder, lora
 
 if TYPE_CHECKING:
     from jaxtrain.run import Run
@@ -50,7 +49,8 @@ def _keys_of(name: str, folder: str | Path, model: ModelConfig) -> LoraConfig:
     if found.dora:
         raise UserError(f"adapters: {name}", f"{folder} has DoRA, whose lengths of columns rows cannot choose",
                         "load it alone, or merge it: jaxtrain adapters merge")
-    if model.name == "deepseek_v3" and any(fnmatchcase("blocks/attention/kv", path) for path in found.targets):
+    if model.name == "deepseek_v3" and any(lora.is_target(f"{stack}/layer/attention/kv", found) for stack in
+                                           Decoder.STACKS):
         raise UserError(f"adapters: {name}", f"{folder} adapts kv_b_proj, which generation uses as one matrix for all "
                         "rows", "load it alone, or merge it: jaxtrain adapters merge")
     return found
