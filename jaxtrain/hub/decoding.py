@@ -9,6 +9,7 @@ Shape suffixes: B batch, R rows of new prompts, P slots of prompts, N new tokens
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -112,11 +113,36 @@ class Decoding:
 
     def model_of(self, params: Any) -> Decoder:
         """Return the model with these parameters, as it computes."""
+        return self.model.merge(self._in_use(params))
+
+    def _in_use(self, params: Any) -> dict[str, Any]:
         params = dict(self.run.cast(params))
         for stack in params.keys() & set(Decoder.STACKS):  # layers are taken from it one by one
             params[stack] = jax.tree.map(lambda w: jax.reshard(w, P(None, *jax.typeof(w).sharding.spec[1:])),
                                          params[stack])
-        return self.model.merge(params)
+        return params
+
+    def _for_a_loop(self, params: Any) -> Callable[[], Decoder]:
+        """Return what makes the model inside a loop.
+
+        On a CPU, XLA copies each layer's weights out of their stack before it multiplies by them, and so moves three
+        times as many bytes. There layers are taken apart once, before the loop, for as much memory as they have.
+        """
+        whole = self._in_use(params)
+        if sharding.platform() != "cpu":
+            return lambda: self.model.merge(whole)
+        apart = {name: jax.lax.optimization_barrier(
+            [jax.tree.map(lambda w, n=n: w[n], whole[name]) for n in range(len(jax.tree.leaves(whole[name])[0]))])
+            for name in whole.keys() & set(Decoder.STACKS)}
+
+        def made() -> Decoder:
+            stacks = {name: jax.tree.map(lambda *layers: jnp.stack(layers), *apart[name]) for name in apart}
+            model = self.model.merge(whole | stacks)
+            for name in apart:
+                getattr(model, name).unroll = 0  # so that stacking and slicing cancel out
+            return model
+
+        return made
 
     # ------------------------------------------------------------------------------------------- the compiled programs
 
@@ -164,7 +190,7 @@ class Decoding:
     @functools.cached_property
     def _go_on(self):
         def go_on(params, state, until, enough, limits_B, stops, seeds_B, numbers, filters, penalizes):
-            model, c = self.model_of(params), self.run.config.model
+            made, c = self._for_a_loop(params), self.run.config.model
             pick = partial(_pick, filters=filters, penalizes=penalizes)
 
             def unfinished(state):
@@ -173,7 +199,7 @@ class Decoding:
             def extend(state):
                 rows = {name: state[name] for name in ROWS} | {"limits": limits_B, "seeds": seeds_B}
                 rows, token_B = self._by_row(pick, rows, {"stops": stops, **numbers})
-                slot, live_B1 = state["slot"], ~rows["done"][:, None]
+                model, slot, live_B1 = made(), state["slot"], ~rows["done"][:, None]
                 x_B1D, aux = self._through(model, token_B[:, None], live_B1.astype(jnp.int32),
                                            jnp.minimum(slot - state["begins"], c.max_seq_len - 1)[:, None],
                                            cache := Cache(state["entries"], state["begins"], slot), state["chosen"])
