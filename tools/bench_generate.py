@@ -43,7 +43,7 @@ from jaxtrain.hub.decoding import Decoding
 from jaxtrain.hub.weights import published_weights
 from jaxtrain.models import lora
 
-NEW, PROMPT, REPEATS, RANK = 32, 64, 5, 16
+NEW, PROMPT, REPEATS, RANK = 32, 64, 3, 16
 
 
 def seconds(*calls: Callable[[], Any]) -> list[float]:
