@@ -10,7 +10,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.errors import UserError
 from jaxtrain.hub import trained_model
-from jaxtrain.hub.adapters import adapter_files
+from jaxtrain.hub.adapters import adapter_files, adapter_merge
 from jaxtrain.hub.decoding import decoding
 from jaxtrain.hub.weights import safetensors_files
 from jaxtrain.models import lora
@@ -134,6 +134,8 @@ def test_what_cannot_be_stacked_is_refused_in_a_sentence(tmp_path, folders):
         with pytest.raises(UserError, match=reason):
             jt.load_model(base, adapters={"style": folder})
     base, adapters = folders("gpt2")
+    with pytest.raises(UserError, match="name the model's folder first"):
+        adapter_merge.merge(adapters["few"], [(base, 1.0)], tmp_path / "merged")
     with pytest.raises(UserError, match="not a folder of adapters"):
         jt.load_model(base, adapters={"style": base})
     with pytest.raises(UserError, match="has adapters already"):
