@@ -19,7 +19,6 @@ from jaxtrain.config.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.hub.adapters import adapter_files, stacked_adapters
-from jaxtrain.hub.adapters.adapter_merge import warn_of_other_base
 from jaxtrain.hub.adapters.stacked_adapters import Folders
 from jaxtrain.hub.weights import published_weights
 from jaxtrain.models import lora
@@ -124,7 +123,7 @@ def load_model(folder: str | Path, overrides: Mapping[str, Any] | None = None, *
         if sections.get("lora", {}).get("rank"):
             raise UserError("adapters", f"the model in {folder} has adapters already", "give the model they are for")
         for one in adapters.values():
-            warn_of_other_base(one, folder)
+            adapter_files.warn_of_other_base(one, folder)
         family = FAMILIES[sections["model"]["name"]](**sections["model"])
         sections |= {"lora": stacked_adapters.keys(adapters, family, overrides.pop("lora.quantize", ""))}
     run = model_of(sections, overrides, spread="data")

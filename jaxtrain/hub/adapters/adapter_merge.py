@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES, ModelConfig
-from jaxtrain.errors import UserError, say
+from jaxtrain.errors import UserError
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.weights import published_weights, rewritten_folder, safetensors_files
 from jaxtrain.hub.weights.safetensors_files import DTYPES, OTHERS, Tensor
@@ -61,7 +61,7 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
     turned = model.name == "gpt2"  # its matrices are [in, out]
     added: dict[str, list[Product]] = defaultdict(list)
     for folder, weight in adapters:
-        warn_of_other_base(folder, base)
+        adapter_files.warn_of_other_base(folder, base)
         for name, product in products(folder, model, weight).items():
             found = _checked(folder, name, known.get(name), product.shape[::-1] if turned else product.shape)
             added[found.name].append(product)
@@ -76,16 +76,6 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
 
     said = [{"folder": f"{folder}", "weight": weight} for folder, weight in adapters]
     rewritten_folder.write(Path(base), to, tensors, computed, section, {"base": f"{base}", "adapters": said}, dtype)
-
-
-def warn_of_other_base(folder: str | Path, base: str | Path) -> None:
-    """Say so if the model that adapters are for is known to be another one."""
-    try:
-        theirs = adapter_files.base_of(folder)
-    except UserError:  # it is not on this machine
-        return
-    if theirs.resolve() != Path(base).resolve():
-        say(f"warning: the adapters in {folder} are for {theirs}, by their {adapter_files.CONFIG}, not for {base}")
 
 
 def products(folder: Path, model: ModelConfig, weight: float) -> dict[str, Product]:
