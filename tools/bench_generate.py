@@ -129,8 +129,8 @@ def with_adapters(run, state, folder: Path, rows: list[int], many: int) -> None:
     adapted = jt.build(replace(run.config, lora=LoraConfig(rank=RANK)), mesh=run.mesh)
     for n in range(many):
         rng = np.random.default_rng(n)
-        made = jax.tree.map(lambda leaf, rng=rng: jnp.asarray(0.01 * rng.standard_normal(leaf.shape, np.float32)),
-                            lora.adapters(adapted.abstract_model))
+        made = jax.tree.map(lambda leaf, rng=rng: jax.device_put(
+            0.01 * rng.standard_normal(leaf.shape, np.float32), leaf.sharding), lora.adapters(adapted.abstract_model))
         (folder / f"{n}").mkdir()
         adapter_files.save(made, run.config.model, adapted.config.lora, folder / f"{n}", f"{base}",
                            np.dtype("float32"))

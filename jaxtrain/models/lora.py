@@ -69,13 +69,10 @@ class Adapter(nnx.Module):
         if len(self.down_axes) == 2 and self.down_axes[0] == "embed":  # inputs between blocks may be split over `seq`
             x = sharding.constrain(x, "batch", "seq", "act_embed")
         x_BTR = sharding.einsum(self.down_equation, x, self.down.get_value(), self.down_axes, ("batch", "seq", None))
-        if (chosen_BR := _CHOSEN.get()) is None:
-            return self.widened(x_BTR) * self.scale
-        return self.widened((x_BTR * chosen_BR[:, None]).astype(x_BTR.dtype))
-
-    def widened(self, x_BTR: jax.Array) -> jax.Array:
-        """Return the output of the second matrix."""
-        return sharding.einsum(self.up_equation, x_BTR, self.up.get_value(), self.up_axes, self.out)
+        if (chosen_BR := _CHOSEN.get()) is not None:
+            x_BTR = (x_BTR * chosen_BR[:, None]).astype(x_BTR.dtype)
+        y = sharding.einsum(self.up_equation, x_BTR, self.up.get_value(), self.up_axes, self.out)
+        return y * self.scale if chosen_BR is None else y
 
     def adapted(self, weight: jax.Array) -> jax.Array:
         """Return the layer's weight, in the layout of its use, with the adapter."""

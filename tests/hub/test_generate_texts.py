@@ -3,7 +3,6 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -82,8 +81,8 @@ def test_prompts_name_their_adapters(workdir, capsys, tmp_path):
     rng = np.random.default_rng(0)
     for rank, name in ((2, "one"), (3, "two")):
         run = trained_model.model_of(trained_model.sections_of(workdir) | {"lora": {"rank": rank}}, {}, "data")
-        made = jax.tree.map(lambda leaf: jnp.asarray(0.3 * rng.standard_normal(leaf.shape)),
-                            lora.adapters(run.abstract_model))
+        made = jax.tree.map(lambda leaf: jax.device_put(
+            0.3 * rng.standard_normal(leaf.shape), leaf.sharding), lora.adapters(run.abstract_model))
         (tmp_path / name).mkdir()
         adapter_files.save(made, run.config.model, run.config.lora, tmp_path / name, "", np.dtype("float32"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "It was", "adapter": "two"}\n{"prompt": "It was"}\n')
