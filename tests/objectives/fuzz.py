@@ -114,6 +114,8 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(state.frozen))), "a frozen leaf has changed"
 
     precision = keys["train.precision"]
+    # Terms of both signs cancel in gradients of policies, on one device too, so that rounding weighs more.
+    by_cancelling = 2 if precision == "float32" or config.reinforce.prompts else 1
     floor, tolerance = (1e-3 if precision == "float32" else 3e-2) * norm, TOLERANCE[precision]
     size = max(abs(float(loss)), 0.1)  # policy gradients may add up to nothing
     off = {"loss": abs(float(metrics["loss"]) - float(loss)) / size, "value": abs(float(value) - float(loss)) / size,
@@ -123,7 +125,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     off["gradient"], leaf = reference.worst(got, want, floor)
     assert int(metrics["skipped"]) == 0, "the step was skipped: something was not finite"
     for what, error in off.items():
-        assert error < tolerance * (2 if precision == "float32" else 1), f"{what} is off by {error:.1e}, at {leaf}"
+        assert error < tolerance * by_cancelling, f"{what} is off by {error:.1e}, at {leaf}"
     return off
 
 
