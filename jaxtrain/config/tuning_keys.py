@@ -85,7 +85,7 @@ class ReinforceConfig:
     gather_weights: bool = False  # once for the answers of a step, in the compute dtype, rather than for each token
     loss: str = "dapo"  # how tokens are weighed: "dapo" all alike; "grpo" answers alike; "dr_grpo" by a fixed length
     baseline: str = "mean"  # the group's mean, that of the "others" in it (RLOO), or "value": a value head's (PPO)
-    scale: str = "auto"  # what divides advantages: the deviation in the "group" (auto), the "batch" (value's) or "none"
+    scale: str = "group"  # what divides advantages: the spread in a "group" (value: the batch), "batch" or "none"
     gamma: float = 1.0  # of value: what a reward counts one token earlier
     gae_lambda: float = 0.95  # of value: 1 compares with the reward that came, 0 with the value of the next token
     value_loss: float = 0.1  # of value: coefficient of the squared error of values
@@ -98,7 +98,7 @@ class ReinforceConfig:
     def __post_init__(self):
         one_of("reinforce.loss", self.loss, REINFORCE_LOSSES)
         one_of("reinforce.baseline", self.baseline, ("mean", "others", "value"))
-        one_of("reinforce.scale", self.scale, ("auto", "group", "batch", "none"))
+        one_of("reinforce.scale", self.scale, ("group", "batch", "none"))
         one_of("reinforce.ratio", self.ratio, ("token", "sequence"))
         positive(self, "reinforce", "max_new_tokens reuse clip value_loss")
         not_negative(self, "reinforce", "staleness clip_high kl value_clip")
@@ -109,9 +109,6 @@ class ReinforceConfig:
         for key in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, key) <= 1:
                 raise UserError(f"reinforce.{key}", f"{getattr(self, key)} is not in [0, 1]", "try 0.95 or 1")
-        if self.value_head and self.scale == "group":
-            raise UserError("reinforce.scale", "baseline=value compares no answers of a group with each other",
-                            "leave it out, or set batch or none")
         if not 0 < self.reward_timeout_s <= 3600:
             raise UserError("reinforce.reward_timeout_s", f"{self.reward_timeout_s} is not in (0, 3600]", "try 20")
         if self.group_size < (1 if self.value_head else 2):

@@ -117,8 +117,12 @@ def _otherwise(theirs: ModelConfig, run: Run) -> str:
             for field in fields(model) if field.name not in free and hasattr(theirs, field.name)
             and getattr(model, field.name) != getattr(theirs, field.name)]
     new = model.vocab_size - theirs.vocab_size
-    return (f", but with {', '.join(told)}" if told else "") + (
-        f"; {new} new tokens begin as the mean of the others" if new > 0 else "")
+    said = f", but with {', '.join(told)}" if told else ""
+    if new > 0:
+        said += f"; {new} new tokens begin as the mean of the others"
+        if "embed" not in run.abstract.params:
+            said += " and stay alike, since embeddings are frozen: name embed/* and output/* in train.trainable"
+    return said
 
 
 def source_and_step(source: str) -> tuple[Path, int | None]:

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import secrets
+import shutil
 import tempfile
 from collections.abc import Collection, Mapping, Set
 from pathlib import Path
@@ -273,8 +274,9 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
 
 
 def withdraw_run_files(workdir: str | Path) -> None:
-    """Remove config.json and run.json of a run that has trained nothing, so that it may begin with another config."""
+    """Remove what a start has written of a run that has trained nothing, so that it may begin with another config."""
     if jax.process_index() == 0 and not (Path(workdir) / "metrics.jsonl").exists():
+        shutil.rmtree(Path(workdir) / "tokenizer", ignore_errors=True)
         for name in ("config.json", "run.json"):
             (Path(workdir) / name).unlink(missing_ok=True)
 

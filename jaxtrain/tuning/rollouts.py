@@ -267,7 +267,7 @@ class Rollouts:
         """Return the state with weights as decoding uses them, in a copy that lives while the model answers."""
         import jax
 
-        if not self.settings.gather_weights:
+        if not self.run.config.reinforce.gather_weights:
             return state
         began, params = time.perf_counter(), partition.without(state.all_params, self.run.objective.frozen_axes)
         copy = jax.block_until_ready(decoding(self.run).laid_out(params))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxtrain.train_step.state import TrainState
 
 NAME = "adapters"  # in a state's extras: by the name of each, what rows that use it multiply by [R]
+NOTHING = 1e-30  # the alpha of all together: where no rows choose, the base computes alone
 Folders = Mapping[str, str | Path]  # in PEFT's format, by the names of the adapters
 
 
@@ -37,11 +38,11 @@ def keys(folders: Folders, model: ModelConfig, quantize: str = "") -> dict[str, 
     if not each:  # only adapted models have frozen weights
         return {"rank": 1, "quantize": quantize} if quantize else {}
     rank, targets = sum(c.rank for c in each), sorted({path for c in each for path in c.targets})
-    return {"rank": rank, "alpha": float(rank), "targets": targets, "quantize": quantize}
+    return {"rank": rank, "alpha": NOTHING, "targets": targets, "quantize": quantize}
 
 
 def _keys_of(name: str, folder: str | Path, model: ModelConfig) -> LoraConfig:
-    """Return the `lora` keys of adapters; refuses those that cannot stand beside others."""
+    """Return the `lora` keys of adapters; refuses those of which rows cannot choose one."""
     if not adapter_files.is_adapter_folder(folder):
         raise UserError(f"adapters: {name}", f"{folder} is not a folder of adapters in PEFT's format",
                         "write those of a run: jaxtrain adapters export WORKDIR --to=FOLDER")
@@ -102,4 +103,3 @@ def chosen(state: "TrainState", many: int, names: Sequence[str | None] | None) -
         return None
     none = np.zeros_like(next(iter(choices.values())))
     return np.stack([none if name is None else choices[name] for name in names])
-
