@@ -186,3 +186,10 @@ def test_a_mixture_is_set_key_by_key_from_words_and_from_python():
     assert make_config({}, words).data.mixture == make_config({}, values).data.mixture == wanted
     with pytest.raises(UserError, match=r"give data.mixture.NAME.weight=NUMBER"):
         make_config({}, {"data.mixture.web.weight.x": 1})
+
+
+def test_the_config_of_an_older_run_means_the_same():
+    """`older_config.json` is what a run of configs/gpt.py:tiny wrote before `reinforce.staleness` was a key."""
+    older = Path(__file__).with_name("older_config.json")
+    assert "staleness" not in older.read_text()
+    assert load_config(older) == load_config("configs/gpt.py:tiny")
