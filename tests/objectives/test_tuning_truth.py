@@ -55,7 +55,8 @@ def test_kto(name):
     segments = Segments(jnp.asarray(MASK, jnp.int32), ())
     sign = 1 if (SAMPLED.sum() > REFERENCED.sum()) == (name == "kto") else -1
     positions = jnp.broadcast_to(jnp.arange(LENGTH), MASK.shape)
-    others = {"weights": mask, "ratios": sign * (SAMPLED - REFERENCED), "positions": positions}
+    others = {"answers": mask, "policy": jnp.asarray(sign * SAMPLED, jnp.float32), "positions": positions,
+              REFERENCE: mask * sign * REFERENCED}
     total, count = kto._mismatched(others, segments)
     z = max(float(total / count), 0)
     assert z == pytest.approx(TRUTH["kto"][name]["kl"], rel=1e-5) and (z > 0) == (name == "kto")

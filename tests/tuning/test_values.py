@@ -106,7 +106,7 @@ def test_a_run_that_goes_on_reads_its_values_and_others_begin_with_or_without_it
     short = tmp_path / "short"
     resumed(tmp_path / "whole", short, last=6)
     (short / "rollouts/3.jsonl").write_text("".join(json.dumps({**one, "values": None}) + "\n" for one in kept))
-    with pytest.raises(jt.UserError, match=r"reinforce\.reuse: .*3\.jsonl is not as the run wrote it"):
+    with pytest.raises(jt.UserError, match=r"reinforce: .*3\.jsonl is not as the run wrote it"):
         jt.train(config(files, **keys), short)
 
     def begun(**other):
