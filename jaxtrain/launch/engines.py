@@ -1,0 +1,55 @@
+"""What runs jobs: one small interface, and an engine by its name."""
+
+import importlib
+from typing import Protocol
+
+from jaxtrain.errors import UserError, nearest
+from jaxtrain.launch.job import Job, Status
+
+_HOME = {"local": ("local_engine", "LocalEngine"), "slurm": ("slurm_engine", "SlurmEngine")}
+
+
+class Engine(Protocol):
+    """Something that runs jobs. It keeps their state; nothing else does."""
+
+    name: str
+
+    def check(self, job: Job) -> None:
+        """Refuse a job that it cannot run."""
+
+    def render(self, job: Job) -> dict[str, str]:
+        """Return the files of a job, by name."""
+        ...
+
+    def submit(self, job: Job) -> str:
+        """Submit a job whose files are in its folder, and return its name there."""
+        ...
+
+    def status(self, job: Job) -> Status:
+        """Return what became of a job."""
+        ...
+
+    def why(self, job: Job) -> str:
+        """Return in a sentence why a job does not run."""
+        ...
+
+    def pause(self, job: Job) -> None:
+        """Have a job save and stop, until it is resumed."""
+
+    def resume(self, job: Job, nodes: int | None) -> str:
+        """Let a paused job go on, on another number of nodes if one is given; return its name."""
+        ...
+
+    def cancel(self, job: Job, now: bool) -> None:
+        """End a job: once it has saved, or at once."""
+
+    def requeue(self, job: Job) -> None:
+        """Have a job save, stop and start again."""
+
+
+def engine_of(name: str) -> Engine:
+    """Return an engine."""
+    if name not in _HOME:
+        raise UserError("--on", f"{name!r} is no engine that jaxtrain knows", nearest(name, _HOME))
+    module, kind = _HOME[name]
+    return getattr(importlib.import_module(f"jaxtrain.launch.{module}"), kind)()
