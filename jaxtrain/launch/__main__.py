@@ -17,8 +17,8 @@ from pathlib import Path
 from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files
 from jaxtrain.flags import command, overrides_of, parser_of
-from jaxtrain.launch import job as jobs
-from jaxtrain.launch.engines import engine_of
+from jaxtrain.launch import job_record as jobs
+from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.job_spec import ENGINES, JobSpec, read_spec
 from jaxtrain.redaction import redacted
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"# {name}\n{content}")
         return
     made = submit(job)
-    say(f"submitted as {made.id} on {made.engine}; see it: jaxtrain jobs show {flags.workdir}")
+    say(f"submitted as {made.id.partition(':')[0]} on {made.engine}; see it: jaxtrain jobs show {flags.workdir}")
 
 
 def describe(on: str, workdir: Path, config: str | None, overrides: list[str], own: list[str], spec: JobSpec,
@@ -62,7 +62,8 @@ def describe(on: str, workdir: Path, config: str | None, overrides: list[str], o
     if config:
         keys = overrides_of(overrides, flags)
         about["config_hash"] = atomic_files.digest(load_config(config, keys).to_dict())
-        command = ["python", "-m", "jaxtrain.main", f"--config={config}", *overrides, f"--workdir={workdir.absolute()}"]
+        python = "python" if spec.setup or spec.image else sys.executable  # setup may activate an environment
+        command = [python, "-m", "jaxtrain.main", f"--config={config}", *overrides, f"--workdir={workdir.absolute()}"]
     elif overrides:
         raise UserError(overrides[0], "a command has no config", "write it behind --")
     else:

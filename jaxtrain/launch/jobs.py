@@ -15,8 +15,8 @@ from pathlib import Path
 
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import add_subcommand, command, parser_of
-from jaxtrain.launch import job as records
-from jaxtrain.launch.engines import engine_of
+from jaxtrain.launch import job_record as records
+from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.supervisor.progress_file import Steps
 
 _LINES = {"list [ROOT]": "list the jobs of all workdirs under a folder", "show WORKDIR": "show what a job is and does",
@@ -71,8 +71,7 @@ def table(root: Path) -> list[str]:
         status = engine_of(job.engine).status(job)
         step = Steps(job.workdir / "metrics.jsonl").newest or None
         workdir = job.workdir.relative_to(root) if job.workdir.is_relative_to(root) else job.workdir
-        rows.append((f"{workdir}", job.engine, job.id.partition(":")[0], status.state, "" if step is None else f"{step}",
-                     status.nodes))
+        rows.append((f"{workdir}", job.engine, job.id.partition(":")[0], status.state, f"{step or ''}", status.nodes))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError
-from jaxtrain.launch.job import Job, Status
+from jaxtrain.launch.job_record import Job, Status
 from jaxtrain.launch.local_job import ENDED
+from jaxtrain.launch.slurm_script import at_home
 
 SCRIPT = "job.sh"
 
@@ -33,7 +34,7 @@ class LocalEngine:
         """Return the script that the job is."""
         lines = ["#!/bin/bash", f"cd {shlex.quote(job.directory)} || exit 2",
                  *(f"export {name}={shlex.quote(value)}" for name, value in job.spec.env.items()),
-                 *(f"{name}=$(cat {shlex.quote(os.path.expanduser(where.removeprefix('file:')))}) && export {name} || exit 2"
+                 *(f"{name}=$(cat {at_home(where)}) && export {name} || exit 2"
                    for name, where in job.spec.secrets.items()),
                  *job.spec.setup, f"exec {shlex.join(job.command)}"]
         return {SCRIPT: "\n".join(lines) + "\n"}

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 
 from jaxtrain.errors import UserError
-from jaxtrain.launch.job import Job, Status
+from jaxtrain.launch.job_record import Job, Status
 from jaxtrain.launch.slurm_script import script
 
 SCRIPT = "job.sh"
@@ -18,7 +18,7 @@ _REASONS = {  # of waiting, in words for those who do not run the cluster
     "Priority": "jobs of a higher priority wait too, and come first",
     "Resources": "it is the next one, and waits until enough nodes are free",
     "Dependency": "it waits for another job to end",
-    "BeginTime": "it was stopped and put back; Slurm starts such jobs after a pause (cred_expire, 2 minutes by default)",
+    "BeginTime": "it was stopped and put back; Slurm starts such jobs after a pause, of two minutes by default",
     "JobHeldUser": "it is paused: jaxtrain jobs resume WORKDIR", "JobHeldAdmin": "an administrator has held it",
     "ReqNodeNotAvail": "nodes that it asks for are down, drained or reserved",
     "PartitionNodeLimit": "it asks for more nodes than its partition gives to a job",
@@ -94,7 +94,8 @@ class SlurmEngine:
     def resume(self, job: Job, nodes: int | None) -> str:
         """Let a paused job go on, under the same number."""
         if nodes is not None:
-            _run("scontrol", "update", f"JobId={job.id}", f"NumNodes={nodes}-{nodes}", f"NumTasks={nodes * job.spec.processes}")
+            _run("scontrol", "update", f"JobId={job.id}", f"NumNodes={nodes}-{nodes}",
+                 f"NumTasks={nodes * job.spec.processes}")
         job.pause_file.unlink(missing_ok=True)
         _run("scontrol", "release", job.id)
         _run("scontrol", "update", f"JobId={job.id}", "StartTime=now", missing="")  # not after Slurm's usual pause

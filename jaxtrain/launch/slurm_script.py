@@ -6,7 +6,7 @@ does so `retries` times; 0, 2, 77 and 130 end it. No setting of the cluster is n
 
 import shlex
 
-from jaxtrain.launch.job import Job
+from jaxtrain.launch.job_record import Job
 
 _RUN = """\
 # The address of the first node, as Slurm itself reaches it; one port for each job.
@@ -15,7 +15,7 @@ address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p
 export JAX_COORDINATOR_ADDRESS="$address:$((20000 + SLURM_JOB_ID % 10000))"
 
 trap : TERM  # sent to the processes too, which save; this script goes on to say what happens next
-tasks=$((SLURM_JOB_NUM_NODES * {processes}))  # SLURM_NTASKS does not follow a job that was resumed on other nodes
+tasks=$((SLURM_JOB_NUM_NODES * {processes}))  # SLURM_NTASKS is not, once a job was resumed on other nodes
 {srun} --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$tasks bash -c \\
   'export JAX_NUM_PROCESSES=$SLURM_NTASKS JAX_PROCESS_ID=$SLURM_PROCID; exec "$@"' run \\
   {command}
@@ -48,9 +48,10 @@ exit $status
 def script(job: Job) -> str:
     """Return the batch script."""
     spec = job.spec
-    parts = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options(job)), "", f"cd {shlex.quote(job.directory)} || "
-             "exit 2", *(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items())]
-    parts += [f'{name}=$(cat {_home(where)}) && export {name} || exit 2'
+    parts = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options(job)), "",
+             f"cd {shlex.quote(job.directory)} || exit 2",
+             *(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items())]
+    parts += [f'{name}=$(cat {at_home(where)}) && export {name} || exit 2'
               for name, where in spec.secrets.items()]
     srun, command = ["srun", "--kill-on-bad-exit=1", "--export=ALL"], shlex.join(job.command)
     if spec.accelerators_per_node:
@@ -60,7 +61,8 @@ def script(job: Job) -> str:
         gpus = ["--nv"] if spec.accelerators_per_node else []
         command = f"{shlex.join(['apptainer', 'exec', *gpus, *binds, spec.image])} {command}"
     crashes, stop = (shlex.quote(f"{path}") for path in (job.folder / "crashes", job.pause_file))
-    return "\n".join([*parts, *spec.setup, "", _RUN.format(srun=shlex.join(srun), command=command, processes=spec.processes),
+    run = _RUN.format(srun=shlex.join(srun), command=command, processes=spec.processes)
+    return "\n".join([*parts, *spec.setup, "", run,
                       _NEXT.format(stop=stop, crashes=crashes, retries=spec.retries)])
 
 
@@ -72,7 +74,8 @@ def options(job: Job) -> list[str]:
     kind = f"{spec.accelerator}:" if spec.accelerator else ""
     found = {"job-name": job.name, "nodes": nodes, "ntasks-per-node": spec.processes,
              "gpus-per-node": f"{kind}{spec.accelerators_per_node}" if spec.accelerators_per_node else "",
-             "cpus-per-task": spec.cpus_per_process or "", "mem": f"{spec.memory_gb * 1000:.0f}M" if spec.memory_gb else "",
+             "cpus-per-task": spec.cpus_per_process or "",
+             "mem": f"{spec.memory_gb * 1000:.0f}M" if spec.memory_gb else "",
              "time": _duration(spec.seconds), "partition": spec.queue, "account": spec.account, "qos": spec.priority,
              "mail-user": spec.notify, "mail-type": "END,FAIL" if spec.notify else "",
              "signal": f"TERM@{spec.grace_s}", "output": f"{job.output}", "open-mode": "append", "export": "NIL"}
@@ -84,6 +87,7 @@ def _duration(seconds: int) -> str:
     return f"{days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}" if seconds else ""
 
 
-def _home(where: str) -> str:
+def at_home(where: str) -> str:
+    """Return the path of a file with a secret as a shell reads it, whoever runs the job."""
     path = where.removeprefix("file:")
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)

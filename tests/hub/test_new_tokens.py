@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_refused_and_leaves_the_workdir_free(folder, tmp_pa
     (tmp_path / "text.txt").write_text("It was the best of times.\n" * 50)
     config = jt.make_config({"model": model_section(folder) | {"vocab_size": 257, "num_layers": 1}}, {
         "data.source": str(tmp_path / "text.txt"), "data.seq_len": 8, "train.init_from": str(folder)})
-    with pytest.raises(jt.UserError, match="it has model.layers.1.input_layernorm.weight, for which"):
+    with pytest.raises(jt.UserError, match="input_layernorm"):
         jt.train(config, tmp_path / "work")
     assert not (tmp_path / "work" / "config.json").exists() and not (tmp_path / "work" / "run.json").exists()
     (tmp_path / "work" / "metrics.jsonl").touch()  # of steps that were trained once

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.launch import __main__ as launch
-from jaxtrain.launch import job as jobs
+from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch import jobs as jobs_command
 from jaxtrain.launch.slurm_engine import SlurmEngine
 from tests.launch.slurm import cluster as clusters
@@ -29,7 +29,8 @@ PROGRAM = textwrap.dedent("""\
         open(f"{workdir}/saved-{attempt}-{me}", "w")
         sys.exit(75)
     signal.signal(signal.SIGTERM, save)
-    open(f"{workdir}/began-{attempt}-{me}", "w").write(f"{os.environ['JAX_NUM_PROCESSES']} {os.environ['JAX_COORDINATOR_ADDRESS']}")
+    with open(f"{workdir}/began-{attempt}-{me}", "w") as file:
+        file.write(f"{os.environ['JAX_NUM_PROCESSES']} {os.environ['JAX_COORDINATOR_ADDRESS']}")
     while not os.path.exists(f"{workdir}/end"):
         time.sleep(0.05)
     sys.exit(int(open(f"{workdir}/end").read()))

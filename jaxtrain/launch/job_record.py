@@ -1,7 +1,7 @@
 """A job: what runs, where, and what its workdir says of it.
 
-`WORKDIR/jobs/NUMBER/` has `job.json` (what was submitted, and the engine's name for it), the rendered files, the patch of
-an edited checkout, and the output. The newest number is the job that counts; engines know what became of it.
+`WORKDIR/jobs/NUMBER/` has `job.json` (what was submitted, and the engine's name for it), the rendered files, the patch
+of an edited checkout, and the output. The newest number is the job that counts; engines know what became of it.
 """
 
 import json
@@ -103,7 +103,7 @@ def newest(workdir: Path) -> Job:
     for number in reversed(_numbers(workdir / "jobs")):
         if job := read(workdir / "jobs" / f"{number}"):
             return job
-    raise UserError("WORKDIR", f"{workdir} has no job", "submit one: jaxtrain launch CONFIG --on=ENGINE --workdir=WORKDIR")
+    raise UserError("WORKDIR", f"{workdir} has no job", "submit one with jaxtrain launch")
 
 
 def under(root: Path) -> Iterator[Job]:

@@ -4,7 +4,7 @@ import importlib
 from typing import Protocol
 
 from jaxtrain.errors import UserError, nearest
-from jaxtrain.launch.job import Job, Status
+from jaxtrain.launch.job_record import Job, Status
 
 _HOME = {"local": ("local_engine", "LocalEngine"), "slurm": ("slurm_engine", "SlurmEngine")}
 
