@@ -50,11 +50,12 @@ class LocalEngine:
         """Return what became of a job."""
         if _alive(job):
             return Status("running", nodes="here")
+        stopped = job.pause_file.read_text() if job.pause_file.exists() else ""
         try:
             code = int((job.folder / ENDED).read_text())
         except (OSError, ValueError):
-            return Status("failed", "it was killed, or the machine was started again")
-        stopped = job.pause_file.read_text() if job.pause_file.exists() else ""
+            return Status("cancelled") if stopped == "cancel" else Status(
+                "failed", "was killed, or the machine was started again")
         states = {exit_codes.DONE: "done", exit_codes.SAVED: "cancelled" if stopped == "cancel" else "paused"}
         return Status(states.get(code, "failed"), exit_codes.words(code))
 
@@ -79,20 +80,18 @@ class LocalEngine:
 
     def cancel(self, job: Job, now: bool) -> None:
         """End a job: once it has saved, or at once."""
-        self._stop(job, "cancel")
-        if now:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(_pid(job), signal.SIGKILL)
+        self._stop(job, "cancel", signal.SIGKILL if now else signal.SIGTERM)
 
     def requeue(self, job: Job) -> None:
         """Have a job save, stop and start again."""
         raise UserError("requeue", "there is no queue on this machine", "pause the job and resume it")
 
-    def _stop(self, job: Job, how: str) -> None:
+    def _stop(self, job: Job, how: str, by: signal.Signals = signal.SIGTERM) -> None:
         if not _alive(job):
             raise UserError("WORKDIR", f"the job of {job.workdir} does not run", "see jaxtrain jobs show WORKDIR")
         job.pause_file.write_text(how)
-        os.kill(_pid(job), signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(_pid(job), by) if by == signal.SIGKILL else os.kill(_pid(job), by)
 
 
 def _pid(job: Job) -> int:
