@@ -1,5 +1,6 @@
 """Jobs in a real Slurm of four nodes on this machine."""
 
+import json
 import os
 import sys
 import textwrap
@@ -11,6 +12,7 @@ import pytest
 from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch import jobs as jobs_command
+from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.slurm_engine import SlurmEngine
 from tests.launch.slurm import cluster as clusters
 
@@ -154,3 +156,32 @@ def test_what_slurm_refuses_is_told_in_a_line_and_leaves_nothing(cluster, tmp_pa
     assert launch.main(["--on=slurm", f"--workdir={tmp_path}", "--queue=none", "--", "true"]) == 2
     assert capsys.readouterr().err.startswith("sbatch: invalid partition specified: none")
     assert list((tmp_path / "jobs").iterdir()) == []
+
+
+def test_a_run_saves_before_its_time_is_over_and_goes_on(begun):
+    """Slurm looks at limits every half minute, and sends the signal up to a minute early."""
+    workdir = begun("--time=0:01:00", "--grace_s=45")
+    event(workdir / "saved-0-0")
+    told("resume", workdir)  # not after the pause of Slurm
+    event(workdir / "began-1-0")
+
+
+def test_two_nodes_compute_what_two_devices_of_one_process_do(cluster, tmp_path):
+    """The same bits, and the run is the command's own."""
+    losses = []
+    for on, more in (("slurm", ["--nodes=2"]), ("local", [])):
+        workdir = tmp_path / on
+        (tmp_path / "job.toml").write_text((cluster.folder / "job.toml").read_text() + (
+            '[env]\nXLA_FLAGS = "--xla_force_host_platform_device_count=2"\n' if on == "local" else ""))
+        assert launch.main([f"{ROOT}/configs/gpt.py:tiny", f"--on={on}", f"--workdir={workdir}",
+                            f"--job={tmp_path}/job.toml", *more, "--config.train.steps=4",
+                            "--config.train.log_every=1", "--config.mesh.data=2"]) == 0
+        job = jobs.newest(workdir)
+        end = time.monotonic() + 5 * LIMIT
+        while (status := engine_of(on).status(job)).state in ("waiting", "running"):
+            assert time.monotonic() < end
+            time.sleep(0.5)
+        assert status.state == "done", job.output.read_text()
+        lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert losses[0] == losses[1] and len(losses[0]) == 4
