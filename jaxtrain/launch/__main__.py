@@ -4,11 +4,13 @@
     jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/big --nodes=4 --accelerators_per_node=8 --time=24:00:00
     jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/big --job=job.toml --dry_run
     jaxtrain launch --on=slurm --workdir=runs/own --nodes=2 -- python train.py
+    jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/seed-{task} --array=0-3 --config.train.seed={task}
 
 What a job needs are keys of a TOML file (--job), or flags of the same names. The config is read first, so that its
 mistakes are told before the job waits. `jaxtrain jobs` shows jobs, and pauses, resumes and cancels them.
 """
 
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -17,6 +19,7 @@ from pathlib import Path
 from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files
 from jaxtrain.flags import command, overrides_of, parser_of
+from jaxtrain.launch import cost
 from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.job_spec import ENGINES, JobSpec, read_spec
@@ -34,20 +37,41 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--on", required=True, help=f"the engine: {', '.join(ENGINES)}")
     parser.add_argument("--workdir", required=True, help="of the run, where all machines see it")
     parser.add_argument("--job", metavar="FILE", help="what the job needs, in TOML (docs/launch.md)")
+    parser.add_argument("--array", metavar="TASKS", help="several jobs, such as 0-3 or 1,5,7: each of these numbers "
+                                                         "stands for {task}, in --workdir and in any key")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="show what would be submitted, and stop")
     for name in JobSpec.__dataclass_fields__:
         parser.add_argument(f"--{name}", metavar="VALUE", help=f"as the job's key {name}")
     flags, rest = parser.parse_known_args(words)
     given = {name: value for name in JobSpec.__dataclass_fields__ if (value := getattr(flags, name)) is not None}
-    job = describe(flags.on, Path(flags.workdir), flags.config, rest, own, read_spec(flags.job, given), vars(flags))
-    engine = engine_of(flags.on)
-    engine.check(job)
+    engine, spec, made = engine_of(flags.on), read_spec(flags.job, given), []
+    for task in tasks_of(flags.array, flags.workdir):
+        workdir, *said = (word.replace("{task}", task) for word in (flags.workdir, *rest, *own))
+        made.append(describe(flags.on, Path(workdir), flags.config, said[:len(rest)], said[len(rest):], spec,
+                             vars(flags)))
+        engine.check(made[-1])
     if flags.dry_run:
-        for name, content in engine.render(job).items():
+        for name, content in engine.render(made[0]).items():
             print(f"# {name}\n{content}")
+        say(cost.at_most(spec))
         return
-    made = submit(job)
-    say(f"submitted as {made.id.partition(':')[0]} on {made.engine}; see it: jaxtrain jobs show {flags.workdir}")
+    for job in map(submit, made):
+        say(f"submitted as {job.id.partition(':')[0]} on {job.engine}; see it: jaxtrain jobs show {job.workdir}")
+
+
+def tasks_of(array: str | None, workdir: str) -> list[str]:
+    """Return the numbers in an array such as 0-3 or 1,5,7; [""] without one."""
+    if array is None:
+        return [""]
+    found = [re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part) for part in array.split(",")]
+    if not all(found):
+        raise UserError("--array", f"{array!r} is not a list of numbers", "write one such as 0-3 or 1,5,7")
+    if "{task}" not in workdir:
+        raise UserError("--workdir", "the jobs of an array need one each", "write it with {task}, as runs/seed-{task}")
+    tasks = [n for part in found if part for n in range(int(part[1]), int(part[2] or part[1]) + 1)]
+    if not 0 < len(tasks) <= 1000:
+        raise UserError("--array", f"{array} are {len(tasks)} jobs", "give 1 to 1000")
+    return [f"{n}" for n in tasks]
 
 
 def describe(on: str, workdir: Path, config: str | None, overrides: list[str], own: list[str], spec: JobSpec,

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch")
+PATH = f"{os.environ['PATH']}:/usr/sbin"
 _CONF = """\
 ClusterName=jaxtrain
 SlurmctldHost={host}(127.0.0.1)
@@ -68,7 +69,7 @@ class Cluster:
     def __init__(self, folder: Path, nodes: int = 4, lost_after: int = 10):
         self.folder, self.nodes, self.daemons = folder.absolute(), nodes, {}
         self.lost_after = lost_after
-        self.environment = os.environ | {"SLURM_CONF": f"{self.folder / 'slurm.conf'}"}
+        self.environment = os.environ | {"SLURM_CONF": f"{self.folder / 'slurm.conf'}", "PATH": PATH}
 
     def __enter__(self) -> "Cluster":
         for name in ("munge", "state", "log", *(f"spool/n{i}" for i in range(1, self.nodes + 1))):
@@ -145,7 +146,7 @@ class Cluster:
 
 def missing() -> list[str]:
     """Return the programs that are not installed."""
-    return [name for name in NEEDED if shutil.which(name) is None]
+    return [name for name in NEEDED if shutil.which(name, path=PATH) is None]
 
 
 def _free_ports(count: int) -> list[int]:

@@ -1,7 +1,6 @@
 """Jobs in a real Slurm of four nodes on this machine."""
 
 import json
-import os
 import sys
 import textwrap
 import time
@@ -41,14 +40,12 @@ PROGRAM = textwrap.dedent("""\
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin")
-        with clusters.Cluster(tmp_path_factory.mktemp("slurm")) as found:
-            patch.setenv("SLURM_CONF", found.environment["SLURM_CONF"])
-            (found.folder / "job.toml").write_text(f'setup = ["export PATH={Path(sys.executable).parent}:/usr/bin:/bin '
-                                                   f'PYTHONPATH={ROOT} JAX_PLATFORMS=cpu"]\n')
-            (found.folder / "program.py").write_text(PROGRAM)
-            yield found
+    with pytest.MonkeyPatch.context() as patch, clusters.Cluster(tmp_path_factory.mktemp("slurm")) as found:
+        patch.setenv("SLURM_CONF", found.environment["SLURM_CONF"])
+        (found.folder / "job.toml").write_text(f'setup = ["export PATH={Path(sys.executable).parent}:/usr/bin:/bin '
+                                               f'PYTHONPATH={ROOT} JAX_PLATFORMS=cpu"]\n')
+        (found.folder / "program.py").write_text(PROGRAM)
+        yield found
 
 
 @pytest.fixture
