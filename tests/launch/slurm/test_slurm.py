@@ -1,5 +1,6 @@
 """Jobs in a real Slurm of four nodes on this machine."""
 
+import contextlib
 import json
 import sys
 import textwrap
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     bool(clusters.missing()), reason="apt-get install --no-install-recommends slurm-wlm munge")]
 
-LIMIT = 120  # seconds, of a machine that is very slow
+LIMIT = 300  # seconds, of a machine that is very slow
 
 # A run that saves when it is told to stop, and goes on when the file `go` is there.
 PROGRAM = textwrap.dedent("""\
@@ -40,7 +41,11 @@ PROGRAM = textwrap.dedent("""\
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch, clusters.Cluster(tmp_path_factory.mktemp("slurm")) as found:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        try:
+            found = stack.enter_context(clusters.Cluster(tmp_path_factory.mktemp("slurm")))
+        except RuntimeError as error:
+            pytest.skip(f"Slurm does not start here: {error}")
         patch.setenv("SLURM_CONF", found.environment["SLURM_CONF"])
         (found.folder / "job.toml").write_text(f'setup = ["export PATH={Path(sys.executable).parent}:/usr/bin:/bin '
                                                f'PYTHONPATH={ROOT} JAX_PLATFORMS=cpu"]\n')
