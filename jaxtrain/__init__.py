@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxtrain.data.loading.batch_source import BatchSource
     from jaxtrain.errors import UserError
     from jaxtrain.hub.generate import Generated, generate, sample
-    from jaxtrain.hub.trained_model import load_model
+    from jaxtrain.hub.trained_model import load_model, with_adapters
     from jaxtrain.kernels.cross_entropy import cross_entropy
     from jaxtrain.models import make_model
     from jaxtrain.objectives import NextToken, Objective
@@ -49,7 +49,7 @@ _NAMES = {  # module: what it gives
     "data.loading.batch_source": ["BatchSource"],
     "errors": ["UserError"],
     "hub.generate": ["Generated", "generate", "sample"],
-    "hub.trained_model": ["load_model"],
+    "hub.trained_model": ["load_model", "with_adapters"],
     "kernels.cross_entropy": ["cross_entropy"],
     "models": ["make_model"],
     "objectives": ["NextToken", "Objective"],
@@ -70,6 +70,7 @@ __all__ = [  # imported when first used, so that `import jaxtrain` is quick
     "Objective", "Observer", "Rules", "Run", "TrainState", "TrainStep", "UserError", "Weighted", "build",
     "constrain", "cross_entropy", "distillation", "enable_compilation_cache", "generate", "load_config",
     "load_model", "make_config", "make_mesh", "make_model", "make_train_step", "plan", "rules", "sample", "train",
+    "with_adapters",
 ]
 
 

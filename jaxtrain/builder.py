@@ -49,7 +49,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     schedules = validation.checked_schedules(config, mesh, rules, compute, platform)
     how = Compute.of(config, kind, pipeline=schedules is not None)
     model = Skeleton.of(nnx.eval_shape(
-        lambda: make_model(config.model, how, config.lora, reward_head=config.preference.reward_head,
+        lambda: make_model(config.model, how, config.lora, scalar_head=config.scalar_head,
                            rngs=nnx.Rngs(params=jax.random.key(0)))))
     rule_checks.are_used(config, model.axes())
     frozen = is_frozen(config, model.axes())

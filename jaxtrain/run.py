@@ -66,6 +66,7 @@ class Run:
     extras: Extras = field(default_factory=dict)  # how to make those of its state
     data: BatchSource | None = None  # what it trains on in place of config.data
     load_initial: Callable[["Run"], Any] | None = None  # what loads the first parameters; None: they are random
+    joined: Any = None  # what adds arrays to batches as they are placed (tuning/reference_sums.py); None: nothing does
 
     # ------------------------------------------------------------------------------------------------ the three calls
     def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None) -> TrainState:
@@ -337,8 +338,13 @@ class Run:
 
     def see(self, step: int, state: TrainState) -> None:
         """Show the state after so many steps to data that are made with it."""
-        if self.on_policy:
-            self.data.see(step, state)  # type: ignore[union-attr]
+        for part in (self.data, self.joined):
+            if hasattr(part, "see"):
+                part.see(step, state)
+
+    def pop_fields(self) -> dict[str, float]:
+        """What data that are made with the state measured since the last call, for the line of a step."""
+        return getattr(self.data, "pop_fields", dict)()
 
     def drawn(self, batches: BatchSource, start: int, stop: int) -> Any:
         """Return an iterator of the placed batches of these steps, which prepares the next ones ahead if it can."""
@@ -349,7 +355,7 @@ class Run:
         def place(step, batches):
             with jax.transfer_guard("allow"):
                 return self.placed(batches, step)
-        return in_step(batches, start, stop - start, place)
+        return in_step(batches, start, stop - start, place, getattr(self.data, "forget", None))
 
     def place(self, batch: Any) -> Any:
         """Spread a whole batch over the mesh, as every process gives it; what is there already stays."""
@@ -357,6 +363,7 @@ class Run:
 
     def placed(self, batches: BatchSource, step: int) -> dict[str, jax.Array]:
         """The batch of a step on the mesh; each process reads only the rows that its own devices hold."""
+        batches = batches if self.joined is None else self.joined.added_to(batches)
         return place_batch(batches, step, self.layout.batch, self.batch_spec.check)
 
     # ---------------------------------------------------------------------------------------------------------- report
@@ -428,7 +435,7 @@ class Run:
 
     def _random(self, key: jax.Array) -> Any:
         config = self.config
-        model = make_model(config.model, Compute.of(config), config.lora, reward_head=config.preference.reward_head,
+        model = make_model(config.model, Compute.of(config), config.lora, scalar_head=config.scalar_head,
                            rngs=nnx.Rngs(params=key))
         return Skeleton.of(model).params()
 

@@ -1,12 +1,18 @@
 """Write tests/objectives/tuning_truth.json: what TRL computes of losses of preferences and of policy gradients.
 
-    python tools/tuning_truth.py
+    python -m pip download --no-deps trl==1.0.0
+    python tools/tuning_truth.py trl-1.0.0-py3-none-any.whl
 
-Needs torch and trl. Inputs are those of `numbers`, which the tests draw again; TRL's own functions are given them in
-place of a model's log-probabilities.
+Needs torch and trl, and the wheel of an older version, which had PPO. Inputs are those of `numbers`, which the tests
+draw again; TRL's own functions are given them in place of a model's log-probabilities. Of PPO, which is one function,
+the lines about advantages and about the loss are executed.
 """
 
+import ast
 import json
+import sys
+import textwrap
+import zipfile
 from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +24,7 @@ from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
-from tests.objectives.tuning_numbers import PAIRS, numbers
+from tests.objectives.tuning_numbers import PAIRS, numbers, values
 
 PATH = Path(__file__).parents[1] / "tests" / "objectives" / "tuning_truth.json"
 PREFERENCES = {
@@ -33,6 +39,7 @@ POLICIES = {
     "dr_grpo": dict(loss="dr_grpo", clip=0.1, clip_high=0.3, kl=0.05),
     "sequence": dict(loss="grpo", clip=0.03, clip_high=0.04, ratio="sequence"),
 }
+PPO = {"ppo": dict(value_clip=0.2, value_loss=0.1), "discounted": dict(gamma=0.9, gae_lambda=0.7, value_loss=1.0)}
 
 
 class Trainer(SimpleNamespace):
@@ -115,11 +122,44 @@ def policy_gradient(keys):
     return {"loss": float(loss.detach()), "gradient": policy.grad.tolist()}
 
 
+def ppo(source, keys):
+    functions = [node for node in ast.parse(source).body if getattr(node, "name", "").startswith("masked_")]
+    mask, policy, _, sampled, rewards = (torch.tensor(x) for x in numbers(2 * PAIRS))
+    before, now = (torch.tensor(x) for x in values(2 * PAIRS))
+    policy.requires_grad_()
+    now.requires_grad_()
+    last = torch.zeros(mask.shape, dtype=torch.float64)
+    last[range(2 * PAIRS), mask.sum(1) - 1] = rewards
+    known = {"torch": torch, "args": SimpleNamespace(
+        gamma=keys.get("gamma", 1.0), lam=keys.get("gae_lambda", 0.95), cliprange=0.2, cliprange_value=0.2,
+        vf_coef=keys["value_loss"]), "responses": mask, "values": before, "rewards": last, "padding_mask": ~mask}
+    exec(compile(ast.Module(functions, []), "trl", "exec"), known)
+    exec(_lines(source, "lastgaelam = 0", "advantages = torch.masked_fill(advantages, padding_mask, 0)"), known)
+    known |= {"mb_advantage": known["advantages"], "mb_return": known["returns"] * mask, "mb_values": before,
+              "mb_logprobs": sampled, "new_logprobs": policy, "vpred": now, "micro_batch_inds": slice(None),
+              "padding_mask_p1": ~mask}
+    exec(_lines(source, "vpredclipped = torch.clamp(", "loss = pg_loss + args.vf_coef * vf_loss"), known)
+    known["loss"].backward()
+    return {"loss": float(known["loss"].detach()), "gradient": policy.grad.tolist(), "values": now.grad.tolist(),
+            "value_loss": float(known["vf_loss"].detach()), "value_clipped": float(known["vf_clipfrac"].detach()),
+            **{name: known[name].tolist() for name in ("advantages", "returns")}}
+
+
+def _lines(source, first, last):
+    """The lines of a function from one to another."""
+    lines = source.splitlines()
+    begin, end = ([line.strip() for line in lines].index(text) for text in (first, last))
+    return textwrap.dedent("\n".join(lines[begin:end + 1]))
+
+
 def main():
-    found = {"versions": {name: version(name) for name in ("torch", "trl")},
+    wheel = Path(sys.argv[1])
+    source = zipfile.ZipFile(wheel).read("trl/experimental/ppo/ppo_trainer.py").decode()
+    found = {"versions": {name: version(name) for name in ("torch", "trl")} | {"ppo": wheel.name.split("-")[1]},
              "preference": {name: {"keys": keys, **preference(keys)} for name, keys in PREFERENCES.items()},
              "kto": {name: {"keys": keys, **kto(keys)} for name, keys in KTO.items()},
-             "policy_gradient": {name: {"keys": keys, **policy_gradient(keys)} for name, keys in POLICIES.items()}}
+             "policy_gradient": {name: {"keys": keys, **policy_gradient(keys)} for name, keys in POLICIES.items()},
+             "ppo": {name: {"keys": keys, **ppo(source, keys)} for name, keys in PPO.items()}}
     PATH.write_text(json.dumps(found) + "\n")
     print({kind: {name: round(one["loss"], 5) for name, one in found[kind].items()} for kind in list(found)[1:]})
 

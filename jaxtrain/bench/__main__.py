@@ -108,6 +108,9 @@ def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[st
         raise UserError("--compare", "several processes cannot be compared", "compare in one process")
     config = load_config(flags.config, overrides)
     processes.agree(config)
+    if config.reinforce.prompts:
+        raise UserError("reinforce.prompts", "a bench has no answers of the model to train on", "train some steps with "
+                        "jaxtrain.main: metrics.jsonl has rollout_s, reward_s and step_time_s of each")
     run = build(preflight.resolve(config, jax.devices()))
     contenders.refuse(names, run)
     processes.connect(config.resilience.start_limit)

@@ -297,6 +297,11 @@ class Config:
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
         tuning_keys.check(self)
 
+    @property
+    def scalar_head(self) -> str:
+        """The name of the head that the model has for rewards or values; "" without one."""
+        return "reward_head" if self.preference.reward_head else "value_head" if self.reinforce.value_head else ""
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain nested dicts, as written to `config.json`: without the credentials in URLs."""
         return redacted(dataclasses.asdict(self))

@@ -7,9 +7,10 @@ from jaxtrain.config.field_checks import not_negative, one_of, positive
 from jaxtrain.errors import UserError
 
 # The keys that each loss of preferences reads.
-PREFERENCE_LOSSES = {"dpo": "beta label_smoothing", "robust": "beta label_smoothing", "ipo": "beta", "hinge": "beta",
-                     "simpo": "beta label_smoothing margin", "orpo": "beta", "reward": "margin center",
-                     "kto": "beta desirable_weight undesirable_weight"}
+PREFERENCE_LOSSES = {"dpo": "beta label_smoothing reference", "robust": "beta label_smoothing reference",
+                     "ipo": "beta reference", "hinge": "beta reference", "simpo": "beta label_smoothing margin",
+                     "orpo": "beta", "reward": "margin center",
+                     "kto": "beta desirable_weight undesirable_weight reference"}
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,11 @@ class PreferenceConfig:
     center: float = 0.0  # of reward: coefficient of the square of both rewards' sum, which keeps them around 0
     desirable_weight: float = 1.0  # of kto: what desirable answers weigh in the loss
     undesirable_weight: float = 1.0  # of kto: what undesirable ones weigh
+    reference: str = "copy"  # what the policy is compared with: a "copy", or its numbers, "precomputed" at the start
 
     def __post_init__(self):
         one_of("preference.loss", self.loss, ("", *PREFERENCE_LOSSES))
+        one_of("preference.reference", self.reference, ("copy", "precomputed"))
         positive(self, "preference", "beta")
         not_negative(self, "preference", "center desirable_weight undesirable_weight")
         if not 0 <= self.label_smoothing < 0.5:
@@ -78,9 +81,15 @@ class ReinforceConfig:
     group_size: int = 8  # answers to each prompt, whose rewards are compared with each other
     max_new_tokens: int = 64  # of an answer
     reuse: int = 1  # steps that are trained on the same answers, before others are made
+    staleness: int = 0  # so many steps before they are trained on answers are made, and rewarded beside these steps
+    gather_weights: bool = False  # once for the answers of a step, in the compute dtype, rather than for each token
     loss: str = "dapo"  # how tokens are weighed: "dapo" all alike; "grpo" answers alike; "dr_grpo" by a fixed length
-    baseline: str = "mean"  # subtracted from rewards: the group's mean, or "others": that of the other answers (RLOO)
-    scale: str = "group"  # what advantages are divided by: the group's standard deviation, the "batch"'s, or "none"
+    baseline: str = "mean"  # the group's mean, that of the "others" in it (RLOO), or "value": a value head's (PPO)
+    scale: str = "auto"  # what divides advantages: the deviation in the "group" (auto), the "batch" (value's) or "none"
+    gamma: float = 1.0  # of value: what a reward counts one token earlier
+    gae_lambda: float = 0.95  # of value: 1 compares with the reward that came, 0 with the value of the next token
+    value_loss: float = 0.1  # of value: coefficient of the squared error of values
+    value_clip: float = 0.2  # of value: how far values may move before they have no gradient; 0: any way
     clip: float = 0.2  # an answer's probability may fall to this much below what it was, where that lowers the loss
     clip_high: float = 0.28  # and rise to this much above; 0: as clip
     ratio: str = "token"  # of probabilities: of each "token", or their geometric mean over a "sequence" (GSPO)
@@ -88,23 +97,35 @@ class ReinforceConfig:
 
     def __post_init__(self):
         one_of("reinforce.loss", self.loss, REINFORCE_LOSSES)
-        one_of("reinforce.baseline", self.baseline, ("mean", "others"))
-        one_of("reinforce.scale", self.scale, ("group", "batch", "none"))
+        one_of("reinforce.baseline", self.baseline, ("mean", "others", "value"))
+        one_of("reinforce.scale", self.scale, ("auto", "group", "batch", "none"))
         one_of("reinforce.ratio", self.ratio, ("token", "sequence"))
-        positive(self, "reinforce", "max_new_tokens reuse clip")
-        not_negative(self, "reinforce", "clip_high kl")
+        positive(self, "reinforce", "max_new_tokens reuse clip value_loss")
+        not_negative(self, "reinforce", "staleness clip_high kl value_clip")
         _unread(self, "reinforce", self.prompts or self.reward, "prompts", " ".join(
             field.name for field in fields(self) if field.name not in ("prompts", "reward")))
         _unread(self, "reinforce", "://" in self.reward, "reward=URL", "reward_timeout_s")
+        _unread(self, "reinforce", self.value_head, "baseline=value", "gamma gae_lambda value_loss value_clip")
+        for key in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise UserError(f"reinforce.{key}", f"{getattr(self, key)} is not in [0, 1]", "try 0.95 or 1")
+        if self.value_head and self.scale == "group":
+            raise UserError("reinforce.scale", "baseline=value compares no answers of a group with each other",
+                            "leave it out, or set batch or none")
         if not 0 < self.reward_timeout_s <= 3600:
             raise UserError("reinforce.reward_timeout_s", f"{self.reward_timeout_s} is not in (0, 3600]", "try 20")
-        if self.group_size < 2:
+        if self.group_size < (1 if self.value_head else 2):
             raise UserError("reinforce.group_size", f"{self.group_size} answers cannot be compared with each other",
-                            "give 2 or more, such as 8")
+                            "give 2 or more, such as 8, or 1 with reinforce.baseline=value")
         if bool(self.prompts) != bool(self.reward):
             missing = "reward" if self.prompts else "prompts"
             raise UserError(f"reinforce.{missing}", "it is missing, and reinforcement learning needs both",
                             "give FILE.py:FUNCTION" if self.prompts else "give a file of JSON lines")
+
+    @property
+    def value_head(self) -> bool:
+        """Whether the model has a value head beside the output projection."""
+        return self.baseline == "value"
 
 
 def _unread(section: Any, name: str, on: Any, key: str, others: str) -> None:

@@ -36,7 +36,11 @@ def main(argv: list[str] | None) -> None:
     flags, overrides = parse(argv)
     if flags.workdir and not Path(flags.workdir).is_dir():
         raise UserError("--workdir", f"{flags.workdir} is not a folder", "give the workdir of a run, or leave it out")
-    config = load_config(flags.config, overrides).data
+    whole = load_config(flags.config, overrides)
+    if whole.reinforce.prompts:
+        raise UserError("reinforce.prompts", "batches are made of the answers of the model as it trains",
+                        "read WORKDIR/rollouts/STEP.jsonl of a run, which has them")
+    config = whole.data
     corpus = load_corpus(config)
     batches: Any = (eval_batches if flags.split == "eval" else train_batches)(config, corpus)
     if batches is None:

@@ -9,6 +9,7 @@ Shape suffixes: B batch, R rows of new prompts, P slots of prompts, N new tokens
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.families import RoutedConfig
 from jaxtrain.hub.sampling import Sampling, choose, penalized
-from jaxtrain.models import Compute, Decoder, make_model
+from jaxtrain.models import Compute, Decoder, lora, make_model
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES
@@ -43,7 +44,7 @@ def decoding(run: "Run") -> "Decoding":
     c = replace(c, capacity_factor=0.0) if isinstance(c, RoutedConfig) else c
     how = Compute(experts=Compute.of(run.config).experts)
     model = Skeleton.of(nnx.eval_shape(
-        lambda: make_model(c, how, run.config.lora, reward_head=run.config.preference.reward_head,
+        lambda: make_model(c, how, run.config.lora, scalar_head=run.config.scalar_head,
                            rngs=nnx.Rngs(params=jax.random.key(0)))))
     rules = sharding.Rules({**run.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"), "seq": (),
                             "block_seq": ()})
@@ -63,24 +64,38 @@ class Decoding:
         """The number of rows is a multiple of this: the number of parts that the mesh cuts a batch into."""
         return sharding.shards(self.rules.spec(("batch",))[0], self.run.mesh)
 
+    def laid_out(self, params: Any) -> Any:
+        """Return the parameters as they compute: cast, and whole over the axes that would be gathered for each token.
+
+        Axes that split a product, `tensor` and `expert`, still split it.
+        """
+        with sharding.use(self.run.mesh, self.rules):
+            return self._lay_out(params)
+
     def place(self, rows: np.ndarray) -> jax.Array:
         """Spread an array over the mesh by its first dimension; every process gives the whole."""
         spec = sharding.without_trivial_axes(self.rules.spec(("batch", *[None] * (rows.ndim - 1))), self.run.mesh)
         return jax.make_array_from_callback(rows.shape, NamedSharding(self.run.mesh, spec), lambda index: rows[index])
 
-    def start(self, params: Any, prompts: np.ndarray, begins: np.ndarray, new: int) -> State:
-        """Compute the prompts [B, P], whose texts begin at these slots; return a state with room for `new` tokens."""
-        with sharding.use(self.run.mesh, self.rules):
-            return self._start(params, *self._placed(prompts, begins), prompts.shape[1] + new, new)
+    def start(self, params: Any, prompts: np.ndarray, begins: np.ndarray, new: int,
+              chosen: np.ndarray | None = None) -> State:
+        """Compute the prompts [B, P], whose texts begin at these slots; return a state with room for `new` tokens.
 
-    def refill(self, params: Any, state: State, prompts: np.ndarray, begins: np.ndarray, source: np.ndarray) -> State:
+        `chosen`: what each row multiplies stacked adapters by [B, R], as `lora.choosing` takes it.
+        """
+        with sharding.use(self.run.mesh, self.rules):
+            return self._start(params, *self._placed(prompts, begins, chosen), prompts.shape[1] + new, new)
+
+    def refill(self, params: Any, state: State, prompts: np.ndarray, begins: np.ndarray, source: np.ndarray,
+               chosen: np.ndarray | None = None) -> State:
         """Return the state with prompts, as `start` takes them, in place of rows; the given state is used up.
 
         Args:
             source: which prompt each row of the state has from now on [B]; -1: the one that it has.
         """
         with sharding.use(self.run.mesh, self.rules):
-            return self._refill(params, state, *self._placed(prompts, begins), self.place(source.astype(np.int32)))
+            return self._refill(params, state, *self._placed(prompts, begins, chosen),
+                                self.place(source.astype(np.int32)))
 
     def go_on(self, params: Any, state: State, until: int, limits: jax.Array, stops: np.ndarray, seeds: jax.Array,
               sampling: Sampling, known: int, enough: int | None = None) -> State:
@@ -106,11 +121,36 @@ class Decoding:
 
     def model_of(self, params: Any) -> Decoder:
         """Return the model with these parameters, as it computes."""
+        return self.model.merge(self._in_use(params))
+
+    def _in_use(self, params: Any) -> dict[str, Any]:
         params = dict(self.run.cast(params))
         for stack in params.keys() & set(Decoder.STACKS):  # layers are taken from it one by one
             params[stack] = jax.tree.map(lambda w: jax.reshard(w, P(None, *jax.typeof(w).sharding.spec[1:])),
                                          params[stack])
-        return self.model.merge(params)
+        return params
+
+    def _for_a_loop(self, params: Any) -> Callable[[], Decoder]:
+        """Return what makes the model inside a loop.
+
+        On a CPU, XLA copies each layer's weights out of their stack before it multiplies by them, and so moves three
+        times as many bytes. There layers are taken apart once, before the loop, for as much memory as they have.
+        """
+        whole = self._in_use(params)
+        if sharding.platform() != "cpu":
+            return lambda: self.model.merge(whole)
+        apart = {name: jax.lax.optimization_barrier(
+            [jax.tree.map(lambda w, n=n: w[n], whole[name]) for n in range(len(jax.tree.leaves(whole[name])[0]))])
+            for name in whole.keys() & set(Decoder.STACKS)}
+
+        def made() -> Decoder:
+            stacks = {name: jax.tree.map(lambda *layers: jnp.stack(layers), *apart[name]) for name in apart}
+            model = self.model.merge(whole | stacks)
+            for name in apart:
+                getattr(model, name).unroll = 0  # so that stacking and slicing cancel out
+            return model
+
+        return made
 
     # ------------------------------------------------------------------------------------------- the compiled programs
 
@@ -119,13 +159,22 @@ class Decoding:
         return jax.jit(lambda tree: jax.tree.map(lambda x: jax.reshard(x, P(*[None] * x.ndim)), tree))
 
     @functools.cached_property
-    def _start(self):
-        return jax.jit(self._prefilled, static_argnums=(4, 5))
+    def _lay_out(self):
+        def whole(w):
+            return jax.reshard(w, P(*(tuple(axis for axis in sharding.axes_of(part) if axis in ("tensor", "expert"))
+                                      for part in jax.typeof(w).sharding.spec)))
 
-    def _prefilled(self, params, prompts_BP, begins_B, done_B, slots, new):
+        return jax.jit(lambda params: jax.tree.map(whole, self.run.cast(params)))
+
+    @functools.cached_property
+    def _start(self):
+        return jax.jit(self._prefilled, static_argnums=(5, 6))
+
+    def _prefilled(self, params, prompts_BP, begins_B, done_B, chosen_BR, slots, new):
         model = self.model_of(params)
         at_BP = jnp.arange(prompts_BP.shape[1])[None] - begins_B[:, None]
-        x_BPD, aux = self._through(model, prompts_BP, (at_BP >= 0).astype(jnp.int32), jnp.maximum(at_BP, 0), Cache())
+        x_BPD, aux = self._through(model, prompts_BP, (at_BP >= 0).astype(jnp.int32), jnp.maximum(at_BP, 0), Cache(),
+                                    chosen_BR)
         rows, width = prompts_BP.shape
         entries = jax.tree.map(lambda kept: jnp.pad(kept, [(0, 0)] * (kept.ndim - 2) + [(0, slots - width), (0, 0)]),
                                aux[CACHE])
@@ -133,7 +182,7 @@ class Decoding:
         seen_BV = self._by_row(lambda rows, _: jax.vmap(
             lambda ids, real: jnp.zeros(vocab, bool).at[ids].max(real))(*rows), (prompts_BP, at_BP >= 0))
         where = jax.typeof(prompts_BP).sharding.spec[0]
-        return {"entries": entries, "begins": begins_B, "slot": jnp.int32(width),
+        return {"entries": entries, "begins": begins_B, "chosen": chosen_BR, "slot": jnp.int32(width),
                 "logits": self._logits(model, x_BPD[:, -1:]), "seen": seen_BV, "done": done_B,
                 "end": jnp.full_like(begins_B, -1),  # the token that finished the row
                 "end_logprob": jnp.zeros_like(begins_B, jnp.float32),
@@ -143,12 +192,12 @@ class Decoding:
 
     @functools.cached_property
     def _refill(self):
-        def refill(params, state, prompts_RP, begins_R, done_R, source_B):
+        def refill(params, state, prompts_RP, begins_R, done_R, chosen_R, source_B):
             slots = jax.tree.leaves(state["entries"])[0].shape[-2]
-            new = self._prefilled(params, prompts_RP, begins_R, done_R, slots, state["tokens"].shape[1])
+            new = self._prefilled(params, prompts_RP, begins_R, done_R, chosen_R, slots, state["tokens"].shape[1])
             later = state["slot"] - new["slot"]
             entries = jax.tree.map(lambda kept: jnp.roll(kept, later, -2), new["entries"])
-            rows = {name: new[name] for name in (*ROWS, "begins")} | {"begins": new["begins"] + later}
+            rows = {name: new[name] for name in (*ROWS, "begins", "chosen")} | {"begins": new["begins"] + later}
             return state | jax.tree.map(partial(_taken, source_B), {name: state[name] for name in rows}, rows) | {
                 "entries": jax.tree.map(partial(_taken, source_B, axis=-4), state["entries"], entries)}
 
@@ -157,7 +206,7 @@ class Decoding:
     @functools.cached_property
     def _go_on(self):
         def go_on(params, state, until, enough, limits_B, stops, seeds_B, numbers, filters, penalizes):
-            model, c = self.model_of(params), self.run.config.model
+            made, c = self._for_a_loop(params), self.run.config.model
             pick = partial(_pick, filters=filters, penalizes=penalizes)
 
             def unfinished(state):
@@ -166,10 +215,10 @@ class Decoding:
             def extend(state):
                 rows = {name: state[name] for name in ROWS} | {"limits": limits_B, "seeds": seeds_B}
                 rows, token_B = self._by_row(pick, rows, {"stops": stops, **numbers})
-                slot, live_B1 = state["slot"], ~rows["done"][:, None]
+                model, slot, live_B1 = made(), state["slot"], ~rows["done"][:, None]
                 x_B1D, aux = self._through(model, token_B[:, None], live_B1.astype(jnp.int32),
                                            jnp.minimum(slot - state["begins"], c.max_seq_len - 1)[:, None],
-                                           cache := Cache(state["entries"], state["begins"], slot))
+                                           cache := Cache(state["entries"], state["begins"], slot), state["chosen"])
                 return state | rows | {"entries": cache.extended(aux[CACHE]), "slot": slot + 1,
                                        "step": state["step"] + 1, "logits": self._logits(model, x_B1D)}
 
@@ -179,13 +228,15 @@ class Decoding:
 
     # --------------------------------------------------------------------------------------------------------- innards
 
-    def _placed(self, prompts: np.ndarray, begins: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return prompts on the mesh: their tokens, where they begin, and which rows have none."""
+    def _placed(self, prompts: np.ndarray, begins: np.ndarray, chosen: np.ndarray | None) -> tuple[Any, ...]:
+        """Return prompts on the mesh: tokens, where they begin, which rows have none, and what those choose."""
         done = begins == prompts.shape[1]  # rows without a prompt fill the batch up
-        return self.place(prompts), self.place(begins.astype(np.int32)), self.place(done)
+        return (self.place(prompts), self.place(begins.astype(np.int32)), self.place(done),
+                None if chosen is None else self.place(chosen))
 
-    def _through(self, model: Decoder, tokens_BT, segments_BT, positions_BT, cache: Cache):
-        x_BTD, aux = model.through(model.begin(tokens_BT, positions_BT), segments_BT, positions_BT, cache=cache)
+    def _through(self, model: Decoder, tokens_BT, segments_BT, positions_BT, cache: Cache, chosen_BR):
+        with lora.choosing(chosen_BR):
+            x_BTD, aux = model.through(model.begin(tokens_BT, positions_BT), segments_BT, positions_BT, cache=cache)
         return model.finish(x_BTD), aux
 
     def _logits(self, model: Decoder, x_B1D: jax.Array) -> jax.Array:

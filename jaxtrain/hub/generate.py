@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.hub.adapters import stacked_adapters
 from jaxtrain.hub.decoding import Decoding, decoding
 from jaxtrain.hub.sampling import Sampling
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
@@ -37,7 +38,8 @@ class Generated:
 def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_new_tokens: int = 128,
              temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
              repetition_penalty: float = 1.0, stop: Sequence[str | int] = (), ignore_end: bool = False, seed: int = 0,
-             logprobs: bool = False, batch_size: int = 64, tokenizer: Tokenizer | str | Path = "") -> list[Generated]:
+             logprobs: bool = False, batch_size: int = 64, tokenizer: Tokenizer | str | Path = "",
+             adapters: Sequence[str | None] | None = None) -> list[Generated]:
     """Continue prompts with a key-value cache; return a record for each.
 
     What follows a prompt depends on `seed` and on its place among the prompts, not on the other prompts, the size of
@@ -60,6 +62,8 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
         batch_size: how many prompts are continued at once; others take the places of those that are finished.
         tokenizer: one, or the folder of one, or of a run or a published model that has one; by default that of the
             run's data. Without one, where all prompts are token ids, the records have no text.
+        adapters: the name of one for each prompt, of those that `jt.load_model` or `jt.with_adapters` gave the state;
+            None: the model itself, as for all prompts by default.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     check(prompts, max_new_tokens, stop, batch_size, seed)
@@ -76,7 +80,7 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
     key = jax.random.key(seed)
     seeds = jax.vmap(lambda number: jax.random.key_data(jax.random.fold_in(key, number)))(np.arange(_bucket(len(ids))))
     queue = _Queue(ids, [min(max_new_tokens, run.config.model.max_seq_len - len(prompt)) for prompt in ids],
-                   np.asarray(seeds), list(range(len(ids))))
+                   np.asarray(seeds), list(range(len(ids))), stacked_adapters.chosen(state, len(ids), adapters))
     records: dict[int, Generated] = {}
     while queue.waiting:
         records |= _Batch(decoding(run), params, queue, batch_size, ends).finish(sampling, words, strings, logprobs)
@@ -107,6 +111,7 @@ class _Queue:
     limits: list[int]  # how many tokens may follow each
     seeds: np.ndarray
     waiting: list[int]
+    chosen: np.ndarray | None  # what each multiplies stacked adapters by
 
     def fitting(self, width: float = np.inf, room: float = np.inf) -> list[int]:
         """Return the numbers of those that wait, are not longer than `width` and have no more than `room` to follow."""
@@ -126,14 +131,14 @@ class _Batch:
         self.programs, self.params, self.queue = programs, params, queue
         first = queue.take(size)
         self.size, self.held = len(first), dict[int, int]()  # held: the number of the prompt in each place
-        prompts, begins = self._aligned(first)
+        prompts, begins, chosen = self._aligned(first)
         rows = len(prompts)
         self.limits, self.seeds = np.zeros(rows, np.int32), np.zeros((rows, 2), np.uint32)
         self._hold(first)
         self.stops = np.full(_bucket(len(ends)), -1, np.int32)
         self.stops[:len(ends)] = ends
         self.fits = prompts.shape[1], _bucket(int(self.limits.max()))
-        self.state = programs.start(params, prompts, begins, self.fits[1])
+        self.state = programs.start(params, prompts, begins, self.fits[1], chosen)
 
     def finish(self, sampling: Sampling, words: Tokenizer | None, strings: list[str],
                logprobs: bool) -> dict[int, Generated]:
@@ -169,7 +174,8 @@ class _Batch:
         new = self.queue.take(self.size - len(self.held), *self.fits)
         source = np.full(len(self.limits), -1)
         source[self._hold(new)] = np.arange(len(new))
-        self.state = self.programs.refill(self.params, self.state, *self._aligned(new), source)
+        prompts, begins, chosen = self._aligned(new)
+        self.state = self.programs.refill(self.params, self.state, prompts, begins, source, chosen)
 
     def _hold(self, numbers: list[int]) -> list[int]:
         """Note that these prompts have the first free places; return the places."""
@@ -181,8 +187,8 @@ class _Batch:
         self.placed = self.programs.place(self.limits.copy()), self.programs.place(self.seeds.copy())
         return places
 
-    def _aligned(self, numbers: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return these prompts as rows that end in the same slot, and the slots where they begin."""
+    def _aligned(self, numbers: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return these prompts as rows that end in the same slot, the slots where they begin, and what they choose."""
         ids, parts = [self.queue.ids[number] for number in numbers], self.programs.rows
         # Powers of two, so that batches of other lengths use the same programs.
         width, rows = _bucket(max(map(len, ids))), parts * _bucket(-(-len(ids) // parts))
@@ -190,7 +196,9 @@ class _Batch:
         for row, prompt in enumerate(ids):
             begins[row] = width - len(prompt)
             prompts[row, begins[row]:] = prompt
-        return prompts, begins
+        if (chosen := self.queue.chosen) is not None:
+            chosen = np.pad(chosen[numbers], [(0, rows - len(numbers)), (0, 0)])
+        return prompts, begins, chosen
 
     def _record(self, row: int, number: int, seen: dict[str, np.ndarray], cut: tuple[str, int] | None,
                 words: Tokenizer | None, logprobs: bool) -> Generated:

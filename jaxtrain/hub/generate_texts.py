@@ -2,6 +2,7 @@
 
     jaxtrain generate WORKDIR --prompt="def main(" --prompt="import " --max_new_tokens=100
     jaxtrain generate WORKDIR --prompts=prompts.jsonl --temperature=0 --json
+    jaxtrain generate FOLDER --adapters=formal=FOLDER,brief=FOLDER --adapter=brief --prompt="Dear"
 
 Reads WORKDIR/config.json, WORKDIR/tokenizer and the parameters of the newest checkpoint that was found good, without
 the optimizer's state. All devices here share the prompts; --config.mesh.tensor=N splits a model that one of them cannot
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None) -> None:
     """Run the command; exit status 2 means a user error, reported in one line."""
     flags, overrides = parse(argv)
-    texts = _prompts(flags)
+    texts, names = _prompts(flags)
     from jaxtrain.hub.generate import check, generate
     from jaxtrain.hub.sampling import Sampling
     from jaxtrain.hub.trained_model import load_model, sections_of
@@ -42,15 +43,16 @@ def main(argv: list[str] | None) -> None:
     words = tokenizer_of(flags.workdir)
     prompts, ends = answered(
         flags.workdir, config, words, flags.chat_template, texts) if flags.chat else (texts, [])
-    run, state = load_model(flags.workdir, overrides, step=flags.step, averaged=flags.ema)
+    run, state = load_model(flags.workdir, overrides, step=flags.step, averaged=flags.ema, adapters=flags.adapters)
     found = generate(run, state, prompts, **asdict(how), max_new_tokens=flags.max_new_tokens, seed=flags.seed,
                      stop=[*flags.stop, *ends], ignore_end=flags.ignore_end, batch_size=flags.batch_size,
-                     logprobs=flags.logprobs, tokenizer=words)
+                     logprobs=flags.logprobs, tokenizer=words, adapters=names if any(names) else None)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not have every character
         sys.stdout.reconfigure(errors="backslashreplace")
-    for prompt, one in zip(texts, found, strict=True):
+    for prompt, name, one in zip(texts, names, found, strict=True):
         if flags.json:
-            print(json.dumps({"prompt": prompt} | asdict(one), ensure_ascii=False))
+            said = {"prompt": prompt} | ({} if flags.adapters is None else {"adapter": name})
+            print(json.dumps(said | asdict(one), ensure_ascii=False))
         else:
             print(one.text if flags.chat else prompt + one.text, end="\n" if len(found) == 1 else "\n---\n")
 
@@ -61,6 +63,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("workdir", metavar="WORKDIR", help="the folder of a run, or a published one")
     parser.add_argument("--prompt", action="append", default=[], help="a text to continue; can be given several times")
     parser.add_argument("--prompts", metavar="FILE", help='JSON lines: texts, or objects with a "prompt"')
+    parser.add_argument("--adapters", metavar="NAME=FOLDER,...",
+                        help="folders in PEFT's format, of which each prompt may name one as its \"adapter\"")
+    parser.add_argument("--adapter", metavar="NAME", help="of all prompts that name none")
     parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest that was found good")
     parser.add_argument("--ema", action="store_true", help="with the moving average of the weights (train.ema_decay)")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="default: 128")
@@ -81,11 +86,22 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--json", action="store_true", help="print JSON lines, with tokens and why each text ended")
     parser.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each token")
     flags, rest = parser.parse_known_args(argv)
+    flags.adapters = None if flags.adapters is None else _named(flags.adapters)
     overrides = overrides_of(rest, vars(flags))
-    if other := next((key for key in overrides if not key.startswith(("mesh.", "train.precision"))), None):
+    known = ("mesh.", "train.precision", *([] if flags.adapters is None else ["lora.quantize"]))
+    if other := next((key for key in overrides if not key.startswith(known)), None):
         raise UserError(f"--config.{other}", "the model is as it was trained",
                         "change --config.mesh.KEY or --config.train.precision, or leave it out")
     return flags, overrides
+
+
+def _named(text: str) -> dict[str, str]:
+    """Return the folders by name in NAME=FOLDER,NAME=FOLDER."""
+    pairs = [one.partition("=") for one in text.split(",")]
+    if not all(name and folder for name, _, folder in pairs) or len({name for name, *_ in pairs}) < len(pairs):
+        raise UserError("--adapters", f"{text!r} is not a list of different names with folders",
+                        "write NAME=FOLDER,NAME=FOLDER")
+    return {name: folder for name, _, folder in pairs}
 
 
 def answered(folder: str | Path, config: dict[str, Any], words: "Tokenizer", template: str,
@@ -116,8 +132,9 @@ def kept_template(folder: str | Path, config: dict[str, Any]) -> dict[str, Any]:
     return read_manifest(source).get("chat") or {} if (source / "manifest.json").is_file() else {}
 
 
-def _prompts(flags: argparse.Namespace) -> list[str]:
-    texts = list(flags.prompt)
+def _prompts(flags: argparse.Namespace) -> tuple[list[str], list[str | None]]:
+    """Return the prompts, and the name of the adapters of each."""
+    texts, names = list(flags.prompt), [flags.adapter] * len(flags.prompt)
     if flags.prompts:
         try:
             lines = read(flags.prompts, LARGE).decode().split("\n")  # a JSON string may hold other line ends
@@ -131,14 +148,18 @@ def _prompts(flags: argparse.Namespace) -> list[str]:
                 one = parsed(line, object)
             except ValueError:
                 one = None
-            one = one.get("prompt") if isinstance(one, dict) else one
-            if not isinstance(one, str):
+            text, name = (one.get("prompt"), one.get("adapter")) if isinstance(one, dict) else (one, None)
+            if not isinstance(name, str | None):
+                raise UserError("--prompts", f"the adapter in line {number} of {flags.prompts} is not a name",
+                                'write lines such as {"prompt": "def ", "adapter": "brief"}')
+            if not isinstance(text, str):
                 raise UserError("--prompts", f"line {number} of {flags.prompts} is neither a text nor has a prompt",
                                 'write lines such as {"prompt": "def "}')
-            texts.append(one)
+            texts.append(text)
+            names.append(name or flags.adapter)
     if not texts:
         raise UserError("--prompt", "there is no prompt", "give --prompt=TEXT or --prompts=FILE")
-    return texts
+    return texts, names
 
 
 if __name__ == "__main__":

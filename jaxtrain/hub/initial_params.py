@@ -21,7 +21,7 @@ from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.hub.weights import published_weights
 from jaxtrain.hub.weights.safetensors_files import INDEX
 from jaxtrain.models.lora import without_adapters
-from jaxtrain.models.reward_head import without_head
+from jaxtrain.models.scalar_head import without_heads
 from jaxtrain.run import Run
 from jaxtrain.train_step.quantized_kernels import as_floats
 
@@ -151,7 +151,7 @@ def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
         raise UserError(KEY, f"{folder} has a reward model, and this run trains a language model",
                         "begin with a language model, or set preference.loss=reward")
     abstract = run.abstract_model if adapters.rank else without_adapters(as_floats(run.abstract_model))
-    abstract = abstract if before.preference.reward_head else without_head(abstract)
+    abstract = without_heads(abstract, but=(before.scalar_head,))
     found = _checkpoint(folder, step)
     say(f"begins with the parameters of step {found[0]} of {folder}{_otherwise(before.model, run)}")
     return _with_vocabulary(before.model, run, abstract,

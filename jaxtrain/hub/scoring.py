@@ -1,4 +1,4 @@
-"""Log-probabilities that a model gives to texts, or rewards, in batches on the mesh it lives on.
+"""Log-probabilities that a model gives to texts, rewards or values, in batches on the mesh it lives on.
 
 Shape suffixes: B rows, T tokens, D embedding, V vocabulary.
 """
@@ -51,12 +51,17 @@ def score(run: "Run", params: Any, pairs: Sequence[Pair], *, batch_size: int = 6
 
 def rewards(run: "Run", params: Any, texts: Sequence[Sequence[int]], *, batch_size: int = 64) -> list[float]:
     """Return the reward of each text by a reward model, read out at its last token."""
-    scorer, found = _scorer(run), {}
     rows = [[*list(text)[-run.config.model.max_seq_len:], 0] for text in texts]  # a token to predict, as elsewhere
-    for numbers in _batches(rows, batch_size):
-        found_BT, = scorer.batch(params, [rows[n] for n in numbers], batch_size, rewards=True)
-        found |= {n: float(found_T[len(rows[n]) - 2]) for n, found_T in zip(numbers, found_BT, strict=False)}
-    return [found[n] for n in range(len(rows))]
+    return [float(found_T[-1]) for found_T in readouts(run, params, rows, batch_size=batch_size)]
+
+
+def readouts(run: "Run", params: Any, rows: Sequence[Sequence[int]], *, batch_size: int = 64) -> list[np.ndarray]:
+    """Return what the model's head of rewards or values reads out at each token of these texts but the last one."""
+    scorer, found, texts = _scorer(run), {}, [list(row) for row in rows]
+    for numbers in _batches(texts, batch_size):
+        found_BT, = scorer.batch(params, [texts[n] for n in numbers], batch_size, readouts=True)
+        found |= {n: found_T[:len(texts[n]) - 1] for n, found_T in zip(numbers, found_BT, strict=False)}
+    return [found[n] for n in range(len(texts))]
 
 
 def _batches(rows: list[list[int]], size: int) -> Iterator[list[int]]:
@@ -77,8 +82,8 @@ class _Scorer:
 
     programs: Decoding
 
-    def batch(self, params: Any, rows: list[list[int]], most: int, rewards: bool = False) -> tuple[np.ndarray, ...]:
-        """Return each token's log-probability, and whether it is the most probable one, [B, T]; or its reward."""
+    def batch(self, params: Any, rows: list[list[int]], most: int, readouts: bool = False) -> tuple[np.ndarray, ...]:
+        """Return each token's log-probability, and whether it is the most probable one, [B, T]; or a head's number."""
         parts = self.programs.rows
         width = 1 << max(3, (max(map(len, rows)) - 2).bit_length())
         tokens = np.zeros((parts * -(-min(most, max(len(rows), 1)) // parts), width + 1), np.int32)
@@ -87,7 +92,7 @@ class _Scorer:
             tokens[at, :len(row)], lengths[at] = row, len(row) - 1
         with sharding.use(self.programs.run.mesh, self.programs.rules):
             place = self.programs.place
-            program = self._rewards if rewards else self._score
+            program = self._readouts if readouts else self._score
             return jax.tree.map(np.asarray, program(params, place(tokens[:, :-1]), place(tokens[:, 1:]),
                                                     place(lengths)))
 
@@ -97,8 +102,9 @@ class _Scorer:
             x_BTD, sharding.gather(model.head(), "embed", "vocab"), targets_BT))
 
     @functools.cached_property
-    def _rewards(self):
-        return self._program(lambda model, x_BTD, _: (model.reward_head(x_BTD),))
+    def _readouts(self):
+        name = self.programs.run.config.scalar_head
+        return self._program(lambda model, x_BTD, _: (getattr(model, name)(x_BTD),))
 
     def _program(self, read: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
         """Return what computes final activations, and what `read` makes of them."""

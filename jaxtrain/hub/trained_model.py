@@ -15,10 +15,13 @@ from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.load import make_config
+from jaxtrain.config.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
-from jaxtrain.hub.adapters import adapter_files
+from jaxtrain.hub.adapters import adapter_files, stacked_adapters
+from jaxtrain.hub.adapters.stacked_adapters import Folders
 from jaxtrain.hub.weights import published_weights
+from jaxtrain.models import lora
 from jaxtrain.run import Run
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import TrainState
@@ -69,24 +72,30 @@ def spread_model(sections: Sections) -> Run:
         return model_of(sections, {}, spread="data")
 
 
-def load(folder: str | Path, run: Run, step: int | None = None,
-         averaged: bool = False) -> tuple[Any, tuple[int, str] | None]:
+def load(folder: str | Path, run: Run, step: int | None = None, averaged: bool = False,
+         abstract: Any = None) -> tuple[Any, tuple[int, str] | None]:
     """Return all parameters, and the step and fingerprint of the checkpoint that they are from; None: published ones.
 
-    `averaged`: of a run's trained parameters, their moving average.
+    Args:
+        folder: the workdir of a run, a published folder, or adapters in PEFT's format.
+        run: with the model.
+        step: of the checkpoint; None: the newest good one.
+        averaged: of a run's trained parameters, their moving average.
+        abstract: which parameters, with their dtypes and shardings; None: all of the model.
     """
+    abstract = run.abstract_model if abstract is None else abstract
     if step is None and adapter_files.is_adapter_folder(folder):
         _refuse_average(folder, averaged)
-        return adapter_files.load_with_base(folder, run.config.model, run.config.lora, run.abstract_model), None
+        return adapter_files.load_with_base(folder, run.config.model, run.config.lora, abstract), None
     if not (Path(folder) / "checkpoints").is_dir() and step is None and "model_type" in (
             user_json(Path(folder) / published_config.FILE, dict, "WORKDIR", "give the workdir of a run") or {}):
         _refuse_average(folder, averaged)
-        return published_weights.load(folder, run.config.model, run.abstract_model), None
+        return published_weights.load(folder, run.config.model, abstract), None
     found = restore.find_good(folder, step)
     if found is None:
         raise UserError("--step", f"{folder} has no checkpoint of step {step} that was found good",
                         f"see those that it has: jaxtrain checkpoint list {folder}")
-    return restore.load_params(folder, run.abstract_model, found[0], averaged), found
+    return restore.load_params(folder, abstract, found[0], averaged), found
 
 
 def _refuse_average(folder: str | Path, averaged: bool) -> None:
@@ -95,21 +104,53 @@ def _refuse_average(folder: str | Path, averaged: bool) -> None:
 
 
 def load_model(folder: str | Path, overrides: Mapping[str, Any] | None = None, *, step: int | None = None,
-               averaged: bool = False) -> tuple[Run, TrainState]:
+               averaged: bool = False, adapters: Folders | None = None) -> tuple[Run, TrainState]:
     """Return a run for the devices here and a state with a trained model's parameters, as `jt.generate` takes them.
 
     Args:
         folder: the workdir of a run, a published folder, or adapters in PEFT's format.
-        overrides: keys of `mesh` and `train.precision`; by default all devices share the rows.
+        overrides: keys of `mesh` and `train.precision`; by default all devices share the rows. With `adapters`, also
+            `lora.quantize`.
         step: of a run's checkpoint; None: the newest good one.
         averaged: of a run that keeps it, the moving average of the weights.
+        adapters: folders in PEFT's format by the names of the adapters, of which each prompt may use one.
 
     Raises:
         UserError: the checkpoint is not there or not good, or the model does not fit the mesh.
     """
-    run = model_of(sections_of(folder), overrides or {}, spread="data")
-    params, _ = load(folder, run, step, averaged)
-    return run, with_params(run, params)
+    sections, overrides = sections_of(folder), dict(overrides or {})
+    if adapters is not None:
+        if sections.get("lora", {}).get("rank"):
+            raise UserError("adapters", f"the model in {folder} has adapters already", "give the model they are for")
+        for one in adapters.values():
+            adapter_files.warn_of_other_base(one, folder)
+        family = FAMILIES[sections["model"]["name"]](**sections["model"])
+        sections |= {"lora": stacked_adapters.keys(adapters, family, overrides.pop("lora.quantize", ""))}
+    run = model_of(sections, overrides, spread="data")
+    kept = None if adapters is None else lora.without_adapters(run.abstract_model)
+    params, _ = load(folder, run, step, averaged, kept)
+    return run, with_params(run, params) if adapters is None else _adapted(run, params, adapters)
+
+
+def with_adapters(run: Run, state: TrainState, adapters: Folders) -> tuple[Run, TrainState]:
+    """Return a model with these adapters in place of those that it has; all other weights are the same arrays.
+
+    Args:
+        run: of `jt.load_model` with `adapters`.
+        state: of that run.
+        adapters: folders in PEFT's format by the names of the adapters; those to keep as well.
+    """
+    c = run.config
+    section = stacked_adapters.keys(adapters, c.model, c.lora.quantize)
+    new = builder.build(replace(c, lora=LoraConfig(**section)), mesh=run.mesh)
+    return new, _adapted(new, lora.without_adapters(state.all_params), adapters)
+
+
+def _adapted(run: Run, base: Any, adapters: Folders) -> TrainState:
+    """Return the state of a run with stacked adapters."""
+    found, choices = stacked_adapters.load(adapters, run, base)
+    state = with_params(run, partition.merge(base, found))
+    return replace(state, extras=state.extras | {stacked_adapters.NAME: choices})
 
 
 def with_params(run: Run, params: Any) -> TrainState:

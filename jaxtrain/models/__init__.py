@@ -16,25 +16,26 @@ from jaxtrain.models.llama import llama
 from jaxtrain.models.lora import adapt
 from jaxtrain.models.qwen2 import qwen2
 from jaxtrain.models.qwen3 import qwen3
-from jaxtrain.models.reward_head import RewardHead
+from jaxtrain.models.scalar_head import REWARD, ScalarHead
 
 FAMILIES: dict[str, Callable[..., Decoder]] = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
     "gemma3": gemma3, "mixtral": llama, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss}
 
 
 def make_model(config: ModelConfig, compute: Compute | None = None, lora: LoraConfig | None = None, *,
-               reward_head: bool = False, rngs: nnx.Rngs) -> Decoder:
+               scalar_head: str = "", rngs: nnx.Rngs) -> Decoder:
     """Return the initialized model that `config` describes; callable eagerly as `model(tokens)`.
 
-    `reward_head`: it has one in place of the output projection.
+    `scalar_head`: it has a "reward_head" in place of the output projection, or a "value_head" beside it.
     """
     if config.name not in FAMILIES:
         raise UserError("model.name", f"there is no model {config.name!r}", nearest(config.name, FAMILIES))
     model = FAMILIES[config.name](config, compute or Compute(), rngs=rngs)
     if lora is not None and lora.rank:
         adapt(model, lora, rngs)
-    if reward_head:
-        model.output, model.reward_head = None, RewardHead(config.embed_dim, rngs=rngs)
+    if scalar_head:
+        setattr(model, scalar_head, ScalarHead(scalar_head, config.embed_dim, rngs=rngs))
+        model.output = None if scalar_head == REWARD else model.output
     return model
 
 

@@ -16,7 +16,7 @@ from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.models.experts.moe import MoE, totals
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.rematerialization import cut, layers_at_once, wraps
-from jaxtrain.models.reward_head import RewardHead
+from jaxtrain.models.scalar_head import ScalarHead
 from jaxtrain.parallel.experts import DEFAULT, Options
 from jaxtrain.sharding import rules as sharding
 
@@ -62,7 +62,8 @@ class Decoder(nnx.Module):
     """Tokens to logits; `hidden` and `head` are separate so that the loss never has to hold all logits."""
 
     STACKS = ("first_blocks", "blocks")  # parameters that can be split over pipeline stages, in order
-    reward_head: RewardHead | None = None  # in place of the output projection, where `make_model` gives it one
+    reward_head: ScalarHead | None = None  # in place of the output projection, where `make_model` gives it one
+    value_head: ScalarHead | None = None  # likewise, beside the output projection
 
     def __init__(self, embed: Embed, block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, norm: nnx.Module, *,
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,

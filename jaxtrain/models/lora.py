@@ -6,10 +6,14 @@ so that the model begins as the one that is adapted. The rest of it is frozen, a
 With DoRA (arXiv 2402.09353) the sum of both matrices only turns the columns of W, and another trained parameter says by
 how much each is longer than in W, at first 1.
 
+Several adapters, stacked along the rank, are one whose rank is their sum; `choosing` says which part each row uses.
+
 Shape suffixes: of a weight, the letters of the layer's own equation; R the rank.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,6 +30,17 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 
 NAME = "adapter"  # of the attribute of a linear layer, and so in the paths of its parameters
+_CHOSEN: ContextVar[jax.Array | None] = ContextVar("chosen", default=None)
+
+
+@contextlib.contextmanager
+def choosing(chosen_BR: jax.Array | None) -> Iterator[None]:
+    """A context in which each row multiplies what it has at the rank by these numbers, in place of the scale."""
+    token = _CHOSEN.set(chosen_BR)
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
 
 
 class Adapter(nnx.Module):
@@ -54,7 +69,10 @@ class Adapter(nnx.Module):
         if len(self.down_axes) == 2 and self.down_axes[0] == "embed":  # inputs between blocks may be split over `seq`
             x = sharding.constrain(x, "batch", "seq", "act_embed")
         x_BTR = sharding.einsum(self.down_equation, x, self.down.get_value(), self.down_axes, ("batch", "seq", None))
-        return sharding.einsum(self.up_equation, x_BTR, self.up.get_value(), self.up_axes, self.out) * self.scale
+        if (chosen_BR := _CHOSEN.get()) is not None:
+            x_BTR = (x_BTR * chosen_BR[:, None]).astype(x_BTR.dtype)
+        y = sharding.einsum(self.up_equation, x_BTR, self.up.get_value(), self.up_axes, self.out)
+        return y * self.scale if chosen_BR is None else y
 
     def adapted(self, weight: jax.Array) -> jax.Array:
         """Return the layer's weight, in the layout of its use, with the adapter."""
@@ -131,16 +149,17 @@ def adapt(model: nnx.Module, c: LoraConfig, rngs: nnx.Rngs) -> None:
             raise UserError("lora.targets", f"no linear layer's path matches {pattern!r}",
                             nearest(pattern, [*linears, *experts]))
     for path, linear in sorted(linears.items()):
-        if _is_target(path, c):
+        if is_target(path, c):
             setattr(linear, NAME, Adapter(linear, c, rngs=rngs))
     for path, moe in sorted((path, node) for path, node in nodes.items() if isinstance(node, MoE)):
-        if names := [name for name in MATRICES if f"{path}/{name}" in experts and _is_target(f"{path}/{name}", c)]:
+        if names := [name for name in MATRICES if f"{path}/{name}" in experts and is_target(f"{path}/{name}", c)]:
             setattr(moe, NAME, ExpertAdapters(moe, names, c, rngs=rngs))
     for linear in linears.values() if c.quantize else ():
         linear.quantize(c.quantize)
 
 
-def _is_target(path: str, c: LoraConfig) -> bool:
+def is_target(path: str, c: LoraConfig) -> bool:
+    """Return whether the linear layer with this path gets an adapter."""
     return any(fnmatchcase(path, pattern) for pattern in c.targets)
 
 

@@ -45,6 +45,11 @@ class Kto(WithReference):
         return {**super().batch_spec, **COLUMNS}
 
     @property
+    def prefixes(self) -> tuple[str, ...]:
+        """The rows of answers, and of prompts with the answers of others."""
+        return "", MISMATCHED
+
+    @property
     def evaluation(self) -> "Kto":
         """The same loss without penalties."""
         return replace(self, penalties=False)
@@ -61,11 +66,11 @@ class Kto(WithReference):
         batch = {key: x for key, x in batch.items() if not key.startswith(MISMATCHED)}
         begins_BT = (batch["positions"] == 0) & (batch["segments"] > 0)
         batch |= {"answers": batch["weights"], "weights": begins_BT.astype(jnp.float32)}
-        ratios_BT = self.computed_whole(own, others) - self.computed_whole(self.reference_of(params, own), others)
-        arrays = {key: others[key] for key in ("segments", "positions", "weights")} | {"ratios": ratios_BT}
-        total, count = summed_over_rows(_mismatched, arrays)
+        others = self.with_sums(params, own, others | {"answers": others["weights"]})
+        arrays = {key: others[key] for key in ("segments", "positions", "answers", REFERENCE)}
+        total, count = summed_over_rows(_mismatched, arrays | {"policy": self.computed_whole(own, others)})
         baseline_BT = jnp.zeros_like(batch["weights"]) + jnp.maximum(total / jnp.maximum(count, 1), 0)
-        return own, self.with_reference(params, own, batch) | {BASELINE: baseline_BT}
+        return own, self.with_sums(params, own, batch) | {BASELINE: baseline_BT}
 
     def end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss and the metrics, summed over answers."""
@@ -87,7 +92,8 @@ class Kto(WithReference):
 def _mismatched(batch: Any, segments: Segments) -> tuple[jax.Array, jax.Array]:
     """Return one device's share of the sum of h over prompts with the answers of others, and of how many there are."""
     begins_BT = (batch["positions"] == 0) & (segments.numbers_BT > 0)
-    return (batch["weights"] * batch["ratios"]).sum(), begins_BT.sum(dtype=jnp.float32)
+    h_BS = segments.sums(batch["answers"] * batch["policy"]) - segments.sums(batch[REFERENCE])
+    return h_BS.sum() / segments.devices, begins_BT.sum(dtype=jnp.float32)
 
 
 def _of_rows(c: PreferenceConfig, batch: Any, segments: Segments) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -95,7 +101,7 @@ def _of_rows(c: PreferenceConfig, batch: Any, segments: Segments) -> tuple[jax.A
     answers_BT, z = batch["answers"], batch[BASELINE][0, 0]
     there_BS = segments.sums(answers_BT) > 0
     good_BS = segments.sums(answers_BT * batch["labels"]) > 0
-    h_BS = segments.sums(answers_BT * (batch["policy"] - batch[REFERENCE]))
+    h_BS = segments.sums(answers_BT * batch["policy"]) - segments.sums(batch[REFERENCE])
     loss_BS = jnp.where(good_BS, c.desirable_weight * jax.nn.sigmoid(c.beta * (z - h_BS)),
                         c.undesirable_weight * jax.nn.sigmoid(c.beta * (h_BS - z)))
     measured = {"reward_desirable": good_BS * c.beta * h_BS, "reward_undesirable": ~good_BS * c.beta * h_BS,

@@ -2,10 +2,11 @@
 
 Each segment of a row is one answer behind its prompt. A batch has, beside tokens: `weights`, 1 where a target belongs
 to an answer; `advantages`, of each of these; `sampled`, the log-probability with which it was sampled; and `rewards`
-and `answers`, the reward and 1 at an answer's first token.
+and `answers`, the reward and 1 at an answer's first token. With a value head it also has `values`, what was expected
+before each of these targets, and `returns`, what should have been.
 
 DeepSeekMath (GRPO, arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071); proximal clipping:
-Schulman et al. (1707.06347).
+Schulman et al. (1707.06347), with clipped values as in their implementation (Huang et al., 2403.17031).
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,9 @@ from jaxtrain.objectives.reference_policy import REFERENCE, Segments, WithRefere
 from jaxtrain.train_step.state import Skeleton
 
 ARRAYS = ("advantages", "sampled", "rewards", "answers")
+VALUES = ("returns", "values")  # with a value head
 METRICS = ("kl", "kl_sampled", "clipped", "logp")  # means over tokens
+VALUE_METRICS = ("value_loss", "value_clipped")  # likewise, with a value head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,12 @@ class PolicyGradient(WithReference):
     @property
     def batch_spec(self) -> Mapping[str, Any]:
         """Those of next-token prediction, and what is known of the answers."""
-        return {**super().batch_spec, **dict.fromkeys(ARRAYS, np.float32)}
+        return {**super().batch_spec, **dict.fromkeys(self.arrays, np.float32)}
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """What a batch has of its answers."""
+        return ARRAYS + VALUES if self.settings.value_head else ARRAYS
 
     @property
     def evaluation(self) -> "PolicyGradient":
@@ -57,18 +65,26 @@ class PolicyGradient(WithReference):
 
     def end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss and the metrics, summed."""
-        logp_BT = self.logprobs(self.model.merge(params), x_BTD, batch)
-        arrays = {key: batch[key] for key in ("learnt", "segments", *ARRAYS, REFERENCE) if key in batch}
-        return summed_over_rows(partial(_of_rows, self.settings), arrays | {"policy": logp_BT})
+        model = self.model.merge(params)
+        arrays = {key: batch[key] for key in ("learnt", "segments", *self.arrays, REFERENCE) if key in batch}
+        arrays["policy"] = self.logprobs(model, x_BTD, batch)
+        if model.value_head is not None:
+            arrays["expected"] = model.value_head(model.finish(x_BTD))
+        return summed_over_rows(partial(_of_rows, self.settings), arrays)
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the mean reward, the mean length of answers, and means over their tokens.
 
         `kl_sampled`: the divergence of the policy from the one that sampled; `clipped`: the share of tokens whose ratio
-        had no gradient.
+        had no gradient. `explained_variance`: 1 where values are the returns, 0 where a constant is as good.
         """
         answers, tokens = (jnp.maximum(sums[name], 1e-8) for name in ("answers", "tokens_learnt"))
-        found = {name: sums[name] / tokens for name in METRICS if name != "kl" or self.reference is not None}
+        found = {name: sums[name] / tokens for name in (*METRICS, *VALUE_METRICS)
+                 if name in sums and (name != "kl" or self.reference is not None)}
+        if "value_loss" in sums:
+            left, all_of_it = (sums[f"{name}_squared"] / tokens - jnp.square(sums[name] / tokens)
+                               for name in ("value_error", "returns"))
+            found["explained_variance"] = 1 - left / jnp.maximum(all_of_it, 1e-8)
         return {"reward": sums["rewards"] / answers, "answer_tokens": sums["tokens_learnt"] / answers,
                 **found, **self.router_metrics(sums)}
 
@@ -87,13 +103,29 @@ def _of_rows(c: ReinforceConfig, batch: Any, segments: Segments) -> tuple[jax.Ar
     if REFERENCE in batch:
         kl_BT = _divergence(jnp.where(learnt_BT > 0, batch[REFERENCE] - batch["policy"], 0))
         loss_BT += c.kl * kl_BT
+    found = {}
+    if c.value_head:
+        value_BT, found = _value_loss(c, batch)
+        loss_BT += c.value_loss * value_BT
     share_BT = {"dapo": learnt_BT, "grpo": learnt_BT / lengths_BT, "dr_grpo": learnt_BT / c.max_new_tokens}[c.loss]
     stuck_BT = clipped_BT * advantages_BT < ratio_BT * advantages_BT
     sampled_kl_BT = _divergence(jnp.where(learnt_BT > 0, batch["policy"] - batch["sampled"], 0))
-    found = {"kl": kl_BT, "kl_sampled": sampled_kl_BT, "clipped": stuck_BT, "logp": batch["policy"]}
+    found |= {"kl": kl_BT, "kl_sampled": sampled_kl_BT, "clipped": stuck_BT, "logp": batch["policy"]}
     sums = {name: (learnt_BT * x_BT).sum() for name, x_BT in found.items()}
     sums |= {name: batch[name].sum() for name in ("rewards", "answers")} | {"tokens_learnt": learnt_BT.sum()}
     return (share_BT * loss_BT).sum(), lax.stop_gradient(sums)
+
+
+def _value_loss(c: ReinforceConfig, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return half the squared error of each token's value, and what is measured of it."""
+    returns_BT, moved_BT = batch["returns"], batch["expected"] - batch["values"]
+    error_BT, near_BT = batch["expected"] - returns_BT, jnp.clip(moved_BT, -c.value_clip, c.value_clip)
+    loss_BT, clipped_BT = (jnp.square(x_BT) / 2 for x_BT in (error_BT, batch["values"] + near_BT - returns_BT))
+    stuck_BT = (near_BT != moved_BT) & (clipped_BT > loss_BT) & (c.value_clip > 0)
+    loss_BT = jnp.where(stuck_BT, clipped_BT, loss_BT)
+    return loss_BT, {"value_loss": loss_BT, "value_clipped": stuck_BT,
+                     "value_error": error_BT, "value_error_squared": jnp.square(error_BT),
+                     "returns": returns_BT, "returns_squared": jnp.square(returns_BT)}
 
 
 def _divergence(log_ratio_BT: jax.Array) -> jax.Array:

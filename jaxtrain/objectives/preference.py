@@ -48,7 +48,7 @@ class Preference(WithReference):
         own, batch = super().prepare(params, batch)
         begins_BT = (batch["positions"] == 0) & (batch["segments"] % 2 == 1)
         batch = batch | {"answers": batch["weights"], "weights": begins_BT.astype(jnp.float32)}
-        return own, self.with_reference(params, own, batch)
+        return own, self.with_sums(params, own, batch)
 
     def end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss and the metrics, summed over pairs."""
@@ -172,7 +172,7 @@ def _of_rows(c: PreferenceConfig, batch: Any, segments: Segments) -> tuple[jax.A
 
     weights_BT = batch["answers"]
     tokens = by_pair(weights_BT)
-    reference = by_pair(weights_BT * batch.get(REFERENCE, jnp.zeros_like(weights_BT)))
+    reference = by_pair(batch.get(REFERENCE, jnp.zeros_like(weights_BT)))
     pairs = Pairs(by_pair(weights_BT * batch["policy"]), reference,
                   (jnp.maximum(tokens[0], 1), jnp.maximum(tokens[1], 1)))
     there_BP = (tokens[0] > 0) & (tokens[1] > 0)

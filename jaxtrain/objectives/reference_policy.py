@@ -2,7 +2,7 @@
 
 The reference stays as it was when the run began: a copy of all parameters, or with adapters of these alone. It runs
 forward before the policy, on the same mesh. Under a pipeline every stage runs all of its layers on the batch of its
-devices.
+devices. With `preference.reference=precomputed` there is no copy: batches bring what it gave each answer.
 
 Shape suffixes: B rows, T tokens, D embedding, S segments of a row.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -20,8 +21,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.schema import Config
 from jaxtrain.kernels.token_cross_entropy import token_cross_entropy
 from jaxtrain.models import Compute, Decoder, make_model
+from jaxtrain.models.scalar_head import without_heads
 from jaxtrain.models.trained_parameters import is_frozen
 from jaxtrain.objectives.next_token import NextToken
+from jaxtrain.parallel.context import arrange
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Skeleton
@@ -35,6 +38,7 @@ class WithReference(NextToken):
 
     reference: Skeleton | None  # the model as it computes the reference; None: the loss needs none
     trained: Any  # the axes of what is trained, which the reference has its own copy of
+    precomputed: bool = False  # batches bring the reference's sums over answers, and there is no copy
 
     @staticmethod
     def fields_of(config: Config, model: Skeleton, reference: bool) -> dict[str, Any]:
@@ -44,9 +48,34 @@ class WithReference(NextToken):
             compute = replace(Compute.of(config), remat="none")
             skeleton = Skeleton.of(nnx.eval_shape(lambda: make_model(
                 config.model, compute, config.lora, rngs=nnx.Rngs(params=jax.random.key(0)))))
-        trained, _ = partition.split(model.axes(), is_frozen(config, model.axes()))
+        trained, _ = partition.split(without_heads(model.axes()), is_frozen(config, model.axes()))
         plain = replace(NextToken.of(config, model), mtp_loss_weight=0.0)
-        return {**vars(plain), "reference": skeleton, "trained": trained}
+        return {**vars(plain), "reference": skeleton, "trained": trained,
+                "precomputed": config.preference.reference == "precomputed"}
+
+    @property
+    def batch_spec(self) -> Mapping[str, Any]:
+        """Those of next-token prediction, and the reference's sums over answers if there is no copy of it."""
+        return {**super().batch_spec, **dict.fromkeys(map(self.sums_of, self.prefixes * self.precomputed), np.float32)}
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """What is in front of the names of columns that make rows, of each kind of rows that the reference reads."""
+        return ("",)
+
+    @staticmethod
+    def sums_of(prefix: str) -> str:
+        """Return the name of the column with the sums of these rows, each at its answer's first token."""
+        return f"{prefix}{REFERENCE}"
+
+    def reference_sums(self, params: Any, batch: Any) -> dict[str, jax.Array]:
+        """Return the log-probability of each answer under these parameters, [rows, segments], by the column's name."""
+        params, names, found = partition.like(params, self.model.params()), tuple(super().batch_spec), {}
+        for prefix in self.prefixes:
+            rows = arrange({name: batch[f"{prefix}{name}"] for name in names})
+            logp_BT = rows["weights"] * self.computed_whole(params, rows)
+            found[self.sums_of(prefix)] = sums_by_row(logp_BT, rows["segments"])
+        return found
 
     def with_reference(self, params: Any, own: Any, batch: Any) -> Any:
         """Return the batch with the log-probabilities of the reference, if the loss needs them.
@@ -55,9 +84,14 @@ class WithReference(NextToken):
             params: all parameters.
             own: the policy's among them.
         """
-        if self.reference is None:
-            return batch
-        return batch | {REFERENCE: self.computed_whole(self.reference_of(params, own), batch)}
+        if self.frozen_axes:
+            batch = batch | {REFERENCE: self.computed_whole(self.reference_of(params, own), batch)}
+        return batch
+
+    def with_sums(self, params: Any, own: Any, batch: Any) -> Any:
+        """Return the batch with what the reference gives to answers, so that it adds up to their log-probabilities."""
+        batch = self.with_reference(params, own, batch)
+        return batch | {REFERENCE: batch["answers"] * batch[REFERENCE]} if self.frozen_axes else batch
 
     def reference_of(self, params: Any, own: Any) -> Any:
         """Return the parameters of the reference model, among them those that are frozen in the policy too."""
@@ -78,18 +112,18 @@ class WithReference(NextToken):
     @property
     def frozen_axes(self) -> dict:
         """The reference's logical names. Its layers are not a stage's own: the policy's layers are."""
-        if self.reference is None:
+        if self.reference is None or self.precomputed:
             return {}
         return {REFERENCE: jax.tree.map(lambda names: tuple(None if name == "layers" else name for name in names),
                                         self.trained, is_leaf=lambda x: isinstance(x, tuple))}
 
     def frozen_metadata(self, key: str) -> dict:
         """Return the metadata of what it is a copy of."""
-        return {} if self.reference is None else {REFERENCE: partition.like(self.model.metadata(key, ""), self.trained)}
+        return {REFERENCE: partition.like(self.model.metadata(key, ""), self.trained)} if self.frozen_axes else {}
 
     def init_frozen(self, key: jax.Array, params: Any) -> dict:
         """Return a copy of the trained parameters."""
-        return {} if self.reference is None else {REFERENCE: partition.like(params, self.trained)}
+        return {REFERENCE: partition.like(params, self.trained)} if self.frozen_axes else {}
 
     def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Return nothing: the config says it all."""
@@ -135,6 +169,16 @@ class Segments:
     def spread(self, x_BS: jax.Array) -> jax.Array:
         """Return for each token the value of its segment."""
         return jax.vmap(lambda x_S, s_T: x_S[s_T])(x_BS, self.numbers_BT)
+
+
+def sums_by_row(x_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
+    """Return the sum of each segment [B, S], whole on every device."""
+    if sharding.activation_spec() is None:
+        return Segments(segments_BT, ()).sums(x_BT)
+    rows, tokens = sharding.split_by("batch"), sharding.split_by("seq")
+    local = sharding.manual_region(lambda x, s: Segments(s, sharding.axes_over("seq")).sums(x),
+                                   in_specs=P(rows, tokens), out_specs=P(rows, None))
+    return sharding.constrain(local(x_BT, segments_BT), None, None)
 
 
 def summed_over_rows(f: Any, batch: Mapping[str, jax.Array]) -> Any:

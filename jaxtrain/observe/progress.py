@@ -63,7 +63,7 @@ def _text(record: Record, steps: int) -> str:
         shown = "eval_loss", "eval_loss_ema", "eval_bits_per_byte"
         parts += [f"{key} {_value(record[key])}" for key in shown if key in record]
         return "  ".join(parts)
-    parts.append(f"loss {_value(record.get('loss'))}")
+    parts += [f"{key} {_value(record.get(key))}" for key in ("loss", "reward") if key in ("loss", *record)]
     if record.get("tokens_per_s"):
         parts.append(f"{record['tokens_per_s']:,.0f} tokens/s")
     if record.get("mfu"):

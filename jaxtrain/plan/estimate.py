@@ -107,7 +107,8 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
         for found in op.collectives:
             talked[found.kind, tuple(axis for axis in sizes if axis in found.axes)] += found.bytes * times
     c = config
-    per_token = flops_per_token(c.model, matmul_parameters(run.abstract, run.layout, c.model), c.data.seq_len, True)
+    matmuls = matmul_parameters(run.abstract, run.layout, c.model, run.objective.frozen_axes)
+    per_token = flops_per_token(c.model, matmuls, c.data.seq_len, True)
     useful = per_token * c.data.global_batch_size * c.data.seq_len / devices
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
     return Estimate(config, target, devices, parts, took, talked, elsewhere, useful)

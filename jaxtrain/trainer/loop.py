@@ -99,7 +99,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
     if start < t.steps:
         ledger.open(t.steps)
     say(start_of_run(run, workdir))
-    state = initial_or_restored(run, session, checkpoints, found, parts)
+    state = initial_or_restored(run, session, checkpoints, found, parts, about)
     ledger.resumed(start)
     with session.phase("compile"):
         run.compile_ahead(data, start, t.steps)  # now, while nothing else wants the processor
@@ -142,7 +142,8 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
             for observer in session.observers:
                 observer.on_dispatch(done, metrics)
             # 4. The writer gets them too, and reads them one step late, on a thread of its own.
-            writer.push(done, metrics, {"data_wait_s": waited, **saver.pop_fields(), **stragglers.fields})
+            writer.push(done, metrics, {"data_wait_s": waited, **run.pop_fields(), **saver.pop_fields(),
+                                        **stragglers.fields})
             if n == start:  # compile what saves need while the device computes the first step
                 with session.phase("compile"):
                     checkpoints.prepare(state)

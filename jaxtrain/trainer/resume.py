@@ -1,5 +1,6 @@
 """From a workdir to the state to go on from: the newest checkpoint, whether it belongs to this run, its restoration."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,20 +91,27 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
 
 
 def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManager, start: Start,
-                        parts: dict[str, Any]) -> TrainState:
-    """Return the state that the run starts from.
+                        parts: dict[str, Any], about: dict[str, Any]) -> TrainState:
+    """Return the state that the run starts from, once what its batches need of the state at step 0 is there.
 
     Raises:
         RolledBack: the checkpoint cannot be used after all; begin again, from an older one.
     """
+    def prepare(initial: Callable[[], TrainState]) -> None:
+        if run.joined is not None:
+            run.joined.prepare(initial, start.step, start.skipped, about.get("init_from"), session.watchdog.phase)
+
     if not start.step:
         if (section := tuned_from_nothing(run.config)) and not run.own_model:
             say(f"warning: {section} tunes a model of random parameters; train.init_from names one to begin with")
         try:
-            return run.init(parts=parts)
+            state = run.init(parts=parts)
         except UserError:  # train.init_from does not fit: another config may be what is wanted
             withdraw_run_files(session.workdir)
             raise
+        prepare(lambda: state)
+        return state
+    prepare(lambda: run.init(parts=parts))
     with session.phase("restore"):
         restored = start.recovered or checkpoints.restore_newest(run.abstract)
     if restored is None or restored[0] != start.step:

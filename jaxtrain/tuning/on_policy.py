@@ -1,15 +1,20 @@
-"""Runs that train on their own answers: what makes one is imported only where a config asks for it."""
+"""Runs whose batches are made with their model: what makes one is imported only where a config asks for it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from jaxtrain.run import Run
 
 
 def with_rollouts(run: Run, workdir: str | Path | None = None) -> Run:
-    """Return a run that trains on its own answers, if its config asks for it.
+    """Return a run that trains on its own answers, or on batches with the reference's numbers, if its config asks.
 
-    `workdir`: where the answers of each step are kept.
+    `workdir`: where the answers of each step are kept, or the numbers.
     """
+    if getattr(run.objective, "precomputed", False):
+        from jaxtrain.tuning.reference_sums import ReferenceSums
+
+        return replace(run, joined=ReferenceSums(run, workdir))
     if not run.config.reinforce.prompts:
         return run
     from jaxtrain.tuning.rollouts import on_answers

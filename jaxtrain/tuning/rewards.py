@@ -56,5 +56,5 @@ def advantages_of(c: ReinforceConfig, rewards: Sequence[float]) -> np.ndarray:
     above = by_group - (total / c.group_size if c.baseline == "mean" else (total - by_group) / (c.group_size - 1))
     if c.scale == "none":
         return above.reshape(-1)
-    spread = by_group.std(1, ddof=1, keepdims=True) if c.scale == "group" else by_group.std(ddof=1)
+    spread = by_group.std(1, ddof=1, keepdims=True) if c.scale != "batch" else by_group.std(ddof=1)
     return (above / (spread + 1e-4)).reshape(-1)  # groups of equal rewards have no advantage

@@ -1,16 +1,19 @@
 """Answers of the model that is trained to prompts, as the batches of its steps.
 
-The batch of a step is a function of the step and of the state before it: a run that resumes makes the same answers, or
-with `reinforce.reuse` reads those that it has kept. One answer is a row, behind its prompt.
+The batch of a step is a function of the step and of the state that answers, the one before the step or, with
+`reinforce.staleness`, an earlier one: a run that resumes makes the same answers, or reads those that a state before its
+checkpoint made. The answers of a step are written before it, and so before any checkpoint that depends on them. One
+answer is a row, behind its prompt.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -21,17 +24,22 @@ from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import LARGE, parsed, read
+from jaxtrain.hub.decoding import decoding
 from jaxtrain.hub.generate import Generated, generate
 from jaxtrain.hub.generate_texts import chat_of
 from jaxtrain.hub.initial_params import source_and_step
 from jaxtrain.hub.trained_model import sections_of
 from jaxtrain.hub.trained_tokenizer import prompt_ids, tokenizer_of
+from jaxtrain.observe import events
 from jaxtrain.observe.runinfo import recorded_parts
 from jaxtrain.redaction import redacted
 from jaxtrain.storage import is_url
+from jaxtrain.train_step import partition
+from jaxtrain.tuning.pending_rewards import PendingRewards, Score
 from jaxtrain.tuning.remote_rewards import RemoteRewards
 from jaxtrain.tuning.reward_scores import PREFIX, RewardScores
-from jaxtrain.tuning.rewards import Reward, advantages_of, load_reward, rewards_of
+from jaxtrain.tuning.rewards import Reward, load_reward, rewards_of
+from jaxtrain.tuning.values import Valued, known_of, valued
 
 if TYPE_CHECKING:
     from jaxtrain.run import Run
@@ -99,6 +107,16 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
     return found
 
 
+@dataclass
+class Round:
+    """The answers that one step, or several with `reinforce.reuse`, are trained on."""
+
+    numbers: list[int]  # of each answer's prompt
+    answers: list[Generated]
+    policy_step: int  # the steps that the model had made that answered
+    rewards: list[float] | None = None  # None: not known yet
+
+
 class Rollouts:
     """A `BatchSource` of the answers of a run's model; `see` gives it the state to answer with."""
 
@@ -117,7 +135,7 @@ class Rollouts:
         config = run.config
         self.settings, self.seq_len, self.seed = config.reinforce, config.data.seq_len, config.data.seed
         self.count = config.data.global_batch_size  # of answers in a step
-        self.reuse = config.reinforce.reuse  # steps
+        self.reuse, self.staleness = config.reinforce.reuse, config.reinforce.staleness  # steps
         self.groups = self.count // self.settings.group_size
         self.order = Order(len(records), self.seed)
         self.chat = chat and chat.identity()  # kept with the run
@@ -127,8 +145,9 @@ class Rollouts:
         if isinstance(reward, RewardScores):
             self.identity["reward_model"] = reward.checkpoint
         self._check_prompts()
-        self._seen: tuple[int, Any] = (-1, None)
-        self._made: tuple[int, dict[str, np.ndarray]] = (-1, {})
+        self._pending = PendingRewards(_score(reward), self.staleness if isinstance(reward, RemoteRewards) else 1)
+        self._fields: dict[str, float] = {}  # of the next line of metrics
+        self.forget()
 
     def _encoded(self, prompt: Any, chat: Chat | None) -> list[int]:
         """Return the tokens of a text, or of messages through the chat template."""
@@ -151,18 +170,32 @@ class Rollouts:
 
     def see(self, step: int, state: "TrainState") -> None:
         """Take the state before this step (counted from 0)."""
+        if step != self._seen[0] + 1:  # another beginning, as after a rollback
+            self.forget()
         self._seen = step, state
+
+    def forget(self) -> None:
+        """Forget all states and answers: the steps end, or begin elsewhere."""
+        self._pending.forget()
+        self._seen: tuple[int, Any] = (-1, None)
+        self._rounds: dict[int, Round] = {}  # by their first steps: that of this step, and those made ahead
+        self._made: tuple[int, dict[str, np.ndarray]] = (-1, {})
+
+    def pop_fields(self) -> dict[str, float]:
+        """Return what was measured since the last call, for the line of a step."""
+        found, self._fields = self._fields, {}
+        return found
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         """Return the answers to the prompts of this step, with their advantages."""
-        first = step - step % self.reuse  # the step before which they were made
+        first = step - step % self.reuse  # of the steps that are trained on the same answers
+        for later in range(first, step + self.staleness + 1, self.reuse):
+            if later not in self._rounds:
+                self._rounds[later] = self._round(later, step)
+        self._rounds = {begin: one for begin, one in self._rounds.items() if begin >= first}
         if self._made[0] != first:
-            if self._seen[0] == first:
-                answers, rewards = self._answered(first, self._seen[1])
-                self._keep(first, answers, rewards)
-            else:
-                answers, rewards = self._kept(first, step)
-            self._made = first, self._batch(first, answers, rewards)
+            self._made = first, self._batch(self._rounds[first], self._rewards(first))
+        self._fields["staleness"] = step - self._rounds[first].policy_step
         return self._made[1]
 
     def rows(self, step: int, indices: Sequence[int]) -> dict[str, np.ndarray]:
@@ -190,27 +223,95 @@ class Rollouts:
         places = step // self.reuse * self.groups + np.arange(self.groups)
         return np.repeat(self.order.rows(places), self.settings.group_size).tolist()
 
-    def _answered(self, step: int, state: "TrainState") -> tuple[list[Generated], list[float]]:
-        """Return answers and their rewards."""
-        numbers = self._numbers(step)
-        prompts, records = [self.prompts[n] for n in numbers], [self.records[n] for n in numbers]
-        seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
-        answers = generate(self.run, state, prompts, max_new_tokens=self.settings.max_new_tokens, seed=seed,
-                           stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer)
-        if isinstance(self.reward, RewardScores):
-            return answers, self.reward([[*prompt, *answer.tokens]
-                                         for prompt, answer in zip(prompts, answers, strict=True)])
-        texts = [answer.text for answer in answers]
-        score = self.reward if isinstance(self.reward, RemoteRewards) else partial(rewards_of, self.reward)
-        return answers, exchange(None, lambda _: score(texts, records))  # one process asks: it may depend on anything
+    def _round(self, first: int, step: int) -> Round:
+        """Return the answers for this first step, and have them scored; `step` is the one whose batch is asked for."""
+        import jax
 
-    def _batch(self, step: int, answers: list[Generated], rewards: list[float]) -> dict[str, np.ndarray]:
-        advantages, prompts = advantages_of(self.settings, rewards), [self.prompts[n] for n in self._numbers(step)]
-        rows = [self._row(*each) for each in zip(prompts, answers, rewards, advantages, strict=True)]
+        made, (seen, state) = max(0, first - self.staleness), self._seen  # made: before which step they are
+        numbers = self._numbers(first)
+        found = self._kept(first, made, numbers) if made < step else None
+        if found is None:
+            if seen != step or (made < step and self.folder is None):
+                raise UserError("batch", f"that of step {max(first, step)} is made of what the model answers at step "
+                                f"{made}", f"call run.data.see({made}, state) first")
+            if made < step and jax.process_index() == 0:
+                assert self.folder is not None
+                events.tell(self.folder.parent, "rollouts_missing", f"{self._path(first)} is missing: the model "
+                            f"of step {step} answers in place of that of step {made}", step=step)
+            found = Round(numbers, self._answered(first, numbers, state), step)
+            if self.staleness:
+                self._keep(first, found)
+        beside = self.staleness > 0 and not isinstance(self.reward, RewardScores)  # which needs the devices
+        # Answers behind the last step are for a run that is given more of them.
+        if beside and found.rewards is None and first < self.run.config.train.steps and jax.process_index() == 0:
+            self._pending.ask(first, *self._asked(found))
+        return found
+
+    def _answered(self, first: int, numbers: list[int], state: "TrainState") -> list[Generated]:
+        """Return answers to these prompts, which are those of this first step."""
+        import jax
+
+        jax.block_until_ready(state)  # the time of the step before is not that of the answers
+        prompts, began = [self.prompts[n] for n in numbers], time.perf_counter()
+        seed = int(np.random.SeedSequence([self.seed, first]).generate_state(1)[0])
+        answers = generate(self.run, self._laid_out(state), prompts, max_new_tokens=self.settings.max_new_tokens,
+                           seed=seed, stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer)
+        if self.settings.value_head:
+            answers = valued(self.run, state, prompts, answers)
+        took = self._took("rollout_s", began)
+        many = sum(len(answer.tokens) + (answer.end is not None) for answer in answers)
+        self._fields["rollout_tokens_per_s"] = many / took
+        return answers
+
+    def _laid_out(self, state: "TrainState") -> "TrainState":
+        """Return the state with weights as decoding uses them, in a copy that lives while the model answers."""
+        import jax
+
+        if not self.settings.gather_weights:
+            return state
+        began, params = time.perf_counter(), partition.without(state.all_params, self.run.objective.frozen_axes)
+        copy = jax.block_until_ready(decoding(self.run).laid_out(params))
+        self._took("layout_s", began)
+        self._fields["layout_bytes"] = sum(w.addressable_data(0).nbytes for w in jax.tree.leaves(copy))
+        return replace(state, params=copy, frozen={})
+
+    def _asked(self, one: Round) -> tuple[list[str], list[dict[str, Any]]]:
+        """Return what a scorer is asked."""
+        return [answer.text for answer in one.answers], [self.records[n] for n in one.numbers]
+
+    def _rewards(self, first: int) -> list[float]:
+        """Return the rewards of this first step's answers; waits for them if they are pending, and keeps them."""
+        one, reward = self._rounds[first], self.reward
+        if one.rewards is not None:
+            return one.rewards
+        began = time.perf_counter()
+        if isinstance(reward, RewardScores):
+            one.rewards = found = reward([[*self.prompts[n], *answer.tokens]
+                                          for n, answer in zip(one.numbers, one.answers, strict=True)])
+        else:  # one process asks: a scorer may depend on anything
+            found, self._fields["scorer_s"] = exchange(None, lambda _: self._pending.collect(first, *self._asked(one)))
+            one.rewards = found
+        self._took("reward_s", began)
+        self._keep(first, one)
+        return found
+
+    def _took(self, name: str, began: float) -> float:
+        """Add the seconds since a moment to what is measured of a step; return them."""
+        took = time.perf_counter() - began
+        self._fields[name] = self._fields.get(name, 0) + took
+        return took
+
+    def _batch(self, one: Round, rewards: list[float]) -> dict[str, np.ndarray]:
+        known, prompts = known_of(self.settings, rewards, one.answers), [self.prompts[n] for n in one.numbers]
+        rows = [self._row(*each) for each in zip(prompts, one.answers, rewards, known, strict=True)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _row(self, prompt: list[int], answer: Generated, reward: float, advantage: float) -> dict[str, np.ndarray]:
-        """Return an answer behind its prompt, as targets of weight 1, with the end that the model chose."""
+    def _row(self, prompt: list[int], answer: Generated, reward: float,
+             known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return an answer behind its prompt, as targets of weight 1, with the end that the model chose.
+
+        `known`: further arrays of its tokens.
+        """
         end, logprob = answer.end or (None, None)
         ids = [*prompt, *answer.tokens, *([] if end is None else [end])]
         said = [*(answer.logprobs or ()), *([] if end is None else [logprob])]
@@ -218,44 +319,61 @@ class Rollouts:
         row: dict[str, Any] = {name: np.zeros(self.seq_len, np.int32)
                                for name in ("tokens", "targets", "segments", "positions")}
         row |= {name: np.zeros(self.seq_len, np.float32)
-                for name in ("weights", "advantages", "sampled", "rewards", "answers")}
+                for name in ("weights", "sampled", "rewards", "answers", *known)}
         row["tokens"][:size], row["targets"][:size] = ids[:-1], ids[1:]
         row["segments"][:size], row["positions"][:size] = 1, np.arange(size)
         row["weights"][first:size], row["sampled"][first:size] = 1, said
-        row["advantages"][first:size] = advantage
+        for name, each in known.items():
+            row[name][first:size] = each
         row["rewards"][first], row["answers"][first] = reward, 1
         return row
 
-    def _keep(self, step: int, answers: list[Generated], rewards: list[float]) -> None:
+    def _path(self, first: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{first + 1}.jsonl"
+
+    def _keep(self, first: int, one: Round) -> None:
         """Write the answers of a step, if there is a folder for them."""
         import jax
 
         if self.folder is None or jax.process_index():
             return
-        lines = [json.dumps({"prompt": self.records[n]["prompt"], "reward": reward, **asdict(answer)},
-                            ensure_ascii=False)
-                 for n, answer, reward in zip(self._numbers(step), answers, rewards, strict=True)]
+        rewards = [{}] * self.count if one.rewards is None else [{"reward": reward} for reward in one.rewards]
+        lines = [json.dumps({"prompt": self.records[n]["prompt"], **reward, "policy_step": one.policy_step,
+                             **asdict(answer)}, ensure_ascii=False)
+                 for n, answer, reward in zip(one.numbers, one.answers, rewards, strict=True)]
         self.folder.mkdir(parents=True, exist_ok=True)
-        atomic_files.write(self.folder / f"{step + 1}.jsonl", "".join(f"{line}\n" for line in lines))
+        # Checkpoints to come depend on those that are read again.
+        atomic_files.write(self._path(first), "".join(f"{line}\n" for line in lines),
+                           durable=self.staleness > 0 or self.reuse > 1)
 
-    def _kept(self, step: int, asked: int) -> tuple[list[Generated], list[float]]:
-        """Read the answers of an earlier step, which are trained on again."""
-        if self.folder is None or asked == step:
-            raise UserError("batch", f"that of step {asked} is made of what the model answers at step {step}",
-                            f"call run.data.see({step}, state) first")
-        path = self.folder / f"{step + 1}.jsonl"
+    def _kept(self, first: int, made: int, numbers: list[int]) -> Round | None:
+        """Read the answers to these prompts of a step that an earlier state made; None if there are none."""
+        if self.folder is None or not exchange(None, lambda _: self._path(first).is_file()):
+            return None
+        path, fix = self._path(first), "bring it back, or delete it: the model that goes on answers in its place"
         try:
-            lines = [parsed(line, {"reward": float | int, "tokens": [int], "logprobs": [float]})
+            kind, more = (Valued, {"values": [float]}) if self.settings.value_head else (Generated, {})
+            lines = [parsed(line, {"reward?": float | int, "policy_step?": int, "tokens": [int], "logprobs": [float],
+                                   **more})
                      for line in read(path, LARGE).splitlines()]
-            rewards = [float(line.pop("reward")) for line in lines]
-            found = [Generated(**{key: line[key] for key in line if key != "prompt"}) for line in lines]
+            made = lines[0].get("policy_step", made) if lines else made
+            rewards = [float(line.pop("reward")) for line in lines if "reward" in line]
+            found = [kind(**{key: line[key] for key in line if key not in ("prompt", "policy_step")})
+                     for line in lines]
         except (OSError, ValueError, TypeError) as error:
-            raise UserError("reinforce.reuse", f"{path} is not as the run wrote it ({error})",
-                            "go back to an earlier checkpoint, or bring it back") from error
-        if len(found) != self.count:
-            raise UserError("reinforce.reuse", f"{path} has {len(found)} answers instead of {self.count}",
-                            "go back to an earlier checkpoint, or bring it back")
-        return found, rewards
+            raise UserError("reinforce", f"{path} is not as the run wrote it ({error})", fix) from error
+        if len(found) != self.count or len(rewards) not in (0, self.count):
+            raise UserError("reinforce", f"{path} has {len(found)} answers and {len(rewards)} rewards instead of "
+                            f"{self.count}", fix)
+        if [line["prompt"] for line in lines] != [self.records[n]["prompt"] for n in numbers]:
+            raise UserError("reinforce", f"{path} has answers to other prompts", fix)
+        return Round(numbers, found, made, rewards or None)
+
+
+def _score(reward: Reward | RewardScores | RemoteRewards) -> Score:
+    """Return what scores the answers to prompts; a function of the user's is never called twice at once."""
+    return reward if isinstance(reward, RemoteRewards) else partial(rewards_of, cast(Reward, reward))
 
 
 def _digest(records: Sequence[dict[str, Any]]) -> str:

@@ -116,6 +116,13 @@ def test_rows_of_several_lengths_are_measured_and_not_traced(flags, capsys):
     assert "data: rows of several lengths are neither traced nor compared" in capsys.readouterr().err
 
 
+def test_answers_of_the_model_are_not_measured(flags, capsys):
+    keys = {"prompts": "a", "reward": "b", "group_size": 2, "max_new_tokens": 8}
+    assert bench.main([*flags, "--config.train.eval_every=0",
+                       *(f"--config.reinforce.{key}={value}" for key, value in keys.items())]) == 2
+    assert "reinforce.prompts: a bench has no answers of the model to train on; train" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("error", [
     "RESOURCE_EXHAUSTED: Out of memory", "CUDA error: out of memory", "CUDA_ERROR_OUT_OF_MEMORY",
     "CUBLAS_STATUS_ALLOC_FAILED when calling"])

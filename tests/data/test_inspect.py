@@ -52,6 +52,11 @@ def test_it_shows_the_rows_of_a_step(tmp_path, monkeypatch, capsys):
         assert main([*keys, mistake]) == 2
         assert words in capsys.readouterr().err
     assert main([*keys, "--split=eval", "--step=100"]) == 2
+    capsys.readouterr()
+    assert main([*keys, "--config.reinforce.prompts=a", "--config.reinforce.reward=b", "--config.train.eval_every=0",
+                 "--config.reinforce.group_size=3", "--config.reinforce.max_new_tokens=8"]) == 2
+    assert capsys.readouterr().err == ("reinforce.prompts: batches are made of the answers of the model as it trains; "
+                                       "read WORKDIR/rollouts/STEP.jsonl of a run, which has them\n")
 
 
 @pytest.mark.slow

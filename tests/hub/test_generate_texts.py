@@ -3,10 +3,13 @@
 import json
 
 import jax
+import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.hub import export, generate_texts
+from jaxtrain.hub import export, generate_texts, trained_model
+from jaxtrain.hub.adapters import adapter_files
+from jaxtrain.models import lora
 from tests.numerics import reference
 
 pytestmark = pytest.mark.slow
@@ -74,6 +77,30 @@ def test_a_published_folder_continues_prompts_too(workdir, capsys, tmp_path):
     assert said(capsys, tmp_path / "out", *words)[:2] == said(capsys, workdir, *words)[:2]
 
 
+def test_prompts_name_their_adapters(workdir, capsys, tmp_path):
+    rng = np.random.default_rng(0)
+    for rank, name in ((2, "one"), (3, "two")):
+        run = trained_model.model_of(trained_model.sections_of(workdir) | {"lora": {"rank": rank}}, {}, "data")
+        made = jax.tree.map(lambda leaf: jax.device_put(
+            0.3 * rng.standard_normal(leaf.shape), leaf.sharding), lora.adapters(run.abstract_model))
+        (tmp_path / name).mkdir()
+        adapter_files.save(made, run.config.model, run.config.lora, tmp_path / name, "", np.dtype("float32"))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "It was", "adapter": "two"}\n{"prompt": "It was"}\n')
+    folders = {name: tmp_path / name for name in ("one", "two")}
+    given = ",".join(f"{name}={folder}" for name, folder in folders.items())
+    words = workdir, f"--adapters={given}", f"--prompts={tmp_path / 'prompts.jsonl'}", "--temperature=0", FEW, "--json"
+    run, state = jt.load_model(workdir, adapters=folders)
+    keys = dict(max_new_tokens=8, temperature=0, tokenizer=workdir / "tokenizer")
+    for more, names in (((), ["two", None]), (("--adapter=one",), ["two", "one"])):
+        status, out, _ = said(capsys, *words, *more)
+        found = [json.loads(line) for line in out.splitlines()]
+        assert (status, [one["adapter"] for one in found]) == (0, names)
+        want = jt.generate(run, state, ["It was", "It was"], adapters=names, **keys)
+        assert [one["tokens"] for one in found] == [list(one.tokens) for one in want]
+    status, _, err = said(capsys, *words, "--adapter=three")
+    assert status == 2 and err.startswith("adapters: there is none of the name 'three'")
+
+
 @pytest.mark.parametrize(("words", "message"), [
     (["{work}"], "--prompt: there is no prompt; give --prompt=TEXT or --prompts=FILE"),
     (["{gone}", "--prompt=a"], "WORKDIR: {gone} has no config.json; give the workdir of a run"),
@@ -84,6 +111,9 @@ def test_a_published_folder_continues_prompts_too(workdir, capsys, tmp_path):
     (["{work}", "--prompt=a", "--max_new_tokens=0"], "max_new_tokens: 0 is below 1; give 1 or more"),
     (["{work}", "--prompt=a", "--config.model.num_layers=3"], "--config.model.num_layers: the model is as it was "),
     (["{work}", "--prompt=" + 64 * "a"], "prompts[0]: its 64 tokens leave no room in model.max_seq_len=64; "),
+    (["{work}", "--prompt=a", "--adapter=b"], "adapters: there is none of the name 'b'; give jt.load_model adapters="),
+    (["{work}", "--prompt=a", "--adapters=b"], "--adapters: 'b' is not a list of different names with folders; "),
+    (["{work}", "--prompt=a", "--adapters=b={gone}"], "adapters: b: {gone} is not a folder of adapters in PEFT's form"),
     (["{work}", "--prompts={gone}"], "--prompts: {gone} cannot be read ("),
     (["{work}", "--prompt=a", "--chat", "--chat_template={gone}"], ""),
 ])

@@ -47,12 +47,12 @@ def dequantized(scales, values):
 
 
 def at_random(params, seed: int = 0):
-    """The same parameters, with adapters of which neither matrix is zero."""
+    """The same parameters, with adapters of which neither matrix is zero, nor a value head."""
     rng = np.random.default_rng(seed)
 
     def one(path, leaf):
         name = jax.tree_util.keystr(path)
-        mean = 1 if "magnitude" in name else 0
-        return rng.normal(mean, 0.05, leaf.shape).astype(np.float32) if "adapter" in name else leaf
+        mean, own = 1 if "magnitude" in name else 0, "adapter" in name or "value_head" in name
+        return rng.normal(mean, 0.05, leaf.shape).astype(np.float32) if own else leaf
 
     return jax.tree_util.tree_map_with_path(one, params)

@@ -3,11 +3,15 @@
 import jax.numpy as jnp
 import numpy as np
 
+from tests.numerics import reference
 from tests.objectives import plain_preference
 
 
-def batch(**sizes):
-    """Answers behind prompts, several in a row, sampled by a policy a little different; one row is empty."""
+def batch(values=False, **sizes):
+    """Answers behind prompts, several in a row, sampled by a policy a little different; one row is empty.
+
+    `values`: it has what a value head expected of them, and what it should have.
+    """
     made = plain_preference.batch(**sizes)
     rng = np.random.default_rng(5)
     learnt, shape = made["weights"], made["weights"].shape
@@ -21,15 +25,19 @@ def batch(**sizes):
             first[row, mine] = np.arange(mine.sum()) == 0
     made["answers"] = first.astype(np.float32)
     made["rewards"] = (first * np.abs(made["advantages"])).astype(np.float32)
+    if values:
+        made |= {name: (rng.normal(0, 0.3, shape) * learnt).astype(np.float32) for name in ("values", "returns")}
     return made
 
 
 def loss(c, model, params, frozen, batch):
-    """The mean as the loss's paper takes it, with experts' penalties weighted likewise; and the reference's divergence.
-    """
-    told, each, kls = [], [], []
+    """The mean as the loss's paper takes it, with experts' penalties weighted likewise; and means over tokens."""
+    told, each, kls, values = [], [], [], []
     new = plain_preference.logps(model, params, batch, told)
     old = plain_preference.logps(model, frozen, batch, [])
+    if c.baseline == "value":
+        x = reference.last_norm(model, params, reference.through(model, params, batch, []))
+        expected = x @ params["value_head"]["kernel"][:, 0]
     for row in range(len(batch["segments"])):
         for segment in range(1, batch["segments"][row].max() + 1):
             at = np.flatnonzero((batch["segments"][row] == segment) & (batch["weights"][row] > 0))
@@ -40,9 +48,24 @@ def loss(c, model, params, frozen, batch):
             clipped = jnp.clip(ratio, 1 - c.clip, 1 + (c.clip_high or c.clip))
             kl = jnp.exp(old[row, at] - new[row, at]) - (old[row, at] - new[row, at]) - 1
             by_token = -jnp.minimum(ratio * advantage, clipped * advantage) + c.kl * kl
+            if c.baseline == "value":
+                values.append(squares(c, expected[row, at], batch["values"][row, at], batch["returns"][row, at]))
+                by_token += c.value_loss * values[-1] / 2
             each.append({"dapo": by_token.sum(), "grpo": by_token.mean(),
                          "dr_grpo": by_token.sum() / c.max_new_tokens}[c.loss])
             kls.append(kl.sum())
     weights = batch["weights"] if c.loss == "dapo" else batch["answers"]
     penalties = sum((weights.sum(1) * penalty).sum() for penalty, _ in told)
-    return (sum(each) + penalties) / weights.sum(), sum(kls) / batch["weights"].sum()
+    means = {"kl": sum(kls) / batch["weights"].sum()}
+    if values:
+        means["value_loss"] = sum(map(jnp.sum, values)) / 2 / batch["weights"].sum()
+    return (sum(each) + penalties) / weights.sum(), means
+
+
+def squares(c, expected, before, returns):
+    """The larger of the squared errors of values and of these kept near what they were."""
+    plain = (expected - returns) ** 2
+    if not c.value_clip:
+        return plain
+    near = jnp.minimum(jnp.maximum(expected, before - c.value_clip), before + c.value_clip)
+    return jnp.maximum(plain, (near - returns) ** 2)

@@ -23,7 +23,8 @@ def test_cross_entropy_is_the_loss_without_penalties(family, keys):
     params, batch = reference.initial(family), reference.batch(0)
     if "model__mtp_loss_weight" in keys:
         params = jax.device_get(run.init().all_params)
-    _, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
+    step = reference.compiled(run)
+    _, metrics = step(reference.start_from(run, params), run.place(batch))
     want = float(reference.evaluation(run.config.model, params, batch))
     assert float(metrics["cross_entropy"]) == pytest.approx(want, rel=1e-5)
     assert float(metrics["perplexity"]) == pytest.approx(np.exp(want), rel=1e-4)
@@ -32,7 +33,7 @@ def test_cross_entropy_is_the_loss_without_penalties(family, keys):
 
     for name, place, wrong in (("tokens", (0, 1), run.config.model.vocab_size), ("targets", (2, 3), -1)):
         batch[name][place] = wrong  # on the devices already, where nobody looks at each id
-    _, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
+    _, metrics = step(reference.start_from(run, params), run.place(batch))
     assert float(metrics["unknown_ids"]) == 2
 
 

@@ -13,6 +13,7 @@ from tests.objectives import tuned
 
 KEYS = dict(reinforce__prompts="prompts.jsonl", reinforce__reward="reward.py:reward", reinforce__max_new_tokens=5,
             reinforce__kl=0.1)
+CRITIC = dict(reinforce__baseline="value", reinforce__value_loss=0.7)
 CASES = {
     "fsdp x tensor, dapo": ("llama", dict(mesh=(1, 2, 2))),
     "one device, grpo": ("gpt2", dict(reinforce__loss="grpo", reinforce__clip_high=0.0)),
@@ -25,8 +26,18 @@ CASES = {
     "zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1", lora__rank=3)),
     "experts, without a reference": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3,
                                                      reinforce__kl=0.0)),
+    "critic, fsdp x tensor": ("llama", dict(mesh=(1, 2, 2), **CRITIC)),
+    "critic, all axes, without clipping": ("gpt2", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2,
+                                                        reinforce__loss="grpo", **(CRITIC | {
+                                                            "reinforce__value_clip": 0.0}))),
+    "critic, ring": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, reinforce__loss="dr_grpo", **CRITIC)),
+    "critic, 1f1b, context": ("llama", dict(mesh=(1, 2, 1), mesh__stage=2, mesh__context=2, **CRITIC)),
+    "critic, zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1",
+                                                    lora__rank=3, **CRITIC)),
+    "critic, part of the layers": ("gpt2", dict(mesh=(1, 2, 1), train__trainable=["blocks/*attention*"], **CRITIC)),
+    "critic, experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, reinforce__kl=0.0, **CRITIC)),
 }
-QUICK = ("fsdp x tensor, dapo",)
+QUICK = ("critic, fsdp x tensor",)
 
 
 def build(family, mesh=(1, 1, 1), **keys):
@@ -41,11 +52,16 @@ def build(family, mesh=(1, 1, 1), **keys):
 def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = build(family, **(KEYS | keys))
-    c, batch = run.config, plain.batch()
-    metrics, kl = tuned.check(run, lambda policy, before: plain.loss(c.reinforce, c.model, policy, before, batch),
+    c = run.config
+    batch = plain.batch(values=c.reinforce.value_head)
+    metrics, means = tuned.check(run, lambda policy, before: plain.loss(c.reinforce, c.model, policy, before, batch),
                               batch)
     if c.reinforce.kl:
-        assert float(metrics["kl"]) == pytest.approx(float(kl), rel=1e-4)
+        assert float(metrics["kl"]) == pytest.approx(float(means["kl"]), rel=1e-4)
+    if c.reinforce.value_head:
+        assert "value_head" in run.abstract.params and "value_head" not in run.abstract.frozen.get("reference", {})
+        assert float(metrics["value_loss"]) == pytest.approx(float(means["value_loss"]), rel=1e-4)
+        assert (0.1 < float(metrics["value_clipped"]) < 0.9) == (c.reinforce.value_clip > 0)
     assert 0.1 < float(metrics["clipped"]) < 0.9, "the case says nothing about clipping"
     assert float(metrics["reward"]) == pytest.approx(batch["rewards"].sum() / batch["answers"].sum(), rel=1e-5)
     assert float(metrics["answer_tokens"]) == pytest.approx(batch["weights"].sum() / batch["answers"].sum(), rel=1e-5)

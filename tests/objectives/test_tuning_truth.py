@@ -11,14 +11,15 @@ import pytest
 from jaxtrain.config.tuning_keys import PreferenceConfig, ReinforceConfig
 from jaxtrain.objectives import kto, policy_gradient, preference, reward_model
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments
-from tests.objectives.tuning_numbers import LENGTH, PAIRS, numbers
+from jaxtrain.tuning.values import Valued, known_of
+from tests.objectives.tuning_numbers import LENGTH, PAIRS, numbers, values
 
 TRUTH = json.loads(Path(__file__).with_name("tuning_truth.json").read_text())
 MASK, POLICY, REFERENCED, SAMPLED, ADVANTAGES = numbers(2 * PAIRS)
 
 
 def test_trl_made_the_truth():
-    assert TRUTH["versions"].keys() == {"torch", "trl"}
+    assert TRUTH["versions"].keys() == {"torch", "trl", "ppo"}
 
 
 def compare(mean, name, kind):
@@ -81,3 +82,31 @@ def test_policy_gradients(name):
         return policy_gradient._of_rows(settings, batch, Segments(jnp.asarray(MASK, jnp.int32), ()))[0] / divisor
 
     compare(mean, name, "policy_gradient")
+
+
+@pytest.mark.parametrize("name", TRUTH["ppo"])
+def test_critics(name):
+    truth, (before, now) = TRUTH["ppo"][name], values(2 * PAIRS)
+    settings = ReinforceConfig(prompts="a", reward="b", baseline="value", clip_high=0.0, **truth["keys"])
+    answers = [Valued("", (), None, "stop", values=tuple(row[there])) for row, there in zip(before, MASK, strict=True)]
+    known = known_of(settings, ADVANTAGES, answers)  # these are the rewards
+    found = {key: np.zeros(MASK.shape) for key in ("advantages", "returns")}
+    for key, array in found.items():
+        array[MASK] = np.concatenate([one[key] for one in known])
+        np.testing.assert_allclose(array, np.where(MASK, truth[key], 0), rtol=1e-6, atol=1e-7)
+    learnt = jnp.asarray(MASK, jnp.float32)
+    arrays = {key: jnp.asarray(x, jnp.float32) for key, x in (found | {"values": before, "sampled": SAMPLED}).items()}
+
+    def mean(policy, expected):
+        batch = arrays | dict.fromkeys(("learnt", "rewards", "answers"), learnt) | {
+            "policy": policy, "expected": expected}
+        loss, sums = policy_gradient._of_rows(settings, batch, Segments(jnp.asarray(MASK, jnp.int32), ()))
+        return loss / MASK.sum(), {key: sums[key] / MASK.sum() for key in policy_gradient.VALUE_METRICS}
+
+    (loss, told), gradients = jax.value_and_grad(mean, (0, 1), has_aux=True)(
+        *(jnp.asarray(x, jnp.float32) for x in (POLICY, now)))
+    assert float(loss) == pytest.approx(truth["loss"], rel=1e-5)
+    assert {key: float(x) for key, x in told.items()} == pytest.approx(
+        {key: truth[key] for key in policy_gradient.VALUE_METRICS}, rel=1e-5)
+    for got, key in zip(gradients, ("gradient", "values"), strict=True):
+        np.testing.assert_allclose(got, truth[key], atol=1e-5 * np.abs(truth[key]).max())

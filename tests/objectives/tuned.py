@@ -1,13 +1,16 @@
 """A tuning objective's first step on any mesh, against a formula on one device in float32; and runs that go on."""
 
 import shutil
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
+from jaxtrain.data.loading.batch_function import BatchFunction
 from jaxtrain.models.lora import scale
 from jaxtrain.train_step import partition
+from jaxtrain.tuning.reference_sums import ReferenceSums
 from tests.numerics import reference
 from tests.numerics.plain_lora import at_random, merged
 from tests.numerics.test_lora import initial
@@ -26,7 +29,8 @@ def check(run, loss_of, batch, scaled=1.1):
     own = {key: value for key, value in begun.items() if key != "reference"}
     trained = partition.like(own, run.layout.axes)
     policy, rest = jax.tree.map(lambda a: a * np.float32(scaled), trained), partition.without(own, trained)
-    params = partition.merge(policy, rest) | ({"reference": trained} if run.objective.reference else {})
+    params = partition.merge(policy, rest) | (
+        {"reference": partition.like(trained, run.objective.trained)} if run.objective.frozen_axes else {})
 
     def whole(some):
         both = partition.merge(some, rest)
@@ -34,6 +38,8 @@ def check(run, loss_of, batch, scaled=1.1):
 
     (loss, beside), want = jax.jit(jax.value_and_grad(
         lambda policy: loss_of(whole(policy), whole(trained)), has_aux=True))(policy)
+    if run.objective.precomputed:
+        batch = precomputed(run, partition.merge(trained, rest), batch)
     state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
     norm, o = float(reference.norm_of(want)), config.optimizer
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5, abs=1e-6)
@@ -44,6 +50,14 @@ def check(run, loss_of, batch, scaled=1.1):
     kept = partition.without(params, run.layout.axes)
     assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(state.frozen), kept)), "a frozen one has changed"
     return metrics, beside
+
+
+def precomputed(run, params, batch):
+    """The batch with what the reference, of these parameters, gives to its answers."""
+    data = BatchFunction(lambda step: batch, tokens_per_row=batch["tokens"].shape[1])
+    sums = ReferenceSums(replace(run, data=data))
+    sums.prepare(lambda: reference.start_from(run, params))
+    return sums.beside(batch)
 
 
 def resumed(whole, parts, last):

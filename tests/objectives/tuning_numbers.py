@@ -1,4 +1,4 @@
-"""Log-probabilities of answers for which `tools/tuning_truth.py` computes TRL's losses."""
+"""Log-probabilities and values of answers for which `tools/tuning_truth.py` computes TRL's losses."""
 
 import numpy as np
 
@@ -11,3 +11,10 @@ def numbers(rows):
     mask = np.arange(LENGTH) < rng.integers(2, LENGTH + 1, (rows, 1))
     policy, reference, sampled = (np.where(mask, rng.uniform(-1.2, -0.1, (rows, LENGTH)), 0) for _ in range(3))
     return mask, policy, reference, np.where(mask, policy + 0.4 * (sampled - policy), 0), rng.normal(size=rows)
+
+
+def values(rows):
+    """What a critic expected at each token of these answers, and what it expects now."""
+    mask, rng = numbers(rows)[0], np.random.default_rng(4)
+    before, moved = (np.where(mask, rng.normal(0, size, mask.shape), 0) for size in (0.5, 0.3))
+    return before, before + moved

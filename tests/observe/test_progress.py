@@ -36,6 +36,8 @@ def test_unknown_and_not_finite():
     unknown = {"step": 6, "loss": None, "tokens_per_s": None, "step_time_s": None}
     Progress(10, start_step=5, stream=stream).write(unknown)
     assert stream.getvalue() == "step 6/10  loss not finite\n"
+    Progress(10, start_step=5, stream=stream).write({**unknown, "loss": 0.5, "reward": 1.25})
+    assert stream.getvalue().splitlines()[1] == "step 6/10  loss 0.5000  reward 1.2500"
 
 
 def test_live_line_on_a_terminal(monkeypatch):

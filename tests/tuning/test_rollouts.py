@@ -82,13 +82,18 @@ def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files
 
 @pytest.mark.slow
 def test_any_mesh_makes_the_same_batch(files):
+    """With weights that are laid out for decoding, too: whole over all axes but `tensor`."""
     def made(**keys):
         run = jt.build(config(files, **keys), devices=jax.devices()[:keys.get("mesh__stage", 1) * 4])
-        run.see(0, run.init())
-        return run.data[0]
+        run.see(0, state := run.init())
+        found = run.data[0]
+        held = sum(w.nbytes // (2 if "tensor" in f"{w.sharding.spec}" else 1) for w in jax.tree.leaves(state.params))
+        assert run.pop_fields().get("layout_bytes") == (held if run.config.reinforce.gather_weights else None)
+        return found
 
     one = made(mesh__data=4, mesh__tensor=1)
-    for keys in (dict(mesh__data=1, mesh__fsdp=2, mesh__tensor=2), dict(mesh__data=2, mesh__stage=2, mesh__tensor=2)):
+    for keys in (dict(mesh__data=1, mesh__fsdp=2, mesh__tensor=2), dict(mesh__data=2, mesh__stage=2, mesh__tensor=2),
+                 dict(mesh__data=1, mesh__fsdp=2, mesh__stage=2, mesh__tensor=2, reinforce__gather_weights=True)):
         other = made(**keys)
         for name, column in one.items():
             np.testing.assert_allclose(other[name], column, rtol=1e-4, atol=1e-5, err_msg=name)
@@ -142,6 +147,7 @@ def test_advantages():
     (dict(reinforce__prompts="none.jsonl"), "reinforce.prompts: none.jsonl cannot be read "),
     (dict(reinforce__group_size=3), "data.global_batch_size: 8 answers are no groups of reinforce.group_size=3; make"),
     (dict(reinforce__group_size=1), "reinforce.group_size: 1 answers cannot be compared with each other; give 2 or"),
+    (dict(reinforce__staleness=-1), "reinforce.staleness: -1 is negative; give 0 or more"),
     (dict(reinforce__max_new_tokens=20), "reinforce.max_new_tokens: 20 leaves no room for a prompt in data.seq_len=20"),
     (dict(reinforce__max_new_tokens=14), "reinforce.prompts: 'say x1:' has 7 tokens, and data.seq_len less "),
     (dict(data__packing="best_fit"), "data.packing: batches are made of the model's own answers; leave it out"),

@@ -40,7 +40,9 @@ def load_corpus(config: DataConfig) -> Corpus:
     manifests = digest({name: part.manifest_hash for name, part in parts.items()})
     return Corpus(_joined([part.train for part in parts.values()]), _joined([part.eval for part in parts.values()]),
                   next(iter(parts.values())).tokenizer, manifests, cache_root(config),
-                  max(part.threads for part in parts.values()), parts)
+                  max(part.threads for part in parts.values()), parts,
+                  pairs=all(part.pairs for part in parts.values()),
+                  labelled=all(part.labelled for part in parts.values()))
 
 
 def _part(config: DataConfig, one: Source) -> Corpus:

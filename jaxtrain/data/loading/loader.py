@@ -107,9 +107,11 @@ class in_step(Iterator[tuple[int, Any, float]]):
     For batches that depend on what the steps before them have done.
     """
 
-    def __init__(self, batches: Any, start_step: int, num_steps: int, place: Callable[[int, Any], Any]):
+    def __init__(self, batches: Any, start_step: int, num_steps: int, place: Callable[[int, Any], Any],
+                 forget: Callable[[], None] | None = None):
+        """`forget`: called at the end, for batches of which something is made ahead."""
         self._steps = iter(range(start_step, start_step + num_steps))
-        self._place, self._batches = place, batches
+        self._place, self._batches, self._forget = place, batches, forget
 
     def __next__(self) -> tuple[int, Any, float]:
         step, start = next(self._steps), time.perf_counter()
@@ -119,7 +121,8 @@ class in_step(Iterator[tuple[int, Any, float]]):
         return self
 
     def __exit__(self, *error) -> None:
-        pass
+        if self._forget:
+            self._forget()
 
 
 class prefetch(Iterator[tuple[int, Any, float]]):

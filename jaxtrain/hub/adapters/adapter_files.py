@@ -19,7 +19,7 @@ from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.families import ModelConfig
 from jaxtrain.config.published_config import FILE
 from jaxtrain.config.tuning_keys import LoraConfig
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files, bounded_files
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.hub.weights.safetensors_files import Tensor
@@ -70,6 +70,16 @@ def base_of(folder: str | Path) -> Path:
             return base
     raise UserError(f"{folder / CONFIG}", f"base_model_name_or_path={name!r} is not a folder here",
                     "bring the model here, and write its folder there")
+
+
+def warn_of_other_base(folder: str | Path, base: str | Path) -> None:
+    """Say so if the model that adapters are for is known to be another one."""
+    try:
+        theirs = base_of(folder)
+    except UserError:  # it is not on this machine
+        return
+    if theirs.resolve() != Path(base).resolve():
+        say(f"warning: the adapters in {folder} are for {theirs}, by their {CONFIG}, not for {base}")
 
 
 def keys(folder: str | Path, model: ModelConfig) -> dict[str, Any]:

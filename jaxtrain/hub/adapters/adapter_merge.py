@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES, ModelConfig
-from jaxtrain.errors import UserError, say
+from jaxtrain.errors import UserError
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.weights import published_weights, rewritten_folder, safetensors_files
 from jaxtrain.hub.weights.safetensors_files import DTYPES, OTHERS, Tensor
@@ -51,6 +51,9 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
 
     `dtype`: of the weights; None: as they are in `base`.
     """
+    if adapter_files.is_adapter_folder(base):
+        raise UserError("BASE", f"{base} has adapters, not a model",
+                        "name the model's folder first: jaxtrain adapters merge BASE ADAPTERS --to=MERGED")
     section = published_config.model_section(base)
     model = FAMILIES[section["name"]](**section)
     known = published_weights.by_full_name(safetensors_files.tensors_of(base), model)
@@ -58,8 +61,7 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
     turned = model.name == "gpt2"  # its matrices are [in, out]
     added: dict[str, list[Product]] = defaultdict(list)
     for folder, weight in adapters:
-        if (other := _other_base(folder, base)):
-            say(f"warning: the adapters in {folder} are for {other}, by their {adapter_files.CONFIG}, not for {base}")
+        adapter_files.warn_of_other_base(folder, base)
         for name, product in products(folder, model, weight).items():
             found = _checked(folder, name, known.get(name), product.shape[::-1] if turned else product.shape)
             added[found.name].append(product)
@@ -74,15 +76,6 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
 
     said = [{"folder": f"{folder}", "weight": weight} for folder, weight in adapters]
     rewritten_folder.write(Path(base), to, tensors, computed, section, {"base": f"{base}", "adapters": said}, dtype)
-
-
-def _other_base(folder: Path, base: str | Path) -> str:
-    """Return the name of the model that adapters are for, if it is known to be another one."""
-    try:
-        theirs = adapter_files.base_of(folder)
-    except UserError:  # it is not on this machine
-        return ""
-    return "" if theirs.resolve() == Path(base).resolve() else f"{theirs}"
 
 
 def products(folder: Path, model: ModelConfig, weight: float) -> dict[str, Product]:

@@ -25,7 +25,7 @@ from jaxtrain.hub.weights import mxfp4, safetensors_files
 from jaxtrain.hub.weights.mxfp4 import Packed
 from jaxtrain.hub.weights.safetensors_files import Tensor
 from jaxtrain.hub.weights.tensor_names import Entry, entries
-from jaxtrain.models import reward_head
+from jaxtrain.models import scalar_head
 from jaxtrain.models.lora import NAME as ADAPTER
 from jaxtrain.sharding.rules import axes_of
 from jaxtrain.train_step import quantization
@@ -41,14 +41,15 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$"
 def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     """Return the parameters in `folder`, in the dtypes and shardings of `abstract`, a nested dict.
 
-    A reward head that is not there is left out, and an output projection in whose place one is asked for.
+    A head of values is left out, a reward head that is not there, and an output projection in whose place one is asked
+    for.
 
     Raises:
         UserError: a tensor is missing, left over, or of another shape than the model's.
     """
     tensors = mxfp4.joined(folder, by_full_name(safetensors_files.tensors_of(folder), model))
-    headed = reward_head.NAME in abstract
-    abstract = abstract if "score.weight" in tensors else reward_head.without_head(abstract)
+    headed = scalar_head.REWARD in abstract
+    abstract = scalar_head.without_heads(abstract, (scalar_head.REWARD,) if "score.weight" in tensors else ())
     wanted = flatten(as_floats(abstract))
     known = {entry.ours: entry for entry in entries(model, headed)}
     if missing := [path for path in wanted if path not in known]:
@@ -127,7 +128,7 @@ def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int, 
     `lora_scale`.
     """
     flat = flatten(params)
-    parts = parts_of(entries(model, reward_head.NAME in params), flat)
+    parts = parts_of(entries(model, scalar_head.REWARD in params), flat)
     shapes = {name: _shape_on_disk(entry, flat) for name, [(entry, _), *_] in parts.items()}
     kinds = {name: np.dtype(np.float32 if entry.float32 else dtype) for name, [(entry, _), *_] in parts.items()}
     return safetensors_files.write_folder(
