@@ -41,7 +41,7 @@ class JobSpec:
     accelerator: str = ""  # their kind as the engine names it, such as h100 or tpu-v5p-slice
     topology: str = ""  # of a TPU slice, such as 4x4
     cpus_per_process: int = 0  # 0: what the engine gives
-    memory_gb: float = 0  # of a node; 0: what the engine gives
+    memory_gb: float = 0.0  # of a node; 0: what the engine gives
     time: str = ""  # the limit, H:MM:SS or D-HH:MM:SS; "": the engine's
     grace_s: int = 120  # how long before the limit, or after it is told to stop, it may save
     queue: str = ""  # Slurm's partition, Kueue's local queue
@@ -167,6 +167,8 @@ def _converted(key: str, value: Any, text: bool) -> Any:
             return float(value)
         if type(value) is not wanted or (wanted is dict and not all(isinstance(one, str) for one in value.values())):
             raise ValueError
+    except UserError:
+        raise
     except ValueError:
         names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false",
                  tuple: "a list of texts", dict: "a table of texts"}
