@@ -45,7 +45,8 @@ def on_tpu(spec: JobSpec) -> bool:
 
 def jobset(job: Job) -> dict[str, Any]:
     """Return the JobSet of a job."""
-    spec, metadata = job.spec, {"name": object_name(job)}
+    spec = job.spec
+    metadata: dict[str, Any] = {"name": object_name(job)}
     labels = {"kueue.x-k8s.io/queue-name": spec.queue, "kueue.x-k8s.io/priority-class": spec.priority}
     if spec.queue:
         metadata["labels"] = {name: value for name, value in labels.items() if value}
