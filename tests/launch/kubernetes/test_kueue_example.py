@@ -1,14 +1,18 @@
 """The example of two teams, and a job of one of them."""
 
+import re
+import shlex
 from pathlib import Path
 
 import yaml
 
+from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch.job_record import Job
 from jaxtrain.launch.job_spec import read_spec
 from jaxtrain.launch.kubernetes.kubernetes_engine import KubernetesEngine
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "launch"
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples" / "launch"
 
 
 def made(kind: str) -> dict[str, dict]:
@@ -24,6 +28,7 @@ def test_the_queues_of_the_teams_name_what_there_is():
         chosen = queues[f"/{queue['clusterQueue']}"]["namespaceSelector"]["matchLabels"]
         assert chosen == {"kubernetes.io/metadata.name": name.split("/")[0]}
     for queue in queues.values():
+        assert queue["preemption"].keys() == {"reclaimWithinCohort", "withinClusterQueue"}
         (group,) = queue["resourceGroups"]
         (flavor,) = group["flavors"]
         assert f"/{flavor['name']}" in made("ResourceFlavor")
@@ -44,3 +49,15 @@ def test_the_job_fits_a_team():
     assert asked.keys() == quota.keys()  # Kueue admits nothing that asks for what a queue does not cover
     assert pods * int(asked["nvidia.com/gpu"]) <= quota["nvidia.com/gpu"] and pods * int(asked["cpu"]) <= quota["cpu"]
     assert pods * int(asked["memory"].removesuffix("M")) <= int(quota["memory"].removesuffix("G")) * 1000
+
+
+def test_the_command_of_the_guide_writes_what_it_says(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    guide = (ROOT / "docs" / "launch-kubernetes.md").read_text()
+    (command,) = re.findall(r"^jaxtrain launch (.* --dry_run)$", guide, re.M)
+    assert launch.main(shlex.split(command)) == 0
+    (run,) = yaml.safe_load(capsys.readouterr().out)["spec"]["replicatedJobs"]  # the file's name is a comment
+    container = run["template"]["spec"]["template"]["spec"]["containers"][0]
+    assert container["command"] == [
+        "python", "-m", "jaxtrain.main", "--config=configs/gpt.py", "--workdir=/mnt/runs/big"]
+    assert "workingDir" not in container  # the image has one
