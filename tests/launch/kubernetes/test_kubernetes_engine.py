@@ -153,7 +153,7 @@ def test_why_says_what_a_pod_waits_for(cluster, work, capsys, pod, said):
 def test_how_a_job_ended(cluster, work):
     submit(work)
     for kind, state in (("Completed", "done"), ("Failed", "failed")):
-        cluster.jobset(status={"conditions": [{"type": "Suspended", "status": "False"},
+        cluster.jobset(status={"conditions": [{"type": "Failed", "status": "False"},
                                               {"type": kind, "status": "True", "message": "said"}]})
         assert status(work) == jobs.Status(state, "said")
     (cluster.folder / "get-jobset").unlink()
