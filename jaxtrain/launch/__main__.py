@@ -1,8 +1,9 @@
-"""Submit a run to an engine: this machine, or Slurm.
+"""Submit a run to this machine, Slurm or Kubernetes, or write it for others.
 
     jaxtrain launch configs/gpt.py:tiny --on=local --workdir=runs/first
     jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/big --nodes=4 --accelerators_per_node=8 --time=24:00:00
     jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/big --job=job.toml --dry_run
+    jaxtrain launch configs/gpt.py --on=kubernetes --workdir=/mnt/runs/big --job=job.toml
     jaxtrain launch --on=slurm --workdir=runs/own --nodes=2 -- python train.py
     jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/seed-{task} --array=0-3 --config.train.seed={task}
 
@@ -104,6 +105,8 @@ def describe(on: str, workdir: Path, config: str | None, overrides: list[str], o
 def submit(job: jobs.Job) -> jobs.Job:
     """Write the files of a job, submit it, and return it as it was recorded."""
     engine = engine_of(job.engine)
+    if getattr(engine, "by_hand", ""):
+        engine.submit(job)  # refuses it
     _refuse_second(job)
     job = replace(job, folder=jobs.new_folder(job.workdir))
     try:

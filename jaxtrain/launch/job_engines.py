@@ -6,7 +6,9 @@ from typing import Protocol
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.launch.job_record import Job, Status
 
-_HOME = {"local": ("local_engine", "LocalEngine"), "slurm": ("slurm_engine", "SlurmEngine")}
+_HOME = {"local": ("local_engine", "LocalEngine"), "slurm": ("slurm_engine", "SlurmEngine"),
+         "kubernetes": ("kubernetes.kubernetes_engine", "KubernetesEngine"),
+         "skypilot": ("task_files", "SkyPilotFile"), "dstack": ("task_files", "DstackFile")}
 
 
 class Engine(Protocol):
@@ -53,3 +55,16 @@ def engine_of(name: str) -> Engine:
         raise UserError("--on", f"{name!r} is no engine that jaxtrain knows", nearest(name, _HOME))
     module, kind = _HOME[name]
     return getattr(importlib.import_module(f"jaxtrain.launch.{module}"), kind)()
+
+
+def refuse_unread(job: Job, *keys: str) -> None:
+    """Refuse keys of a spec that the job's engine does not read."""
+    if wrong := next((key for key in keys if key in job.spec.as_dict()), None):
+        raise UserError(wrong, f"{job.engine} does not read it", "leave it out")
+
+
+def refuse_unmounted(job: Job) -> None:
+    """Refuse a job whose container would leave its workdir on a disk that is deleted with it."""
+    if not any(job.workdir.is_relative_to(path) for path in job.spec.mounts):
+        raise UserError("--workdir", f"{job.workdir} is not on a mount, and what a container writes elsewhere is lost "
+                        "with it", 'mount what it is on, under the same path as here: [mounts] "/PATH" = "pvc:NAME"')

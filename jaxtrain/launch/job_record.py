@@ -93,7 +93,8 @@ def read(folder: Path) -> Job | None:
     if found is None or found["engine"] not in ENGINES:
         return None
     about = {key: value for key, value in found.items() if key not in _FORM}
-    spec = {key: tuple(value) if isinstance(value, list) else value for key, value in found["spec"].items()}
+    spec: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value
+                            for key, value in found["spec"].items()}
     return Job(folder, found["engine"], found["name"], found["command"], found["directory"], JobSpec(**spec), about,
                found["id"], found["submitted"])
 

@@ -10,6 +10,7 @@
     HF_TOKEN = "file:~/.hf-token"
 """
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -19,10 +20,12 @@ from typing import Any
 
 from jaxtrain.errors import UserError, nearest
 
-ENGINES = ("local", "slurm", "kubernetes", "ray")
+ENGINES = ("local", "slurm", "kubernetes", "ray", "skypilot", "dstack")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?")  # that of a Kubernetes object, which is the narrowest
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):(\d\d):(\d\d)")
+_TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
+_OURS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # what engines set
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.I)
 
 
@@ -38,7 +41,7 @@ class JobSpec:
     accelerator: str = ""  # their kind as the engine names it, such as h100 or tpu-v5p-slice
     topology: str = ""  # of a TPU slice, such as 4x4
     cpus_per_process: int = 0  # 0: what the engine gives
-    memory_gb: float = 0  # of a node; 0: what the engine gives
+    memory_gb: float = 0.0  # of a node; 0: what the engine gives
     time: str = ""  # the limit, H:MM:SS or D-HH:MM:SS; "": the engine's
     grace_s: int = 120  # how long before the limit, or after it is told to stop, it may save
     queue: str = ""  # Slurm's partition, Kueue's local queue
@@ -48,11 +51,11 @@ class JobSpec:
     retries: int = 3  # after crashes; what saved and stopped is started again however often that is
     image: str = ""  # of a container
     setup: tuple[str, ...] = ()  # lines of a shell before the run, such as one that activates an environment
-    mounts: Mapping[str, str] = field(default_factory=dict)  # PATH in the container: what is mounted there
+    mounts: Mapping[str, str] = field(default_factory=dict)  # PATH in the container: a folder, pvc:NAME, or a bucket
     env: Mapping[str, str] = field(default_factory=dict)  # variables and their values
     secrets: Mapping[str, str] = field(default_factory=dict)  # variables; file:PATH or secret:NAME/KEY, where they are
     notify: str = ""  # an address to which Slurm writes when it ends or fails
-    extra: tuple[str, ...] = ()  # lines of the engine's own, such as --constraint=infiniband for sbatch
+    extra: tuple[str, ...] = ()  # the engine's own: --constraint=infiniband for sbatch, LABEL=VALUE of Kubernetes nodes
 
     def __post_init__(self):
         for key in ("nodes", "grace_s"):
@@ -75,12 +78,29 @@ class JobSpec:
                             "give more, or a smaller grace_s")
         if self.mounts and not self.image:
             raise UserError("mounts", "they are of a container, and there is no image", "set image, or leave them out")
+        self._check_topology()
         self._check_texts()
+
+    def _check_topology(self) -> None:
+        if not self.topology:
+            return
+        if not _TOPOLOGY.fullmatch(self.topology):
+            raise UserError("topology", f"{self.topology!r} is not the sides of a slice", "write it like 4x4 or 2x2x4")
+        chips, given = math.prod(map(int, self.topology.split("x"))), self.nodes * self.accelerators_per_node
+        if chips != given:
+            raise UserError("topology", f"{self.topology} has {chips} chips, and {self.nodes} x "
+                            f"{self.accelerators_per_node} are asked for", "set nodes and accelerators_per_node for it")
 
     def _check_texts(self) -> None:
         for variable in (*self.env, *self.secrets):
             if not _VARIABLE.fullmatch(variable):
                 raise UserError("env", f"{variable!r} is not the name of a variable", "use letters, digits and _")
+            if variable in _OURS:
+                raise UserError("env", f"{variable} is set for each process", "leave it out")
+        if both := sorted({*self.env} & {*self.secrets}):
+            raise UserError("env", f"{both[0]} is under secrets too", "leave one of them out")
+        if wrong := next((path for path in self.mounts if not path.startswith("/") or path == "/"), None):
+            raise UserError("mounts", f"{wrong!r} is not a path in the container", "begin it with /")
         for variable in self.env:
             if _SECRET.search(variable):
                 raise UserError(f"env.{variable}", "its value would stand in files that others may read",
@@ -147,6 +167,8 @@ def _converted(key: str, value: Any, text: bool) -> Any:
             return float(value)
         if type(value) is not wanted or (wanted is dict and not all(isinstance(one, str) for one in value.values())):
             raise ValueError
+    except UserError:
+        raise
     except ValueError:
         names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false",
                  tuple: "a list of texts", dict: "a table of texts"}

@@ -91,9 +91,13 @@ def shown(job: records.Job) -> str:
 
 def output(job: records.Job, follow: bool):
     """Yield what the processes of a job have printed, and with `follow` what they print until it ends."""
+    engine = engine_of(job.engine)
+    if logs := getattr(engine, "logs", None):  # it keeps them itself
+        yield from logs(job, follow)
+        return
     place = 0
     while True:
-        ended = not follow or engine_of(job.engine).status(job).state not in ("running", "waiting")
+        ended = not follow or engine.status(job).state not in ("running", "waiting")
         if job.output.is_file():
             with open(job.output, errors="replace") as file:
                 file.seek(place)

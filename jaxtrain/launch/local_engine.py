@@ -29,6 +29,8 @@ class LocalEngine:
         for key, set_there in (("image", job.spec.image), ("queue", job.spec.queue), ("time", job.spec.time)):
             if set_there:
                 raise UserError(key, "a job on this machine does not read it", "leave it out")
+        if wrong := next((v for v, where in job.spec.secrets.items() if not where.startswith("file:")), None):
+            raise UserError(f"secrets.{wrong}", "it is a secret of Kubernetes", "give file:PATH")
 
     def render(self, job: Job) -> dict[str, str]:
         """Return the script that the job is."""

@@ -98,7 +98,6 @@ class SlurmEngine:
                  f"NumTasks={nodes * job.spec.processes}")
         job.pause_file.unlink(missing_ok=True)
         _run("scontrol", "release", job.id)
-        _run("scontrol", "update", f"JobId={job.id}", "StartTime=now", missing="")  # not after Slurm's usual pause
         return job.id
 
     def cancel(self, job: Job, now: bool) -> None:

@@ -164,7 +164,6 @@ def test_a_run_saves_before_its_time_is_over_and_goes_on(begun):
     """Slurm looks at limits every half minute, and sends the signal up to a minute early."""
     workdir = begun("--time=0:01:00", "--grace_s=45")
     event(workdir / "saved-0-0")
-    told("resume", workdir)  # not after the pause of Slurm
     event(workdir / "began-1-0")
 
 
