@@ -2,8 +2,8 @@
 
     python tools/bench_launch.py
 
-A run of two processes trains configs/gpt.py:tiny. Seconds are from a command to the event that follows. This Slurm looks
-for jobs every second, starts a job again after five at the least, and finds a node lost after ten.
+A run of two processes trains configs/gpt.py:tiny. Seconds are from a command to the event that follows. This Slurm
+looks for jobs every second, starts a job again after five at the least, and finds a node lost after ten.
 """
 
 import json
@@ -75,7 +75,8 @@ def measured(cluster: Cluster, place: Path) -> dict[str, float]:
             lambda: jobs_command.main(["cancel", str(high)]), stepped(low))
     nodes = engine_of("slurm").status(job_record.newest(low)).nodes
     first = nodes.strip("n[]")[0]
-    seconds("a node killed, to the next step on others", lambda: cluster.kill(f"n{first}"), stepped(low))
+    seconds("a node killed, to found lost", lambda: cluster.kill(f"n{first}"), lambda: state(low) != "running")
+    seconds("from there to the next step on others", lambda: None, stepped(low))
     return found
 
 
