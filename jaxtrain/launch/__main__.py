@@ -1,0 +1,144 @@
+"""Submit a run to this machine, Slurm or Kubernetes, or write it for others.
+
+    jaxtrain launch configs/gpt.py:tiny --on=local --workdir=runs/first
+    jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/big --nodes=4 --accelerators_per_node=8 --time=24:00:00
+    jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/big --job=job.toml --dry_run
+    jaxtrain launch configs/gpt.py --on=kubernetes --workdir=/mnt/runs/big --job=job.toml
+    jaxtrain launch --on=slurm --workdir=runs/own --nodes=2 -- python train.py
+    jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/seed-{task} --array=0-3 --config.train.seed={task}
+
+What a job needs are keys of a TOML file (--job), or flags of the same names. The config is read first, so that its
+mistakes are told before the job waits. `jaxtrain jobs` shows jobs, and pauses, resumes and cancels them.
+"""
+
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from jaxtrain.errors import UserError, say
+from jaxtrain.files import atomic_files
+from jaxtrain.flags import command, overrides_of, parser_of
+from jaxtrain.launch import cost
+from jaxtrain.launch import job_record as jobs
+from jaxtrain.launch.job_engines import engine_of
+from jaxtrain.launch.job_spec import ENGINES, JobSpec, read_spec
+from jaxtrain.redaction import redacted
+
+
+@command()
+def main(argv: list[str] | None = None) -> None:
+    """Parse the flags and submit."""
+    words = sys.argv[1:] if argv is None else argv
+    words, own = (words[:words.index("--")], words[words.index("--") + 1:]) if "--" in words else (words, [])
+    parser = parser_of("launch", __doc__)
+    parser.add_argument("config", nargs="?", help="a config file such as configs/gpt.py, or configs/gpt.py:124m; "
+                                                  "--config.SECTION.KEY=VALUE overrides its keys")
+    parser.add_argument("--on", required=True, help=f"the engine: {', '.join(ENGINES)}")
+    parser.add_argument("--workdir", required=True, help="of the run, where all machines see it")
+    parser.add_argument("--job", metavar="FILE", help="what the job needs, in TOML (docs/launch.md)")
+    parser.add_argument("--array", metavar="TASKS", help="several jobs, such as 0-3 or 1,5,7: each of these numbers "
+                                                         "stands for {task}, in --workdir and in any key")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="show what would be submitted, and stop")
+    for name in JobSpec.__dataclass_fields__:
+        parser.add_argument(f"--{name}", metavar="VALUE", help=f"as the job's key {name}")
+    flags, rest = parser.parse_known_args(words)
+    given = {name: value for name in JobSpec.__dataclass_fields__ if (value := getattr(flags, name)) is not None}
+    engine, spec, made = engine_of(flags.on), read_spec(flags.job, given), []
+    for task in tasks_of(flags.array, flags.workdir):
+        workdir, *said = (word.replace("{task}", task) for word in (flags.workdir, *rest, *own))
+        made.append(describe(flags.on, Path(workdir), flags.config, said[:len(rest)], said[len(rest):], spec,
+                             vars(flags)))
+        engine.check(made[-1])
+    if flags.dry_run:
+        for name, content in engine.render(made[0]).items():
+            print(f"# {name}\n{content}")
+        say(cost.at_most(spec))
+        return
+    for job in map(submit, made):
+        say(f"submitted as {job.id.partition(':')[0]} on {job.engine}; see it: jaxtrain jobs show {job.workdir}")
+
+
+def tasks_of(array: str | None, workdir: str) -> list[str]:
+    """Return the numbers in an array such as 0-3 or 1,5,7; [""] without one."""
+    if array is None:
+        return [""]
+    found = [re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part) for part in array.split(",")]
+    if not all(found):
+        raise UserError("--array", f"{array!r} is not a list of numbers", "write one such as 0-3 or 1,5,7")
+    if "{task}" not in workdir:
+        raise UserError("--workdir", "the jobs of an array need one each", "write it with {task}, as runs/seed-{task}")
+    tasks = [n for part in found if part for n in range(int(part[1]), int(part[2] or part[1]) + 1)]
+    if not 0 < len(tasks) <= 1000:
+        raise UserError("--array", f"{array} are {len(tasks)} jobs", "give 1 to 1000")
+    return [f"{n}" for n in tasks]
+
+
+def describe(on: str, workdir: Path, config: str | None, overrides: list[str], own: list[str], spec: JobSpec,
+             flags: dict) -> jobs.Job:
+    """Return the job that words describe, once its config was read; its folder does not exist yet."""
+    from jaxtrain.config.load import load_config
+
+    about: dict[str, str] = {}
+    if bool(config) == bool(own):
+        raise UserError("command line", "a job runs a config or a command, one of the two",
+                        "write jaxtrain launch CONFIG ..., or -- and a command at the end")
+    if config:
+        keys = overrides_of(overrides, flags)
+        about["config_hash"] = atomic_files.digest(load_config(config, keys).to_dict())
+        python = "python" if spec.setup or spec.image else sys.executable  # setup may activate an environment
+        command = [python, "-m", "jaxtrain.main", f"--config={config}", *overrides, f"--workdir={workdir.absolute()}"]
+    elif overrides:
+        raise UserError(overrides[0], "a command has no config", "write it behind --")
+    else:
+        command = own
+    if wrong := next((word for word in command if redacted(word) != word), None):
+        raise UserError(wrong, "it has a password, which would stand in files of the job", "put it into the config "
+                        "file, or name a file with it under secrets")
+    commit, _ = jobs.provenance(Path.cwd())
+    folder = workdir.absolute() / "jobs" / "0"
+    name = spec.name or _name_of(workdir.absolute().name)
+    return jobs.Job(folder, on, name, command, str(Path.cwd()), spec, about | commit)
+
+
+def submit(job: jobs.Job) -> jobs.Job:
+    """Write the files of a job, submit it, and return it as it was recorded."""
+    engine = engine_of(job.engine)
+    if getattr(engine, "by_hand", ""):
+        engine.submit(job)  # refuses it
+    _refuse_second(job)
+    job = replace(job, folder=jobs.new_folder(job.workdir))
+    try:
+        _, patch = jobs.provenance(Path(job.directory))
+        if patch:
+            atomic_files.write(job.folder / "checkout.patch", patch)
+        for name, content in engine.render(job).items():
+            atomic_files.write(job.folder / name, content)
+        job = replace(job, id=engine.submit(job))
+    except BaseException:
+        shutil.rmtree(job.folder, ignore_errors=True)
+        raise
+    jobs.record(job)
+    return job
+
+
+def _refuse_second(job: jobs.Job) -> None:
+    """Refuse a second job in a workdir whose first one may still write there."""
+    try:
+        before = jobs.newest(job.workdir)
+    except UserError:
+        return
+    state = engine_of(before.engine).status(before).state
+    if state in ("waiting", "running", "paused") and (state, before.engine) != ("paused", "local"):
+        raise UserError("--workdir", f"{job.workdir} has a job that is {state} ({before.id} on {before.engine})",
+                        f"see it: jaxtrain jobs show {job.workdir}")
+
+
+def _name_of(text: str) -> str:
+    kept = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in text.lower())
+    return kept.strip("-")[:52].strip("-") or "jaxtrain"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

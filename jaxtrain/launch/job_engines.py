@@ -1,0 +1,70 @@
+"""What runs jobs: one small interface, and an engine by its name."""
+
+import importlib
+from typing import Protocol
+
+from jaxtrain.errors import UserError, nearest
+from jaxtrain.launch.job_record import Job, Status
+
+_HOME = {"local": ("local_engine", "LocalEngine"), "slurm": ("slurm_engine", "SlurmEngine"),
+         "kubernetes": ("kubernetes.kubernetes_engine", "KubernetesEngine"),
+         "skypilot": ("task_files", "SkyPilotFile"), "dstack": ("task_files", "DstackFile")}
+
+
+class Engine(Protocol):
+    """Something that runs jobs. It keeps their state; nothing else does."""
+
+    name: str
+
+    def check(self, job: Job) -> None:
+        """Refuse a job that it cannot run."""
+
+    def render(self, job: Job) -> dict[str, str]:
+        """Return the files of a job, by name."""
+        ...
+
+    def submit(self, job: Job) -> str:
+        """Submit a job whose files are in its folder, and return its name there."""
+        ...
+
+    def status(self, job: Job) -> Status:
+        """Return what became of a job."""
+        ...
+
+    def why(self, job: Job) -> str:
+        """Return in a sentence why a job does not run."""
+        ...
+
+    def pause(self, job: Job) -> None:
+        """Have a job save and stop, until it is resumed."""
+
+    def resume(self, job: Job, nodes: int | None) -> str:
+        """Let a paused job go on, on another number of nodes if one is given; return its name."""
+        ...
+
+    def cancel(self, job: Job, now: bool) -> None:
+        """End a job: once it has saved, or at once."""
+
+    def requeue(self, job: Job) -> None:
+        """Have a job save, stop and start again."""
+
+
+def engine_of(name: str) -> Engine:
+    """Return an engine."""
+    if name not in _HOME:
+        raise UserError("--on", f"{name!r} is no engine that jaxtrain knows", nearest(name, _HOME))
+    module, kind = _HOME[name]
+    return getattr(importlib.import_module(f"jaxtrain.launch.{module}"), kind)()
+
+
+def refuse_unread(job: Job, *keys: str) -> None:
+    """Refuse keys of a spec that the job's engine does not read."""
+    if wrong := next((key for key in keys if key in job.spec.as_dict()), None):
+        raise UserError(wrong, f"{job.engine} does not read it", "leave it out")
+
+
+def refuse_unmounted(job: Job) -> None:
+    """Refuse a job whose container would leave its workdir on a disk that is deleted with it."""
+    if not any(job.workdir.is_relative_to(path) for path in job.spec.mounts):
+        raise UserError("--workdir", f"{job.workdir} is not on a mount, and what a container writes elsewhere is lost "
+                        "with it", 'mount what it is on, under the same path as here: [mounts] "/PATH" = "pvc:NAME"')

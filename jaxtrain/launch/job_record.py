@@ -1,0 +1,138 @@
+"""A job: what runs, where, and what its workdir says of it.
+
+`WORKDIR/jobs/NUMBER/` has `job.json` (what was submitted, and the engine's name for it), the rendered files, the patch
+of an edited checkout, and the output. The newest number is the job that counts; engines know what became of it.
+"""
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
+from jaxtrain.files.bounded_files import user_json
+from jaxtrain.launch.job_spec import ENGINES, JobSpec
+
+RECORD = "job.json"
+_FORM = {"engine": str, "id": str, "name": str, "submitted": float, "command": [str], "directory": str, "spec": dict}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One submission."""
+
+    folder: Path  # WORKDIR/jobs/NUMBER
+    engine: str
+    name: str
+    command: Sequence[str]  # of each process
+    directory: str  # where it starts
+    spec: JobSpec
+    about: Mapping[str, Any] = field(default_factory=dict)  # commit, hash of the config
+    id: str = ""  # as the engine knows it
+    submitted: float = 0.0
+
+    @property
+    def workdir(self) -> Path:
+        """Return the run's workdir."""
+        return self.folder.parent.parent
+
+    @property
+    def output(self) -> Path:
+        """Return the file with what its processes print."""
+        return self.folder / "output.log"
+
+    @property
+    def pause_file(self) -> Path:
+        """Return the file that tells the job's script not to start again: "pause" or "cancel"."""
+        return self.folder / "stop"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What an engine says of a job."""
+
+    state: str  # waiting, running, paused, done, saved, failed, cancelled or unknown
+    detail: str = ""  # in the engine's words: why it waits, how it ended
+    nodes: str = ""
+
+
+def new_folder(workdir: Path) -> Path:
+    """Make the folder of the next job of a workdir."""
+    jobs = workdir / "jobs"
+    try:
+        jobs.mkdir(parents=True, exist_ok=True)
+        while True:
+            folder = jobs / f"{max([0, *_numbers(jobs)]) + 1}"
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:  # another one was submitted at the same moment
+                continue
+    except OSError as error:
+        raise UserError("--workdir", f"{jobs} cannot be written ({error.strerror})", "give another") from error
+
+
+def _numbers(jobs: Path) -> list[int]:
+    return sorted(int(path.name) for path in jobs.iterdir() if path.name.isdecimal()) if jobs.is_dir() else []
+
+
+def record(job: Job) -> None:
+    """Write job.json."""
+    atomic_files.write_json(job.folder / RECORD, {
+        "engine": job.engine, "id": job.id, "name": job.name, "submitted": job.submitted or time.time(),
+        "command": list(job.command), "directory": job.directory, "spec": job.spec.as_dict(), **job.about})
+
+
+def read(folder: Path) -> Job | None:
+    """Return the job of a folder; None: it was never submitted."""
+    found = user_json(folder / RECORD, _FORM, "WORKDIR", "submit the job again")
+    if found is None or found["engine"] not in ENGINES:
+        return None
+    about = {key: value for key, value in found.items() if key not in _FORM}
+    spec: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value
+                            for key, value in found["spec"].items()}
+    return Job(folder, found["engine"], found["name"], found["command"], found["directory"], JobSpec(**spec), about,
+               found["id"], found["submitted"])
+
+
+def newest(workdir: Path) -> Job:
+    """Return the newest job of a workdir."""
+    for number in reversed(_numbers(workdir / "jobs")):
+        if job := read(workdir / "jobs" / f"{number}"):
+            return job
+    raise UserError("WORKDIR", f"{workdir} has no job", "submit one with jaxtrain launch")
+
+
+def under(root: Path) -> Iterator[Job]:
+    """Yield the newest job of each workdir under a folder, in the order of their names."""
+    for jobs in sorted(root.glob("**/jobs")):
+        if any((jobs / f"{number}" / RECORD).is_file() for number in _numbers(jobs)):
+            yield newest(jobs.parent)
+
+
+def provenance(directory: Path) -> tuple[dict[str, str], str]:
+    """Return the commit that a folder is a checkout of, and how it was edited since; ({}, ""): it is none."""
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "--no-optional-locks", "-C", str(directory), *words], capture_output=True,
+                              text=True, timeout=60, check=True).stdout
+
+    try:
+        return {"commit": git("rev-parse", "HEAD").strip()}, git("diff", "--binary", "HEAD")
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return {}, ""
+
+
+def quoted(words: Sequence[str]) -> str:
+    """Return words as a shell reads them."""
+    import shlex
+
+    return shlex.join(words)
+
+
+def dumped(content: Any) -> str:
+    """Return readable JSON."""
+    return json.dumps(content, indent=1)

@@ -1,0 +1,197 @@
+"""What a job needs, whatever runs it: machines, time, priority, environment; a TOML file, or flags of the same names.
+
+    name = "gpt-8b"
+    nodes = 4
+    accelerators_per_node = 8
+    time = "24:00:00"
+    setup = ["source .venv/bin/activate"]
+
+    [secrets]
+    HF_TOKEN = "file:~/.hf-token"
+"""
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import UserError, nearest
+
+ENGINES = ("local", "slurm", "kubernetes", "ray", "skypilot", "dstack")
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?")  # that of a Kubernetes object, which is the narrowest
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):(\d\d):(\d\d)")
+_TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
+_OURS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # what engines set
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.I)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What a job needs."""
+
+    name: str = ""  # of the job, for people; by default the workdir's
+    nodes: int = 1  # machines
+    min_nodes: int = 0  # fewest to go on with where machines are lost (resilience.elastic); 0: all
+    processes_per_node: int = 0  # 0: one for each accelerator, or one
+    accelerators_per_node: int = 0  # GPUs or chips of a TPU
+    accelerator: str = ""  # their kind as the engine names it, such as h100 or tpu-v5p-slice
+    topology: str = ""  # of a TPU slice, such as 4x4
+    cpus_per_process: int = 0  # 0: what the engine gives
+    memory_gb: float = 0.0  # of a node; 0: what the engine gives
+    time: str = ""  # the limit, H:MM:SS or D-HH:MM:SS; "": the engine's
+    grace_s: int = 120  # how long before the limit, or after it is told to stop, it may save
+    queue: str = ""  # Slurm's partition, Kueue's local queue
+    account: str = ""  # who pays, in Slurm
+    priority: str = ""  # Slurm's QoS, a workload priority class of Kueue
+    preemptible: bool = True  # others may stop it: it saves, and goes on later
+    retries: int = 3  # after crashes; what saved and stopped is started again however often that is
+    image: str = ""  # of a container
+    setup: tuple[str, ...] = ()  # lines of a shell before the run, such as one that activates an environment
+    mounts: Mapping[str, str] = field(default_factory=dict)  # PATH in the container: a folder, pvc:NAME, or a bucket
+    env: Mapping[str, str] = field(default_factory=dict)  # variables and their values
+    secrets: Mapping[str, str] = field(default_factory=dict)  # variables; file:PATH or secret:NAME/KEY, where they are
+    notify: str = ""  # an address to which Slurm writes when it ends or fails
+    extra: tuple[str, ...] = ()  # the engine's own: --constraint=infiniband for sbatch, LABEL=VALUE of Kubernetes nodes
+
+    def __post_init__(self):
+        for key in ("nodes", "grace_s"):
+            _at_least(self, key, 1)
+        for key in ("min_nodes", "processes_per_node", "accelerators_per_node", "cpus_per_process", "memory_gb",
+                    "retries"):
+            _at_least(self, key, 0)
+        if self.min_nodes > self.nodes:
+            raise UserError("min_nodes", f"{self.min_nodes} is more than nodes={self.nodes}", "give fewer")
+        if self.name and not _NAME.fullmatch(self.name):
+            raise UserError("name", f"{self.name!r} is not lower-case letters, digits and hyphens, 52 at most",
+                            "give one such as gpt-8b")
+        if self.accelerator and not self.accelerators_per_node:
+            raise UserError("accelerator", f"{self.accelerator} without any", "set accelerators_per_node too")
+        if self.accelerators_per_node and self.accelerators_per_node % self.processes:
+            raise UserError("processes_per_node", f"{self.processes} processes cannot share "
+                            f"{self.accelerators_per_node} accelerators evenly", "give a number that divides them")
+        if self.time and not self.seconds > self.grace_s:
+            raise UserError("time", f"{self.time} leaves less than grace_s={self.grace_s} to save",
+                            "give more, or a smaller grace_s")
+        if self.mounts and not self.image:
+            raise UserError("mounts", "they are of a container, and there is no image", "set image, or leave them out")
+        self._check_topology()
+        self._check_texts()
+
+    def _check_topology(self) -> None:
+        if not self.topology:
+            return
+        if not _TOPOLOGY.fullmatch(self.topology):
+            raise UserError("topology", f"{self.topology!r} is not the sides of a slice", "write it like 4x4 or 2x2x4")
+        chips, given = math.prod(map(int, self.topology.split("x"))), self.nodes * self.accelerators_per_node
+        if chips != given:
+            raise UserError("topology", f"{self.topology} has {chips} chips, and {self.nodes} x "
+                            f"{self.accelerators_per_node} are asked for", "set nodes and accelerators_per_node for it")
+
+    def _check_texts(self) -> None:
+        for variable in (*self.env, *self.secrets):
+            if not _VARIABLE.fullmatch(variable):
+                raise UserError("env", f"{variable!r} is not the name of a variable", "use letters, digits and _")
+            if variable in _OURS:
+                raise UserError("env", f"{variable} is set for each process", "leave it out")
+        if both := sorted({*self.env} & {*self.secrets}):
+            raise UserError("env", f"{both[0]} is under secrets too", "leave one of them out")
+        if wrong := next((path for path in self.mounts if not path.startswith("/") or path == "/"), None):
+            raise UserError("mounts", f"{wrong!r} is not a path in the container", "begin it with /")
+        for variable in self.env:
+            if _SECRET.search(variable):
+                raise UserError(f"env.{variable}", "its value would stand in files that others may read",
+                                f'name where it is instead: secrets.{variable} = "file:PATH"')
+        for variable, where in self.secrets.items():
+            kind, _, place = where.partition(":")
+            if kind not in ("file", "secret") or not place or (kind == "secret" and place.count("/") != 1):
+                raise UserError(f"secrets.{variable}", "it does not say where the secret is",
+                                "give file:PATH, or secret:NAME/KEY in Kubernetes")
+        said = {name: getattr(self, name) for name in ("accelerator", "topology", "queue", "account", "priority",
+                                                       "image", "notify")}
+        said |= {"extra": " ".join(self.extra)} | {f"mounts.{path}": what for path, what in self.mounts.items()}
+        for name, text in said.items():
+            if any(not letter.isprintable() for letter in text) or (name != "extra" and " " in text):
+                raise UserError(name, f"{text!r} has spaces or line breaks", "leave them out")
+
+    @property
+    def processes(self) -> int:
+        """Processes of a node."""
+        return self.processes_per_node or self.accelerators_per_node or 1
+
+    @property
+    def seconds(self) -> int:
+        """The time limit; 0: the engine's."""
+        if not self.time:
+            return 0
+        found = _TIME.fullmatch(self.time)
+        if not found:
+            raise UserError("time", f"{self.time!r} is not a time", "write H:MM:SS or D-HH:MM:SS, such as 24:00:00")
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what differs from the defaults, as JSON holds it."""
+        shown = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
+                for name, value in shown.items() if value != _default(name)}
+
+
+def read_spec(path: str | Path | None, overrides: Mapping[str, str]) -> JobSpec:
+    """Return the spec in a TOML file, if one is given, with overrides as a command line gives them."""
+    found: dict[str, Any] = {}
+    if path is not None:
+        try:
+            found = tomllib.loads(Path(path).read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise UserError("--job", f"{path} cannot be read ({error})", "give a TOML file") from error
+    values = {key: _converted(key, value, text=False) for key, value in found.items()}
+    return JobSpec(**values | {key: _converted(key, value, text=True) for key, value in overrides.items()})
+
+
+def _converted(key: str, value: Any, text: bool) -> Any:
+    """Return the value of a key in the type of its field."""
+    known = [spec.name for spec in fields(JobSpec)]
+    if key not in known:
+        raise UserError(f"{key}", "a job has no such key", nearest(key, known))
+    wanted = type(_default(key))
+    try:
+        if text:
+            return _parsed(value, wanted)
+        if wanted is tuple and isinstance(value, list) and all(isinstance(one, str) for one in value):
+            return tuple(value)
+        if wanted is float and type(value) is int:
+            return float(value)
+        if type(value) is not wanted or (wanted is dict and not all(isinstance(one, str) for one in value.values())):
+            raise ValueError
+    except UserError:
+        raise
+    except ValueError:
+        names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false",
+                 tuple: "a list of texts", dict: "a table of texts"}
+        raise UserError(key, f"{value!r} is not {names[wanted]}", "see docs/launch.md") from None
+    return value
+
+
+def _parsed(value: str, wanted: type) -> Any:
+    if wanted is bool:
+        return {"true": True, "false": False, "1": True, "0": False}[value.lower()] if value.lower() in (
+            "true", "false", "1", "0") else int("not a bool")
+    if wanted in (tuple, dict):
+        raise UserError("command line", "lists and tables are given in a file only", "write them there: --job=FILE")
+    if wanted is float and value.lower() in ("nan", "inf", "-inf"):
+        raise ValueError
+    return wanted(value)
+
+
+def _default(name: str) -> Any:
+    spec = JobSpec.__dataclass_fields__[name]
+    return spec.default if spec.default is not MISSING else spec.default_factory()  # pyrefly: ignore[not-callable]
+
+
+def _at_least(spec: JobSpec, key: str, least: int) -> None:
+    if not getattr(spec, key) >= least:
+        raise UserError(key, f"{getattr(spec, key)} is less than {least}", f"give {least} or more")

@@ -1,0 +1,112 @@
+"""See jobs, and pause, resume and cancel them, on whatever engine they are.
+
+    jaxtrain jobs list runs
+    jaxtrain jobs show runs/big
+    jaxtrain jobs logs runs/big --follow
+    jaxtrain jobs pause runs/big
+
+A job is named by its run's workdir. Pausing saves first: the run goes on from there when it is resumed, on as many
+nodes as then fit.
+"""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from jaxtrain.errors import UserError, say
+from jaxtrain.flags import add_subcommand, command, parser_of
+from jaxtrain.launch import job_record as records
+from jaxtrain.launch.cost import so_far
+from jaxtrain.launch.job_engines import engine_of
+from jaxtrain.launch.supervisor.progress_file import Steps
+
+_LINES = {"list [ROOT]": "list the jobs of all workdirs under a folder", "show WORKDIR": "show what a job is and does",
+          "logs WORKDIR": "print what its processes print", "why WORKDIR": "say why it does not run yet",
+          "pause WORKDIR": "have it save and stop, until it is resumed", "resume WORKDIR": "let a paused job go on",
+          "cancel WORKDIR": "end it, once it has saved", "requeue WORKDIR": "have it save, stop and start again"}
+
+
+@command()
+def main(argv: list[str] | None = None) -> None:
+    """Parse the flags and do it."""
+    parser = parser_of("jobs", __doc__)
+    commands = parser.add_subparsers(dest="what", required=True, metavar="COMMAND")
+    made = {words.partition(" ")[0]: add_subcommand(commands, "jobs", words, line) for words, line in _LINES.items()}
+    for name, sub in made.items():
+        if name == "list":
+            sub.add_argument("workdir", nargs="?", default="runs", metavar="ROOT", help="default: runs")
+        else:
+            sub.add_argument("workdir", metavar="WORKDIR", help="of the run")
+    made["logs"].add_argument("--follow", "-f", action="store_true", help="go on until the job ends")
+    made["resume"].add_argument("--nodes", type=int, help="another number of machines than before")
+    made["cancel"].add_argument("--now", action="store_true", help="do not save first")
+    flags = parser.parse_args(argv)
+    if flags.what == "list":
+        print("\n".join(table(Path(flags.workdir))))
+        return
+    job = records.newest(Path(flags.workdir).absolute())
+    engine = engine_of(job.engine)
+    if flags.what == "show":
+        print(shown(job))
+    elif flags.what == "why":
+        print(engine.why(job))
+    elif flags.what == "logs":
+        for text in output(job, flags.follow):
+            print(text, end="", flush=True)
+    elif flags.what == "resume":
+        records.record(replace(job, id=engine.resume(job, flags.nodes)))
+    elif flags.what == "cancel":
+        engine.cancel(job, flags.now)
+    else:
+        getattr(engine, flags.what)(job)
+    if flags.what in ("pause", "resume", "cancel", "requeue"):
+        say(f"{flags.what}: told {job.engine}; see what becomes of it: jaxtrain jobs show {flags.workdir}")
+
+
+def table(root: Path) -> list[str]:
+    """Return a line for each job under a folder, below a head."""
+    if not root.is_dir():
+        raise UserError("ROOT", f"there is no folder {root}", "give the one that workdirs are in")
+    rows = [("WORKDIR", "ENGINE", "ID", "STATE", "STEP", "NODES")]
+    for job in records.under(root):
+        status = engine_of(job.engine).status(job)
+        step = Steps(job.workdir / "metrics.jsonl").newest or None
+        workdir = job.workdir.relative_to(root) if job.workdir.is_relative_to(root) else job.workdir
+        rows.append((f"{workdir}", job.engine, job.id.partition(":")[0], status.state, f"{step or ''}", status.nodes))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def shown(job: records.Job) -> str:
+    """Return what is known of a job, one line for each fact."""
+    status = engine_of(job.engine).status(job)
+    step = Steps(job.workdir / "metrics.jsonl").newest or None
+    facts = {"state": status.state + (f" ({status.detail})" if status.detail else ""), "engine": job.engine,
+             "id": job.id.partition(":")[0], "name": job.name, "nodes": status.nodes, "step": step,
+             "submitted": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.submitted)),
+             "command": records.quoted(job.command), "commit": job.about.get("commit"),
+             "cost": so_far(job.spec, job.workdir), "files": job.folder}
+    return "\n".join(f"{name:<10} {value}" for name, value in facts.items() if value not in (None, ""))
+
+
+def output(job: records.Job, follow: bool):
+    """Yield what the processes of a job have printed, and with `follow` what they print until it ends."""
+    engine = engine_of(job.engine)
+    if logs := getattr(engine, "logs", None):  # it keeps them itself
+        yield from logs(job, follow)
+        return
+    place = 0
+    while True:
+        ended = not follow or engine.status(job).state not in ("running", "waiting")
+        if job.output.is_file():
+            with open(job.output, errors="replace") as file:
+                file.seek(place)
+                yield file.read()
+                place = file.tell()
+        if ended:
+            return
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,113 @@
+"""Jobs on this machine: a supervisor that goes on when the shell that started it ends."""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from jaxtrain.distributed import exit_codes
+from jaxtrain.errors import UserError
+from jaxtrain.launch.job_record import Job, Status
+from jaxtrain.launch.local_job import ENDED
+from jaxtrain.launch.slurm_script import at_home
+
+SCRIPT = "job.sh"
+
+
+class LocalEngine:
+    """This machine."""
+
+    name = "local"
+
+    def check(self, job: Job) -> None:
+        """Refuse a job that it cannot run."""
+        if job.spec.nodes > 1:
+            raise UserError("nodes", f"there are not {job.spec.nodes} machines here", "set nodes=1")
+        for key, set_there in (("image", job.spec.image), ("queue", job.spec.queue), ("time", job.spec.time)):
+            if set_there:
+                raise UserError(key, "a job on this machine does not read it", "leave it out")
+        if wrong := next((v for v, where in job.spec.secrets.items() if not where.startswith("file:")), None):
+            raise UserError(f"secrets.{wrong}", "it is a secret of Kubernetes", "give file:PATH")
+
+    def render(self, job: Job) -> dict[str, str]:
+        """Return the script that the job is."""
+        lines = ["#!/bin/bash", f"cd {shlex.quote(job.directory)} || exit 2",
+                 *(f"export {name}={shlex.quote(value)}" for name, value in job.spec.env.items()),
+                 *(f"{name}=$(cat {at_home(where)}) && export {name} || exit 2"
+                   for name, where in job.spec.secrets.items()),
+                 *job.spec.setup, f"exec {shlex.join(job.command)}"]
+        return {SCRIPT: "\n".join(lines) + "\n"}
+
+    def submit(self, job: Job) -> str:
+        """Start the job, and return the number of its process."""
+        with open(job.output, "ab") as log:
+            process = subprocess.Popen([sys.executable, "-m", "jaxtrain.launch.local_job", str(job.folder), SCRIPT],
+                                       stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        return f"{process.pid}:{_started(process.pid)}"
+
+    def status(self, job: Job) -> Status:
+        """Return what became of a job."""
+        if _alive(job):
+            return Status("running", nodes="here")
+        stopped = job.pause_file.read_text() if job.pause_file.exists() else ""
+        try:
+            code = int((job.folder / ENDED).read_text())
+        except (OSError, ValueError):
+            return Status("cancelled") if stopped == "cancel" else Status(
+                "failed", "was killed, or the machine was started again")
+        states = {exit_codes.DONE: "done", exit_codes.SAVED: "cancelled" if stopped == "cancel" else "paused"}
+        return Status(states.get(code, "failed"), exit_codes.words(code))
+
+    def why(self, job: Job) -> str:
+        """Return in a sentence why a job does not run."""
+        status = self.status(job)
+        return f"it is {status.state}" + (f": it {status.detail}" if status.detail else "")
+
+    def pause(self, job: Job) -> None:
+        """Have a job save and stop."""
+        self._stop(job, "pause")
+
+    def resume(self, job: Job, nodes: int | None) -> str:
+        """Start the job again; return the number of its process."""
+        if nodes not in (None, 1):
+            raise UserError("--nodes", f"there are not {nodes} machines here", "leave it out")
+        if _alive(job):
+            raise UserError("WORKDIR", f"the job of {job.workdir} runs", "pause it first")
+        for name in (job.pause_file, job.folder / ENDED):
+            name.unlink(missing_ok=True)
+        return self.submit(job)
+
+    def cancel(self, job: Job, now: bool) -> None:
+        """End a job: once it has saved, or at once."""
+        self._stop(job, "cancel", signal.SIGKILL if now else signal.SIGTERM)
+
+    def requeue(self, job: Job) -> None:
+        """Have a job save, stop and start again."""
+        raise UserError("requeue", "there is no queue on this machine", "pause the job and resume it")
+
+    def _stop(self, job: Job, how: str, by: signal.Signals = signal.SIGTERM) -> None:
+        if not _alive(job):
+            raise UserError("WORKDIR", f"the job of {job.workdir} does not run", "see jaxtrain jobs show WORKDIR")
+        job.pause_file.write_text(how)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(_pid(job), by) if by == signal.SIGKILL else os.kill(_pid(job), by)
+
+
+def _pid(job: Job) -> int:
+    return int(job.id.partition(":")[0])
+
+
+def _alive(job: Job) -> bool:
+    return bool(job.id) and _started(_pid(job)) == job.id.partition(":")[2]
+
+
+def _started(pid: int) -> str:
+    """Return when a process started, which tells it from a later one of the same number; "": there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]

@@ -1,0 +1,139 @@
+"""Jobs in Slurm: submitted with sbatch, seen with squeue and sacct, held and released with scontrol."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from jaxtrain.errors import UserError
+from jaxtrain.launch.job_record import Job, Status
+from jaxtrain.launch.slurm_script import script
+
+SCRIPT = "job.sh"
+_STATES = {"PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting", "REQUEUE_HOLD": "paused",
+           "RUNNING": "running", "COMPLETING": "running", "SUSPENDED": "paused", "COMPLETED": "done",
+           "CANCELLED": "cancelled", "FAILED": "failed", "TIMEOUT": "failed", "NODE_FAIL": "failed",
+           "OUT_OF_MEMORY": "failed", "BOOT_FAIL": "failed", "DEADLINE": "failed", "PREEMPTED": "waiting"}
+_REASONS = {  # of waiting, in words for those who do not run the cluster
+    "Priority": "jobs of a higher priority wait too, and come first",
+    "Resources": "it is the next one, and waits until enough nodes are free",
+    "Dependency": "it waits for another job to end",
+    "BeginTime": "it was stopped and put back; Slurm starts such jobs after a pause, of two minutes by default",
+    "JobHeldUser": "it is paused: jaxtrain jobs resume WORKDIR", "JobHeldAdmin": "an administrator has held it",
+    "ReqNodeNotAvail": "nodes that it asks for are down, drained or reserved",
+    "PartitionNodeLimit": "it asks for more nodes than its partition gives to a job",
+    "PartitionTimeLimit": "its time limit is longer than its partition allows",
+    "PartitionDown": "its partition takes no jobs now", "PartitionInactive": "its partition starts no jobs now",
+    "InvalidAccount": "its account does not exist", "InvalidQOS": "its QoS does not exist or is not allowed",
+    "Licenses": "it waits for a licence", "Reservation": "its reservation has not begun",
+    "job requeued in held state": "it is paused: jaxtrain jobs resume WORKDIR"}
+_PARTS = (("^(Assoc|QOS).*Grp", "others of its account or QoS use up what they have together"),
+          ("^(Assoc|QOS).*Max.*PerUser", "jobs of the same user use up what one may have"),
+          ("^(Assoc|QOS)", "it asks for more than its account or QoS may have"))
+
+
+class SlurmEngine:
+    """Slurm, by its own commands."""
+
+    name = "slurm"
+
+    def check(self, job: Job) -> None:
+        """Refuse a job that it cannot run."""
+        if wrong := next((v for v, where in job.spec.secrets.items() if not where.startswith("file:")), None):
+            raise UserError(f"secrets.{wrong}", "Slurm keeps no secrets", "give file:PATH, which all nodes can read")
+
+    def render(self, job: Job) -> dict[str, str]:
+        """Return the files of a job."""
+        return {SCRIPT: script(job)}
+
+    def submit(self, job: Job) -> str:
+        """Submit a job, whose files are there, and return its number."""
+        held = ["--hold"] if job.pause_file.exists() else []
+        return _run("sbatch", "--parsable", *held, f"{job.folder / SCRIPT}").partition(";")[0].strip()
+
+    def status(self, job: Job) -> Status:
+        """Return what became of a job."""
+        found = _run("squeue", "--noheader", "--states=all", f"--jobs={job.id}", "--format=%T|%r|%N", missing="")
+        if not found.strip():
+            return self._past(job)
+        state, reason, nodes = found.strip().splitlines()[0].split("|")
+        known = _STATES.get(state, "unknown")
+        if state == "COMPLETING" and reason.startswith("job requeued"):  # the script ends, the run has
+            known = "waiting"
+        if known == "waiting" and reason.startswith(("JobHeld", "job requeued in held")):
+            known = "paused"
+        if known == "done" and job.pause_file.exists():
+            known = "cancelled"
+        return Status(known, "" if reason == "None" else reason, nodes)
+
+    def _past(self, job: Job) -> Status:
+        """Return what the accounting, or the log of ended jobs, knows of a job that squeue has forgotten."""
+        for words in (("sacct",), ("sacct", "--completion")):
+            found = _run(*words, "--noheader", "--parsable2", f"--jobs={job.id}", "--format=JobID,State", missing="")
+            states = [line.split("|")[1].split()[0] for line in found.splitlines() if line.split("|")[0] == job.id]
+            if states:
+                return Status(_STATES.get(states[-1], "unknown"), states[-1])
+        return Status("unknown", "Slurm does not know it any more")
+
+    def why(self, job: Job) -> str:
+        """Return why a job does not run, in a sentence."""
+        status = self.status(job)
+        if status.state not in ("waiting", "paused"):
+            return f"it is {status.state}" + (f" ({status.detail})" if status.detail else "")
+        part = next((words for pattern, words in _PARTS if re.search(pattern, status.detail)), "")
+        return f"{_REASONS.get(status.detail, part) or 'Slurm says only this'} ({status.detail})"
+
+    def pause(self, job: Job) -> None:
+        """Have a job save, stop and hold."""
+        job.pause_file.write_text("pause")
+        if self.status(job).state == "running":
+            _run("scancel", "--signal=TERM", job.id)
+        else:
+            _run("scontrol", "hold", job.id)
+
+    def resume(self, job: Job, nodes: int | None) -> str:
+        """Let a paused job go on, under the same number."""
+        if nodes is not None:
+            _run("scontrol", "update", f"JobId={job.id}", f"NumNodes={nodes}-{nodes}",
+                 f"NumTasks={nodes * job.spec.processes}")
+        job.pause_file.unlink(missing_ok=True)
+        _run("scontrol", "release", job.id)
+        return job.id
+
+    def cancel(self, job: Job, now: bool) -> None:
+        """End a job: once it has saved, or at once."""
+        if not now and self.status(job).state == "running":
+            job.pause_file.write_text("cancel")
+            _run("scancel", "--signal=TERM", job.id)
+        else:
+            _run("scancel", job.id)
+
+    def requeue(self, job: Job) -> None:
+        """Have a job save, stop and start again."""
+        job.pause_file.unlink(missing_ok=True)
+        _run("scancel", "--signal=TERM", job.id)
+
+
+def _run(*words: str, missing: str | None = None) -> str:
+    """Return what a command of Slurm prints; `missing`: what to return where it fails."""
+    if shutil.which(words[0]) is None:
+        raise UserError("--on", f"there is no {words[0]} here", "run this on a login node of the cluster")
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        raise UserError(words[0], "it gave no answer within 60 s",
+                        "see whether slurmctld works: scontrol ping") from None
+    if done.returncode and missing is None:
+        raise UserError(words[0], _sentence(done.stderr), f"the whole command was: {_shown(words)}")
+    return missing if done.returncode and missing is not None else done.stdout
+
+
+def _sentence(said: str) -> str:
+    lines: Sequence[str] = [line.split("error: ")[-1] for line in said.splitlines() if line.strip()]
+    return "; ".join(lines) or "it failed without a word"
+
+
+def _shown(words: Sequence[str]) -> str:
+    import shlex
+
+    return shlex.join(words)

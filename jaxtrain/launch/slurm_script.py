@@ -1,0 +1,93 @@
+"""The batch script of a job in Slurm.
+
+It maps exit statuses to what Slurm does next: 75 and 76 start the job again, unless it is to pause or to end; a crash
+does so `retries` times; 0, 2, 77 and 130 end it. No setting of the cluster is needed.
+"""
+
+import shlex
+
+from jaxtrain.launch.job_record import Job
+
+_RUN = """\
+# The address of the first node, as Slurm itself reaches it; one port for each job.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+export JAX_COORDINATOR_ADDRESS="$address:$((20000 + SLURM_JOB_ID % 10000))"
+
+trap : TERM  # sent to the processes too, which save; this script goes on to say what happens next
+tasks=$((SLURM_JOB_NUM_NODES * {processes}))  # SLURM_NTASKS is not, once a job was resumed on other nodes
+{srun} --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$tasks bash -c \\
+  'export JAX_NUM_PROCESSES=$SLURM_NTASKS JAX_PROCESS_ID=$SLURM_PROCID; exec "$@"' run \\
+  {command}
+status=$?
+"""
+_NEXT = """\
+state() {{ scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\\([A-Z]*\\).*/\\1/p'; }}
+again() {{  # Slurm ends this script while it waits
+  if [ "$(state)" != RUNNING ]; then exit $status; fi  # somebody else has decided
+  trap - TERM
+  scontrol "$1" "$SLURM_JOB_ID"
+  sleep 600
+}}
+case $(cat {stop} 2>/dev/null) in
+  cancel) exit 0 ;;
+  pause) again requeuehold ;;
+esac
+case $status in
+  0|2|77|130) exit $status ;;  # done, a mistake, a limit, Ctrl-C
+  75|76) again requeue ;;
+esac
+echo >> {crashes}
+if [ "$(wc -l < {crashes})" -le {retries} ]; then
+  again requeue
+fi
+exit $status
+"""
+
+
+def script(job: Job) -> str:
+    """Return the batch script."""
+    spec = job.spec
+    parts = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options(job)), "",
+             f"cd {shlex.quote(job.directory)} || exit 2",
+             *(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items())]
+    parts += [f'{name}=$(cat {at_home(where)}) && export {name} || exit 2'
+              for name, where in spec.secrets.items()]
+    srun, command = ["srun", "--kill-on-bad-exit=1", "--export=ALL"], shlex.join(job.command)
+    if spec.accelerators_per_node:
+        srun.append(f"--gpus-per-task={spec.accelerators_per_node // spec.processes}")
+    if spec.image:
+        binds = [word for path, what in spec.mounts.items() for word in ("--bind", f"{what}:{path}")]
+        gpus = ["--nv"] if spec.accelerators_per_node else []
+        command = f"{shlex.join(['apptainer', 'exec', *gpus, *binds, spec.image])} {command}"
+    crashes, stop = (shlex.quote(f"{path}") for path in (job.folder / "crashes", job.pause_file))
+    run = _RUN.format(srun=shlex.join(srun), command=command, processes=spec.processes)
+    return "\n".join([*parts, *spec.setup, "", run,
+                      _NEXT.format(stop=stop, crashes=crashes, retries=spec.retries)])
+
+
+def options(job: Job) -> list[str]:
+    """Return what sbatch is told."""
+    spec, nodes = job.spec, f"{job.spec.nodes}"
+    if spec.min_nodes and spec.min_nodes < spec.nodes:
+        nodes = f"{spec.min_nodes}-{spec.nodes}"
+    kind = f"{spec.accelerator}:" if spec.accelerator else ""
+    found = {"job-name": job.name, "nodes": nodes, "ntasks-per-node": spec.processes,
+             "gpus-per-node": f"{kind}{spec.accelerators_per_node}" if spec.accelerators_per_node else "",
+             "cpus-per-task": spec.cpus_per_process or "",
+             "mem": f"{spec.memory_gb * 1000:.0f}M" if spec.memory_gb else "",
+             "time": _duration(spec.seconds), "partition": spec.queue, "account": spec.account, "qos": spec.priority,
+             "mail-user": spec.notify, "mail-type": "END,FAIL" if spec.notify else "",
+             "signal": f"TERM@{spec.grace_s}", "output": f"{job.output}", "open-mode": "append", "export": "NIL"}
+    return [f"--{name}={value}" for name, value in found.items() if value != ""] + ["--requeue", *spec.extra]
+
+
+def _duration(seconds: int) -> str:
+    days, rest = divmod(seconds, 86400)
+    return f"{days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}" if seconds else ""
+
+
+def at_home(where: str) -> str:
+    """Return the path of a file with a secret as a shell reads it, whoever runs the job."""
+    path = where.removeprefix("file:")
+    return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)

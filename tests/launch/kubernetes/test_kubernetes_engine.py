@@ -1,0 +1,228 @@
+"""Jobs in Kubernetes, with a kubectl that writes down what it is asked and answers what a cluster has answered."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxtrain.launch import __main__ as launch
+from jaxtrain.launch import job_record as jobs
+from jaxtrain.launch import jobs as jobs_command
+from jaxtrain.launch.kubernetes import jobset
+from jaxtrain.launch.kubernetes.kubernetes_engine import KubernetesEngine
+from tests.launch import test_golden_jobs as golden
+
+KUBECTL = """\
+#!/bin/bash
+cd {folder}
+printf '%s\\n' "$*" >> calls
+if [ -f "fails-$1" ]; then cat "fails-$1" >&2; exit 1; fi
+cat "$1-$2" 2>/dev/null || true
+"""
+QUEUED = {"spec": {"suspend": True}}
+WORKLOAD = {"items": [
+    {"metadata": {"name": "other", "ownerReferences": [{"kind": "JobSet", "name": "other"}]}},
+    {"metadata": {"name": "jobset-work-1-abcde", "ownerReferences": [{"kind": "JobSet", "name": "work-1"}]},
+     "status": {"conditions": [
+         {"type": "QuotaReserved", "status": "False", "reason": "Pending",
+          "message": "couldn't assign flavors to pod set run: insufficient unused quota for nvidia.com/gpu"},
+         {"type": "Evicted", "status": "True", "reason": "Preempted", "message": "Preempted to accommodate a workload"},
+     ]}}]}
+
+
+class Cluster:
+    """What kubectl answers, and what it was asked."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.answer("create", "--filename", {"metadata": {"name": "work-1", "namespace": "team"}})
+
+    def answer(self, verb: str, kind: str, content: dict) -> None:
+        (self.folder / f"{verb}-{kind}").write_text(json.dumps(content))
+
+    def jobset(self, **content) -> None:
+        self.answer("get", "jobset", {"spec": {}} | content)
+
+    def fail(self, verb: str, said: str) -> None:
+        (self.folder / f"fails-{verb}").write_text(said)
+
+    def asked(self) -> list[str]:
+        """What it was asked to change since the last call."""
+        calls = self.folder / "calls"
+        found = [line for line in calls.read_text().splitlines() if not line.startswith("get ")]
+        calls.write_text("")
+        return found
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "kubectl").write_text(KUBECTL.format(folder=folder))
+    (folder / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return Cluster(folder)
+
+
+@pytest.fixture
+def work(tmp_path) -> Path:
+    return tmp_path / "work"
+
+
+def submit(workdir: Path, *flags: str, more: str = "") -> int:
+    spec = workdir.parent / "job.toml"
+    spec.write_text(f'image = "jaxtrain:1"\n{more}\n[mounts]\n"{workdir.parent}" = "pvc:runs"\n')
+    return launch.main(["--on=kubernetes", f"--workdir={workdir}", f"--job={spec}", *flags, "--", "python", "x.py"])
+
+
+def status(workdir: Path) -> jobs.Status:
+    return KubernetesEngine().status(jobs.newest(workdir))
+
+
+def told(what: str, workdir: Path, *flags: str) -> None:
+    assert jobs_command.main([what, f"{workdir}", *flags]) == 0
+
+
+def test_a_job_is_submitted_paused_resumed_and_cancelled(cluster, work, capsys):
+    assert submit(work, "--nodes=2") == 0
+    assert cluster.asked() == [f"create --filename {work}/jobs/1/jobset.yaml --output=json"]
+    assert yaml.safe_load((work / "jobs/1/jobset.yaml").read_text())["metadata"] == {"name": "work-1"}
+    cluster.jobset(status={"replicatedJobsStatus": [{"name": "run", "ready": 1}]})
+    cluster.answer("get", "pods", {"items": [{"spec": {"nodeName": "b"}}, {"spec": {"nodeName": "a"}}, {"spec": {}}]})
+    assert status(work) == jobs.Status("running", nodes="a,b")
+    told("pause", work)
+    assert cluster.asked() == ['patch jobset work-1 --namespace=team --type=merge --patch {"spec": {"suspend": true}}']
+    cluster.jobset(**QUEUED)
+    assert status(work).state == "paused"
+    told("why", work)
+    assert "jaxtrain jobs resume" in capsys.readouterr().out
+    told("resume", work)
+    assert cluster.asked() == ['patch jobset work-1 --namespace=team --type=merge --patch {"spec": {"suspend": false}}']
+    told("resume", work, "--nodes=1")
+    assert cluster.asked() == ["delete jobset work-1 --namespace=team --cascade=foreground --ignore-not-found",
+                               f"create --filename {work}/jobs/1/jobset.yaml --output=json"]
+    assert "completions: 1\n" in (work / "jobs/1/jobset.yaml").read_text()
+    told("requeue", work)
+    chosen = "--selector=jobset.sigs.k8s.io/jobset-name=work-1 --namespace=team"
+    assert cluster.asked() == [f"delete pods {chosen} --wait=false"]
+    told("cancel", work, "--now")
+    assert cluster.asked() == ["delete jobset work-1 --namespace=team --cascade=foreground --wait=false",
+                               f"delete pods {chosen} --grace-period=1 --wait=false"]
+    (cluster.folder / "get-jobset").unlink()
+    assert status(work).state == "cancelled"
+    told("logs", work, "--follow")
+    assert cluster.asked() == [f"logs {chosen} --prefix --tail=-1 --max-log-requests=2 --follow"]
+
+
+def test_kueue_is_told_by_its_workload(cluster, work, capsys):
+    assert submit(work, more='queue = "research"') == 0
+    cluster.asked()
+    cluster.jobset(**QUEUED)
+    assert status(work) == jobs.Status("waiting", "suspended")
+    told("why", work)
+    assert "Kueue has not taken it: is there a local queue 'research' in team?" in capsys.readouterr().out
+    assert jobs_command.main(["pause", f"{work}"]) == 2 and not (work / "jobs/1/stop").exists()
+    cluster.answer("get", "workloads.kueue.x-k8s.io", WORKLOAD)
+    told("why", work)
+    said = capsys.readouterr().out
+    assert "insufficient unused quota for nvidia.com/gpu (Pending)" in said and "(Preempted)" in said
+    told("pause", work)
+    told("resume", work)
+    patch = "patch workloads.kueue.x-k8s.io jobset-work-1-abcde --namespace=team --type=merge --patch "
+    assert cluster.asked() == [f'{patch}{{"spec": {{"active": {active}}}}}' for active in ("false", "true")]
+
+
+@pytest.mark.parametrize("pod, said", [
+    ({"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
+                      "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."}]},
+     "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. (Unschedulable)"),
+    ({"containerStatuses": [{"state": {"waiting": {"reason": "CreateContainerConfigError",
+                                                   "message": 'secret "hub" not found'}}}]},
+     'secret "hub" not found (CreateContainerConfigError)'),
+    ({}, "not all of its pods run")])
+def test_why_says_what_a_pod_waits_for(cluster, work, capsys, pod, said):
+    submit(work)
+    cluster.jobset()
+    cluster.answer("get", "pods", {"items": [{"spec": {}, "status": pod}]})
+    told("why", work)
+    assert said in capsys.readouterr().out
+
+
+def test_how_a_job_ended(cluster, work):
+    submit(work)
+    for kind, state in (("Completed", "done"), ("Failed", "failed")):
+        cluster.jobset(status={"conditions": [{"type": "Failed", "status": "False"},
+                                              {"type": kind, "status": "True", "message": "said"}]})
+        assert status(work) == jobs.Status(state, "said")
+    (cluster.folder / "get-jobset").unlink()
+    assert status(work).state == "unknown"
+
+
+@pytest.mark.parametrize("said, fix", [
+    ('Error from server (AlreadyExists): jobsets.jobset.x-k8s.io "work-1" already exists', "set another name"),
+    ('error: resource mapping not found: no matches for kind "JobSet"', "install JobSet"),
+    ("The connection to the server was refused", "the whole command was: kubectl create")])
+def test_what_kubectl_refuses_is_told_in_a_line_and_leaves_nothing(cluster, work, capsys, said, fix):
+    cluster.fail("create", said)
+    assert submit(work) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert fix in line and list((work / "jobs").iterdir()) == []
+
+
+def test_without_kubectl_it_says_so(work, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert submit(work) == 2
+    assert "there is no kubectl here" in capsys.readouterr().err
+
+
+def test_no_secret_stands_in_a_file(cluster, work, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")
+    (work.parent / "token").write_text("hf_of_the_file")
+    secrets = '[secrets]\nHF_TOKEN = "{}"'
+    assert submit(work, more=secrets.format("secret:hub/token")) == 0
+    spec = work.parent / "file.toml"
+    spec.write_text(secrets.format(f"file:{work.parent}/token"))
+    assert launch.main(["--on=slurm", f"--workdir={work}", f"--job={spec}", "--dry_run", "--", "true"]) == 0
+    spec.write_text(f'image = "i"\n{secrets.format("file:token")}\n[mounts]\n"{work.parent}" = "runs"')
+    assert launch.main(["--on=dstack", f"--workdir={work}", f"--job={spec}", "--dry_run", "--", "true"]) == 0
+    said = capsys.readouterr()
+    written = "".join(path.read_text() for path in work.rglob("*") if path.is_file()) + said.out + said.err
+    assert "HF_TOKEN" in written and "hf_of" not in written
+
+
+def test_skypilot_and_dstack_are_submitted_by_hand(work, capsys):
+    spec = work.parent / "job.toml"
+    for engine, what, command in (("skypilot", "gs://runs", "sky jobs launch"), ("dstack", "runs", "dstack apply -f")):
+        spec.write_text(f'image = "jaxtrain:1"\n[mounts]\n"{work.parent}" = "{what}"\n')
+        assert launch.main([f"--on={engine}", f"--workdir={work}", f"--job={spec}", "--", "true"]) == 2
+        assert command in capsys.readouterr().err
+    assert not work.exists()
+
+
+def test_crashes_count_and_what_was_saved_does_not():
+    """Every exit status of a run has one rule, or counts as a crash."""
+    spec = jobset.jobset(golden.job("kubernetes", "gpus"))["spec"]
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    codes = {code: rule["action"] for rule in job["podFailurePolicy"]["rules"]
+             for code in rule.get("onExitCodes", {}).get("values", [])}
+    assert codes == {2: "FailJob", 77: "FailJob", 130: "FailJob", 75: "Ignore", 76: "Ignore"}
+    assert job["backoffLimit"] == 0 and spec["failurePolicy"]["maxRestarts"] == 3
+    assert [rule["action"] for rule in spec["failurePolicy"]["rules"]] == [
+        "FailJobSet", "RestartJobSetAndIgnoreMaxRestarts"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("kubernetes_validate") is None, reason="pip install kubernetes-validate")
+@pytest.mark.parametrize("name", golden.SPECS)
+def test_kubernetes_knows_every_field(name):
+    import kubernetes_validate
+
+    job = jobset.jobset(golden.job("kubernetes", name))["spec"]["replicatedJobs"][0]["template"]
+    kubernetes_validate.validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}} | job, "1.33",
+                                 strict=True)
+    job["spec"]["template"]["spec"]["containers"][0]["imagee"] = "i"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "j"}} | job, "1.33",
+                                     strict=True)

@@ -1,0 +1,188 @@
+"""Jobs in a real Slurm of four nodes on this machine."""
+
+import contextlib
+import json
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.launch import __main__ as launch
+from jaxtrain.launch import job_record as jobs
+from jaxtrain.launch import jobs as jobs_command
+from jaxtrain.launch.job_engines import engine_of
+from jaxtrain.launch.slurm_engine import SlurmEngine
+from tests.launch.slurm import cluster as clusters
+
+ROOT = Path(__file__).parents[3]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(
+    bool(clusters.missing()), reason="apt-get install --no-install-recommends slurm-wlm munge")]
+
+LIMIT = 300  # seconds, of a machine that is very slow
+
+# A run that saves when it is told to stop, and goes on when the file `go` is there.
+PROGRAM = textwrap.dedent("""\
+    import os, signal, sys, time
+    workdir = sys.argv[1]
+    me, attempt = os.environ["JAX_PROCESS_ID"], os.environ.get("SLURM_RESTART_COUNT", "0")
+    def save(*_):
+        open(f"{workdir}/saved-{attempt}-{me}", "w")
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+    with open(f"{workdir}/began-{attempt}-{me}", "w") as file:
+        file.write(f"{os.environ['JAX_NUM_PROCESSES']} {os.environ['JAX_COORDINATOR_ADDRESS']}")
+    while not os.path.exists(f"{workdir}/end"):
+        time.sleep(0.05)
+    sys.exit(int(open(f"{workdir}/end").read()))
+    """)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        try:
+            found = stack.enter_context(clusters.Cluster(tmp_path_factory.mktemp("slurm")))
+        except RuntimeError as error:
+            pytest.skip(f"Slurm does not start here: {error}")
+        patch.setenv("SLURM_CONF", found.environment["SLURM_CONF"])
+        (found.folder / "job.toml").write_text(f'setup = ["export PATH={Path(sys.executable).parent}:/usr/bin:/bin '
+                                               f'PYTHONPATH={ROOT} JAX_PLATFORMS=cpu"]\n')
+        (found.folder / "program.py").write_text(PROGRAM)
+        yield found
+
+
+@pytest.fixture
+def begun(cluster, tmp_path):
+    """Submit the program; what it leaves running is ended."""
+    made = []
+
+    def begin(*flags: str, workdir: Path = tmp_path / "work", wait: bool = True) -> Path:
+        assert launch.main(["--on=slurm", f"--workdir={workdir}", f"--job={cluster.folder}/job.toml", *flags, "--",
+                            sys.executable, f"{cluster.folder}/program.py", f"{workdir}"]) == 0
+        made.append(workdir)
+        if wait:
+            event(workdir / "began-0-0")
+        return workdir
+
+    yield begin
+    for workdir in made:
+        cluster.run("scancel", jobs.newest(workdir).id)
+        until(workdir, lambda status: status.state not in ("running", "waiting", "paused"))
+
+
+def event(path: Path) -> None:
+    """Wait for a file."""
+    end = time.monotonic() + LIMIT
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} never came: {[each.name for each in path.parent.iterdir()]}"
+        time.sleep(0.1)
+
+
+def until(workdir: Path, is_so) -> jobs.Status:
+    """Wait until the engine says so."""
+    end = time.monotonic() + LIMIT
+    while not is_so(status := SlurmEngine().status(jobs.newest(workdir))):
+        assert time.monotonic() < end, status
+        time.sleep(0.2)
+    return status
+
+
+def told(what: str, workdir: Path, *flags: str) -> None:
+    assert jobs_command.main([what, f"{workdir}", *flags]) == 0
+
+
+def test_a_run_pauses_and_goes_on_with_other_nodes(begun, capsys):
+    workdir = begun("--nodes=3")
+    assert (workdir / "began-0-0").read_text().startswith("3 127.0.0.1:")
+    told("pause", workdir)
+    until(workdir, lambda status: status.state == "paused")
+    assert len(list(workdir.glob("saved-0-*"))) == 3
+    told("why", workdir)
+    assert "it is paused: jaxtrain jobs resume" in capsys.readouterr().out
+    told("resume", workdir, "--nodes=2")
+    event(workdir / "began-1-0")
+    assert (workdir / "began-1-0").read_text().startswith("2 ")
+    (workdir / "end").write_text("0")
+    until(workdir, lambda status: status.state == "done")
+    told("list", workdir.parent)
+    assert "work     slurm" in capsys.readouterr().out
+
+
+def test_a_crash_starts_again_as_often_as_it_may(begun):
+    workdir = begun("--nodes=2", "--retries=1", wait=False)
+    (workdir / "end").write_text("1")
+    until(workdir, lambda status: status.state == "failed")
+    assert (workdir / "jobs" / "1" / "crashes").read_text() == "\n\n"  # it began twice
+
+
+def test_a_mistake_does_not_start_again(begun):
+    workdir = begun(wait=False)
+    (workdir / "end").write_text("2")
+    until(workdir, lambda status: status.state == "failed")
+    assert not (workdir / "began-1-0").exists()
+
+
+def test_cancelling_saves_first(begun):
+    workdir = begun("--nodes=2")
+    told("cancel", workdir)
+    until(workdir, lambda status: status.state == "cancelled")
+    assert len(list(workdir.glob("saved-0-*"))) == 2 and not (workdir / "began-1-0").exists()
+
+
+def test_a_job_of_a_higher_priority_comes_first_and_the_other_goes_on_after_it(begun, tmp_path):
+    low, high = begun("--nodes=4", "--queue=low", "--cpus_per_process=2"), tmp_path / "high"
+    begun("--nodes=4", "--queue=high", "--cpus_per_process=2", workdir=high)
+    assert len(list(low.glob("saved-0-*"))) == 4
+    until(low, lambda status: status.state == "waiting")
+    (high / "end").write_text("0")
+    event(low / "began-1-0")
+
+
+def test_a_lost_node_starts_the_job_again_on_the_others(begun, cluster):
+    workdir = begun("--nodes=2")
+    lost = SlurmEngine().status(jobs.newest(workdir)).nodes.removeprefix("n[")[0]
+    cluster.kill(f"n{lost}")
+    event(workdir / "began-1-0")
+    cluster.start_node(int(lost))
+
+
+def test_a_second_job_in_a_workdir_is_refused(begun, capsys):
+    workdir = begun()
+    assert launch.main(["--on=slurm", f"--workdir={workdir}", "--", "true"]) == 2
+    assert "has a job that is running" in capsys.readouterr().err
+
+
+def test_what_slurm_refuses_is_told_in_a_line_and_leaves_nothing(cluster, tmp_path, capsys):
+    assert launch.main(["--on=slurm", f"--workdir={tmp_path}", "--queue=none", "--", "true"]) == 2
+    assert capsys.readouterr().err.startswith("sbatch: invalid partition specified: none")
+    assert list((tmp_path / "jobs").iterdir()) == []
+
+
+def test_a_run_saves_before_its_time_is_over_and_goes_on(begun):
+    """Slurm looks at limits every half minute, and sends the signal up to a minute early."""
+    workdir = begun("--time=0:01:00", "--grace_s=45")
+    event(workdir / "saved-0-0")
+    event(workdir / "began-1-0")
+
+
+def test_two_nodes_compute_what_two_devices_of_one_process_do(cluster, tmp_path):
+    """The same bits, and the run is the command's own."""
+    losses = []
+    for on, more in (("slurm", ["--nodes=2"]), ("local", [])):
+        workdir = tmp_path / on
+        (tmp_path / "job.toml").write_text((cluster.folder / "job.toml").read_text() + (
+            '[env]\nXLA_FLAGS = "--xla_force_host_platform_device_count=2"\n' if on == "local" else ""))
+        assert launch.main([f"{ROOT}/configs/gpt.py:tiny", f"--on={on}", f"--workdir={workdir}",
+                            f"--job={tmp_path}/job.toml", *more, "--config.train.steps=4",
+                            "--config.train.log_every=1", "--config.mesh.data=2"]) == 0
+        job = jobs.newest(workdir)
+        end = time.monotonic() + 5 * LIMIT
+        while (status := engine_of(on).status(job)).state in ("waiting", "running"):
+            assert time.monotonic() < end
+            time.sleep(0.5)
+        assert status.state == "done", job.output.read_text()
+        lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert losses[0] == losses[1] and len(losses[0]) == 4

@@ -1,0 +1,122 @@
+"""Jobs on this machine, with a program that saves when it is told to stop."""
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.launch import __main__ as launch
+from jaxtrain.launch import job_record
+from jaxtrain.launch import jobs as jobs_command
+from jaxtrain.launch.job_engines import engine_of
+
+PROGRAM = textwrap.dedent("""\
+    import os, signal, sys, time
+    workdir = sys.argv[1]
+    def save(*_):
+        open(f"{workdir}/saved", "w")
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+    print("attempt", os.environ["KIND"], os.environ["KEY"] == "s3cret", flush=True)
+    open(f"{workdir}/began", "w")
+    while not os.path.exists(f"{workdir}/end"):
+        time.sleep(0.02)
+    sys.exit(int(open(f"{workdir}/end").read()))
+    """)
+
+
+def wait_for(is_so) -> None:
+    end = time.monotonic() + 120  # of a machine that is very slow
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    """The program, submitted and begun."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "key").write_text("s3cret\n")
+    (tmp_path / "job.toml").write_text(f'[env]\nKIND = "a b"\n[secrets]\nKEY = "file:{tmp_path}/key"\n')
+    folder = tmp_path / "work"
+    assert launch.main(["--on=local", f"--workdir={folder}", f"--job={tmp_path}/job.toml", "--", sys.executable,
+                        f"{tmp_path}/program.py", str(folder)]) == 0
+    wait_for((folder / "began").exists)
+    yield folder
+    (folder / "end").write_text("0")
+    wait_for(lambda: state(folder) != "running")
+
+
+def state(workdir: Path) -> str:
+    job = job_record.newest(workdir)
+    return engine_of("local").status(job).state
+
+
+def told(what: str, workdir: Path, *flags: str) -> None:
+    assert jobs_command.main([what, str(workdir), *flags]) == 0
+
+
+def test_a_job_pauses_goes_on_and_ends(workdir, capsys):
+    told("pause", workdir)
+    wait_for(lambda: state(workdir) == "paused")
+    assert (workdir / "saved").exists()
+    (workdir / "began").unlink()
+    told("resume", workdir)
+    wait_for((workdir / "began").exists)
+    capsys.readouterr()
+    told("show", workdir)
+    assert "state      running" in capsys.readouterr().out
+    (workdir / "end").write_text("0")
+    wait_for(lambda: state(workdir) == "done")
+    told("logs", workdir)
+    assert capsys.readouterr().out == "attempt a b True\n" * 2
+    told("list", workdir.parent)
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["work", "local"]
+    assert not any("s3cret" in path.read_text() for path in (workdir / "jobs" / "1").iterdir())
+
+
+def test_cancelling_saves_first_and_at_once_does_not(workdir):
+    told("cancel", workdir)
+    wait_for(lambda: state(workdir) == "cancelled")
+    assert (workdir / "saved").exists()
+
+
+def test_a_second_job_is_refused_and_one_that_was_killed_is_told(workdir, capsys):
+    assert launch.main(["--on=local", f"--workdir={workdir}", "--", "true"]) == 2
+    assert "has a job that is running" in capsys.readouterr().err
+    told("cancel", workdir, "--now")
+    wait_for(lambda: state(workdir) != "running")
+    assert state(workdir) == "cancelled" and not (workdir / "saved").exists()
+    (workdir / "jobs" / "1" / "stop").unlink()
+    told("why", workdir)
+    assert capsys.readouterr().out == "it is failed: it was killed, or the machine was started again\n"
+
+
+def test_the_checkout_and_its_edits_are_recorded(tmp_path, monkeypatch, capsys):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], cwd=tmp_path, check=True,
+                       capture_output=True)
+
+    git("init")
+    (tmp_path / "model.py").write_text("a = 1\n")
+    git("add", "model.py")
+    git("commit", "-m", "begun")
+    (tmp_path / "model.py").write_text("a = 2\n")
+    monkeypatch.chdir(tmp_path)
+    assert launch.main(["--on=local", "--workdir=work", "--", "true"]) == 0
+    job = job_record.newest(tmp_path / "work")
+    assert len(job.about["commit"]) == 40 and job.directory == str(tmp_path)
+    assert "+a = 2" in (job.folder / "checkout.patch").read_text()
+    wait_for(lambda: state(tmp_path / "work") == "done")
+
+
+def test_a_config_is_read_before_it_is_submitted(tmp_path, capsys):
+    assert launch.main(["configs/gpt.py:tiny", "--on=local", f"--workdir={tmp_path}", "--config.train.stepz=3"]) == 2
+    assert "train.stepz: there is no such key" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert launch.main(["configs/gpt.py:tiny", "--on=local", f"--workdir={tmp_path}", "--dry_run"]) == 0
+    assert "-m jaxtrain.main --config=configs/gpt.py:tiny" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
