@@ -88,7 +88,9 @@ def describe(on: str, workdir: Path, config: str | None, overrides: list[str], o
         keys = overrides_of(overrides, flags)
         about["config_hash"] = atomic_files.digest(load_config(config, keys).to_dict())
         python = "python" if spec.setup or spec.image else sys.executable  # setup may activate an environment
-        command = [python, "-m", "jaxtrain.main", f"--config={config}", *overrides, f"--workdir={workdir.absolute()}"]
+        module = ["jaxtrain.main"] if on != "local" else [
+            "jaxtrain.supervise", f"--processes={spec.processes}", f"--max_restarts={spec.retries}", "--"]
+        command = [python, "-m", *module, f"--config={config}", *overrides, f"--workdir={workdir.absolute()}"]
     elif overrides:
         raise UserError(overrides[0], "a command has no config", "write it behind --")
     else:

@@ -69,7 +69,11 @@ def table(root: Path) -> list[str]:
         raise UserError("ROOT", f"there is no folder {root}", "give the one that workdirs are in")
     rows = [("WORKDIR", "ENGINE", "ID", "STATE", "STEP", "NODES")]
     for job in records.under(root):
-        status = engine_of(job.engine).status(job)
+        try:
+            status = engine_of(job.engine).status(job)
+        except UserError as error:  # its cluster cannot be asked from here
+            say(error)
+            status = records.Status("unknown")
         step = Steps(job.workdir / "metrics.jsonl").newest or None
         workdir = job.workdir.relative_to(root) if job.workdir.is_relative_to(root) else job.workdir
         rows.append((f"{workdir}", job.engine, job.id.partition(":")[0], status.state, f"{step or ''}", status.nodes))

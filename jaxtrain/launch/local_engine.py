@@ -15,6 +15,8 @@ from jaxtrain.launch.local_job import ENDED
 from jaxtrain.launch.slurm_script import at_home
 
 SCRIPT = "job.sh"
+_READ = ("name", "nodes", "processes_per_node", "accelerators_per_node", "accelerator", "retries", "setup", "env",
+         "secrets")
 
 
 class LocalEngine:
@@ -26,9 +28,11 @@ class LocalEngine:
         """Refuse a job that it cannot run."""
         if job.spec.nodes > 1:
             raise UserError("nodes", f"there are not {job.spec.nodes} machines here", "set nodes=1")
-        for key, set_there in (("image", job.spec.image), ("queue", job.spec.queue), ("time", job.spec.time)):
-            if set_there:
-                raise UserError(key, "a job on this machine does not read it", "leave it out")
+        if wrong := next((key for key in job.spec.as_dict() if key not in _READ), None):
+            raise UserError(wrong, "a job on this machine does not read it", "leave it out")
+        if job.spec.processes > 1 and "jaxtrain.supervise" not in job.command:
+            raise UserError("processes_per_node", "a command of your own is one process on this machine",
+                            "leave it out, or have the command start its processes")
         if wrong := next((v for v, where in job.spec.secrets.items() if not where.startswith("file:")), None):
             raise UserError(f"secrets.{wrong}", "it is a secret of Kubernetes", "give file:PATH")
 

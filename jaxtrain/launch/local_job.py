@@ -10,8 +10,18 @@ ENDED = "ended"  # the file with the exit status
 
 def main(folder: Path, script: str) -> int:
     """Run the script in a folder to its end; SIGTERM goes on to it."""
-    process = subprocess.Popen(["bash", str(folder / script)])
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    running: list[subprocess.Popen] = []
+    stops: list[int] = []
+
+    def stop(number, _):
+        stops.append(number)
+        for process in running:
+            process.terminate()
+
+    signal.signal(signal.SIGTERM, stop)  # before there is anything to stop
+    running.append(process := subprocess.Popen(["bash", str(folder / script)]))
+    if stops:
+        process.terminate()
     status = process.wait()
     partial = folder / f"{ENDED}.partial"
     partial.write_text(f"{status}")

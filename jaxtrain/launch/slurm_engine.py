@@ -39,6 +39,9 @@ class SlurmEngine:
 
     def check(self, job: Job) -> None:
         """Refuse a job that it cannot run."""
+        if not job.spec.preemptible:
+            raise UserError("preemptible", "in Slurm partitions and QoS say who may be stopped",
+                            "leave it out, and set queue or priority")
         if wrong := next((v for v, where in job.spec.secrets.items() if not where.startswith("file:")), None):
             raise UserError(f"secrets.{wrong}", "Slurm keeps no secrets", "give file:PATH, which all nodes can read")
 

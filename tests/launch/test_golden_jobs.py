@@ -20,9 +20,9 @@ CONTAINER = {"image": "registry.example/jaxtrain:1", "mounts": {"/mnt/runs": "pv
 SPECS = {
     "cpu": {"cpus_per_process": 4, "memory_gb": 16},
     "gpus": {"nodes": 4, "accelerators_per_node": 8, "accelerator": "h100", "cpus_per_process": 96, "memory_gb": 1500,
-             "time": "24:00:00", "grace_s": 300, "queue": "research", "priority": "high", "preemptible": False},
+             "time": "24:00:00", "grace_s": 300, "queue": "research", "priority": "high"},
     "tpu": {"nodes": 4, "accelerators_per_node": 4, "accelerator": "tpu-v5p-slice", "topology": "2x2x4",
-            "extra": ("cloud.google.com/gke-spot=true",)},
+            "extra": ("cloud.google.com/gke-spot=true",), "preemptible": False},
     "secrets": {"nodes": 2, "retries": 10, "env": {"XLA_FLAGS": "--xla_dump_to=/mnt/runs/$(dump)"},
                 "setup": ("source .venv/bin/activate", "export THREADS=$(nproc)"),
                 "secrets": {"HF_TOKEN": "secret:hub/token"}},
