@@ -6,7 +6,8 @@ from typing import Protocol
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.launch.job_record import Job, Status
 
-_HOME = {"local": ("local_engine", "LocalEngine"), "slurm": ("slurm_engine", "SlurmEngine")}
+_HOME = {"local": ("local_engine", "LocalEngine"), "slurm": ("slurm_engine", "SlurmEngine"),
+         "ray": ("ray_engine", "RayEngine")}
 
 
 class Engine(Protocol):
