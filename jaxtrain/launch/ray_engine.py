@@ -49,8 +49,9 @@ class RayEngine:
             here["memory"] = spec.memory_gb * 1e9
         plan = {"nodes": spec.nodes, "processes": spec.processes, "node": here, "retries": spec.retries,
                 "grace_s": spec.grace_s}
-        python = "python" if spec.setup else sys.executable
-        lines = ["#!/bin/bash", f"cd {shlex.quote(job.directory)} || exit 2", *spec.setup,
+        python = "python" if spec.setup else sys.executable  # setup may activate an environment
+        lines = ["#!/bin/bash", f"exec >> {shlex.quote(f'{job.output}')} 2>&1",
+                 f"cd {shlex.quote(job.directory)} || exit 2", *spec.setup,
                  f"exec {shlex.quote(python)} -m jaxtrain.launch.ray_driver {shlex.quote(f'{job.folder}')}"]
         return {**LocalEngine().render(job), _DRIVER: "\n".join(lines) + "\n", PLAN: json.dumps(plan, indent=1)}
 

@@ -1,6 +1,7 @@
 """Jobs on a real Ray of two nodes on this machine."""
 
 import os
+import signal
 import sys
 import tempfile
 import textwrap
@@ -34,8 +35,9 @@ PROGRAM = textwrap.dedent("""\
         (workdir / f"saved-{attempt}-{me}").touch()
         sys.exit(75)
     signal.signal(signal.SIGTERM, save)
-    (workdir / f"began-{attempt}-{me}").write_text(
-        f"{os.environ['JAX_NUM_PROCESSES']} {os.environ['JAX_COORDINATOR_ADDRESS']} {os.getpid()}")
+    whole = workdir / f"partial-{me}"
+    whole.write_text(f"{os.environ['JAX_NUM_PROCESSES']} {os.environ['JAX_COORDINATOR_ADDRESS']} {os.getpid()}")
+    whole.rename(workdir / f"began-{attempt}-{me}")
     print(f"attempt {attempt}", flush=True)
     while not (workdir / "end").exists():
         time.sleep(0.05)
@@ -47,7 +49,7 @@ def job_of(tmp_path, **keys):
     return jobs.Job(tmp_path / "jobs" / "1", "ray", "name", ["true"], f"{tmp_path}", JobSpec(**keys))
 
 
-# ------------------------------------------------------------------------------------------------------ without a cluster
+# ---------------------------------------------------------------------------------------------------- without a cluster
 @pytest.mark.parametrize("keys", [{"image": "x"}, {"time": "1:00:00"}, {"queue": "x"}, {"min_nodes": 1},
                                   {"extra": ("x",)}, {"secrets": {"X": "secret:a/b"}}])
 def test_what_ray_does_not_read_is_refused(tmp_path, keys):
@@ -76,7 +78,7 @@ def test_a_cluster_that_does_not_answer(tmp_path):
     assert status.state == "unknown" and "no Ray answers at http://127.0.0.1:9" in status.detail
 
 
-# -------------------------------------------------------------------------------------------------------- with a cluster
+# ------------------------------------------------------------------------------------------------------- with a cluster
 @pytest.fixture(scope="module")
 def cluster():
     if raylets.missing():
@@ -132,6 +134,11 @@ def until(workdir: Path, is_so) -> jobs.Status:
     return status
 
 
+def number_of(began: Path) -> int:
+    """Return the number of the process that wrote a file."""
+    return int(began.read_text().split()[2])
+
+
 def told(what: str, workdir: Path, *flags: str) -> None:
     assert jobs_command.main([what, f"{workdir}", *flags]) == 0
 
@@ -169,19 +176,25 @@ def test_a_run_pauses_and_goes_on_with_other_nodes(begun, capsys):
 
 
 @pytest.mark.slow
-def test_a_lost_node_starts_all_again_when_there_are_enough(begun, cluster):
-    workdir = begun("--nodes=2", "--grace_s=5")
+def test_a_lost_node_starts_all_again_when_there_are_enough(begun, cluster, capsys):
+    workdir = begun("--nodes=2", "--grace_s=5", "--retries=1")
     event(workdir / "began-0-1")
-    survivor_or_lost = [int((workdir / f"began-0-{rank}").read_text().split()[-1]) for rank in (0, 1)]
+    first = [number_of(workdir / f"began-0-{rank}") for rank in (0, 1)]
     cluster.kill("second")
     status = until(workdir, lambda status: status.state == "waiting")
     assert "2 machines with 1 CPU are needed, and the cluster has 1" in status.detail
-    assert not any(Path(f"/proc/{pid}").exists() for pid in survivor_or_lost)
+    assert not any(Path(f"/proc/{number}").exists() for number in first)
     cluster.add("third")
     event(workdir / "began-1-1")
+
+    worker = Path(f"/proc/{number_of(workdir / 'began-1-1')}/stat").read_text().rpartition(")")[2].split()[1]
+    os.kill(int(worker), signal.SIGKILL)
+    event(workdir / "began-2-1")  # the first crash: a lost machine is none
+    told("logs", workdir)
+    assert "was lost with its machine" in (said := capsys.readouterr().out) and "was lost with its worker" in said
     told("cancel", workdir)
     until(workdir, lambda status: status.state == "cancelled")
-    assert len(list(workdir.glob("saved-1-*"))) == 2
+    assert len(list(workdir.glob("saved-2-*"))) == 2
 
 
 @pytest.mark.slow
