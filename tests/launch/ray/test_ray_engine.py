@@ -160,7 +160,7 @@ def test_a_run_pauses_and_goes_on_with_other_nodes(begun, capsys):
     assert (workdir / "began-0-0").read_text().startswith("2 ")
     told("requeue", workdir)
     event(workdir / "began-1-0")
-    assert len(list(workdir.glob("saved-0-*"))) == 2
+    assert len(list(workdir.glob("saved-0-*"))) == 2 and not jobs.newest(workdir).pause_file.exists()
     told("pause", workdir)
     until(workdir, lambda status: status.state == "paused")
     assert len(list(workdir.glob("saved-1-*"))) == 2
@@ -206,14 +206,16 @@ def test_a_crash_starts_again_as_often_as_it_may(begun):
 
 
 @pytest.mark.slow
-def test_a_mistake_does_not_start_again_and_one_can_end_at_once(begun, tmp_path, capsys):
+def test_a_job_ends_while_it_waits_and_at_once_and_after_a_mistake(begun, tmp_path, capsys):
     workdir = begun("--nodes=3", wait=False)
     assert "3 machines" in until(workdir, lambda status: "needed" in status.detail).detail
     told("why", workdir)
     assert "it is waiting: 3 machines with 1 CPU are needed" in capsys.readouterr().out
+    told("cancel", workdir)
+    until(workdir, lambda status: status.state == "cancelled")
+    begun()
     told("cancel", workdir, "--now")
     until(workdir, lambda status: status.state == "cancelled")
-    (workdir / "end").write_text("2")
     assert launch.main(["--on=ray", f"--workdir={workdir}", "--", sys.executable, f"{ROOT}/none.py"]) == 0
     assert until(workdir, lambda status: status.state == "failed").detail == exit_codes.words(2)
     assert os.environ["RAY_ADDRESS"] in jobs.newest(workdir).id
