@@ -1,4 +1,4 @@
-"""Start and end several processes as one run, set up by flags, by the environment or by the detected cluster.
+"""Start and end several processes as one run, set up by flags, by the environment or by JAX.
 
 When one process fails or is lost, the others end within seconds, and the message names it (distributed/peers.py).
 """
@@ -13,22 +13,23 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
 
 from jaxtrain.config.schema import Config
-from jaxtrain.distributed import exit_codes
+from jaxtrain.distributed import exit_codes, launch_environment
 from jaxtrain.distributed.authentication import opened, sealed
+from jaxtrain.distributed.launch_environment import Place
 from jaxtrain.distributed.peers import Peers, interface
 from jaxtrain.errors import UserError, say
 from jaxtrain.observe.versions import version_of
 from jaxtrain.redaction import redacted
 
 Item = TypeVar("Item")
-_CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE")
 _OWN = {("data", "cache_dir"), ("data", "source"), ("train", "progress")}  # settings that may differ between hosts
 # How communication libraries report that the other end of a connection is gone.
 _BROKEN = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "socket closed", "broken pipe",
@@ -40,31 +41,32 @@ _meetings = itertools.count()  # all processes call `meet` equally often, and ea
 def initialize(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
     """Connect to the other processes, if there are any; call it before anything touches a device.
 
-    Flags override JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. With none of them, under a launcher
-    that JAX supports (Slurm, Open MPI), JAX reads them from it; otherwise the run is this process alone.
+    Flags override JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. What they leave open is what the
+    launcher says (distributed/launch_environment.py), or JAX of TPUs; otherwise the run is this process alone.
 
     JAXTRAIN_JOIN_TIMEOUT (300) is how many seconds to wait for the others before this process exits, to be restarted;
     JAXTRAIN_PEER_TIMEOUT (60) is how many seconds without a sign of life mean that another process is dead. They are
     not config keys, because a config may ask for devices, which exist only after this call.
     """
-    coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    num_processes = _number("num_processes", num_processes, "JAX_NUM_PROCESSES")
-    process_id = _number("process_id", process_id, "JAX_PROCESS_ID")
-    if coordinator is None and num_processes is None and process_id is None:
-        if any(name in os.environ for name in _CLUSTERS) and int(os.environ.get("SLURM_NTASKS", "2")) > 1:
-            _join(None)
-        return
-    if coordinator is None or num_processes is None or process_id is None:
-        raise UserError("--coordinator", "several processes need --coordinator, --num_processes and --process_id",
-                        "give all three (or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID)")
-    if not 0 <= process_id < num_processes:
-        raise UserError("--process_id", f"{process_id} is not below --num_processes={num_processes}",
-                        "number them from 0")
-    host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UserError("--coordinator", f"{coordinator!r} is not host:port", "write it like node1:1234")
-    if num_processes > 1:
-        _join((coordinator, num_processes, process_id))
+    place = launch_environment.used(os.environ, (coordinator, num_processes, process_id))
+    if place is None and _tpu_processes() > 1:
+        _join(None)
+    elif place and place.processes != 1:
+        address = place.coordinator or ""
+        if place.source in ("Slurm", "Open MPI"):
+            address = launch_environment.known_to_the_network(address)
+        _join(replace(place, coordinator=address))
+
+
+def _tpu_processes() -> int:
+    """Return the number of hosts of a TPU, as JAX finds it out."""
+    hosts = os.environ.get("TPU_PROCESS_ADDRESSES", os.environ.get("TPU_WORKER_HOSTNAMES", ","))
+    one = "," not in hosts and "MEGASCALE_NUM_SLICES" not in os.environ  # of notebooks, too, which have no metadata
+    if one or not jax._src.cloud_tpu_init.running_in_cloud_tpu_vm:
+        return 1
+    kinds = [kind for kind in jax._src.clusters.ClusterEnv._cluster_types if kind.__name__.endswith("TpuCluster")]
+    found = next((kind for kind in kinds if kind.is_env_present()), None)
+    return found.get_process_count() if found else 1
 
 
 def process() -> int:
@@ -204,17 +206,24 @@ def _first_line(error: BaseException) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- the start
-def _join(where: tuple[str, int, int] | None) -> None:
+def _join(place: Place | None) -> None:
+    """Connect to the others; None: JAX finds out where they are."""
     global _peers
     start_timeout, peer_timeout = _seconds("JAXTRAIN_JOIN_TIMEOUT", 300), _seconds("JAXTRAIN_PEER_TIMEOUT", 60)
-    if where and where[2] == 0:
-        _wait_for_port(where[0], min(start_timeout, 60))
-    with _at_most(start_timeout, where):
+    # Without "deactivate" JAX looks at the launcher too, and takes one GPU where Slurm starts one process a host.
+    where: dict[str, Any] = {}
+    if place and place.coordinator:
+        where = {"coordinator_address": place.coordinator, "num_processes": place.processes, "process_id": place.rank,
+                 "cluster_detection_method": "deactivate",
+                 "coordinator_bind_address": place.coordinator if interface(place.coordinator) else None}
+        if "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+            where["local_device_ids"] = launch_environment.local_devices(os.environ, launch_environment.gpus_here())
+        if place.rank == 0:
+            _wait_for_port(place.coordinator, min(start_timeout, 60))
+    with _at_most(start_timeout, place):
         # JAX aborts at its own timeout, so it gets a later one. It retries by itself until the coordinator listens.
-        coordinator, count, me = where or (None, None, None)
-        jax.distributed.initialize(coordinator, count, me, initialization_timeout=start_timeout + 60,
-                                   heartbeat_timeout_seconds=2 * peer_timeout,
-                                   coordinator_bind_address=coordinator if interface(coordinator or "") else None)
+        jax.distributed.initialize(**where, initialization_timeout=start_timeout + 60,
+                                   heartbeat_timeout_seconds=2 * peer_timeout)
         state = jax._src.distributed.global_state
         if processes() == 1:
             return
@@ -227,17 +236,19 @@ def _join(where: tuple[str, int, int] | None) -> None:
 
 
 @contextlib.contextmanager
-def _at_most(seconds: int, where: tuple[str, int, int] | None) -> Iterator[None]:
+def _at_most(seconds: int, place: Place | None) -> Iterator[None]:
     """End the process if this takes longer: it waits in native code, which would abort with an unhelpful message."""
     def end() -> None:
-        address, count, me = where or ("the coordinator", "all", "?")
-        if me == 0:
-            reason = f"not all of the {count} processes came to {address}"
-        elif where and not _listens(address):
-            reason = f"process {me} cannot reach process 0 at {address}"
+        if place is None:
+            reason = "not all processes of the TPU came"
+        elif place.rank == 0:
+            reason = f"not all of the {place.processes} processes came to {place.coordinator}"
+        elif not _listens(place.coordinator or ""):
+            reason = f"process {place.rank} cannot reach process 0 at {place.coordinator}"
         else:
-            reason = f"process {me} is at {address}, but not all of the {count} processes came"
-        os.write(2, f"--coordinator: {reason} within {seconds} seconds; check that all of them started\n".encode())
+            reason = f"process {place.rank} is at {place.coordinator}, but not all of the {place.processes} came"
+        os.write(2, f"--coordinator: {reason} within {seconds} seconds; check that all of them started, and that there "
+                    f"are so many ({place.source if place else 'JAX'} said so)\n".encode())
         os._exit(exit_codes.RESTART)
 
     timer = threading.Timer(seconds, end)
@@ -280,12 +291,3 @@ def _seconds(variable: str, default: int) -> int:
     if not text.isdecimal() or int(text) < 6:
         raise UserError(variable, f"{text!r} is not a number of seconds from 6 on", f"leave it out for {default}")
     return int(text)
-
-
-def _number(flag: str, value: int | None, variable: str) -> int | None:
-    text = os.environ.get(variable)
-    if value is None and text is not None:
-        if not text.isdecimal():
-            raise UserError(variable, f"{text!r} is not a whole number", f"set it as you would --{flag}")
-        return int(text)
-    return value

@@ -74,6 +74,7 @@ def findings(workdir: str, coordinator: str | None) -> Iterator[Finding]:
         ("driver", driver, 50),
         ("environment", lambda: environment.environment(
             environ, len(gpus), network.interfaces(), network.infiniband()), 5),
+        ("processes", lambda: environment.processes(environ), 15),
         ("host", lambda: machine.machine(machine.here(), len(nvidia.visible(gpus, environ))), 5),
         ("workdir", workdir_is, 20),
         ("host name", lambda: network.hostname(socket.gethostname(), several), 5),

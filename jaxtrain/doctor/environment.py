@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxtrain.distributed import launch_environment
 from jaxtrain.doctor.finding import Finding, fail, note, ok, warn
+from jaxtrain.errors import UserError
 
 CHECK = "environment"
 ALLOCATORS = "default", "platform", "bfc", "cuda_async", "vmm", "address"
-# JAX needs all of these to find its place in a Slurm job (jax/_src/clusters/slurm_cluster.py).
-SLURM = "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"
 _TRUE = {"1", "true", "on", "yes", "y", "t"}
 _FALSE = {"0", "false", "off", "no", "n", "f"}
 
@@ -170,49 +170,46 @@ def visible(environ: Environ, gpus: int) -> list[Finding]:
 
 
 def slurm(environ: Environ, gpus: int) -> list[Finding]:
-    """Check whether the tasks of a Slurm job find each other, and their GPUs."""
-    if not _number(environ.get("SLURM_JOB_ID")) or _number(environ.get("SLURM_NTASKS"), 2) < 2:
+    """Check whether the tasks of a Slurm job have GPUs of their own, and all of them."""
+    if not _number(environ.get("SLURM_JOB_ID")) or "SLURM_STEP_NODELIST" not in environ or (
+            _number(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS"))) < 2):
         return []
-    if "SLURM_STEP_NODELIST" not in environ:
-        return [note("Slurm", "this is inside a job but not a task of it, so a run here would be a single process",
-                     "start it with srun; also this command, to see what a task sees")]
-    if missing := [name for name in SLURM if name not in environ]:
-        return [fail("Slurm", f"not set: {', '.join(missing)}; JAX needs them besides SLURM_STEP_NODELIST",
-                     "pass all SLURM_* to the container, or give --coordinator, --num_processes and --process_id")]
-    tasks = tasks_here(environ)
+    tasks = launch_environment.tasks_here(environ)
     names = environ.get("CUDA_VISIBLE_DEVICES")
     seen = gpus if names is None else min(gpus, _count(names)) if gpus else 0
+    if seen == 1 and tasks > 1:
+        return [warn("Slurm", f"each of {tasks} tasks sees one GPU, so NCCL may find no direct link between them",
+                     _UNBOUND)]
     if not seen or "JAX_LOCAL_DEVICE_IDS" in environ:
-        if seen == 1 and tasks > 1:
-            return [warn("Slurm", f"each of {tasks} tasks sees one GPU, so NCCL may find no direct link between them",
-                         _UNBOUND)]
         return []
-    me = _number(environ.get("SLURM_LOCALID"))
-    if tasks > seen:
-        bound = [name for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND") if environ.get(name)]
-        why = f" ({', '.join(f'{name}={environ[name]}' for name in bound)})" if bound else ""
-        return [fail("Slurm", f"{tasks} tasks a host, and this one sees {seen} GPU{'s' * (seen > 1)}{why}: JAX gives "
-                     f"task I the I-th GPU it sees, and this is task {me}", _UNBOUND)]
-    if tasks < seen:
-        return [warn("Slurm", f"{tasks} task{'s' * (tasks > 1)} a host and {seen} GPUs: JAX takes one GPU a task, and "
-                     f"{seen - tasks} stay idle", f"srun --ntasks-per-node={seen}, or "
-                     f"JAX_LOCAL_DEVICE_IDS={','.join(map(str, range(seen)))} for one task per host")]
-    return [ok("Slurm", f"{tasks} task{'s' * (tasks > 1)} a host, one GPU each")]
+    own = launch_environment.local_devices(environ, gpus)
+    each = seen if own is None else len(own)
+    if own is not None and own[-1] >= seen:
+        return [fail("Slurm", f"{tasks} tasks a host and {seen} GPUs: task {environ['SLURM_LOCALID']} has none",
+                     f"srun --ntasks-per-node={seen}")]
+    if own is not None and seen % tasks:
+        return [warn("Slurm", f"{tasks} tasks a host and {seen} GPUs: {seen % tasks} stay idle",
+                     f"srun --ntasks-per-node={seen}, or a number that divides {seen}")]
+    return [ok("Slurm", f"{tasks} task{'s' * (tasks > 1)} a host, {each} GPU{'s' * (each > 1)} each")]
 
 
 _UNBOUND = "ask for --gres=gpu:N or --gpus-per-node=N instead of --gpus-per-task, and srun with --gpu-bind=none"
 
 
-def tasks_here(environ: Environ) -> int:
-    """Return how many tasks of the step run on this host, from Slurm's format such as 4(x2),3."""
-    counts: list[int] = []
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
-    for many, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(many)] * int(times or 1)
-    node = _number(environ.get("SLURM_NODEID"))
-    if counts:
-        return counts[min(node, len(counts) - 1)]
-    return _number(environ.get("SLURM_NTASKS_PER_NODE"), 1)
+def processes(environ: Environ) -> list[Finding]:
+    """Return what the environment says of other processes, and what a run would use."""
+    check = "processes"
+    found = launch_environment.table(environ)
+    try:
+        place = launch_environment.used(environ)
+    except UserError as error:
+        return [fail(check, f"{error.key}: {error.reason}", error.fix)]
+    others = [note(check, f"{one} (not used)", one.fix or "nothing, if that is meant; else unset it") for one in found
+              if not place or one.source not in place.source]
+    if place is None or place.processes == 1:
+        alone = "a run here is a single process" + (f" ({place.source})" if place else "")
+        return [ok(check, alone), *others]
+    return [ok(check, f"{place}"), *others]
 
 
 def _chosen(wanted: str, there: Collection[str]) -> set[str]:

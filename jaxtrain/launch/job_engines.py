@@ -8,7 +8,8 @@ from jaxtrain.launch.job_record import Job, Status
 
 _HOME = {"local": ("local_engine", "LocalEngine"), "slurm": ("slurm_engine", "SlurmEngine"),
          "kubernetes": ("kubernetes.kubernetes_engine", "KubernetesEngine"),
-         "skypilot": ("task_files", "SkyPilotFile"), "dstack": ("task_files", "DstackFile")}
+         "skypilot": ("task_files", "SkyPilotFile"), "dstack": ("task_files", "DstackFile"),
+         "ray": ("ray_engine", "RayEngine")}
 
 
 class Engine(Protocol):

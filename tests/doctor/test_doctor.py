@@ -322,23 +322,32 @@ TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "1
 
 
 @pytest.mark.parametrize(("environ", "gpus", "level", "words"), [
-    (TASK, 8, "ok", ["8 tasks a host, one GPU each"]),
-    ({**TASK, "CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_PER_TASK": "1"}, 8, "FAIL",
-     ["this one sees 1 GPU (SLURM_GPUS_PER_TASK=1)", "this is task 3", "--gpu-bind=none"]),
-    ({**TASK, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "2"}, 8, "warn",
-     ["1 task a host and 8 GPUs", "7 stay idle", "--ntasks-per-node=8", "JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7"]),
+    (TASK, 8, "ok", ["8 tasks a host, 1 GPU each"]),
+    ({**TASK, "CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_PER_TASK": "1"}, 8, "warn",
+     ["each of 8 tasks sees one GPU", "--gpu-bind=none"]),
+    ({**TASK, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "2"}, 8, "ok", ["1 task a host, 8 GPUs each"]),
+    ({**TASK, "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}, 8, "warn", ["3 tasks a host and 8 GPUs: 2 stay idle"]),
     ({**TASK, "CUDA_VISIBLE_DEVICES": "0", "JAX_LOCAL_DEVICE_IDS": "0"}, 8, "warn", ["each of 8 tasks sees one GPU"]),
-    ({name: value for name, value in TASK.items() if name != "SLURM_LOCALID"}, 8, "FAIL", ["not set: SLURM_LOCALID"]),
-    ({name: value for name, value in TASK.items() if "STEP" not in name}, 8, "note", ["not a task of it", "srun"]),
-], ids=["right", "bound", "idle", "bound by hand", "partial", "no step"])
+], ids=["right", "bound", "all", "idle", "bound by hand"])
 def test_tasks_of_slurm(environ, gpus, level, words):
     found(environment.slurm(environ, gpus), level, *words)
 
 
 def test_slurm_with_one_task_or_without_gpus_is_left_alone():
     assert environment.slurm({**TASK, "SLURM_NTASKS": "1"}, 8) == []
+    assert environment.slurm({name: value for name, value in TASK.items() if "STEP" not in name}, 8) == []
     assert environment.slurm(TASK, 0) == []
-    assert environment.tasks_here({"SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}) == 3
+
+
+@pytest.mark.parametrize(("environ", "level", "words"), [
+    ({}, "ok", ["a run here is a single process"]),
+    (TASK, "ok", ["Slurm: processes 16, this one is 3, coordinator n1:61447"]),
+    ({name: value for name, value in TASK.items() if "STEP" not in name}, "note", ["not a task of it", "srun"]),
+    ({name: value for name, value in TASK.items() if "PROCID" not in name}, "FAIL", ["not set: SLURM_PROCID"]),
+    ({"WORLD_SIZE": "4"}, "note", ["variables of torchrun: they do not count, because RANK is not set"]),
+])
+def test_what_is_known_of_other_processes(environ, level, words):
+    found(environment.processes(environ), level, *words)
 
 
 # ---------------------------------------------------------------------------------------------------------------- host

@@ -19,7 +19,6 @@ from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.config.load import load_config
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed import processes as distributed
-from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from tests.tiny import SLOW, free_address, tiny_flags, virtual_devices
 
@@ -165,28 +164,34 @@ def test_a_mistake_in_all_of_them(flags, tmp_path):
 
 @pytest.mark.parametrize("flags, environment, expected", [
     ((None, None, None), {}, None),
-    (("here:1", 1, 0), {}, None),  # one process is a run on its own
-    (("here:1", 3, 2), {}, ("here:1", 3, 2)),
-    ((None, None, None), {"JAX_COORDINATOR_ADDRESS": "there:2", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "0"},
-     ("there:2", 4, 0)),
-    ((None, None, 1), {"JAX_COORDINATOR_ADDRESS": "there:2", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "0"},
-     ("there:2", 4, 1)),  # flags win, one by one
-    ((None, None, None), {"SLURM_STEP_NODELIST": "a,b", "SLURM_NTASKS": "2"}, ()),  # JAX finds out by itself
-    ((None, None, None), {"SLURM_STEP_NODELIST": "a", "SLURM_NTASKS": "1"}, None),
+    (("127.0.0.1:1", 1, 0), {}, None),  # one process is a run on its own
+    (("127.0.0.1:1", 3, 2), {}, ("127.0.0.1:1", 3, 2, None)),
+    ((None, None, None), {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "127.0.0.1,b", "SLURM_STEP_NUM_TASKS": "2",
+                          "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
+     ("127.0.0.1:61447", 2, 1, None)),  # with all GPUs of the host, where JAX takes one
+    ((None, None, None), {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "a", "SLURM_STEP_NUM_TASKS": "1"}, None),
 ])
 def test_who_joins(monkeypatch, flags, environment, expected):
     joined = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *where, **_: joined.append(where))
-    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "SLURM_NTASKS",
-                 *distributed._CLUSTERS):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **where: joined.append(where))
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], **environment})
     distributed.initialize(*flags)
-    assert joined == ([] if expected is None else [expected or (None, None, None)])
+    names = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
+    assert [tuple(where[name] for name in names) for where in joined] == [expected] * (expected is not None)
+    assert all(where["cluster_detection_method"] == "deactivate" for where in joined)
 
 
-def test_bad_environment(monkeypatch):
-    monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
-    with pytest.raises(UserError, match=r"JAX_NUM_PROCESSES: 'two' is not a whole number; set it as you would --num_p"):
-        distributed.initialize()
+@pytest.mark.parametrize("hosts, joins", [("10.0.0.1,10.0.0.2", True), ("local", False)])
+def test_several_hosts_of_a_tpu_are_left_to_jax(monkeypatch, hosts, joins):
+    joined = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **where: joined.append(where))
+    slices = {"MEGASCALE_NUM_SLICES": "1"} if joins else {}
+    monkeypatch.setattr(os, "environ", {"TPU_WORKER_HOSTNAMES": hosts} | slices)
+    distributed.initialize()
+    assert joined == []  # this is no TPU
+    tpu = jax._src.clusters.cloud_tpu_cluster
+    for module in (jax._src.cloud_tpu_init, tpu):
+        monkeypatch.setattr(module, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setattr(tpu, "get_metadata", lambda _: (None, 404))
+    distributed.initialize()
+    assert [sorted(where) for where in joined] == [["heartbeat_timeout_seconds", "initialization_timeout"]] * joins

@@ -1,0 +1,221 @@
+"""Jobs on a real Ray of two nodes on this machine."""
+
+import os
+import signal
+import sys
+import tempfile
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.distributed import exit_codes
+from jaxtrain.errors import UserError
+from jaxtrain.launch import __main__ as launch
+from jaxtrain.launch import job_record as jobs
+from jaxtrain.launch import jobs as jobs_command
+from jaxtrain.launch import ray_driver
+from jaxtrain.launch.job_spec import JobSpec
+from jaxtrain.launch.ray_engine import RayEngine
+from tests.launch.ray import raylets
+from tests.tiny import tiny_flags, virtual_devices
+
+ROOT = Path(__file__).parents[3]
+LIMIT = 120  # seconds, of a machine that is very slow
+
+# A run that saves when it is told to stop, and ends when a file says how.
+PROGRAM = textwrap.dedent("""\
+    import os, signal, sys, time
+    from pathlib import Path
+    workdir, me = Path(sys.argv[1]), os.environ["JAX_PROCESS_ID"]
+    attempt = len(list(workdir.glob(f"began-*-{me}")))
+    def save(*_):
+        (workdir / f"saved-{attempt}-{me}").touch()
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+    whole = workdir / f"partial-{me}"
+    whole.write_text(f"{os.environ['JAX_NUM_PROCESSES']} {os.environ['JAX_COORDINATOR_ADDRESS']} {os.getpid()}")
+    whole.rename(workdir / f"began-{attempt}-{me}")
+    print(f"attempt {attempt}", flush=True)
+    while not (workdir / "end").exists():
+        time.sleep(0.05)
+    sys.exit(int((workdir / "end").read_text()))
+    """)
+
+
+def job_of(tmp_path, **keys):
+    return jobs.Job(tmp_path / "jobs" / "1", "ray", "name", ["true"], f"{tmp_path}", JobSpec(**keys))
+
+
+# ---------------------------------------------------------------------------------------------------- without a cluster
+@pytest.mark.parametrize("keys", [{"image": "x"}, {"time": "1:00:00"}, {"queue": "x"}, {"min_nodes": 1},
+                                  {"extra": ("x",)}, {"secrets": {"X": "secret:a/b"}}])
+def test_what_ray_does_not_read_is_refused(tmp_path, keys):
+    with pytest.raises(UserError, match="Ray"):
+        RayEngine().check(job_of(tmp_path, **keys))
+
+
+def test_a_node_is_a_bundle(tmp_path):
+    files = RayEngine().render(job_of(tmp_path, nodes=2, accelerators_per_node=8, accelerator="H100", memory_gb=2,
+                                      cpus_per_process=4))
+    assert '"CPU": 32.0' in files["plan.json"] and '"GPU": 8.0' in files["plan.json"]
+    assert '"accelerator_type:H100": 0.001' in files["plan.json"] and '"memory": 2000000000.0' in files["plan.json"]
+    assert files["job.sh"].endswith("exec true\n")
+
+
+@pytest.mark.parametrize("statuses, expected", [
+    ([0, 0], 0), ([75, 75], 75), ([75, 76], 76), ([76, 1, 76], 1), ([1, 2], 2), ([137, 76], 137), ([0, 75], 75),
+    ([77, ray_driver._LOST], 77), ([76, ray_driver._LOST], ray_driver._LOST)])
+def test_what_the_statuses_of_all_mean(statuses, expected):
+    assert ray_driver.of_all(statuses) == expected
+
+
+def test_a_cluster_that_does_not_answer(tmp_path):
+    pytest.importorskip("ray", reason="ray comes with the extra .[ray]")
+    status = RayEngine().status(replace(job_of(tmp_path), id="x:http://127.0.0.1:9"))
+    assert status.state == "unknown" and "no Ray answers at http://127.0.0.1:9" in status.detail
+
+
+# ------------------------------------------------------------------------------------------------------- with a cluster
+@pytest.fixture(scope="module")
+def cluster():
+    if raylets.missing():
+        pytest.skip("pip install 'ray[default]', whose Jobs API this needs")
+    with tempfile.TemporaryDirectory(prefix="ray") as short, pytest.MonkeyPatch.context() as patch:  # for sockets
+        variables = {"PYTHONPATH": f"{ROOT}", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": virtual_devices(1)}
+        with raylets.Raylets(Path(short), **variables) as found:
+            patch.setenv("RAY_ADDRESS", found.dashboard)
+            patch.setenv("RAY_AUTH_MODE", "disabled")
+            (found.folder / "program.py").write_text(PROGRAM)
+            yield found
+
+
+@pytest.fixture
+def begun(cluster, tmp_path):
+    """Submit the program; what it leaves running is ended."""
+    made = []
+
+    def begin(*flags: str, wait: bool = True) -> Path:
+        workdir = tmp_path / "work"
+        assert launch.main(["--on=ray", f"--workdir={workdir}", *flags, "--", sys.executable,
+                            f"{cluster.folder}/program.py", f"{workdir}"]) == 0
+        made.append(workdir)
+        if wait:
+            event(workdir / "began-0-0")
+        return workdir
+
+    yield begin
+    for workdir in made:
+        job = jobs.newest(workdir)
+        if RayEngine().status(job).state in ("running", "waiting"):
+            RayEngine().cancel(job, now=True)
+            until(workdir, lambda status: status.state not in ("running", "waiting"))
+
+
+def event(path: Path) -> None:
+    """Wait for a file."""
+    end = time.monotonic() + LIMIT
+    while not path.exists():
+        log = path.parent / "jobs" / "1" / "output.log"
+        assert time.monotonic() < end, (f"{path} never came: {[each.name for each in path.parent.iterdir()]}",
+                                        RayEngine().status(jobs.newest(path.parent)),
+                                        log.read_text() if log.exists() else "")
+        time.sleep(0.1)
+
+
+def until(workdir: Path, is_so) -> jobs.Status:
+    """Wait until the engine says so."""
+    end = time.monotonic() + LIMIT
+    while not is_so(status := RayEngine().status(jobs.newest(workdir))):
+        assert time.monotonic() < end, status
+        time.sleep(0.2)
+    return status
+
+
+def number_of(began: Path) -> int:
+    """Return the number of the process that wrote a file."""
+    return int(began.read_text().split()[2])
+
+
+def told(what: str, workdir: Path, *flags: str) -> None:
+    assert jobs_command.main([what, f"{workdir}", *flags]) == 0
+
+
+@pytest.mark.slow
+def test_a_run_trains(cluster, tmp_path, tmp_path_factory):
+    flags = tiny_flags(tmp_path_factory, [
+        "model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.steps=3",
+        "data.global_batch_size=4", "train.eval_every=0", "mesh.data=2", "checkpoint.every=3"])
+    assert launch.main([flags[0].partition("=")[2], *flags[1:], "--on=ray", "--nodes=2", f"--workdir={tmp_path}"]) == 0
+    status = until(tmp_path, lambda status: status.state not in ("waiting", "running"))
+    assert status.state == "done", (tmp_path / "jobs" / "1" / "output.log").read_text()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 3
+
+
+@pytest.mark.slow
+def test_a_run_pauses_and_goes_on_with_other_nodes(begun, capsys):
+    workdir = begun("--nodes=2")
+    assert (workdir / "began-0-0").read_text().startswith("2 ")
+    told("requeue", workdir)
+    event(workdir / "began-1-0")
+    assert len(list(workdir.glob("saved-0-*"))) == 2 and not jobs.newest(workdir).pause_file.exists()
+    told("pause", workdir)
+    until(workdir, lambda status: status.state == "paused")
+    assert len(list(workdir.glob("saved-1-*"))) == 2
+    told("resume", workdir, "--nodes=1")
+    event(workdir / "began-2-0")
+    assert (workdir / "began-2-0").read_text().startswith("1 ")
+    (workdir / "end").write_text("0")
+    until(workdir, lambda status: status.state == "done")
+    told("logs", workdir)
+    assert "attempt 2" in capsys.readouterr().out
+    told("list", workdir.parent)
+    assert "work     ray" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_lost_node_starts_all_again_when_there_are_enough(begun, cluster, capsys):
+    workdir = begun("--nodes=2", "--grace_s=5", "--retries=1")
+    event(workdir / "began-0-1")
+    first = [number_of(workdir / f"began-0-{rank}") for rank in (0, 1)]
+    cluster.kill("second")
+    status = until(workdir, lambda status: status.state == "waiting")
+    assert "2 machines with 1 CPU are needed, and the cluster has 1" in status.detail
+    assert not any(Path(f"/proc/{number}").exists() for number in first)
+    cluster.add("third")
+    event(workdir / "began-1-1")
+
+    worker = Path(f"/proc/{number_of(workdir / 'began-1-1')}/stat").read_text().rpartition(")")[2].split()[1]
+    os.kill(int(worker), signal.SIGKILL)
+    event(workdir / "began-2-1")  # the first crash: a lost machine is none
+    told("logs", workdir)
+    assert "was lost with its machine" in (said := capsys.readouterr().out) and "was lost with its worker" in said
+    told("cancel", workdir)
+    until(workdir, lambda status: status.state == "cancelled")
+    assert len(list(workdir.glob("saved-2-*"))) == 2
+
+
+@pytest.mark.slow
+def test_a_crash_starts_again_as_often_as_it_may(begun):
+    workdir = begun("--nodes=2", "--retries=1", wait=False)
+    (workdir / "end").write_text("1")
+    assert until(workdir, lambda status: status.state == "failed").detail == exit_codes.words(1)
+    assert sorted(path.name for path in workdir.glob("began-*-0")) == ["began-0-0", "began-1-0"]
+
+
+@pytest.mark.slow
+def test_a_job_ends_while_it_waits_and_at_once_and_after_a_mistake(begun, tmp_path, capsys):
+    workdir = begun("--nodes=3", wait=False)
+    assert "3 machines" in until(workdir, lambda status: "needed" in status.detail).detail
+    told("why", workdir)
+    assert "it is waiting: 3 machines with 1 CPU are needed" in capsys.readouterr().out
+    told("cancel", workdir)
+    until(workdir, lambda status: status.state == "cancelled")
+    begun()
+    told("cancel", workdir, "--now")
+    until(workdir, lambda status: status.state == "cancelled")
+    assert launch.main(["--on=ray", f"--workdir={workdir}", "--", sys.executable, f"{ROOT}/none.py"]) == 0
+    assert until(workdir, lambda status: status.state == "failed").detail == exit_codes.words(2)
+    assert os.environ["RAY_ADDRESS"] in jobs.newest(workdir).id
