@@ -61,18 +61,27 @@ class ReferenceSums:
 
     def beside(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return some rows with the sums, each at the first token of its answer's segment."""
+        self._check(batch)
         made = {name: np.zeros(np.shape(batch["tokens"]), np.float32) for name in self.columns.values()}
         for row in range(len(batch["tokens"])):
             places = {prefix: _segments(batch[f"{prefix}segments"][row]) for prefix in self.columns}
             if not any(len(numbers) for numbers, _ in places.values()):
                 continue
+            if not self.covers["of"]:
+                raise UserError("batch", "the reference's numbers were not computed", "call run.see(0, state) with the "
+                                "state at step 0 before the first batch")
             if (sums := self.known.get(self._digest(batch, row))) is None:
                 raise UserError("batch", f"it has a row for which the reference's numbers were not computed: they are "
                                 f"there for {self.run.config.train.steps} steps and the evaluations between them",
-                                "raise train.steps, and call run.see(0, state) with the state at step 0 before")
+                                "raise train.steps")
             for prefix, (numbers, first) in places.items():
                 made[self.columns[prefix]][row, first], sums = sums[:len(numbers)], sums[len(numbers):]
         return {**batch, **made}
+
+    def _check(self, batch: Any) -> tuple[int, ...]:
+        """Refuse a batch that has not the arrays, without sums, that it should have; return its shape."""
+        spec = self.run.batch_spec
+        return replace(spec, dtypes={name: spec.dtypes[name] for name in self.names}).check(batch)
 
     def _digest(self, batch: Mapping[str, np.ndarray], row: int) -> bytes:
         found = hashlib.blake2b(digest_size=16)
@@ -131,7 +140,10 @@ class ReferenceSums:
                 seen.update(places)
             if not rows:
                 continue
-            batch = batches.rows(step, rows)
+            batch = batches.rows(step, rows) if run.data is None else batches[step]
+            shape = self._check(batch)
+            if run.data is not None:
+                run.of_shape(shape)
             for row in range(len(rows)):
                 there = any(batch[f"{prefix}segments"][row].any() for prefix in self.columns)
                 digest = self._digest(batch, row)
@@ -178,8 +190,6 @@ class ReferenceSums:
         for number, (_, row) in enumerate(some):
             for name in self.names:
                 batch[name][number] = row[name]
-        spec = self.run.batch_spec
-        replace(spec, dtypes={name: spec.dtypes[name] for name in self.names}).check(batch)
         return some, self.program(size, length)(params, self.run.place(batch))
 
     def program(self, rows: int, length: int) -> jax.stages.Compiled:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -140,7 +141,7 @@ def test_batches_of_ones_own_are_trained_on_alike(corpus, whole, tmp_path):
     data = BatchFunction(lambda step: batches[step], tokens_per_row=64)
     state = jt.train(tiny(corpus, train__eval_every=0), tmp_path / "own", data=data)
     assert equal(state.params, whole[1].params)
-    with pytest.raises(jt.UserError, match="the reference's numbers were not computed"):
+    with pytest.raises(jt.UserError, match=r"batch: the reference's numbers were not computed; call run\.see"):
         run = jt.build(tiny(corpus, train__eval_every=0), data=data)
         run.batch(0)
 
@@ -222,9 +223,11 @@ def prepared(run, workdir, **keys):
 
 def test_rows_get_their_own_sums_whatever_step_they_come_at(corpus, tmp_path, fake, computed, capfd):
     run = jt.build(tiny(corpus, train__steps=12))
-    with pytest.raises(jt.UserError, match=r"batch: it has a row for which the reference's numbers were not computed"):
+    with pytest.raises(jt.UserError, match=r"batch: the reference's numbers were not computed; call run\.see"):
         run.batch(0)
     sums = prepared(run, tmp_path)
+    with pytest.raises(jt.UserError, match=r"a row for which .* for 12 steps and .* between them; raise train\.steps"):
+        sums.beside({name: x[:, ::-1] for name, x in run.train_batches[0].items()})
     rows = len(run.train_batches._rows) + len(run.eval_batches._rows)
     assert sum(computed) == len(sums.known) <= rows and len(computed) == -(-len(sums.known) // 4)
     for batches, step in ((run.train_batches, 0), (run.train_batches, 11), (run.eval_batches, 1)):
@@ -261,6 +264,23 @@ def test_rows_of_a_mixture_and_batches_of_ones_own_are_found_too(corpus, fake, c
     own = prepared(jt.build(tiny(corpus, train__steps=20, train__eval_every=0), data=data), None)
     assert sum(computed) == len(own.known) == 8 and own.known.keys() < mixed.known.keys()
     assert np.array_equal(own.beside(data[3])["reference"], mixed.beside(data[1])["reference"])
+
+
+def test_incomplete_batches_of_ones_own_are_refused(corpus, fake):
+    plain = jt.build(tiny(corpus))
+    batches = [dict(plain.train_batches[step % 2]) for step in range(8)]
+    run = replace(plain, data=BatchFunction(batches.__getitem__, tokens_per_row=64), joined=None)
+    sums, whole = prepared(run, None), batches[1]
+    for changed, message in (
+        ({name: x for name, x in whole.items() if name != "segments"}, "no array 'segments', which Preference takes"),
+        (whole | {"weights": whole["weights"][:3]}, "its array 'weights' has the shape 3 x 64"),
+        ({name: x[:, :32] for name, x in whole.items()}, "its shape is 4 x 32, and the config declares 4 x 64"),
+    ):
+        batches[1] = changed
+        with pytest.raises(jt.UserError, match=f"batch: .*{message}"):
+            prepared(run, None)
+        with pytest.raises(jt.UserError, match="batch: "):
+            replace(run, joined=sums).batch(1)
 
 
 def test_only_what_will_be_read_is_computed_and_a_pass_that_was_killed_goes_on(corpus, tmp_path, fake, computed,
