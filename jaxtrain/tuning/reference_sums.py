@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,7 +23,7 @@ from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files
-from jaxtrain.files.bounded_files import LARGE, parsed, read, reason
+from jaxtrain.files.bounded_files import LINE, exceeds_memory, opened, parsed, reason
 from jaxtrain.hub.initial_params import origin
 from jaxtrain.objectives.reference_policy import WithReference
 from jaxtrain.observe.own_parts import describe_data
@@ -252,8 +253,10 @@ class ReferenceSums:
             return
         about, known = {}, {}
         try:
-            head, _, body = read(self.path, LARGE).partition(b"\n")
-            about = parsed(head, _FORM)
+            with opened(self.path) as file:
+                if exceeds_memory(os.fstat(file.fileno()).st_size):
+                    raise ValueError("is larger than the memory of this machine")
+                about, body = parsed(file.readline(LINE), _FORM), file.read()
             if about["sha256"] != hashlib.sha256(body).hexdigest():
                 raise ValueError("is not as it was written")
             if about["parameters"] != parameters:

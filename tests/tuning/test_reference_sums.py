@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -221,7 +222,7 @@ def prepared(run, workdir, **keys):
     return sums
 
 
-def test_rows_get_their_own_sums_whatever_step_they_come_at(corpus, tmp_path, fake, computed, capfd):
+def test_rows_get_their_own_sums_whatever_step_they_come_at(corpus, tmp_path, fake, computed, capfd, monkeypatch):
     run = jt.build(tiny(corpus, train__steps=12))
     with pytest.raises(jt.UserError, match=r"batch: the reference's numbers were not computed; call run\.see"):
         run.batch(0)
@@ -242,6 +243,9 @@ def test_rows_get_their_own_sums_whatever_step_they_come_at(corpus, tmp_path, fa
                 assert one["reference"][here].sum() == (one["targets"] * one["weights"])[here].sum()
     computed.clear()
     assert prepared(run, tmp_path).known.keys() == sums.known.keys() and computed == []
+    with monkeypatch.context() as larger:
+        larger.setattr(os, "fstat", lambda file: os.stat_result([*os.stat(file)[:6], 2**30 + 1, *os.stat(file)[7:10]]))
+        assert prepared(run, tmp_path).known.keys() == sums.known.keys() and computed == []
     path = tmp_path / reference_sums.FILE
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     prepared(run, tmp_path)
