@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+import optax
 
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
@@ -96,6 +97,15 @@ class ReferenceSums:
         if step == 0 and self.path is None:
             self.known, self.covers = {}, {"of": "", "start": 0, "stop": 0}
             self.prepare(lambda: state)
+
+    def initial(self, parts: Mapping[str, Any]) -> "TrainState":
+        """Return the state at step 0 without the optimizer's: the state to go on from may be on the devices already.
+
+        `parts`: what `run.own_parts` returned for the workdir.
+        """
+        layout = self.run.layout
+        bare = replace(layout, state=replace(layout.state, opt_state=optax.EmptyState(), extras={}))
+        return replace(self.run, optimizer=optax.identity(), extras={}, layout=bare).init(parts=parts)
 
     def prepare(self, initial: Callable[[], "TrainState"], start: int = 0, skipped: SkippedBatches | None = None,
                 begun: Mapping[str, Any] | None = None, phase: Phase = contextlib.nullcontext) -> None:

@@ -17,6 +17,7 @@ from jaxtrain.data.loading.batch_function import BatchFunction
 from jaxtrain.data.prepare import prepare
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import estimate
+from jaxtrain.run import Run
 from jaxtrain.tuning import reference_sums
 from tests.numerics import reference
 from tests.objectives import plain_kto, plain_preference, tuned
@@ -118,13 +119,17 @@ def test_a_run_is_that_with_a_copy_and_has_none(corpus, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_and_is_extended_without_computing_anything_twice(corpus, whole, tmp_path, computed):
+def test_a_run_goes_on_and_is_extended_without_computing_anything_twice(corpus, whole, tmp_path, computed,
+                                                                       monkeypatch):
     folder, state = whole
     parts = tuned.resumed(folder, tmp_path / "parts", last=8)
     assert equal(jt.train(tiny(corpus), parts), state) and computed == []
     (parts / reference_sums.FILE).unlink()
     shutil.rmtree(parts / "checkpoints" / "8")
+    made, init = [], Run.init
+    monkeypatch.setattr(Run, "init", lambda run, **given: made.append(init(run, **given)) or made[-1])
     assert equal(jt.train(tiny(corpus), parts), state) and sum(computed) > 8  # from the parameters at step 0
+    assert [jax.tree.leaves(one.opt_state) for one in made] == [[]]  # beside a whole state, perhaps
     computed.clear()
     shutil.copytree(folder / "checkpoints", tmp_path / "mesh" / "checkpoints")
     for name in ("config.json", "run.json", reference_sums.FILE):
@@ -285,6 +290,14 @@ def test_incomplete_batches_of_ones_own_are_refused(corpus, fake):
             prepared(run, None)
         with pytest.raises(jt.UserError, match="batch: "):
             replace(run, joined=sums).batch(1)
+
+
+def test_a_run_that_goes_on_makes_parameters_alone(corpus, monkeypatch):
+    monkeypatch.setattr(Run, "init", lambda run, parts: run)
+    run = jt.build(tiny(corpus, train__ema_decay=0.9)).joined.initial({})
+    state = jax.eval_shape(run._init, jax.random.key(0))
+    assert jax.tree.structure(state) == jax.tree.structure(run.layout.state)
+    assert jax.tree.leaves(state.all_params) and not jax.tree.leaves((state.opt_state, state.extras))
 
 
 def test_only_what_will_be_read_is_computed_and_a_pass_that_was_killed_goes_on(corpus, tmp_path, fake, computed,
