@@ -17,7 +17,7 @@ from jaxtrain.plan import preflight, search
 from jaxtrain.plan import targets as accelerators
 from jaxtrain.run import Run
 from jaxtrain.sharding.rules import AnyMesh
-from jaxtrain.tuning.on_policy import with_rollouts
+from jaxtrain.tuning.model_batches import with_model_batches
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
@@ -52,8 +52,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     for key, given in (("axes", axes is not None), ("gather", not gather), ("with_key", with_key)):
         if given:
             raise UserError(key, "it is about a model of your own", "give model= and loss_fn= too, or leave it out")
-    return with_rollouts(with_initial_params(builder.build(config, mesh=mesh, devices=devices, platform=platform,
-                                                           objective=objective, optimizer=optimizer, data=data)))
+    return with_model_batches(with_initial_params(builder.build(config, mesh=mesh, devices=devices, platform=platform,
+                                                                objective=objective, optimizer=optimizer, data=data)))
 
 
 def plan(config: Config, target: str, *, targets: str | Path | None = None,

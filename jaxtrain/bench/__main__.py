@@ -111,6 +111,9 @@ def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[st
     if config.reinforce.prompts:
         raise UserError("reinforce.prompts", "a bench has no answers of the model to train on", "train some steps with "
                         "jaxtrain.main: metrics.jsonl has rollout_s, reward_s and step_time_s of each")
+    if config.preference.reference == "precomputed":
+        raise UserError("preference.reference", "a bench does not compute the reference's numbers before its steps",
+                        "measure with a copy: preference.reference=copy")
     run = build(preflight.resolve(config, jax.devices()))
     contenders.refuse(names, run)
     processes.connect(config.resilience.start_limit)

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest, say
 from jaxtrain.files.bounded_files import LARGE, parsed, read, user_json
 from jaxtrain.flags import command, overrides_of, parser_of
 
@@ -134,6 +134,8 @@ def kept_template(folder: str | Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def _prompts(flags: argparse.Namespace) -> tuple[list[str], list[str | None]]:
     """Return the prompts, and the name of the adapters of each."""
+    _check_name(flags, flags.adapter, "--adapter")
+    ignored = False
     texts, names = list(flags.prompt), [flags.adapter] * len(flags.prompt)
     if flags.prompts:
         try:
@@ -149,17 +151,29 @@ def _prompts(flags: argparse.Namespace) -> tuple[list[str], list[str | None]]:
             except ValueError:
                 one = None
             text, name = (one.get("prompt"), one.get("adapter")) if isinstance(one, dict) else (one, None)
+            if flags.adapters is None:  # a field like any other
+                name, ignored = None, ignored or name is not None
             if not isinstance(name, str | None):
                 raise UserError("--prompts", f"the adapter in line {number} of {flags.prompts} is not a name",
                                 'write lines such as {"prompt": "def ", "adapter": "brief"}')
             if not isinstance(text, str):
                 raise UserError("--prompts", f"line {number} of {flags.prompts} is neither a text nor has a prompt",
                                 'write lines such as {"prompt": "def "}')
+            _check_name(flags, name, f"line {number} of {flags.prompts}")
             texts.append(text)
             names.append(name or flags.adapter)
     if not texts:
         raise UserError("--prompt", "there is no prompt", "give --prompt=TEXT or --prompts=FILE")
+    if ignored:
+        say(f"warning: {flags.prompts} names adapters, and the model answers alone: there are no --adapters")
     return texts, names
+
+
+def _check_name(flags: argparse.Namespace, name: str | None, where: str) -> None:
+    """Refuse a name that none of the adapters has."""
+    if name and name not in (flags.adapters or {}):
+        raise UserError("--adapters", f"there is none of the name {name!r}, which {where} names",
+                        nearest(name, flags.adapters) if flags.adapters else "give --adapters=NAME=FOLDER")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from jaxtrain.trainer.rollback import AnomalyGuard, RolledBack
 from jaxtrain.trainer.saver import Saver
 from jaxtrain.trainer.session import Interrupted, Session, watched
 from jaxtrain.trainer.shutdown import Interrupt, complete
-from jaxtrain.tuning.on_policy import with_rollouts
+from jaxtrain.tuning.model_batches import with_model_batches
 
 
 def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective | None = None,
@@ -63,7 +63,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
                 raise errors.UserError(name, "the run has one already", f"give {name}= to jt.build, or give a config")
     limits = (config.config if isinstance(config, Run) else config).resilience
     with watched(workdir, limits) as (watchdog, ledger):
-        run = with_rollouts(config if isinstance(config, Run) else with_initial_params(build(
+        run = with_model_batches(config if isinstance(config, Run) else with_initial_params(build(
             preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer)),
             objective=objective or configured, optimizer=optimizer, data=data)), workdir)
         say(preflight.check(run))

@@ -111,7 +111,7 @@ def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManag
             raise
         prepare(lambda: state)
         return state
-    prepare(lambda: run.init(parts=parts))
+    prepare(lambda: run.joined.initial(parts))
     with session.phase("restore"):
         restored = start.recovered or checkpoints.restore_newest(run.abstract)
     if restored is None or restored[0] != start.step:

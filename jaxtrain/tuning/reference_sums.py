@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+import optax
 
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files
-from jaxtrain.files.bounded_files import LARGE, parsed, read, reason
+from jaxtrain.files.bounded_files import LINE, exceeds_memory, opened, parsed, reason
 from jaxtrain.hub.initial_params import origin
 from jaxtrain.objectives.reference_policy import WithReference
 from jaxtrain.observe.own_parts import describe_data
@@ -61,18 +63,27 @@ class ReferenceSums:
 
     def beside(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return some rows with the sums, each at the first token of its answer's segment."""
+        self._check(batch)
         made = {name: np.zeros(np.shape(batch["tokens"]), np.float32) for name in self.columns.values()}
         for row in range(len(batch["tokens"])):
             places = {prefix: _segments(batch[f"{prefix}segments"][row]) for prefix in self.columns}
             if not any(len(numbers) for numbers, _ in places.values()):
                 continue
+            if not self.covers["of"]:
+                raise UserError("batch", "the reference's numbers were not computed", "call run.see(0, state) with the "
+                                "state at step 0 before the first batch")
             if (sums := self.known.get(self._digest(batch, row))) is None:
                 raise UserError("batch", f"it has a row for which the reference's numbers were not computed: they are "
                                 f"there for {self.run.config.train.steps} steps and the evaluations between them",
-                                "raise train.steps, and call run.see(0, state) with the state at step 0 before")
+                                "raise train.steps")
             for prefix, (numbers, first) in places.items():
                 made[self.columns[prefix]][row, first], sums = sums[:len(numbers)], sums[len(numbers):]
         return {**batch, **made}
+
+    def _check(self, batch: Any) -> tuple[int, ...]:
+        """Refuse a batch that has not the arrays, without sums, that it should have; return its shape."""
+        spec = self.run.batch_spec
+        return replace(spec, dtypes={name: spec.dtypes[name] for name in self.names}).check(batch)
 
     def _digest(self, batch: Mapping[str, np.ndarray], row: int) -> bytes:
         found = hashlib.blake2b(digest_size=16)
@@ -86,6 +97,15 @@ class ReferenceSums:
         if step == 0 and self.path is None:
             self.known, self.covers = {}, {"of": "", "start": 0, "stop": 0}
             self.prepare(lambda: state)
+
+    def initial(self, parts: Mapping[str, Any]) -> "TrainState":
+        """Return the state at step 0 without the optimizer's: the state to go on from may be on the devices already.
+
+        `parts`: what `run.own_parts` returned for the workdir.
+        """
+        layout = self.run.layout
+        bare = replace(layout, state=replace(layout.state, opt_state=optax.EmptyState(), extras={}))
+        return replace(self.run, optimizer=optax.identity(), extras={}, layout=bare).init(parts=parts)
 
     def prepare(self, initial: Callable[[], "TrainState"], start: int = 0, skipped: SkippedBatches | None = None,
                 begun: Mapping[str, Any] | None = None, phase: Phase = contextlib.nullcontext) -> None:
@@ -131,7 +151,10 @@ class ReferenceSums:
                 seen.update(places)
             if not rows:
                 continue
-            batch = batches.rows(step, rows)
+            batch = batches.rows(step, rows) if run.data is None else batches[step]
+            shape = self._check(batch)
+            if run.data is not None:
+                run.of_shape(shape)
             for row in range(len(rows)):
                 there = any(batch[f"{prefix}segments"][row].any() for prefix in self.columns)
                 digest = self._digest(batch, row)
@@ -178,8 +201,6 @@ class ReferenceSums:
         for number, (_, row) in enumerate(some):
             for name in self.names:
                 batch[name][number] = row[name]
-        spec = self.run.batch_spec
-        replace(spec, dtypes={name: spec.dtypes[name] for name in self.names}).check(batch)
         return some, self.program(size, length)(params, self.run.place(batch))
 
     def program(self, rows: int, length: int) -> jax.stages.Compiled:
@@ -242,8 +263,10 @@ class ReferenceSums:
             return
         about, known = {}, {}
         try:
-            head, _, body = read(self.path, LARGE).partition(b"\n")
-            about = parsed(head, _FORM)
+            with opened(self.path) as file:
+                if exceeds_memory(os.fstat(file.fileno()).st_size):
+                    raise ValueError("is larger than the memory of this machine")
+                about, body = parsed(file.readline(LINE), _FORM), file.read()
             if about["sha256"] != hashlib.sha256(body).hexdigest():
                 raise ValueError("is not as it was written")
             if about["parameters"] != parameters:

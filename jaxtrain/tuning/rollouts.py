@@ -8,10 +8,10 @@ answer is a row, behind its prompt.
 
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,7 +35,7 @@ from jaxtrain.observe.runinfo import recorded_parts
 from jaxtrain.redaction import redacted
 from jaxtrain.storage import is_url
 from jaxtrain.train_step import partition
-from jaxtrain.tuning.pending_rewards import PendingRewards, Score
+from jaxtrain.tuning.pending_rewards import PendingRewards, Records, Score
 from jaxtrain.tuning.remote_rewards import RemoteRewards
 from jaxtrain.tuning.reward_scores import PREFIX, RewardScores
 from jaxtrain.tuning.rewards import Reward, load_reward, rewards_of
@@ -373,7 +373,14 @@ class Rollouts:
 
 def _score(reward: Reward | RewardScores | RemoteRewards) -> Score:
     """Return what scores the answers to prompts; a function of the user's is never called twice at once."""
-    return reward if isinstance(reward, RemoteRewards) else partial(rewards_of, cast(Reward, reward))
+    if isinstance(reward, RemoteRewards):
+        return reward
+    calling = threading.Lock()  # a thread that was left behind may still be in the function
+
+    def score(answers: Sequence[str], records: Records) -> list[float]:
+        with calling:
+            return rewards_of(cast(Reward, reward), answers, records)
+    return score
 
 
 def _digest(records: Sequence[dict[str, Any]]) -> str:

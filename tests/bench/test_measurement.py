@@ -123,6 +123,12 @@ def test_answers_of_the_model_are_not_measured(flags, capsys):
     assert "reinforce.prompts: a bench has no answers of the model to train on; train" in capsys.readouterr().err
 
 
+def test_numbers_computed_beforehand_are_not_measured(flags, capsys):
+    assert bench.main([*flags, "--config.preference.loss=dpo", "--config.preference.reference=precomputed",
+                       "--config.data.packing=pairs"]) == 2
+    assert "preference.reference: a bench does not compute the reference's numbers" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("error", [
     "RESOURCE_EXHAUSTED: Out of memory", "CUDA error: out of memory", "CUDA_ERROR_OUT_OF_MEMORY",
     "CUBLAS_STATUS_ALLOC_FAILED when calling"])

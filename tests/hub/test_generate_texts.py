@@ -85,10 +85,15 @@ def test_prompts_name_their_adapters(workdir, capsys, tmp_path):
             0.3 * rng.standard_normal(leaf.shape), leaf.sharding), lora.adapters(run.abstract_model))
         (tmp_path / name).mkdir()
         adapter_files.save(made, run.config.model, run.config.lora, tmp_path / name, "", np.dtype("float32"))
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "It was", "adapter": "two"}\n{"prompt": "It was"}\n')
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "It was", "adapter": 2}\n')
+    flags, _ = generate_texts.parse(["work", f"--prompts={prompts}"])
+    assert generate_texts._prompts(flags) == (["It was"], [None])
+    assert capsys.readouterr().err.startswith(f"warning: {prompts} names adapters, and the model answers alone: there ")
+    prompts.write_text('{"prompt": "It was", "adapter": "two"}\n{"prompt": "It was"}\n')
     folders = {name: tmp_path / name for name in ("one", "two")}
     given = ",".join(f"{name}={folder}" for name, folder in folders.items())
-    words = workdir, f"--adapters={given}", f"--prompts={tmp_path / 'prompts.jsonl'}", "--temperature=0", FEW, "--json"
+    words = workdir, f"--adapters={given}", f"--prompts={prompts}", "--temperature=0", FEW, "--json"
     run, state = jt.load_model(workdir, adapters=folders)
     keys = dict(max_new_tokens=8, temperature=0, tokenizer=workdir / "tokenizer")
     for more, names in (((), ["two", None]), (("--adapter=one",), ["two", "one"])):
@@ -97,8 +102,6 @@ def test_prompts_name_their_adapters(workdir, capsys, tmp_path):
         assert (status, [one["adapter"] for one in found]) == (0, names)
         want = jt.generate(run, state, ["It was", "It was"], adapters=names, **keys)
         assert [one["tokens"] for one in found] == [list(one.tokens) for one in want]
-    status, _, err = said(capsys, *words, "--adapter=three")
-    assert status == 2 and err.startswith("adapters: there is none of the name 'three'")
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -111,14 +114,20 @@ def test_prompts_name_their_adapters(workdir, capsys, tmp_path):
     (["{work}", "--prompt=a", "--max_new_tokens=0"], "max_new_tokens: 0 is below 1; give 1 or more"),
     (["{work}", "--prompt=a", "--config.model.num_layers=3"], "--config.model.num_layers: the model is as it was "),
     (["{work}", "--prompt=" + 64 * "a"], "prompts[0]: its 64 tokens leave no room in model.max_seq_len=64; "),
-    (["{work}", "--prompt=a", "--adapter=b"], "adapters: there is none of the name 'b'; give jt.load_model adapters="),
+    (["{gone}", "--prompt=a", "--adapter=b"], "--adapters: there is none of the name 'b', which --adapter names; give "
+                                              "--adapters=NAME=FOLDER"),
+    (["{gone}", "--prompt=a", "--adapters=b=f", "--adapter=c"], "--adapters: there is none of the name 'c', which "
+                                                                "--adapter names; known: b"),
+    (["{gone}", "--adapters=b=f", "--prompts={named}"], "--adapters: there is none of the name 'c', which line 2 of "
+                                                        "{named} names; known: b"),
     (["{work}", "--prompt=a", "--adapters=b"], "--adapters: 'b' is not a list of different names with folders; "),
     (["{work}", "--prompt=a", "--adapters=b={gone}"], "adapters: b: {gone} is not a folder of adapters in PEFT's form"),
     (["{work}", "--prompts={gone}"], "--prompts: {gone} cannot be read ("),
     (["{work}", "--prompt=a", "--chat", "--chat_template={gone}"], ""),
 ])
 def test_mistakes_are_told_in_one_line(workdir, capsys, tmp_path, words, message):
-    names = {"work": workdir, "gone": tmp_path / "gone"}
+    names = {"work": workdir, "gone": tmp_path / "gone", "named": tmp_path / "named.jsonl"}
+    names["named"].write_text('"a"\n{"prompt": "a", "adapter": "c"}\n')
     status, out, err = said(capsys, *(word.format(**names) for word in words))
     assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(message.format(**names))
 

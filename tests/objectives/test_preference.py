@@ -15,7 +15,7 @@ from jaxtrain.hub.weights import safetensors_files
 from jaxtrain.models.lora import scale
 from jaxtrain.train_step import partition
 from jaxtrain.trainer import best_metric
-from jaxtrain.tuning.on_policy import with_rollouts
+from jaxtrain.tuning.model_batches import with_model_batches
 from tests.numerics import reference
 from tests.numerics.plain_lora import merged
 from tests.objectives import plain_preference as plain
@@ -129,7 +129,8 @@ def test_a_reward_model_gives_answers_their_rewards(corpus, rewarded):
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "say 1:"}) + "\n")
     keys = text_of(corpus) | dict(train__init_from=str(folder / "base"), data__global_batch_size=8,
                                   reinforce__prompts=str(folder / "prompts.jsonl"), reinforce__max_new_tokens=6)
-    run = with_rollouts(with_initial_params(jt.build(tiny(corpus, **keys, reinforce__reward=f"model:{folder}/whole"))))
+    scored = tiny(corpus, **keys, reinforce__reward=f"model:{folder}/whole")
+    run = with_model_batches(with_initial_params(jt.build(scored)))
     run.see(0, run.init())
     batch = run.data[0]
     model = jt.build(tiny(corpus, **SCORED)).module(state)
@@ -146,9 +147,9 @@ def test_a_reward_model_gives_answers_their_rewards(corpus, rewarded):
     (folder / "resumed").mkdir()
     (folder / "resumed" / "run.json").write_text(json.dumps(began))
     with pytest.raises(jt.UserError, match=r"whole has no checkpoint of step 1 that was found good"):
-        with_rollouts(jt.build(tiny(corpus, **keys, reinforce__reward=f"model:{folder}/whole")), folder / "resumed")
+        with_model_batches(jt.build(scored), folder / "resumed")
     with pytest.raises(jt.UserError, match=r"reinforce\.reward: .*base has no reward model; give a run of preference"):
-        with_rollouts(jt.build(tiny(corpus, **keys, reinforce__reward=f"model:{folder}/base")))
+        with_model_batches(jt.build(tiny(corpus, **keys, reinforce__reward=f"model:{folder}/base")))
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 import shutil
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from jaxtrain.data.loading.batch_function import BatchFunction
 from jaxtrain.data.prepare import prepare
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import estimate
+from jaxtrain.run import Run
 from jaxtrain.tuning import reference_sums
 from tests.numerics import reference
 from tests.objectives import plain_kto, plain_preference, tuned
@@ -116,13 +119,17 @@ def test_a_run_is_that_with_a_copy_and_has_none(corpus, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_and_is_extended_without_computing_anything_twice(corpus, whole, tmp_path, computed):
+def test_a_run_goes_on_and_is_extended_without_computing_anything_twice(corpus, whole, tmp_path, computed,
+                                                                       monkeypatch):
     folder, state = whole
     parts = tuned.resumed(folder, tmp_path / "parts", last=8)
     assert equal(jt.train(tiny(corpus), parts), state) and computed == []
     (parts / reference_sums.FILE).unlink()
     shutil.rmtree(parts / "checkpoints" / "8")
+    made, init = [], Run.init
+    monkeypatch.setattr(Run, "init", lambda run, **given: made.append(init(run, **given)) or made[-1])
     assert equal(jt.train(tiny(corpus), parts), state) and sum(computed) > 8  # from the parameters at step 0
+    assert [jax.tree.leaves(one.opt_state) for one in made] == [[]]  # beside a whole state, perhaps
     computed.clear()
     shutil.copytree(folder / "checkpoints", tmp_path / "mesh" / "checkpoints")
     for name in ("config.json", "run.json", reference_sums.FILE):
@@ -140,7 +147,7 @@ def test_batches_of_ones_own_are_trained_on_alike(corpus, whole, tmp_path):
     data = BatchFunction(lambda step: batches[step], tokens_per_row=64)
     state = jt.train(tiny(corpus, train__eval_every=0), tmp_path / "own", data=data)
     assert equal(state.params, whole[1].params)
-    with pytest.raises(jt.UserError, match="the reference's numbers were not computed"):
+    with pytest.raises(jt.UserError, match=r"batch: the reference's numbers were not computed; call run\.see"):
         run = jt.build(tiny(corpus, train__eval_every=0), data=data)
         run.batch(0)
 
@@ -220,11 +227,13 @@ def prepared(run, workdir, **keys):
     return sums
 
 
-def test_rows_get_their_own_sums_whatever_step_they_come_at(corpus, tmp_path, fake, computed, capfd):
+def test_rows_get_their_own_sums_whatever_step_they_come_at(corpus, tmp_path, fake, computed, capfd, monkeypatch):
     run = jt.build(tiny(corpus, train__steps=12))
-    with pytest.raises(jt.UserError, match=r"batch: it has a row for which the reference's numbers were not computed"):
+    with pytest.raises(jt.UserError, match=r"batch: the reference's numbers were not computed; call run\.see"):
         run.batch(0)
     sums = prepared(run, tmp_path)
+    with pytest.raises(jt.UserError, match=r"a row for which .* for 12 steps and .* between them; raise train\.steps"):
+        sums.beside({name: x[:, ::-1] for name, x in run.train_batches[0].items()})
     rows = len(run.train_batches._rows) + len(run.eval_batches._rows)
     assert sum(computed) == len(sums.known) <= rows and len(computed) == -(-len(sums.known) // 4)
     for batches, step in ((run.train_batches, 0), (run.train_batches, 11), (run.eval_batches, 1)):
@@ -239,6 +248,9 @@ def test_rows_get_their_own_sums_whatever_step_they_come_at(corpus, tmp_path, fa
                 assert one["reference"][here].sum() == (one["targets"] * one["weights"])[here].sum()
     computed.clear()
     assert prepared(run, tmp_path).known.keys() == sums.known.keys() and computed == []
+    with monkeypatch.context() as larger:
+        larger.setattr(os, "fstat", lambda file: os.stat_result([*os.stat(file)[:6], 2**30 + 1, *os.stat(file)[7:10]]))
+        assert prepared(run, tmp_path).known.keys() == sums.known.keys() and computed == []
     path = tmp_path / reference_sums.FILE
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     prepared(run, tmp_path)
@@ -261,6 +273,31 @@ def test_rows_of_a_mixture_and_batches_of_ones_own_are_found_too(corpus, fake, c
     own = prepared(jt.build(tiny(corpus, train__steps=20, train__eval_every=0), data=data), None)
     assert sum(computed) == len(own.known) == 8 and own.known.keys() < mixed.known.keys()
     assert np.array_equal(own.beside(data[3])["reference"], mixed.beside(data[1])["reference"])
+
+
+def test_incomplete_batches_of_ones_own_are_refused(corpus, fake):
+    plain = jt.build(tiny(corpus))
+    batches = [dict(plain.train_batches[step % 2]) for step in range(8)]
+    run = replace(plain, data=BatchFunction(batches.__getitem__, tokens_per_row=64), joined=None)
+    sums, whole = prepared(run, None), batches[1]
+    for changed, message in (
+        ({name: x for name, x in whole.items() if name != "segments"}, "no array 'segments', which Preference takes"),
+        (whole | {"weights": whole["weights"][:3]}, "its array 'weights' has the shape 3 x 64"),
+        ({name: x[:, :32] for name, x in whole.items()}, "its shape is 4 x 32, and the config declares 4 x 64"),
+    ):
+        batches[1] = changed
+        with pytest.raises(jt.UserError, match=f"batch: .*{message}"):
+            prepared(run, None)
+        with pytest.raises(jt.UserError, match="batch: "):
+            replace(run, joined=sums).batch(1)
+
+
+def test_a_run_that_goes_on_makes_parameters_alone(corpus, monkeypatch):
+    monkeypatch.setattr(Run, "init", lambda run, parts: run)
+    run = jt.build(tiny(corpus, train__ema_decay=0.9)).joined.initial({})
+    state = jax.eval_shape(run._init, jax.random.key(0))
+    assert jax.tree.structure(state) == jax.tree.structure(run.layout.state)
+    assert jax.tree.leaves(state.all_params) and not jax.tree.leaves((state.opt_state, state.extras))
 
 
 def test_only_what_will_be_read_is_computed_and_a_pass_that_was_killed_goes_on(corpus, tmp_path, fake, computed,

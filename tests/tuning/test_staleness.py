@@ -177,6 +177,25 @@ def test_forgetting_drops_what_waits_and_leaves_a_scorer_that_does_not_return(mo
     assert pending.collect(1, ["c"], [{}])[0] == [1.0] and scored == [["a"], ["c"]]  # asked anew, on this thread
 
 
+def test_a_function_is_not_called_while_a_thread_that_was_left_behind_is_in_it(monkeypatch):
+    monkeypatch.setattr(pending_rewards, "PATIENCE_S", 0.01)
+    began, may, scored = threading.Event(), threading.Event(), []
+
+    def reward(answer, record):
+        began.set()
+        assert answer == "new" or may.wait(60)
+        scored.append(answer)
+        return 1.0
+
+    pending = PendingRewards(rollouts._score(reward))
+    pending.ask(0, ["old", "old too"], [{}, {}])
+    assert began.wait(60)
+    pending.forget()
+    pending.ask(1, ["new"], [{}])
+    threading.Timer(0.05, may.set).start()
+    assert pending.collect(1, [], [])[0] == [1.0] and scored == ["old", "old too", "new"]
+
+
 def test_answers_behind_the_last_step_are_kept_and_not_scored(built, answers, tmp_path):
     """A run that is given more steps reads them."""
     trained(begun(built(reinforce__staleness=2, train__steps=4), tmp_path), 0, 4)

@@ -66,8 +66,8 @@ class BatchSpec:
 
     def _counts(self, batch: Mapping[str, Any], key: str) -> Any:
         """Whether a token matters: targets without weight may be any number, such as -100."""
-        weights = batch.get("weights")
-        return weights != 0 if key == "targets" and isinstance(weights, np.ndarray) else True
+        weights = batch.get("weights") if key == "targets" else None
+        return weights != 0 if isinstance(weights, np.ndarray) and weights.shape == batch[key].shape else True
 
 
 def row_of(batches: BatchSource, step: int) -> dict[str, np.ndarray]:

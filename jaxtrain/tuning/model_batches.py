@@ -1,4 +1,4 @@
-"""Runs whose batches are made with their model: what makes one is imported only where a config asks for it."""
+"""Runs whose batches their model makes, or adds to: what does so is imported only where a config asks for it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from jaxtrain.run import Run
 
 
-def with_rollouts(run: Run, workdir: str | Path | None = None) -> Run:
+def with_model_batches(run: Run, workdir: str | Path | None = None) -> Run:
     """Return a run that trains on its own answers, or on batches with the reference's numbers, if its config asks.
 
     `workdir`: where the answers of each step are kept, or the numbers.
