@@ -15,7 +15,7 @@ from jaxtrain.redaction import hide_in_tracebacks
 COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and the first line of its docstring
     "train": ("jaxtrain.main", "Train a config, or resume its run."),
     "supervise": ("jaxtrain.supervise", "Start processes as one run, and restart them when one dies or hangs."),
-    "launch": ("jaxtrain.launch", "Submit a run to this machine, Slurm or Kubernetes, or write it for others."),
+    "launch": ("jaxtrain.launch", "Submit a run to this machine, Slurm, Kubernetes or Ray, or write it for others."),
     "jobs": ("jaxtrain.launch.jobs", "See jobs, and pause, resume and cancel them, on whatever engine they are."),
     "plan": ("jaxtrain.plan", "Rank meshes for given hardware: which fit, how fast they train, what they cost."),
     "bench": ("jaxtrain.bench", "Measure how fast a config trains on the devices here, and where the time goes."),

@@ -118,5 +118,6 @@ def test_a_config_is_read_before_it_is_submitted(tmp_path, capsys):
     assert "train.stepz: there is no such key" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     assert launch.main(["configs/gpt.py:tiny", "--on=local", f"--workdir={tmp_path}", "--dry_run"]) == 0
-    assert "-m jaxtrain.supervise --processes=1 --max_restarts=3 -- --config=configs/gpt.py:tiny" in capsys.readouterr().out
+    said = "-m jaxtrain.supervise --processes=1 --max_restarts=3 -- --config=configs/gpt.py:tiny"
+    assert said in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
