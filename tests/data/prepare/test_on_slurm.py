@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -13,10 +11,10 @@ import pytest
 
 from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
 from jaxtrain.data.prepare.tasks import tokenize_shard
+from tests.launch.slurm.cluster import Cluster, missing
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = ["--task_bytes=3000", "--eval_fraction=0.1"]
-SLURM = shutil.which("slurmctld") and shutil.which("munged")
 
 
 def write(path: Path, documents: int = 200) -> Path:
@@ -154,81 +152,12 @@ def test_a_mistake_is_one_line(tmp_path, capsys, flags, words):
 
 # ----------------------------------------------------------------------------------------------------- a real Slurm
 
-CONF = """\
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/munge
-AuthInfo=socket={at}/sock
-CredType=cred/munge
-StateSaveLocation={at}/state
-SlurmdSpoolDir={at}/spool-%n
-SlurmctldPidFile={at}/slurmctld.pid
-SlurmdPidFile={at}/slurmd-%n.pid
-SlurmctldLogFile={at}/slurmctld.log
-SlurmdLogFile={at}/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-ReturnToService=2
-SlurmdParameters=config_overrides
-SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-AccountingStorageType=accounting_storage/none
-PropagateResourceLimits=NONE
-CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=2000 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=2000 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP
-"""
-
-
 @pytest.fixture
 def slurm(tmp_path_factory, monkeypatch):
     """Two nodes on this machine."""
-    at = tmp_path_factory.mktemp("slurm")
-    sockets = [socket.socket() for _ in range(3)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    user = subprocess.run(["id", "-un"], text=True, capture_output=True, check=True).stdout.strip()
-    (at / "slurm.conf").write_text(CONF.format(at=at, ports=ports, user=user, host=socket.gethostname().split(".")[0]))
-    (at / "state").mkdir()
-    (at / "key").write_bytes(os.urandom(1024))
-    (at / "key").chmod(0o400)
-    monkeypatch.setenv("SLURM_CONF", str(at / "slurm.conf"))
-    commands = [["munged", "--force", "--foreground", *(f"--{name}={at}/{file}" for name, file in (
-        ("key-file", "key"), ("socket", "sock"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed")))],
-        ["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]]
-    daemons = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-               for command in commands]
-    try:
-        for _ in range(300):
-            idle = subprocess.run(["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"], text=True, capture_output=True)
-            if len(set(idle.stdout.split())) == 2:
-                break
-            time.sleep(0.1)
-        else:
-            pytest.fail((at / "slurmctld.log").read_text())
+    with Cluster(tmp_path_factory.mktemp("slurm"), nodes=2) as cluster:
+        monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
         yield
-    finally:
-        for daemon in reversed(daemons):
-            daemon.terminate()
-            daemon.wait(30)
-
-
-def finished(number: str) -> None:
-    for _ in range(600):
-        states = subprocess.run(["squeue", "-h", "-j", number, "-o", "%T"], text=True, capture_output=True).stdout
-        if not states.strip():
-            return
-        time.sleep(0.1)
-    pytest.fail(f"job {number} is {states}")
 
 
 def submitted(tmp_path: Path, script: Path) -> str:
@@ -245,7 +174,7 @@ def submitted(tmp_path: Path, script: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SLURM, reason="Slurm comes from the system's packages, not from pip")
+@pytest.mark.skipif(bool(missing()), reason="apt-get install --no-install-recommends slurm-wlm munge")
 @pytest.mark.parametrize("flags", [[], ["--deduplicate"], ["broken"]], ids=["plain", "deduplicated", "broken"])
 def test_a_real_slurm_gives_the_bytes_of_one_run(tmp_path, slurm, monkeypatch, flags):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -259,7 +188,7 @@ def test_a_real_slurm_gives_the_bytes_of_one_run(tmp_path, slurm, monkeypatch, f
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SLURM, reason="Slurm comes from the system's packages, not from pip")
+@pytest.mark.skipif(bool(missing()), reason="apt-get install --no-install-recommends slurm-wlm munge")
 def test_a_mistake_in_the_input_is_told_by_the_last_job_of_a_real_slurm(tmp_path, slurm, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     script = rendered(tmp_path, "--deduplicate", "--workers=1")
