@@ -29,6 +29,10 @@ _NAMES = {
     "max_new_tokens": "max_tokens max_completion_length max_completion_tokens response_length",
     "group_size": "num_generations rollouts_per_prompt", "reuse": "num_iterations ppo_epochs num_ppo_epochs",
     "kl": "kl_coef kl_coeff init_kl_coef", "clip": "epsilon_low cliprange", "clip_high": "epsilon_high",
+    "accelerators_per_node": "gpus gpus_per_node ngpus num_gpus gres", "queue": "partition", "priority": "qos",
+    "time": "walltime time_limit", "processes_per_node": "ntasks_per_node nproc_per_node", "memory_gb": "mem",
+    "cpus_per_process": "cpus_per_task", "image": "container", "value_loss": "vf_coef vf_coeff value_coef",
+    "gae_lambda": "lam", "value_clip": "cliprange_value", "reference": "precompute_ref_log_probs",
     "dpo": "sigmoid", "licence": "license",
     "expert": "ep expert_parallel", "full": "everything nothing_saveable", "adamw": "adam adam_w",
 }

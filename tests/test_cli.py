@@ -99,7 +99,7 @@ def test_help(name, said):
 def test_every_module_that_runs_is_a_command():
     """But for those that commands start themselves, the program that `jaxtrain bench` compares with, and a page's."""
     inner = {"jaxtrain.doctor.file_systems", "jaxtrain.doctor.probe", "jaxtrain.bench.reference.plain_jax",
-             "jaxtrain.config.key_reference", "jaxtrain.launch.local_job"}
+             "jaxtrain.config.key_reference", "jaxtrain.launch.local_job", "jaxtrain.launch.ray_driver"}
     runs = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
             for path in (ROOT / "jaxtrain").rglob("*.py") if "\nif __name__ ==" in path.read_text()}
     assert runs - inner == {module for module, _ in COMMANDS.values()} and inner < runs

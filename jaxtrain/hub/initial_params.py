@@ -164,6 +164,9 @@ def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
 
 def _with_vocabulary(theirs: ModelConfig, run: Run, abstract: Any, load: Callable[[Any], Any]) -> Any:
     """Return the parameters that `load` gives for abstract ones, with those of tokens that their model lacks."""
-    if run.config.model.vocab_size <= theirs.vocab_size:
+    if run.config.model.vocab_size < theirs.vocab_size:
+        raise UserError("model.vocab_size", f"{run.config.model.vocab_size} is less than the {theirs.vocab_size} of "
+                        f"the model in {KEY}", f"set it to {theirs.vocab_size} or more")
+    if run.config.model.vocab_size == theirs.vocab_size:
         return load(abstract)
     return new_tokens.with_new_tokens(load(new_tokens.with_known_tokens(abstract, theirs.vocab_size)), abstract)

@@ -11,6 +11,7 @@ What a job needs are keys of a TOML file (--job), or flags of the same names. Th
 mistakes are told before the job waits. `jaxtrain jobs` shows jobs, and pauses, resumes and cancels them.
 """
 
+import argparse
 import re
 import shutil
 import sys
@@ -42,7 +43,9 @@ def main(argv: list[str] | None = None) -> None:
                                                          "stands for {task}, in --workdir and in any key")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="show what would be submitted, and stop")
     for name in JobSpec.__dataclass_fields__:
-        parser.add_argument(f"--{name}", metavar="VALUE", help=f"as the job's key {name}")
+        shown = isinstance(getattr(JobSpec(), name), str | int | float)  # lists and tables are in a file only
+        parser.add_argument(f"--{name}", metavar="VALUE",
+                            help=f"as the job's key {name}" if shown else argparse.SUPPRESS)
     flags, rest = parser.parse_known_args(words)
     given = {name: value for name in JobSpec.__dataclass_fields__ if (value := getattr(flags, name)) is not None}
     engine, spec, made = engine_of(flags.on), read_spec(flags.job, given), []
@@ -63,6 +66,8 @@ def main(argv: list[str] | None = None) -> None:
 def tasks_of(array: str | None, workdir: str) -> list[str]:
     """Return the numbers in an array such as 0-3 or 1,5,7; [""] without one."""
     if array is None:
+        if "{task}" in workdir:
+            raise UserError("--workdir", "{task} has a meaning with --array only", "give that too, such as --array=0-3")
         return [""]
     found = [re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part) for part in array.split(",")]
     if not all(found):

@@ -50,6 +50,9 @@ def main(argv: list[str] | None = None) -> None:
         print(shown(job))
     elif flags.what == "why":
         print(engine.why(job))
+        if engine.status(job).state == "failed":
+            said = [line for line in "".join(output(job, False)).split("\n") if line.strip()]
+            print("the end of what it printed (jaxtrain jobs logs):", *said[-3:], sep="\n  ")
     elif flags.what == "logs":
         for text in output(job, flags.follow):
             print(text, end="", flush=True)
@@ -67,13 +70,16 @@ def table(root: Path) -> list[str]:
     """Return a line for each job under a folder, below a head."""
     if not root.is_dir():
         raise UserError("ROOT", f"there is no folder {root}", "give the one that workdirs are in")
+    silent: set[str] = set()  # engines that cannot be asked from here
     rows = [("WORKDIR", "ENGINE", "ID", "STATE", "STEP", "NODES")]
     for job in records.under(root):
-        try:
-            status = engine_of(job.engine).status(job)
-        except UserError as error:  # its cluster cannot be asked from here
-            say(error)
-            status = records.Status("unknown")
+        status = records.Status("unknown")
+        if job.engine not in silent:
+            try:
+                status = engine_of(job.engine).status(job)
+            except UserError as error:
+                say(error)
+                silent.add(job.engine)
         step = Steps(job.workdir / "metrics.jsonl").newest or None
         workdir = job.workdir.relative_to(root) if job.workdir.is_relative_to(root) else job.workdir
         rows.append((f"{workdir}", job.engine, job.id.partition(":")[0], status.state, f"{step or ''}", status.nodes))

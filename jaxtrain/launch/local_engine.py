@@ -35,6 +35,10 @@ class LocalEngine:
                             "leave it out, or have the command start its processes")
         if wrong := next((v for v, where in job.spec.secrets.items() if not where.startswith("file:")), None):
             raise UserError(f"secrets.{wrong}", "it is a secret of Kubernetes", "give file:PATH")
+        for name, where in job.spec.secrets.items():
+            if not os.access(os.path.expanduser(where.removeprefix("file:")), os.R_OK):
+                raise UserError(f"secrets.{name}", f"{where.removeprefix('file:')} cannot be read",
+                                "name a file that can be")
 
     def render(self, job: Job) -> dict[str, str]:
         """Return the script that the job is."""

@@ -23,6 +23,7 @@ _REASONS = {  # of waiting, in words for those who do not run the cluster
     "ReqNodeNotAvail": "nodes that it asks for are down, drained or reserved",
     "PartitionNodeLimit": "it asks for more nodes than its partition gives to a job",
     "PartitionTimeLimit": "its time limit is longer than its partition allows",
+    "PartitionConfig": "it asks for more nodes, or for more of each, than its partition has",
     "PartitionDown": "its partition takes no jobs now", "PartitionInactive": "its partition starts no jobs now",
     "InvalidAccount": "its account does not exist", "InvalidQOS": "its QoS does not exist or is not allowed",
     "Licenses": "it waits for a licence", "Reservation": "its reservation has not begun",
@@ -65,9 +66,7 @@ class SlurmEngine:
             known = "waiting"
         if known == "waiting" and reason.startswith(("JobHeld", "job requeued in held")):
             known = "paused"
-        if known == "done" and job.pause_file.exists():
-            known = "cancelled"
-        return Status(known, "" if reason == "None" else reason, nodes)
+        return Status(_unless_cancelled(known, job), "" if reason == "None" else reason, nodes)
 
     def _past(self, job: Job) -> Status:
         """Return what the accounting, or the log of ended jobs, knows of a job that squeue has forgotten."""
@@ -75,7 +74,7 @@ class SlurmEngine:
             found = _run(*words, "--noheader", "--parsable2", f"--jobs={job.id}", "--format=JobID,State", missing="")
             states = [line.split("|")[1].split()[0] for line in found.splitlines() if line.split("|")[0] == job.id]
             if states:
-                return Status(_STATES.get(states[-1], "unknown"), states[-1])
+                return Status(_unless_cancelled(_STATES.get(states[-1], "unknown"), job), states[-1])
         return Status("unknown", "Slurm does not know it any more")
 
     def why(self, job: Job) -> str:
@@ -97,11 +96,25 @@ class SlurmEngine:
     def resume(self, job: Job, nodes: int | None) -> str:
         """Let a paused job go on, under the same number."""
         if nodes is not None:
-            _run("scontrol", "update", f"JobId={job.id}", f"NumNodes={nodes}-{nodes}",
-                 f"NumTasks={nodes * job.spec.processes}")
+            self._resize(job, nodes)
         job.pause_file.unlink(missing_ok=True)
         _run("scontrol", "release", job.id)
         return job.id
+
+    def _resize(self, job: Job, nodes: int) -> None:
+        """Ask for another number of nodes; where Slurm refuses it, for as many as before."""
+        def ask(count: int) -> list[str]:
+            tasks = count * job.spec.processes
+            return ["scontrol", "update", f"JobId={job.id}", f"NumNodes={count}-{count}", f"NumTasks={tasks}",
+                    f"NumCPUs={tasks * max(1, job.spec.cpus_per_process)}"]
+
+        before = _run("squeue", "--noheader", f"--jobs={job.id}", "--format=%D").strip()
+        try:
+            _run(*ask(nodes))
+        except UserError:
+            if before.isdecimal():  # it has taken some of these already
+                _run(*ask(int(before)), missing="")
+            raise
 
     def cancel(self, job: Job, now: bool) -> None:
         """End a job: once it has saved, or at once."""
@@ -113,8 +126,17 @@ class SlurmEngine:
 
     def requeue(self, job: Job) -> None:
         """Have a job save, stop and start again."""
+        if (state := self.status(job).state) != "running":
+            raise UserError("WORKDIR", f"its job is {state}",
+                            "resume it" if state == "paused" else "see jaxtrain jobs show")
         job.pause_file.unlink(missing_ok=True)
         _run("scancel", "--signal=TERM", job.id)
+
+
+def _unless_cancelled(state: str, job: Job) -> str:
+    """Return the state, of a job that has saved and ended since it was cancelled too."""
+    cancelled = state == "done" and job.pause_file.exists() and job.pause_file.read_text() == "cancel"
+    return "cancelled" if cancelled else state
 
 
 def _run(*words: str, missing: str | None = None) -> str:

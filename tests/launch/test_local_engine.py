@@ -92,7 +92,8 @@ def test_a_second_job_is_refused_and_one_that_was_killed_is_told(workdir, capsys
     assert state(workdir) == "cancelled" and not (workdir / "saved").exists()
     (workdir / "jobs" / "1" / "stop").unlink()
     told("why", workdir)
-    assert capsys.readouterr().out == "it is failed: it was killed, or the machine was started again\n"
+    assert capsys.readouterr().out == ("it is failed: it was killed, or the machine was started again\n"
+                                       "the end of what it printed (jaxtrain jobs logs):\n  attempt a b True\n")
 
 
 def test_the_checkout_and_its_edits_are_recorded(tmp_path, monkeypatch, capsys):

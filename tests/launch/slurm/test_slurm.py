@@ -101,6 +101,9 @@ def test_a_run_pauses_and_goes_on_with_other_nodes(begun, capsys):
     assert len(list(workdir.glob("saved-0-*"))) == 3
     told("why", workdir)
     assert "it is paused: jaxtrain jobs resume" in capsys.readouterr().out
+    assert jobs_command.main(["resume", f"{workdir}", "--nodes=9"]) == 2  # more than there are
+    assert jobs_command.main(["requeue", f"{workdir}"]) == 2
+    assert "its job is paused; resume it" in capsys.readouterr().err
     told("resume", workdir, "--nodes=2")
     event(workdir / "began-1-0")
     assert (workdir / "began-1-0").read_text().startswith("2 ")
