@@ -135,7 +135,7 @@ def test_config(refused, mistake, tmp_path):
     ("--process_id=x", "command line: argument --process_id: invalid int value: 'x'; see --help"),
     ("--process_id=0", "--coordinator: several processes need --coordinator, --num_processes and --process_id; give "
      "all three (or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID)"),
-    ("--coordinator=localhost:1 --num_processes=2 --process_id=2", "--process_id: 2 is not below --num_processes=2 (flags); "
+    ("--coordinator=localhost:1 --num_processes=2 --process_id=2", "--process_id: 2 is not below --num_processes=2; "
      "number them from 0"),
 ])
 def test_flags(refused, flag, line):

@@ -235,7 +235,8 @@ def _completed(own: Place, place: Place) -> Place:
 def _sound(place: Place) -> Place:
     """Return a complete place, whose numbers and address can be used."""
     if not 0 <= (place.rank or 0) < (place.processes or 1):
-        raise UserError("--process_id", f"{place.rank} is not below --num_processes={place.processes} ({place.source})",
+        told = "" if place.source == "flags" else f" ({place.source})"
+        raise UserError("--process_id", f"{place.rank} is not below --num_processes={place.processes}{told}",
                         "number them from 0")
     host, _, port = (place.coordinator or "").rpartition(":")
     if place.source.startswith(_OWN) and not (host and port.isdecimal()):
