@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     given = {name: value for name in JobSpec.__dataclass_fields__ if (value := getattr(flags, name)) is not None}
     engine, spec, made = engine_of(flags.on), read_spec(flags.job, given), []
     for task in tasks_of(flags.array, flags.workdir):
-        workdir, *said = (word.replace("{task}", task) for word in (flags.workdir, *rest, *own))
+        workdir, *said = (word.replace("{task}", task or "{task}") for word in (flags.workdir, *rest, *own))
         made.append(describe(flags.on, Path(workdir), flags.config, said[:len(rest)], said[len(rest):], spec,
                              vars(flags)))
         engine.check(made[-1])

@@ -97,8 +97,8 @@ class SlurmEngine:
         """Let a paused job go on, under the same number."""
         if nodes is not None:
             self._resize(job, nodes)
-        job.pause_file.unlink(missing_ok=True)
         _run("scontrol", "release", job.id)
+        job.pause_file.unlink(missing_ok=True)
         return job.id
 
     def _resize(self, job: Job, nodes: int) -> None:

@@ -122,3 +122,22 @@ def test_a_config_is_read_before_it_is_submitted(tmp_path, capsys):
     said = "-m jaxtrain.supervise --processes=1 --max_restarts=3 -- --config=configs/gpt.py:tiny"
     assert said in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_array_is_a_job_for_each_number(tmp_path, capsys):
+    def launched(*flags: str) -> int:
+        return launch.main(["--on=local", *flags, "--", "echo", "{task}"])
+
+    assert launched(f"--workdir={tmp_path}/of-{{task}}", "--array=1-2,5") == 0
+    for task in "125":
+        wait_for(lambda task=task: state(tmp_path / f"of-{task}") == "done")
+        assert job_record.newest(tmp_path / f"of-{task}").output.read_text() == f"{task}\n"
+    assert launched(f"--workdir={tmp_path}/one") == 0
+    wait_for(lambda: state(tmp_path / "one") == "done")
+    assert job_record.newest(tmp_path / "one").output.read_text() == "{task}\n"
+    for flags, message in (((f"--workdir={tmp_path}/x", "--array=1-2"), "the jobs of an array need one each"),
+                           ((f"--workdir={tmp_path}/x-{{task}}",), "{task} has a meaning with --array only"),
+                           ((f"--workdir={tmp_path}/x-{{task}}", "--array=3-1"), "3-1 are 0 jobs"),
+                           ((f"--workdir={tmp_path}/x-{{task}}", "--array=a"), "'a' is not a list of numbers")):
+        capsys.readouterr()
+        assert launched(*flags) == 2 and message in capsys.readouterr().err
