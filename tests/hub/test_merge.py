@@ -124,8 +124,9 @@ def test_a_model_merged_with_itself_has_its_bytes(tmp_path, method, dtype):
     several = [folder] * (3 if method == "average" else 2)
     merged(several, tmp_path / "out", f"--method={method}")
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", SINGLE, "tokenizer_config.json", export.RECORD}
-    for name in names - {export.RECORD, "config.json"}:
+    assert names == {"config.json", SINGLE, "tokenizer_config.json", export.RECORD, "README.md"}
+    assert "Computed from other models by jaxtrain" in (tmp_path / "out" / "README.md").read_text()
+    for name in names - {export.RECORD, "config.json", "README.md"}:
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes(), name
     before, after = (json.loads((where / "config.json").read_text()) for where in (folder, tmp_path / "out"))
     assert before == after

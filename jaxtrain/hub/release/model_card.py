@@ -43,6 +43,21 @@ def card(workdir: Path, sections: Mapping[str, Any], name: str, licence: str, re
     return "\n\n".join(parts) + "\n"
 
 
+def derived_card(name: str, record: Mapping[str, Any]) -> str:
+    """Return the card of a model that was computed from others.
+
+    Args:
+        name: of the model.
+        record: what export.json says of how it was made.
+    """
+    made = json.dumps(record, indent=1, ensure_ascii=False)
+    return "\n\n".join([
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [jaxtrain, merge]\n---", f"# {name}",
+        f"Computed from other models by jaxtrain, tensor by tensor:\n\n```json\n{made}\n```",
+        "What these were trained on, how they were evaluated and under which licences they are is in their own cards; "
+        "this model itself was not evaluated.\n"])
+
+
 def _is_reward_model(sections: Mapping[str, Any]) -> bool:
     return sections.get("preference", {}).get("loss") == "reward"
 

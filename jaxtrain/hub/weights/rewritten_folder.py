@@ -12,6 +12,7 @@ from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.published_config import FILE
 from jaxtrain.files import atomic_files, bounded_files
 from jaxtrain.hub import export
+from jaxtrain.hub.release import model_card
 from jaxtrain.hub.weights import safetensors_files
 from jaxtrain.hub.weights.safetensors_files import DTYPES, INDEX, OTHERS, Tensor
 from jaxtrain.hub.weights.tensor_names import entries
@@ -50,6 +51,7 @@ def write(like: Path, to: Path, tensors: Mapping[str, Tensor], computed: Callabl
         config.pop("torch_dtype", None)  # its name in transformers 4
         config["dtype"] = dtype
     atomic_files.write_json(partial / FILE, config)
+    atomic_files.write(partial / model_card.FILE, model_card.derived_card(to.name, record))
     export.finish(partial, to, record)
 
 
