@@ -35,10 +35,6 @@ class LocalEngine:
                             "leave it out, or have the command start its processes")
         if wrong := next((v for v, where in job.spec.secrets.items() if not where.startswith("file:")), None):
             raise UserError(f"secrets.{wrong}", "it is a secret of Kubernetes", "give file:PATH")
-        for name, where in job.spec.secrets.items():
-            if not os.access(os.path.expanduser(where.removeprefix("file:")), os.R_OK):
-                raise UserError(f"secrets.{name}", f"{where.removeprefix('file:')} cannot be read",
-                                "name a file that can be")
 
     def render(self, job: Job) -> dict[str, str]:
         """Return the script that the job is."""
@@ -51,6 +47,10 @@ class LocalEngine:
 
     def submit(self, job: Job) -> str:
         """Start the job, and return the number of its process."""
+        for name, where in job.spec.secrets.items():
+            if not os.access(os.path.expanduser(where.removeprefix("file:")), os.R_OK):
+                raise UserError(f"secrets.{name}", f"{where.removeprefix('file:')} cannot be read",
+                                "name a file that can be")
         with open(job.output, "ab") as log:
             process = subprocess.Popen([sys.executable, "-m", "jaxtrain.launch.local_job", str(job.folder), SCRIPT],
                                        stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
