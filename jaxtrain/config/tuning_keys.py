@@ -81,8 +81,8 @@ class ReinforceConfig:
     group_size: int = 8  # answers to each prompt, whose rewards are compared with each other
     max_new_tokens: int = 64  # of an answer
     reuse: int = 1  # steps that are trained on the same answers, before others are made
-    staleness: int = 0  # so many steps before they are trained on answers are made, and rewarded beside these steps
-    gather_weights: bool = False  # once for the answers of a step, in the compute dtype, rather than for each token
+    staleness: int = 0  # answers are made so many steps before they are trained on, and rewarded beside these steps
+    gather_weights: bool = False  # weights are gathered and cast once for the answers of a step, not for each token
     loss: str = "dapo"  # how tokens are weighed: "dapo" all alike; "grpo" answers alike; "dr_grpo" by a fixed length
     baseline: str = "mean"  # the group's mean, that of the "others" in it (RLOO), or "value": a value head's (PPO)
     scale: str = "group"  # what divides advantages: the spread in a "group" (value: the batch), "batch" or "none"

@@ -91,7 +91,11 @@ def describe(on: str, workdir: Path, config: str | None, overrides: list[str], o
                         "write jaxtrain launch CONFIG ..., or -- and a command at the end")
     if config:
         keys = overrides_of(overrides, flags)
-        about["config_hash"] = atomic_files.digest(load_config(config, keys).to_dict())
+        loaded = load_config(config, keys)
+        if spec.min_nodes % spec.nodes and not loaded.resilience.elastic:
+            raise UserError("min_nodes", "the config does not go on with fewer nodes",
+                            "set resilience.elastic=true, or leave it out")
+        about["config_hash"] = atomic_files.digest(loaded.to_dict())
         python = "python" if spec.setup or spec.image else sys.executable  # setup may activate an environment
         module = ["jaxtrain.main"] if on != "local" else [
             "jaxtrain.supervise", f"--processes={spec.processes}", f"--max_restarts={spec.retries}", "--"]

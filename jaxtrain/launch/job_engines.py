@@ -61,7 +61,7 @@ def engine_of(name: str) -> Engine:
 def refuse_unread(job: Job, *keys: str) -> None:
     """Refuse keys of a spec that the job's engine does not read."""
     if wrong := next((key for key in keys if key in job.spec.as_dict()), None):
-        raise UserError(wrong, f"{job.engine} does not read it", "leave it out")
+        raise UserError(wrong, f"--on={job.engine} does not read it", "leave it out")
 
 
 def refuse_unmounted(job: Job) -> None:

@@ -4,7 +4,7 @@
 of an edited checkout, and the output. The newest number is the job that counts; engines know what became of it.
 """
 
-import json
+import shlex
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,11 +128,16 @@ def provenance(directory: Path) -> tuple[dict[str, str], str]:
 
 def quoted(words: Sequence[str]) -> str:
     """Return words as a shell reads them."""
-    import shlex
-
     return shlex.join(words)
 
 
-def dumped(content: Any) -> str:
-    """Return readable JSON."""
-    return json.dumps(content, indent=1)
+def exported(spec: JobSpec) -> list[str]:
+    """Return the lines of a shell that set a job's variables, and read its secrets from their files."""
+    return [*(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()),
+            *(f"{name}=$(cat {_at_home(where)}) && export {name} || exit 2" for name, where in spec.secrets.items())]
+
+
+def _at_home(where: str) -> str:
+    """Return the path of a file with a secret as a shell reads it, whoever runs the job."""
+    path = where.removeprefix("file:")
+    return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)

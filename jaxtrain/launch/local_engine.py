@@ -10,9 +10,10 @@ from pathlib import Path
 
 from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError
-from jaxtrain.launch.job_record import Job, Status
+from jaxtrain.launch.job_engines import refuse_unread
+from jaxtrain.launch.job_record import Job, Status, exported, quoted
+from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.launch.local_job import ENDED
-from jaxtrain.launch.slurm_script import at_home
 
 SCRIPT = "job.sh"
 _READ = ("name", "nodes", "processes_per_node", "accelerators_per_node", "accelerator", "retries", "setup", "env",
@@ -28,8 +29,7 @@ class LocalEngine:
         """Refuse a job that it cannot run."""
         if job.spec.nodes > 1:
             raise UserError("nodes", f"there are not {job.spec.nodes} machines here", "set nodes=1")
-        if wrong := next((key for key in job.spec.as_dict() if key not in _READ), None):
-            raise UserError(wrong, "a job on this machine does not read it", "leave it out")
+        refuse_unread(job, *(key for key in JobSpec.__dataclass_fields__ if key not in _READ))
         if job.spec.processes > 1 and "jaxtrain.supervise" not in job.command:
             raise UserError("processes_per_node", "a command of your own is one process on this machine",
                             "leave it out, or have the command start its processes")
@@ -39,10 +39,7 @@ class LocalEngine:
     def render(self, job: Job) -> dict[str, str]:
         """Return the script that the job is."""
         lines = ["#!/bin/bash", f"cd {shlex.quote(job.directory)} || exit 2",
-                 *(f"export {name}={shlex.quote(value)}" for name, value in job.spec.env.items()),
-                 *(f"{name}=$(cat {at_home(where)}) && export {name} || exit 2"
-                   for name, where in job.spec.secrets.items()),
-                 *job.spec.setup, f"exec {shlex.join(job.command)}"]
+                 *exported(job.spec), *job.spec.setup, f"exec {quoted(job.command)}"]
         return {SCRIPT: "\n".join(lines) + "\n"}
 
     def submit(self, job: Job) -> str:

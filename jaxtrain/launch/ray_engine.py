@@ -16,6 +16,7 @@ from typing import Any
 from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.files import atomic_files
+from jaxtrain.launch.job_engines import refuse_unread
 from jaxtrain.launch.job_record import Job, Status
 from jaxtrain.launch.local_engine import LocalEngine
 from jaxtrain.launch.ray_driver import ENDED, PLAN, STATE
@@ -31,8 +32,7 @@ class RayEngine:
 
     def check(self, job: Job) -> None:
         """Refuse a job that it cannot run."""
-        if key := next((key for key in _UNREAD if getattr(job.spec, key)), None):
-            raise UserError(key, "a job on Ray does not read it", "leave it out")
+        refuse_unread(job, *_UNREAD)
         if wrong := next((v for v, where in job.spec.secrets.items() if not where.startswith("file:")), None):
             raise UserError(f"secrets.{wrong}", "Ray keeps no secrets", "give file:PATH, which all nodes can read")
 

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 
 from jaxtrain.errors import UserError
-from jaxtrain.launch.job_record import Job, Status
+from jaxtrain.launch.job_record import Job, Status, quoted
 from jaxtrain.launch.slurm_script import script
 
 SCRIPT = "job.sh"
@@ -149,16 +149,10 @@ def _run(*words: str, missing: str | None = None) -> str:
         raise UserError(words[0], "it gave no answer within 60 s",
                         "see whether slurmctld works: scontrol ping") from None
     if done.returncode and missing is None:
-        raise UserError(words[0], _sentence(done.stderr), f"the whole command was: {_shown(words)}")
+        raise UserError(words[0], _sentence(done.stderr), f"the whole command was: {quoted(words)}")
     return missing if done.returncode and missing is not None else done.stdout
 
 
 def _sentence(said: str) -> str:
     lines: Sequence[str] = [line.split("error: ")[-1] for line in said.splitlines() if line.strip()]
     return "; ".join(lines) or "it failed without a word"
-
-
-def _shown(words: Sequence[str]) -> str:
-    import shlex
-
-    return shlex.join(words)

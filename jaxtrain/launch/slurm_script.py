@@ -6,7 +6,7 @@ does so `retries` times; 0, 2, 77 and 130 end it. No setting of the cluster is n
 
 import shlex
 
-from jaxtrain.launch.job_record import Job
+from jaxtrain.launch.job_record import Job, exported
 
 _RUN = """\
 # The address of the first node, as Slurm itself reaches it; one port for each job.
@@ -49,10 +49,7 @@ def script(job: Job) -> str:
     """Return the batch script."""
     spec = job.spec
     parts = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options(job)), "",
-             f"cd {shlex.quote(job.directory)} || exit 2",
-             *(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items())]
-    parts += [f'{name}=$(cat {at_home(where)}) && export {name} || exit 2'
-              for name, where in spec.secrets.items()]
+             f"cd {shlex.quote(job.directory)} || exit 2", *exported(spec)]
     srun, command = ["srun", "--kill-on-bad-exit=1", "--export=ALL"], shlex.join(job.command)
     if spec.accelerators_per_node:
         srun.append(f"--gpus-per-task={spec.accelerators_per_node // spec.processes}")
@@ -85,9 +82,3 @@ def options(job: Job) -> list[str]:
 def _duration(seconds: int) -> str:
     days, rest = divmod(seconds, 86400)
     return f"{days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}" if seconds else ""
-
-
-def at_home(where: str) -> str:
-    """Return the path of a file with a secret as a shell reads it, whoever runs the job."""
-    path = where.removeprefix("file:")
-    return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)

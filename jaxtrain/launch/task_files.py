@@ -3,6 +3,7 @@
 Both bring their own machines, start one process on each of them, and start a job again by their own rules.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from jaxtrain.distributed import exit_codes
@@ -14,7 +15,7 @@ from jaxtrain.launch.kubernetes.jobset import PORT, as_yaml
 _BUCKETS = ("s3://", "gs://", "r2://")
 
 
-class _TaskFile:
+class _TaskFile(ABC):
     """What writes the file and does no more."""
 
     name = file = by_hand = ""
@@ -33,9 +34,9 @@ class _TaskFile:
         """Return the file."""
         return {self.file: as_yaml(self.task(job))}
 
+    @abstractmethod
     def task(self, job: Job) -> dict[str, Any]:
         """Return what is in the file."""
-        raise NotImplementedError
 
     def submit(self, job: Job) -> str:
         """Refuse: people do that."""

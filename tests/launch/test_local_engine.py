@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record
 from jaxtrain.launch import jobs as jobs_command
-from jaxtrain.launch.job_engines import engine_of
+from tests.launch.waiting import status_of, wait_for
 
 PROGRAM = textwrap.dedent("""\
     import os, signal, sys, time
@@ -22,22 +21,17 @@ PROGRAM = textwrap.dedent("""\
     signal.signal(signal.SIGTERM, save)
     print("attempt", os.environ["KIND"], os.environ["KEY"] == "s3cret", flush=True)
     open(f"{workdir}/began", "w")
-    while not os.path.exists(f"{workdir}/end"):
+    end = f"{workdir}/end"
+    while not (os.path.exists(end) and open(end).read()):
         time.sleep(0.02)
-    sys.exit(int(open(f"{workdir}/end").read()))
+    sys.exit(int(open(end).read()))
     """)
 
 
-def wait_for(is_so) -> None:
-    end = time.monotonic() + 120  # of a machine that is very slow
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 @pytest.fixture
-def workdir(tmp_path):
+def workdir(tmp_path, monkeypatch):
     """The program, submitted and begun."""
+    monkeypatch.chdir(tmp_path)  # which is no checkout
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "key").write_text("s3cret\n")
     (tmp_path / "job.toml").write_text(f'[env]\nKIND = "a b"\n[secrets]\nKEY = "file:{tmp_path}/key"\n')
@@ -51,8 +45,7 @@ def workdir(tmp_path):
 
 
 def state(workdir: Path) -> str:
-    job = job_record.newest(workdir)
-    return engine_of("local").status(job).state
+    return status_of(workdir).state
 
 
 def told(what: str, workdir: Path, *flags: str) -> None:
@@ -117,6 +110,9 @@ def test_the_checkout_and_its_edits_are_recorded(tmp_path, monkeypatch, capsys):
 def test_a_config_is_read_before_it_is_submitted(tmp_path, capsys):
     assert launch.main(["configs/gpt.py:tiny", "--on=local", f"--workdir={tmp_path}", "--config.train.stepz=3"]) == 2
     assert "train.stepz: there is no such key" in capsys.readouterr().err
+    fewer = ["--on=slurm", f"--workdir={tmp_path}", "--nodes=2", "--min_nodes=1"]
+    assert launch.main(["configs/gpt.py:tiny", *fewer]) == 2
+    assert "min_nodes: the config does not go on with fewer nodes" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     assert launch.main(["configs/gpt.py:tiny", "--on=local", f"--workdir={tmp_path}", "--dry_run"]) == 0
     said = "-m jaxtrain.supervise --processes=1 --max_restarts=3 -- --config=configs/gpt.py:tiny"

@@ -4,8 +4,6 @@ import os
 import signal
 import sys
 import tempfile
-import textwrap
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,29 +18,11 @@ from jaxtrain.launch import ray_driver
 from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.launch.ray_engine import RayEngine
 from tests.launch.ray import raylets
+from tests.launch.waiting import event, until
 from tests.tiny import tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[3]
-LIMIT = 120  # seconds, of a machine that is very slow
-
-# A run that saves when it is told to stop, and ends when a file says how.
-PROGRAM = textwrap.dedent("""\
-    import os, signal, sys, time
-    from pathlib import Path
-    workdir, me = Path(sys.argv[1]), os.environ["JAX_PROCESS_ID"]
-    attempt = len(list(workdir.glob(f"began-*-{me}")))
-    def save(*_):
-        (workdir / f"saved-{attempt}-{me}").touch()
-        sys.exit(75)
-    signal.signal(signal.SIGTERM, save)
-    whole = workdir / f"partial-{me}"
-    whole.write_text(f"{os.environ['JAX_NUM_PROCESSES']} {os.environ['JAX_COORDINATOR_ADDRESS']} {os.getpid()}")
-    whole.rename(workdir / f"began-{attempt}-{me}")
-    print(f"attempt {attempt}", flush=True)
-    while not (workdir / "end").exists():
-        time.sleep(0.05)
-    sys.exit(int((workdir / "end").read_text()))
-    """)
+PROGRAM = ROOT / "tests" / "launch" / "program.py"
 
 
 def job_of(tmp_path, **keys):
@@ -53,7 +33,7 @@ def job_of(tmp_path, **keys):
 @pytest.mark.parametrize("keys", [{"image": "x"}, {"time": "1:00:00"}, {"queue": "x"}, {"min_nodes": 1},
                                   {"extra": ("x",)}, {"secrets": {"X": "secret:a/b"}}])
 def test_what_ray_does_not_read_is_refused(tmp_path, keys):
-    with pytest.raises(UserError, match="Ray"):
+    with pytest.raises(UserError, match=r"--on=ray does not read it|Ray keeps no secrets"):
         RayEngine().check(job_of(tmp_path, **keys))
 
 
@@ -88,7 +68,6 @@ def cluster():
         with raylets.Raylets(Path(short), **variables) as found:
             patch.setenv("RAY_ADDRESS", found.dashboard)
             patch.setenv("RAY_AUTH_MODE", "disabled")
-            (found.folder / "program.py").write_text(PROGRAM)
             yield found
 
 
@@ -100,7 +79,7 @@ def begun(cluster, tmp_path):
     def begin(*flags: str, wait: bool = True) -> Path:
         workdir = tmp_path / "work"
         assert launch.main(["--on=ray", f"--workdir={workdir}", *flags, "--", sys.executable,
-                            f"{cluster.folder}/program.py", f"{workdir}"]) == 0
+                            f"{PROGRAM}", f"{workdir}"]) == 0
         made.append(workdir)
         if wait:
             event(workdir / "began-0-0")
@@ -112,26 +91,6 @@ def begun(cluster, tmp_path):
         if RayEngine().status(job).state in ("running", "waiting"):
             RayEngine().cancel(job, now=True)
             until(workdir, lambda status: status.state not in ("running", "waiting"))
-
-
-def event(path: Path) -> None:
-    """Wait for a file."""
-    end = time.monotonic() + LIMIT
-    while not path.exists():
-        log = path.parent / "jobs" / "1" / "output.log"
-        assert time.monotonic() < end, (f"{path} never came: {[each.name for each in path.parent.iterdir()]}",
-                                        RayEngine().status(jobs.newest(path.parent)),
-                                        log.read_text() if log.exists() else "")
-        time.sleep(0.1)
-
-
-def until(workdir: Path, is_so) -> jobs.Status:
-    """Wait until the engine says so."""
-    end = time.monotonic() + LIMIT
-    while not is_so(status := RayEngine().status(jobs.newest(workdir))):
-        assert time.monotonic() < end, status
-        time.sleep(0.2)
-    return status
 
 
 def number_of(began: Path) -> int:

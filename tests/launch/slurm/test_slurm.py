@@ -3,8 +3,6 @@
 import contextlib
 import json
 import sys
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -12,31 +10,14 @@ import pytest
 from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch import jobs as jobs_command
-from jaxtrain.launch.job_engines import engine_of
-from jaxtrain.launch.slurm_engine import SlurmEngine
 from tests.launch.slurm import cluster as clusters
+from tests.launch.waiting import event, status_of, until
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     bool(clusters.missing()), reason="apt-get install --no-install-recommends slurm-wlm munge")]
 
-LIMIT = 300  # seconds, of a machine that is very slow
-
-# A run that saves when it is told to stop, and goes on when the file `go` is there.
-PROGRAM = textwrap.dedent("""\
-    import os, signal, sys, time
-    workdir = sys.argv[1]
-    me, attempt = os.environ["JAX_PROCESS_ID"], os.environ.get("SLURM_RESTART_COUNT", "0")
-    def save(*_):
-        open(f"{workdir}/saved-{attempt}-{me}", "w")
-        sys.exit(75)
-    signal.signal(signal.SIGTERM, save)
-    with open(f"{workdir}/began-{attempt}-{me}", "w") as file:
-        file.write(f"{os.environ['JAX_NUM_PROCESSES']} {os.environ['JAX_COORDINATOR_ADDRESS']}")
-    while not os.path.exists(f"{workdir}/end"):
-        time.sleep(0.05)
-    sys.exit(int(open(f"{workdir}/end").read()))
-    """)
+PROGRAM = ROOT / "tests" / "launch" / "program.py"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +30,6 @@ def cluster(tmp_path_factory):
         patch.setenv("SLURM_CONF", found.environment["SLURM_CONF"])
         (found.folder / "job.toml").write_text(f'setup = ["export PATH={Path(sys.executable).parent}:/usr/bin:/bin '
                                                f'PYTHONPATH={ROOT} JAX_PLATFORMS=cpu"]\n')
-        (found.folder / "program.py").write_text(PROGRAM)
         yield found
 
 
@@ -60,7 +40,7 @@ def begun(cluster, tmp_path):
 
     def begin(*flags: str, workdir: Path = tmp_path / "work", wait: bool = True) -> Path:
         assert launch.main(["--on=slurm", f"--workdir={workdir}", f"--job={cluster.folder}/job.toml", *flags, "--",
-                            sys.executable, f"{cluster.folder}/program.py", f"{workdir}"]) == 0
+                            sys.executable, f"{PROGRAM}", f"{workdir}"]) == 0
         made.append(workdir)
         if wait:
             event(workdir / "began-0-0")
@@ -70,23 +50,6 @@ def begun(cluster, tmp_path):
     for workdir in made:
         cluster.run("scancel", jobs.newest(workdir).id)
         until(workdir, lambda status: status.state not in ("running", "waiting", "paused"))
-
-
-def event(path: Path) -> None:
-    """Wait for a file."""
-    end = time.monotonic() + LIMIT
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} never came: {[each.name for each in path.parent.iterdir()]}"
-        time.sleep(0.1)
-
-
-def until(workdir: Path, is_so) -> jobs.Status:
-    """Wait until the engine says so."""
-    end = time.monotonic() + LIMIT
-    while not is_so(status := SlurmEngine().status(jobs.newest(workdir))):
-        assert time.monotonic() < end, status
-        time.sleep(0.2)
-    return status
 
 
 def told(what: str, workdir: Path, *flags: str) -> None:
@@ -145,7 +108,7 @@ def test_a_job_of_a_higher_priority_comes_first_and_the_other_goes_on_after_it(b
 
 def test_a_lost_node_starts_the_job_again_on_the_others(begun, cluster):
     workdir = begun("--nodes=2")
-    lost = SlurmEngine().status(jobs.newest(workdir)).nodes.removeprefix("n[")[0]
+    lost = status_of(workdir).nodes.removeprefix("n[")[0]
     cluster.kill(f"n{lost}")
     event(workdir / "began-1-0")
     cluster.start_node(int(lost))
@@ -180,12 +143,8 @@ def test_two_nodes_compute_what_two_devices_of_one_process_do(cluster, tmp_path)
         assert launch.main([f"{ROOT}/configs/gpt.py:tiny", f"--on={on}", f"--workdir={workdir}",
                             f"--job={tmp_path}/job.toml", *more, "--config.train.steps=4",
                             "--config.train.log_every=1", "--config.mesh.data=2"]) == 0
-        job = jobs.newest(workdir)
-        end = time.monotonic() + 5 * LIMIT
-        while (status := engine_of(on).status(job)).state in ("waiting", "running"):
-            assert time.monotonic() < end
-            time.sleep(0.5)
-        assert status.state == "done", job.output.read_text()
+        status = until(workdir, lambda status: status.state not in ("waiting", "running"))
+        assert status.state == "done", jobs.newest(workdir).output.read_text()
         lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["loss"] for line in lines if "loss" in line])
     assert losses[0] == losses[1] and len(losses[0]) == 4

@@ -1,0 +1,33 @@
+"""What the tests launch in place of a run: it saves when it is told to stop, and ends when the file `end` says how.
+
+Each process writes `began-ATTEMPT-RANK`, and `saved-ATTEMPT-RANK` when it saves, into the folder that it is given.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main(workdir: Path) -> int:
+    """Wait for the end, and return what it says."""
+    me, end = os.environ["JAX_PROCESS_ID"], workdir / "end"
+    attempt = len(list(workdir.glob(f"began-*-{me}")))
+
+    def save(*_):
+        (workdir / f"saved-{attempt}-{me}").touch()
+        sys.exit(75)
+
+    signal.signal(signal.SIGTERM, save)
+    whole = workdir / f"partial-{me}"
+    whole.write_text(f"{os.environ['JAX_NUM_PROCESSES']} {os.environ['JAX_COORDINATOR_ADDRESS']} {os.getpid()}")
+    whole.rename(workdir / f"began-{attempt}-{me}")
+    print(f"attempt {attempt}", flush=True)
+    while not (end.exists() and end.read_text()):
+        time.sleep(0.05)
+    return int(end.read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
