@@ -33,8 +33,10 @@ def like(tree: Any, part: Any) -> Any:
     return {key: like(tree[key], inner) for key, inner in part.items() if key in tree}
 
 
-def without(tree: dict, part: dict) -> dict:
-    """Return the leaves of `tree` at the paths that are not in `part`."""
+def without(tree: Any, part: dict) -> Any:
+    """Return the leaves of `tree` at the paths not in `part`; a tree that is not a dict only loses an empty part."""
+    if not part:
+        return tree
     rest = {}
     for key, value in tree.items():
         if key not in part:
