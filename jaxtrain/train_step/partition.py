@@ -37,13 +37,9 @@ def without(tree: Any, part: dict) -> Any:
     """Return the leaves of `tree` at the paths not in `part`; a tree that is not a dict only loses an empty part."""
     if not part:
         return tree
-    rest = {}
-    for key, value in tree.items():
-        if key not in part:
-            rest[key] = value
-        elif isinstance(value, dict) and (inner := without(value, part[key])):
-            rest[key] = inner
-    return rest
+    kept = {key: without(value, part[key]) if key in part and isinstance(value, dict) else value
+            for key, value in tree.items() if key not in part or isinstance(value, dict)}
+    return {key: value for key, value in kept.items() if key not in part or value}
 
 
 def split(tree: dict, is_frozen: Callable[[str], bool]) -> tuple[dict, dict]:
