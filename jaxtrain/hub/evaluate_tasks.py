@@ -69,6 +69,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
             ("limit", flags.limit is not None and not flags.limit > 0, "give a number above 0"),
             ("num_fewshot", flags.num_fewshot is not None and flags.num_fewshot < 0, "give 0 or more"),
             ("tasks", not flags.tasks.strip(","), "name some"),
+            ("gen_kwargs", any("=" not in part for part in (flags.gen_kwargs or "=").strip(",").split(",")),
+             "give KEY=VALUE,..."),
             ("chat_template", flags.chat_template and not flags.chat, "add --chat")):
         if wrong:
             raise UserError(f"--{key}", f"{getattr(flags, key)!r} is of no use", fix)

@@ -136,6 +136,7 @@ def test_a_conversation_is_asked_as_the_template_has_it(workdir):
     (["--tasks=choose", "--config.model.num_layers=3"], "--config.model.num_layers: the model is as it was trained"),
     (["--tasks=choose", "--step=7"], "--step: "),
     (["--tasks=choose", "--limit=-1"], "--limit: -1.0 is of no use; give a number above 0"),
+    (["--tasks=choose", "--gen_kwargs=temperature"], "--gen_kwargs: 'temperature' is of no use; give KEY=VALUE,..."),
     (["--tasks=choose", "--num_fewshot=100"], "--tasks: the harness refuses this ("),
     (["--tasks=choose", "--chat_template=plain"], "--chat_template: 'plain' is of no use; add --chat"),
     (["--tasks=go_on", "--gen_kwargs=max_gen_toks=64"], "max_gen_toks: 64 leaves no room for a prompt in model.max_"),
