@@ -85,10 +85,12 @@ class Decoding:
     def laid_out(self, params: Any) -> Any:
         """Return the parameters as they compute: cast, and whole over the axes that would be gathered for each token.
 
-        Axes that split a product, `tensor` and `expert`, still split it.
+        Axes that split a product, `tensor` and `expert`, still split it. One array at a time: a program that gathers
+        all of them may hold them twice.
         """
         with self.context():
-            return self.lay_out_program(params)
+            return jax.tree.map(lambda w, made: self.lay_out_program(w, made.dtype), params,
+                                jax.eval_shape(self.run.cast, params))
 
     def place(self, rows: np.ndarray) -> jax.Array:
         """Spread an array over the mesh by its first dimension; every process gives the whole."""
@@ -178,11 +180,12 @@ class Decoding:
 
     @functools.cached_property
     def lay_out_program(self):
-        def whole(w):
-            return jax.reshard(w, P(*(tuple(axis for axis in sharding.axes_of(part) if axis in ("tensor", "expert"))
-                                      for part in jax.typeof(w).sharding.spec)))
+        def whole(w, dtype):
+            kept = (tuple(axis for axis in sharding.axes_of(part) if axis in ("tensor", "expert"))
+                    for part in jax.typeof(w).sharding.spec)
+            return jax.reshard(w.astype(dtype), P(*kept))
 
-        return jax.jit(lambda params: jax.tree.map(whole, self.run.cast(params)))
+        return jax.jit(whole, static_argnums=1)
 
     @functools.cached_property
     def start_program(self):

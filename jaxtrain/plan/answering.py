@@ -22,6 +22,8 @@ from jaxtrain.plan.cost import memory
 from jaxtrain.plan.cost.memory_parts import named
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace import reader
+from jaxtrain.plan.trace.layouts import LINEAR
+from jaxtrain.plan.trace.program import Block, Op
 from jaxtrain.run import Run
 from jaxtrain.train_step.report import total
 
@@ -50,9 +52,12 @@ def phases(run: Run, on: Mesh | None = None) -> Iterator[Phase]:
     numbers = jax.tree.map(np.asarray, Sampling().numbers() | {"known": np.int32(0)})
     with programs.context():
         if c.gather_weights:
-            traced = _traced(programs.lay_out_program, on, params)
-            copy = traced.out_info if on is None else jax.eval_shape(programs.lay_out_program, params)
-            yield Phase(LAYING_OUT, traced, params)
+            copy = jax.eval_shape(programs.laid_out, params)
+            # The largest comes after all others.
+            *others, (made, w) = sorted(zip(jax.tree.leaves(copy), jax.tree.leaves(params), strict=True),
+                                        key=lambda pair: total(pair[0]))
+            yield Phase(LAYING_OUT, _traced(lambda w: programs.lay_out_program(w, made.dtype), on, w), w,
+                        copy=[other for other, _ in others])
         weights, texts, room = params if copy is None else copy, run.config.data.global_batch_size, c.max_new_tokens
         rows, width = programs.rows_for(texts), decoding.bucket(run.config.data.seq_len - room)
         new = decoding.bucket(room)
@@ -86,9 +91,7 @@ def memory_by_phase(run: Run, target: Target, held: Counter) -> dict[str, Counte
     for phase in phases(run):
         block = reader.read(phase.traced.jaxpr, dict(run.mesh.shape), target.platform, target.rings,
                             windows=run.config.model.windows, returned=phase.name == LAYING_OUT)
-        pads = [op for op in block.ops if op.name == "pad"]
-        for op in pads:  # which compilers do together
-            op.beside = [value for other in pads for value in other.inputs]
+        _as_compiled(block)
         kept = len(jax.tree.leaves(phase.state))
         others = block.inputs[kept:len(block.inputs) - len(jax.tree.leaves(phase.weights))]
         parts = Counter(held)
@@ -99,6 +102,33 @@ def memory_by_phase(run: Run, target: Target, held: Counter) -> dict[str, Counte
             parts[CACHE] + parts[LOGITS])
         parts.update(named(memory.peak(block, kept), phase.weights, _names(phase), CACHE))
         found[phase.name] = +parts
+    return found
+
+
+def _as_compiled(block: Block) -> None:
+    """Change a program as compilers do: arrays are padded together, and what a loop over tokens gathers anew for each of
+    them, without need, is gathered before it.
+    """
+    pads = [op for op in block.ops if op.name == "pad"]
+    for op in pads:
+        op.beside = [value for other in pads for value in other.inputs]
+    for at, loop in enumerate(block.ops):
+        if loop.name == "while":
+            before = _unchanging(loop.bodies[0], len(loop.bodies[0].inputs) - loop.carried)
+            loop.bodies[0].ops = [op for op in loop.bodies[0].ops if op not in before]
+            made = [value for op in before for value in op.outputs]
+            block.ops[at:at + 1], loop.beside = [*before, loop], [value for value in made if value.op]
+            return
+
+
+def _unchanging(body: Block, consts: int) -> list[Op]:
+    """Return the operations of a loop's body that gather what is the same each time, and those that they need."""
+    same, found = set(map(id, body.inputs[:consts])), []
+    for op in body.ops:
+        if op.inputs and all(id(value) in same for value in op.inputs) and op.name in (
+                *LINEAR, "all_gather", "turn", "convert_element_type"):
+            same.update(map(id, op.outputs))
+            found.append(op)
     return found
 
 

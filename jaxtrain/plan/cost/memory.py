@@ -143,7 +143,9 @@ def _overwritten(reads: Reads, op: Op) -> set[int]:
     """Return the arguments whose memory the result may reuse when they are no longer needed; of a loop, its carry."""
     if op.name == "pad":
         values = []
-    elif op.made != "real" or op.name in ("while", "cond"):
+    elif op.name == "while":
+        values = op.inputs[op.consts:]
+    elif op.made != "real" or op.name == "cond":
         values = op.inputs
     elif op.name == "scan":
         values = op.inputs[op.consts:op.consts + op.carried]

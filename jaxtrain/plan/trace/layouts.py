@@ -126,11 +126,11 @@ class Placing:
     def turned(self, whole: Value, parts: Value) -> Value:
         """Transpose an array for NCCL, which gathers and scatters along the outermost dimension in memory.
 
-        Arrays from outside the block, such as weights, can be stored so that no transpose is needed, unless they are
-        returned.
+        Arrays from outside the block, such as weights, can be stored so that no transpose is needed. If they are
+        returned all compilers do it.
         """
-        stored = not self.returned and _from_outside(parts)
-        if self.platform != "cuda" or self.before(whole, parts) == 1 or stored:
+        stored = self.platform != "cuda" or _from_outside(parts)
+        if self.before(whole, parts) == 1 or stored and not self.returned:
             return whole
         out = self.value(whole.shape, whole.dtype, whole.spec, whole.pending)
         self.before_turning[id(out)] = whole
