@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtrain.hub import decoding, scoring
 from jaxtrain.hub.sampling import Sampling
 from jaxtrain.plan.cost import memory
-from jaxtrain.plan.cost.memory_parts import named
+from jaxtrain.plan.cost.memory_parts import CACHE, COPY, LOGITS, named
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace import reader
 from jaxtrain.plan.trace.layouts import LINEAR
@@ -28,7 +28,6 @@ from jaxtrain.run import Run
 from jaxtrain.train_step.report import total
 
 LAYING_OUT, PROMPTS, DECODING, VALUES = "laying out weights", "prompts", "decoding", "values"
-COPY, CACHE, LOGITS = "weights laid out", "key-value cache", "logits"
 SCORED = 64  # texts that are given values at once
 
 

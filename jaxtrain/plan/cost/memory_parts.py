@@ -9,6 +9,8 @@ import jax
 from jaxtrain.plan.cost.memory import Peak
 from jaxtrain.plan.trace.program import Value
 
+COPY, CACHE, LOGITS = "weights laid out", "key-value cache", "logits"  # while prompts are answered
+
 
 def named(worst: Peak, params: Any, others: Mapping[tuple[int, ...], str] | None = None,
           handed_on: str = "gradients") -> Counter:
