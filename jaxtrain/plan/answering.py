@@ -28,6 +28,7 @@ from jaxtrain.run import Run
 from jaxtrain.train_step.report import total
 
 LAYING_OUT, PROMPTS, DECODING, VALUES = "laying out weights", "prompts", "decoding", "values"
+COPIES = {"cuda": 1.0, "cpu": 1.5}  # of a cache in which each head has its own keys: XLA turns it around for the loop
 SCORED = 64  # texts that are given values at once
 
 
@@ -99,7 +100,9 @@ def memory_by_phase(run: Run, target: Target, held: Counter) -> dict[str, Counte
         parts[LOGITS] = total(phase.state and (phase.state["logits"], phase.state["seen"]))
         parts["working memory"] = sum(value.bytes for value in (*block.inputs[:kept], *others)) - (
             parts[CACHE] + parts[LOGITS])
-        parts.update(named(memory.peak(block, kept), phase.weights, _names(phase), CACHE))
+        parts.update(named(memory.peak(block, kept), phase.weights, _names(phase), (CACHE, LOGITS, "working memory")))
+        if phase.state and jax.tree.leaves(phase.state["entries"])[0].shape[-3] == run.config.model.num_heads:
+            parts[CACHE] += int(COPIES.get(target.platform, 0) * total(phase.state["entries"]))
         found[phase.name] = +parts
     return found
 
