@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.hub import decoding, scoring
 from jaxtrain.hub.sampling import Sampling
+from jaxtrain.models import Decoder
 from jaxtrain.plan.cost import memory
 from jaxtrain.plan.cost.memory_parts import CACHE, COPY, LOGITS, named
 from jaxtrain.plan.targets import Target
@@ -41,6 +42,7 @@ class Phase:
     weights: Any  # shapes and shardings
     state: Any = None  # its first argument, whose memory the result has
     copy: Any = None  # of the weights, which is there meanwhile
+    whole: Any = None  # weights as they are laid out
 
 
 def phases(run: Run, on: Mesh | None = None) -> Iterator[Phase]:
@@ -51,8 +53,9 @@ def phases(run: Run, on: Mesh | None = None) -> Iterator[Phase]:
     c, programs, params, copy = run.config.reinforce, decoding.programs(run), run.abstract_model, None
     numbers = jax.tree.map(np.asarray, Sampling().numbers() | {"known": np.int32(0)})
     with programs.context():
+        whole = jax.eval_shape(programs.laid_out, params)
         if c.gather_weights:
-            copy = jax.eval_shape(programs.laid_out, params)
+            copy = whole
             # The largest comes after all others.
             *others, (made, w) = sorted(zip(jax.tree.leaves(copy), jax.tree.leaves(params), strict=True),
                                         key=lambda pair: total(pair[0]))
@@ -77,7 +80,7 @@ def phases(run: Run, on: Mesh | None = None) -> Iterator[Phase]:
         yield Phase(PROMPTS, _traced(begin, on, *given), weights, copy=copy)
         state = jax.eval_shape(begin, *given)
         yield Phase(DECODING, _traced(go_on, on, state, of_rows(jnp.int32), of_rows(jnp.uint32, 2), numbers, weights,
-                                      donate=(0,)), weights, state, copy)
+                                      donate=(0,)), weights, state, copy, whole)
         if c.value_head:
             scorer = scoring.Scorer(programs)
             rows, width = scorer.shape(min(SCORED, texts), run.config.data.seq_len + 1)
@@ -101,6 +104,8 @@ def memory_by_phase(run: Run, target: Target, held: Counter) -> dict[str, Counte
         parts["working memory"] = sum(value.bytes for value in (*block.inputs[:kept], *others)) - (
             parts[CACHE] + parts[LOGITS])
         parts.update(named(memory.peak(block, kept), phase.weights, _names(phase), (CACHE, LOGITS, "working memory")))
+        if phase.state and target.platform == "cpu" and not phase.copy:  # there layers are taken apart before the loop
+            parts["gathered weights"] += total([phase.whole[name] for name in phase.whole.keys() & set(Decoder.STACKS)])
         if phase.state and jax.tree.leaves(phase.state["entries"])[0].shape[-3] == run.config.model.num_heads:
             parts[CACHE] += int(COPIES.get(target.platform, 0) * total(phase.state["entries"]))
         found[phase.name] = +parts
@@ -128,7 +133,7 @@ def _unchanging(body: Block, consts: int) -> list[Op]:
     same, found = set(map(id, body.inputs[:consts])), []
     for op in body.ops:
         if op.inputs and all(id(value) in same for value in op.inputs) and op.name in (
-                *LINEAR, "all_gather", "turn", "convert_element_type"):
+                *LINEAR, "all_gather", "turn"):
             same.update(map(id, op.outputs))
             found.append(op)
     return found
