@@ -82,8 +82,8 @@ LEARNING = {"reinforce.prompts": "prompts.jsonl", "reinforce.reward": "reward.py
 
 def answers(name: str, config: str, target: str, devices: int, rows: int, seq_len: int, **keys) -> list[dict]:
     """Two cases of answers that are half as long as rows: with weights as they rest, and gathered once."""
-    found = [case(f"{name}{' gathered' if gather else ''}", config, target, devices, rows, seq_len, remat="full", **keys)
-             for gather in (False, True)]
+    found = [case(f"{name}{how}", config, target, devices, rows, seq_len, remat="full", **keys)
+             for how in ("", " gathered")]
     for gather, one in enumerate(found):
         one["overrides"] |= LEARNING | {"reinforce.max_new_tokens": seq_len // 2,
                                         "reinforce.gather_weights": bool(gather)}

@@ -128,9 +128,9 @@ class Decoding:
             known: how many tokens the tokenizer has; the table may have more rows, which are never chosen.
         """
         with self.context():
-            return self.go_on_program(params, state, np.int32(until), np.int32(enough or len(state["done"])), limits, stops,
-                               seeds, sampling.numbers() | {"known": np.int32(known)}, sampling.filters,
-                               sampling.penalizes)
+            return self.go_on_program(params, state, np.int32(until), np.int32(enough or len(state["done"])), limits,
+                                      stops, seeds, sampling.numbers() | {"known": np.int32(known)}, sampling.filters,
+                                      sampling.penalizes)
 
     def read(self, state: State) -> dict[str, np.ndarray]:
         """Return what the rows have so far, on the host of every process."""
@@ -180,6 +180,7 @@ class Decoding:
 
     @functools.cached_property
     def lay_out_program(self):
+        """Of one array, and its dtype."""
         def whole(w, dtype):
             kept = (tuple(axis for axis in sharding.axes_of(part) if axis in ("tensor", "expert"))
                     for part in jax.typeof(w).sharding.spec)
@@ -189,6 +190,7 @@ class Decoding:
 
     @functools.cached_property
     def start_program(self):
+        """Of what `start` takes, placed, and the numbers of slots and new tokens."""
         return jax.jit(self._prefilled, static_argnums=(5, 6))
 
     def _prefilled(self, params, prompts_BP, begins_B, done_B, chosen_BR, slots, new):
@@ -226,6 +228,7 @@ class Decoding:
 
     @functools.cached_property
     def go_on_program(self):
+        """Of what `go_on` takes."""
         def go_on(params, state, until, enough, limits_B, stops, seeds_B, numbers, filters, penalizes):
             made, c = self._for_a_loop(params), self.run.config.model
             pick = partial(_pick, filters=filters, penalizes=penalizes)

@@ -106,6 +106,7 @@ class Scorer:
 
     @functools.cached_property
     def readouts_program(self):
+        """Of parameters, tokens, targets and the rows' lengths."""
         name = self.programs.run.config.scalar_head
         return self._program(lambda model, x_BTD, _: (getattr(model, name)(x_BTD),))
 

@@ -73,8 +73,8 @@ def phases(run: Run, on: Mesh | None = None) -> Iterator[Phase]:
             return programs.start_program(weights, prompts, begins, done, None, width + new, new)
 
         def go_on(state, limits, seeds, numbers, weights):
-            return programs.go_on_program(weights, state, np.int32(0), np.int32(rows), limits, np.full(1, -1, np.int32), seeds,
-                                          numbers, False, False)
+            return programs.go_on_program(weights, state, np.int32(0), np.int32(rows), limits,
+                                          np.full(1, -1, np.int32), seeds, numbers, False, False)
 
         given = of_rows(jnp.int32, width), of_rows(jnp.int32), of_rows(bool), weights
         yield Phase(PROMPTS, _traced(begin, on, *given), weights, copy=copy)
@@ -113,8 +113,8 @@ def memory_by_phase(run: Run, target: Target, held: Counter) -> dict[str, Counte
 
 
 def _as_compiled(block: Block) -> None:
-    """Change a program as compilers do: arrays are padded together, and what a loop over tokens gathers anew for each of
-    them, without need, is gathered before it.
+    """Change a program as compilers do: arrays are padded together, and what is the same for each token is gathered
+    before the loop over tokens.
     """
     pads = [op for op in block.ops if op.name == "pad"]
     for op in pads:

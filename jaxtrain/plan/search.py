@@ -104,9 +104,9 @@ class _Looker:
         once = self.at({**keys, "train.accumulation": 1})
         if once is None or once.estimate.fits:
             return once
-        gathers = self.found.config.reinforce.gather_weights and GATHER not in keys
-        if gathers and once.estimate.worst[0] and (choice := self.smallest(mesh, offload, {**(more or {}), GATHER: False})):
-            if choice.estimate.fits:
+        if once.estimate.worst[0] and self.found.config.reinforce.gather_weights and GATHER not in keys:
+            choice = self.smallest(mesh, offload, {**(more or {}), GATHER: False})
+            if choice and choice.estimate.fits:
                 return choice
         if mesh["mesh.stage"] > 1:
             return once

@@ -96,23 +96,23 @@ def test_answers_that_do_not_fit_say_what_makes_room():
 @pytest.mark.slow
 def test_weights_are_not_gathered_where_their_copy_does_not_fit(monkeypatch):
     """By a search, by --explain and by what refuses a run."""
-    keys = {"mesh__fsdp": 8, "data__global_batch_size": 16, "data__seq_len": 64, "train__remat": "full",
-            "model__vocab_size": 20_000, "model__num_layers": 8, "model__embed_dim": 256}
+    keys = {"mesh__fsdp": 8, "data__global_batch_size": 16, "data__seq_len": 32, "train__remat": "full",
+            "model__num_layers": 8, "model__embed_dim": 512, "model__mlp_dim": 2048}
     config = learning(GROUPED, reinforce__gather_weights=True, **keys)
     copied = estimate(config, targets.TARGETS["h200"], 8)
     rests = estimate(learning(GROUPED, **keys), targets.TARGETS["h200"], 8)
-    assert copied.worst[0] == LAYING_OUT and rests.bytes < 0.9 * copied.bytes
+    assert copied.worst[0] == LAYING_OUT and rests.bytes < 0.85 * copied.bytes
     target = small((rests.bytes + 9 * copied.bytes) / 10)
     tight = dataclasses.replace(copied, target=target)
     assert "answers do not fit: use reinforce.gather_weights=False, with which it takes" in explained(tight)
     nearest = search.beside(config, target, 8)
     assert nearest.estimate.fits and not nearest.estimate.config.reinforce.gather_weights
     assert "gather_weights=False" in f"{nearest}"
-    target = small(copied.bytes / preflight.SURELY / 1.1)
+    target = small(copied.bytes / preflight.SURELY / 1.01)
     monkeypatch.setattr(targets, "here", lambda devices=None: target)
-    with pytest.raises(jt.UserError, match=r"reinforce.prompts: answering 16 prompts at once would take about .* GB of a "
-                       r"device's .* GB, .* GB of it weights laid out; use reinforce.gather_weights=False"):
-        preflight.check(build(config, devices=8, platform="cuda:9"))
+    with pytest.raises(jt.UserError, match=r"reinforce.prompts: answering 16 prompts at once would take about .* GB of "
+                       r"a device's .* GB, .* GB of it weights laid out; use reinforce.gather_weights=False"):
+        preflight.check(build(config))
 
 
 @pytest.mark.slow

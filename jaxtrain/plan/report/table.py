@@ -63,8 +63,8 @@ class Found:
             return f"{gigabytes(guess.host)} of {gigabytes(guess.target.host_room)} GB for each device in the hosts"
         phase, parts = guess.worst
         (part, size), *_ = parts.most_common(1)
-        text = (f"{gigabytes(guess.bytes)} of {gigabytes(guess.target.room)} GB{phase and f' while answering ({phase})'}; "
-                f"{part} {gigabytes(size)} GB")
+        when = f" while answering ({phase})" if phase else ""
+        text = f"{gigabytes(guess.bytes)} of {gigabytes(guess.target.room)} GB{when}; {part} {gigabytes(size)} GB"
         smaller = [other for other in (*self.fitting, *self.too_large)
                    if other.mesh == choice.mesh and other.estimate.bytes < guess.bytes]
         if smaller:
@@ -175,7 +175,7 @@ def explained(e: Estimate) -> str:
 
 def _memory_lines(what: str, parts: Counter, e: Estimate) -> list[str]:
     room, size = e.target.room, parts.total()
-    verdict = "" if e.fits or size <= room and e.host <= e.target.host_room else ", which does not fit"
+    verdict = "" if size <= room and e.host <= e.target.host_room else ", which does not fit"
     return [f"{what}: {gigabytes(size)} of {gigabytes(room)} GB for programs{verdict}",
             *(f"  {name:<24}{gigabytes(part):>8} GB" for name, part in parts.most_common() if part > 0.002 * size)]
 

@@ -130,7 +130,7 @@ class Placing:
         returned all compilers do it.
         """
         stored = self.platform != "cuda" or _from_outside(parts)
-        if self.before(whole, parts) == 1 or stored and not self.returned:
+        if self.before(whole, parts) == 1 or (stored and not self.returned):
             return whole
         out = self.value(whole.shape, whole.dtype, whole.spec, whole.pending)
         self.before_turning[id(out)] = whole

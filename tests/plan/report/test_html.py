@@ -253,4 +253,4 @@ def test_what_answers_take_has_bars_of_its_own(found):
     best = Choice(found.best.overrides, replace(found.best.estimate, answering=answering))
     learning = replace(found, fitting=[best])
     text = html.page(learning, SOURCE, found.config)
-    assert escape(f"{best}, answering (decoding)") in text and 'data-part="key-value cache" data-value="7"' in text
+    assert f"{best}, answering (decoding)" in text and 'data-part="key-value cache" data-value="7"' in text
