@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config
-from jaxtrain.plan.compiler import compile_step
+from jaxtrain.plan.compiler import compile_answering, compile_step
 from jaxtrain.plan.estimate import Estimate, estimate
 from jaxtrain.plan.targets import TARGETS
 
@@ -75,6 +75,30 @@ TPU = [  # where attention keeps all scores of a layer: rows of 4,096
       for remat in ("full", "attention")),
 ]
 CASES = [*H200, *QLORA, *TPU]
+ANSWERS_KEPT = KEPT.with_name("compiled_answers.jsonl")
+LEARNING = {"reinforce.prompts": "prompts.jsonl", "reinforce.reward": "reward.py:reward", "train.eval_every": 0,
+            "train.sample_tokens": 0, "checkpoint.best": ""}
+
+
+def answers(name: str, config: str, target: str, devices: int, rows: int, seq_len: int, **keys) -> list[dict]:
+    """Two cases of answers that are half as long as rows: with weights as they rest, and gathered once."""
+    found = [case(f"{name}{how}", config, target, devices, rows, seq_len, remat="full", **keys)
+             for how in ("", " gathered")]
+    for gather, one in enumerate(found):
+        one["overrides"] |= LEARNING | {"reinforce.max_new_tokens": seq_len // 2,
+                                        "reinforce.gather_weights": bool(gather)}
+    return found
+
+
+ANSWERS = [
+    *answers("GPT-2 124M h200 fsdp8", "gpt.py:124m", "h200", 8, 512, 1024, fsdp=8),
+    *answers("8B h200 fsdp8", "llama3_8b.py", "h200", 8, 64, 2048, fsdp=8),
+    *answers("8B h200 {'fsdp': 4, 'tensor': 2}", "llama3_8b.py", "h200", 8, 64, 2048, fsdp=4, tensor=2),
+    *answers("Gemma 3 1B h200 fsdp4", "gemma3_1b.py", "h200", 4, 64, 2048, fsdp=4),
+    *answers("DeepSeek-V3 8 layers h200 {'fsdp': 8, 'expert': 8}", "deepseek_v3.py", "h200", 64, 512, 2048, fsdp=8,
+             expert=8, layers=8),
+    *answers("8B v5p fsdp8", "llama3_8b.py", "v5p", 8, 64, 2048, fsdp=8),
+]
 
 
 def predicted(one: dict) -> Estimate:
@@ -84,14 +108,18 @@ def predicted(one: dict) -> Estimate:
 
 def config_of(one: dict) -> Config:
     """Of a case."""
-    return load_config(ROOT / "configs" / f"{one['config']}.py", one["overrides"])
+    file, _, variant = one["config"].partition(".py:")
+    return load_config(f"{ROOT / 'configs' / file.removesuffix('.py')}.py{variant and f':{variant}'}", one["overrides"])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", default="", help="those whose name contains this")
+    parser.add_argument("--answers", action="store_true", help="what answers take, by phase, in place of steps")
     parser.add_argument("--kept", type=Path, default=KEPT, help="what compilers said before")
     flags = parser.parse_args()
+    if flags.answers:
+        return compare_answers(flags.cases)
     kept = {}
     if flags.kept.exists():
         kept = {line["name"]: line for line in map(json.loads, flags.kept.read_text().splitlines())}
@@ -124,6 +152,28 @@ def main() -> int:
         if found:
             sizes = sorted(map(abs, found))
             print(f"\n{what}: {len(found)} cases, median error {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}")
+    return 0
+
+
+def compare_answers(cases: str) -> int:
+    """Print the table of what a device holds in each phase of answering; compile what was not kept."""
+    kept = {}
+    if ANSWERS_KEPT.exists():
+        kept = {line["name"]: line["bytes"] for line in map(json.loads, ANSWERS_KEPT.read_text().splitlines())}
+    print("| case | phase | predicted GB | compiled GB | error |\n|---|---|---|---|---|")
+    errors = []
+    for one in (one for one in ANSWERS if cases in one["name"]):
+        if one["name"] not in kept:
+            kept[one["name"]] = compile_answering(config_of(one), TARGETS[one["target"]], one["devices"])
+            with open(ANSWERS_KEPT, "a") as file:
+                file.write(json.dumps({"name": one["name"], "bytes": kept[one["name"]]}) + "\n")
+        guess = predicted(one).answering
+        for phase, real in kept[one["name"]].items():
+            errors.append(guess[phase].total() / real - 1)
+            print(f"| {one['name']} | {phase} | {guess[phase].total() / 1e9:.2f} | {real / 1e9:.2f} | "
+                  f"{errors[-1]:+.1%} |", flush=True)
+    sizes = sorted(map(abs, errors))
+    print(f"\n{len(sizes)} programs, median error {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}")
     return 0
 
 

@@ -8,6 +8,7 @@ of rows, length of prompts and room for new tokens, which are rounded up to powe
 Shape suffixes: B batch, R rows of new prompts, P slots of prompts, N new tokens, D embedding, V vocabulary.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,6 +40,11 @@ ROWS = ("logits", "seen", "done", "count", "end", "end_logprob", "tokens", "logp
 @functools.lru_cache(maxsize=4)
 def decoding(run: "Run") -> "Decoding":
     """Return the programs of a run, the same ones each time, so that what they compiled is used again."""
+    return programs(run)
+
+
+def programs(run: "Run") -> "Decoding":
+    """Return the programs of a run."""
     # Without remat, which is for gradients, and without a capacity of experts: no token is dropped.
     c = run.config.model
     c = replace(c, capacity_factor=0.0) if isinstance(c, RoutedConfig) else c
@@ -64,18 +70,32 @@ class Decoding:
         """The number of rows is a multiple of this: the number of parts that the mesh cuts a batch into."""
         return sharding.shards(self.rules.spec(("batch",))[0], self.run.mesh)
 
+    def rows_for(self, texts: int) -> int:
+        """Return how many rows a batch of so many texts has."""
+        return self.rows * bucket(-(-texts // self.rows))
+
+    def context(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the programs are traced."""
+        return sharding.use(self.run.mesh, self.rules, self.run.platform)
+
+    def placement(self, dimensions: int) -> P:
+        """Return how an array of so many dimensions is spread over the mesh by its first one."""
+        return sharding.without_trivial_axes(self.rules.spec(("batch", *[None] * (dimensions - 1))), self.run.mesh)
+
     def laid_out(self, params: Any) -> Any:
         """Return the parameters as they compute: cast, and whole over the axes that would be gathered for each token.
 
-        Axes that split a product, `tensor` and `expert`, still split it.
+        Axes that split a product, `tensor` and `expert`, still split it. One array at a time: a program that gathers
+        all of them may hold them twice.
         """
-        with sharding.use(self.run.mesh, self.rules):
-            return self._lay_out(params)
+        with self.context():
+            return jax.tree.map(lambda w, made: self.lay_out_program(w, made.dtype), params,
+                                jax.eval_shape(self.run.cast, params))
 
     def place(self, rows: np.ndarray) -> jax.Array:
         """Spread an array over the mesh by its first dimension; every process gives the whole."""
-        spec = sharding.without_trivial_axes(self.rules.spec(("batch", *[None] * (rows.ndim - 1))), self.run.mesh)
-        return jax.make_array_from_callback(rows.shape, NamedSharding(self.run.mesh, spec), lambda index: rows[index])
+        where = NamedSharding(self.run.mesh, self.placement(rows.ndim))
+        return jax.make_array_from_callback(rows.shape, where, lambda index: rows[index])
 
     def start(self, params: Any, prompts: np.ndarray, begins: np.ndarray, new: int,
               chosen: np.ndarray | None = None) -> State:
@@ -83,8 +103,8 @@ class Decoding:
 
         `chosen`: what each row multiplies stacked adapters by [B, R], as `lora.choosing` takes it.
         """
-        with sharding.use(self.run.mesh, self.rules):
-            return self._start(params, *self._placed(prompts, begins, chosen), prompts.shape[1] + new, new)
+        with self.context():
+            return self.start_program(params, *self._placed(prompts, begins, chosen), prompts.shape[1] + new, new)
 
     def refill(self, params: Any, state: State, prompts: np.ndarray, begins: np.ndarray, source: np.ndarray,
                chosen: np.ndarray | None = None) -> State:
@@ -93,7 +113,7 @@ class Decoding:
         Args:
             source: which prompt each row of the state has from now on [B]; -1: the one that it has.
         """
-        with sharding.use(self.run.mesh, self.rules):
+        with self.context():
             return self._refill(params, state, *self._placed(prompts, begins, chosen),
                                 self.place(source.astype(np.int32)))
 
@@ -107,16 +127,16 @@ class Decoding:
             seeds: keys of random numbers as the numbers that each row has for them [B, 2].
             known: how many tokens the tokenizer has; the table may have more rows, which are never chosen.
         """
-        with sharding.use(self.run.mesh, self.rules):
-            return self._go_on(params, state, np.int32(until), np.int32(enough or len(state["done"])), limits, stops,
-                               seeds, sampling.numbers() | {"known": np.int32(known)}, sampling.filters,
-                               sampling.penalizes)
+        with self.context():
+            return self.go_on_program(params, state, np.int32(until), np.int32(enough or len(state["done"])), limits,
+                                      stops, seeds, sampling.numbers() | {"known": np.int32(known)}, sampling.filters,
+                                      sampling.penalizes)
 
     def read(self, state: State) -> dict[str, np.ndarray]:
         """Return what the rows have so far, on the host of every process."""
         shown = {name: state[name] for name in
                  ("tokens", "logprobs", "count", "done", "end", "end_logprob", "step")}
-        with sharding.use(self.run.mesh, self.rules):
+        with self.context():
             return jax.tree.map(np.asarray, self._replicate(shown))
 
     def model_of(self, params: Any) -> Decoder:
@@ -159,15 +179,18 @@ class Decoding:
         return jax.jit(lambda tree: jax.tree.map(lambda x: jax.reshard(x, P(*[None] * x.ndim)), tree))
 
     @functools.cached_property
-    def _lay_out(self):
-        def whole(w):
-            return jax.reshard(w, P(*(tuple(axis for axis in sharding.axes_of(part) if axis in ("tensor", "expert"))
-                                      for part in jax.typeof(w).sharding.spec)))
+    def lay_out_program(self):
+        """Of one array, and its dtype."""
+        def whole(w, dtype):
+            kept = (tuple(axis for axis in sharding.axes_of(part) if axis in ("tensor", "expert"))
+                    for part in jax.typeof(w).sharding.spec)
+            return jax.reshard(w.astype(dtype), P(*kept))
 
-        return jax.jit(lambda params: jax.tree.map(whole, self.run.cast(params)))
+        return jax.jit(whole, static_argnums=1)
 
     @functools.cached_property
-    def _start(self):
+    def start_program(self):
+        """Of what `start` takes, placed, and the numbers of slots and new tokens."""
         return jax.jit(self._prefilled, static_argnums=(5, 6))
 
     def _prefilled(self, params, prompts_BP, begins_B, done_B, chosen_BR, slots, new):
@@ -204,7 +227,8 @@ class Decoding:
         return jax.jit(refill, donate_argnums=1)
 
     @functools.cached_property
-    def _go_on(self):
+    def go_on_program(self):
+        """Of what `go_on` takes."""
         def go_on(params, state, until, enough, limits_B, stops, seeds_B, numbers, filters, penalizes):
             made, c = self._for_a_loop(params), self.run.config.model
             pick = partial(_pick, filters=filters, penalizes=penalizes)
@@ -249,6 +273,11 @@ class Decoding:
         """Apply a function of each row alone, and of what all rows share: every device computes its own."""
         spec = sharding.activation_spec("batch")
         return sharding.manual_region(f, in_specs=(spec, P()), out_specs=spec)(rows, shared)
+
+
+def bucket(size: int) -> int:
+    """Return the least power of two that is not smaller."""
+    return 1 << max(0, size - 1).bit_length()
 
 
 def _taken(source_B: jax.Array, before: jax.Array, new: jax.Array, axis: int = 0) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.hub.adapters import stacked_adapters
-from jaxtrain.hub.decoding import Decoding, decoding
+from jaxtrain.hub.decoding import Decoding, bucket, decoding
 from jaxtrain.hub.sampling import Sampling
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.train_step import partition
@@ -78,7 +78,7 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
     ids = _encoded(run, prompts, words)
     params = partition.without(state.all_params, run.objective.frozen_axes)  # of the model alone
     key = jax.random.key(seed)
-    seeds = jax.vmap(lambda number: jax.random.key_data(jax.random.fold_in(key, number)))(np.arange(_bucket(len(ids))))
+    seeds = jax.vmap(lambda number: jax.random.key_data(jax.random.fold_in(key, number)))(np.arange(bucket(len(ids))))
     queue = _Queue(ids, [min(max_new_tokens, run.config.model.max_seq_len - len(prompt)) for prompt in ids],
                    np.asarray(seeds), list(range(len(ids))), stacked_adapters.chosen(state, len(ids), adapters))
     records: dict[int, Generated] = {}
@@ -135,9 +135,9 @@ class _Batch:
         rows = len(prompts)
         self.limits, self.seeds = np.zeros(rows, np.int32), np.zeros((rows, 2), np.uint32)
         self._hold(first)
-        self.stops = np.full(_bucket(len(ends)), -1, np.int32)
+        self.stops = np.full(bucket(len(ends)), -1, np.int32)
         self.stops[:len(ends)] = ends
-        self.fits = prompts.shape[1], _bucket(int(self.limits.max()))
+        self.fits = prompts.shape[1], bucket(int(self.limits.max()))
         self.state = programs.start(params, prompts, begins, self.fits[1], chosen)
 
     def finish(self, sampling: Sampling, words: Tokenizer | None, strings: list[str],
@@ -189,9 +189,9 @@ class _Batch:
 
     def _aligned(self, numbers: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return these prompts as rows that end in the same slot, the slots where they begin, and what they choose."""
-        ids, parts = [self.queue.ids[number] for number in numbers], self.programs.rows
+        ids = [self.queue.ids[number] for number in numbers]
         # Powers of two, so that batches of other lengths use the same programs.
-        width, rows = _bucket(max(map(len, ids))), parts * _bucket(-(-len(ids) // parts))
+        width, rows = bucket(max(map(len, ids))), self.programs.rows_for(len(ids))
         prompts, begins = np.zeros((rows, width), np.int32), np.full(rows, width)
         for row, prompt in enumerate(ids):
             begins[row] = width - len(prompt)
@@ -233,11 +233,6 @@ def _before(strings: list[str], words: Tokenizer, prompt: list[int], tokens: np.
     while many and len(_said(words, prompt, tokens[:many - 1])) > at:
         many -= 1
     return text[:at], many
-
-
-def _bucket(size: int) -> int:
-    """Return the least power of two that is not smaller."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 def _encoded(run: "Run", prompts: Sequence[Prompt], words: Tokenizer | None) -> list[list[int]]:

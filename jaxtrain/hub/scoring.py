@@ -72,27 +72,30 @@ def _batches(rows: list[list[int]], size: int) -> Iterator[list[int]]:
 
 
 @functools.lru_cache(maxsize=4)
-def _scorer(run: "Run") -> "_Scorer":
-    return _Scorer(decoding(run))
+def _scorer(run: "Run") -> "Scorer":
+    return Scorer(decoding(run))
 
 
 @dataclass(frozen=True, eq=False)
-class _Scorer:
+class Scorer:
     """The compiled program, once for each number of rows and tokens, which are rounded up."""
 
     programs: Decoding
 
+    def shape(self, texts: int, longest: int) -> tuple[int, int]:
+        """Return how many rows and tokens the program takes for so many texts of at most `longest` tokens."""
+        return self.programs.rows * -(-texts // self.programs.rows), 1 << max(3, (longest - 2).bit_length())
+
     def batch(self, params: Any, rows: list[list[int]], most: int, readouts: bool = False) -> tuple[np.ndarray, ...]:
         """Return each token's log-probability, and whether it is the most probable one, [B, T]; or a head's number."""
-        parts = self.programs.rows
-        width = 1 << max(3, (max(map(len, rows)) - 2).bit_length())
-        tokens = np.zeros((parts * -(-min(most, max(len(rows), 1)) // parts), width + 1), np.int32)
+        many, width = self.shape(min(most, max(len(rows), 1)), max(map(len, rows)))
+        tokens = np.zeros((many, width + 1), np.int32)
         lengths = np.zeros(len(tokens), np.int32)
         for at, row in enumerate(rows):
             tokens[at, :len(row)], lengths[at] = row, len(row) - 1
-        with sharding.use(self.programs.run.mesh, self.programs.rules):
+        with self.programs.context():
             place = self.programs.place
-            program = self._readouts if readouts else self._score
+            program = self.readouts_program if readouts else self._score
             return jax.tree.map(np.asarray, program(params, place(tokens[:, :-1]), place(tokens[:, 1:]),
                                                     place(lengths)))
 
@@ -102,7 +105,8 @@ class _Scorer:
             x_BTD, sharding.gather(model.head(), "embed", "vocab"), targets_BT))
 
     @functools.cached_property
-    def _readouts(self):
+    def readouts_program(self):
+        """Of parameters, tokens, targets and the rows' lengths."""
         name = self.programs.run.config.scalar_head
         return self._program(lambda model, x_BTD, _: (getattr(model, name)(x_BTD),))
 

@@ -24,7 +24,7 @@ from jaxtrain.plan.targets import Target
 from jaxtrain.run import Run
 from jaxtrain.sharding.mesh import AXES, make_mesh
 from jaxtrain.train_step import compiler_options
-from jaxtrain.train_step.report import in_hosts
+from jaxtrain.train_step.report import in_hosts, total
 
 # The compiler's description of a chip, in the text form of XLA's GpuTargetConfigProto.
 _GPU = """gpu_device_info {{
@@ -82,6 +82,25 @@ def compile_step(config: Config, target: Target, devices: int) -> Compiled:
         talked[found.kind, axes] += found.bytes
     peak, allocated = memory_of(compiled, run)
     return Compiled(peak, allocated, talked, time.perf_counter() - began, text)
+
+
+def compile_answering(config: Config, target: Target, devices: int) -> dict[str, int]:
+    """Compile the programs that answer prompts; return the peak memory of one device in each phase."""
+    from jaxtrain.plan.answering import phases  # only runs that answer need what answers
+
+    mesh = make_mesh(*(getattr(config.mesh, axis) for axis in AXES), devices=devices_of(target, devices))
+    assert isinstance(mesh, jax.sharding.Mesh)
+    run = build(config, mesh=mesh.abstract_mesh, platform=target.described)
+    state, found = total(run.abstract) - (in_hosts(run.abstract) if target.platform != "cpu" else 0), {}
+    with _capability(target.described):
+        for phase in phases(run, mesh):
+            lowered = phase.traced.lower(lowering_platforms=(target.platform,))
+            memory = compiler_options.compiled(lowered, {}).memory_analysis()
+            assert memory is not None, "the compiler reports no memory"
+            found[phase.name] = state + total(phase.copy) - total(phase.weights) + (
+                memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+                - memory.alias_size_in_bytes if target.platform == "cpu" else memory.peak_memory_in_bytes)
+    return found
 
 
 @contextlib.contextmanager

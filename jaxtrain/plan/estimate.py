@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,10 +13,10 @@ from jaxtrain.config.schema import AXES, Config
 from jaxtrain.observe.flops import flops_per_token
 from jaxtrain.parallel import experts
 from jaxtrain.plan.cost import memory, time
+from jaxtrain.plan.cost.memory_parts import named
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace import kernels, reader
 from jaxtrain.plan.trace.program import Block
-from jaxtrain.run import Run
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import axis_sizes
 from jaxtrain.train_step.optimizers import ema
@@ -35,6 +35,7 @@ class Estimate:
     talked: Counter  # (kind, axes) -> bytes of results on one device
     host: int  # bytes of the host's memory for each device
     useful: float  # FLOP of one device that the model needs, with causal attention
+    answering: dict[str, Counter] = field(default_factory=dict)  # memory while prompts are answered, by phase
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -43,13 +44,18 @@ class Estimate:
         return dict(zip(AXES, sizes, strict=True))
 
     @property
+    def worst(self) -> tuple[str, Counter]:
+        """What needs the most memory, "" for the step or a phase of answering, and its memory by part."""
+        return max([("", self.memory), *self.answering.items()], key=lambda one: one[1].total())
+
+    @property
     def bytes(self) -> int:
         """The peak memory of one device."""
-        return self.memory.total()
+        return self.worst[1].total()
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits into the memory that a program may use."""
+        """Whether the step, and answering between steps, fit into the memory that a program may use."""
         return self.bytes <= self.target.room and self.host <= self.target.host_room
 
     @property
@@ -93,13 +99,19 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     elsewhere = in_hosts(run.abstract) if target.platform != "cpu" else 0  # on CPU it is the same memory
     parts = Counter({
         "parameters": total(run.abstract.params),
-        "optimizer": total(run.abstract.opt_state) - elsewhere,
-        "batch": sum(value.bytes for value in block.inputs[state:])})
+        "optimizer": total(run.abstract.opt_state) - elsewhere})
     if frozen := total(run.abstract.frozen):
         parts["frozen parameters"] = frozen
     if average := total(run.abstract.extras.get(ema.NAME)):
         parts["averaged parameters"] = average
-    parts.update(_named(worst, run))
+    answering = {}
+    if config.reinforce.prompts:
+        from jaxtrain.plan.answering import memory_by_phase  # only runs that answer need what answers
+
+        with kernels.stand_ins():
+            answering = memory_by_phase(run, target, parts)
+    parts["batch"] = sum(value.bytes for value in block.inputs[state:])
+    parts.update(named(worst, run.abstract.params))
     if target.platform != "cpu":
         elsewhere += _kept_on_hosts(block)
     talked: Counter = Counter()
@@ -111,7 +123,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     per_token = flops_per_token(c.model, matmuls, c.data.seq_len, True)
     useful = per_token * c.data.global_batch_size * c.data.seq_len / devices
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
-    return Estimate(config, target, devices, parts, took, talked, elsewhere, useful)
+    return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, answering)
 
 
 def _kept_on_hosts(block: Block) -> int:
@@ -119,28 +131,6 @@ def _kept_on_hosts(block: Block) -> int:
     loops = [op for op, _ in block.all() if op.name == "scan"]
     layers = [op for op in loops if any(inner.flops for body in op.bodies for inner, _ in body.all())]
     return sum(value.host for op in layers for value in op.outputs)
-
-
-def _named(worst: memory.Peak, run: Run) -> Counter:
-    """Name the arrays that are live at the peak in the user's terms."""
-    shapes = {leaf.shape for leaf in jax.tree.leaves(run.abstract.params)}
-    layers = {shape[1:] for shape in shapes if len(shape) > 1}
-    named: Counter = Counter()
-    for value in worst.values:
-        made = value.op.name if value.op else ""
-        if made == "device_put":
-            named["optimizer's pieces"] += value.bytes
-        elif value.shape in shapes:
-            named["weights in use" if made == "convert_element_type" else "gradients"] += value.bytes
-        elif value.shape in layers and made in ("reshard", "all_gather"):
-            named["gathered weights"] += value.bytes
-        elif made == "scan":
-            named["saved activations"] += value.bytes
-        else:
-            named["working memory"] += value.bytes
-    rest = worst.bytes - named.total()  # below 0 where a loop hands on parameters that are updated in place
-    named["working memory" if rest >= 0 else "gradients"] += rest
-    return named
 
 
 def change(config: Config, overrides: dict[str, Any]) -> Config:

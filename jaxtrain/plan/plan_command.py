@@ -85,15 +85,19 @@ def verified(guess: Estimate, roofline: bool = False, timeline: str | None = Non
         roofline: also say what the compiled operations take.
         timeline: the file into which the compiled step is drawn.
     """
-    from jaxtrain.plan.compiler import compile_step
+    from jaxtrain.plan.compiler import compile_answering, compile_step
 
-    real = compile_step(guess.config, guess.target, guess.devices)
+    real, own = compile_step(guess.config, guess.target, guess.devices), guess.memory.total()
     mesh = " ".join(f"{axis}={size}" for axis, size in guess.mesh.items() if size > 1) or "one device"
     lines = [f"compiled for {guess.devices} x {guess.target.name} in {real.seconds:.0f} s, {mesh} "
              f"accumulation={guess.config.train.accumulation} remat={guess.config.train.remat}"
              f"{' offload=True' if guess.host else ''}:",
-             f"  {'memory of a device':<40}{real.bytes / GB:10.3f} GB, predicted {guess.bytes / GB:.3f} "
-             f"({guess.bytes / real.bytes - 1:+.1%})"]
+             f"  {'memory of a device':<40}{real.bytes / GB:10.3f} GB, predicted {own / GB:.3f} "
+             f"({own / real.bytes - 1:+.1%})"]
+    if guess.answering:
+        lines += [f"  {f'answering ({phase})':<40}{size / GB:10.3f} GB, predicted "
+                  f"{(ours := guess.answering[phase].total()) / GB:.3f} ({ours / size - 1:+.1%})"
+                  for phase, size in compile_answering(guess.config, guess.target, guess.devices).items()]
     for key in sorted({*real.talked, *guess.talked}, key=lambda key: -real.talked[key]):
         if max(real.talked[key], guess.talked[key]) > 1e-3 * max(1, real.talked.total()):
             lines.append(f"  {said(*key):<40}{real.talked[key] / GB:10.3f} GB, predicted "

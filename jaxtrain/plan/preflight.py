@@ -11,6 +11,7 @@ from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
 from jaxtrain.plan import search, targets
 from jaxtrain.plan.estimate import Estimate, estimate, gigabytes
+from jaxtrain.plan.report.answers_room import room_for_answers
 from jaxtrain.run import Run
 from jaxtrain.train_step.report import total
 
@@ -76,11 +77,15 @@ def check(run: Run) -> str:
     sure = config.train.check_memory and not (config.model.num_experts and target.platform == "cuda")
     if guess.bytes <= SURELY * target.room or not sure:
         return f"predicted: {shown(guess)}"
-    part, size = guess.memory.most_common(1)[0]
+    phase, parts = guess.worst
+    (part, size), *_ = parts.most_common(1)
+    what = f"{gigabytes(guess.bytes)} GB of a device's {gigabytes(target.room)} GB, {gigabytes(size)} GB of it {part}"
+    if phase and guess.memory.total() <= target.room:
+        raise UserError("reinforce.prompts", f"answering {config.data.global_batch_size} prompts at once would take "
+                        f"about {what}", room_for_answers(guess))
     nearest = search.beside(config, target, devices)
     keys = " ".join(f"{key}={value}" for key, value in nearest.overrides.items()) if nearest else ""
-    raise UserError("train.check_memory", f"a step would take about {gigabytes(guess.bytes)} GB of a device's "
-                    f"{gigabytes(target.room)} GB, {gigabytes(size)} GB of it {part}",
+    raise UserError("train.check_memory", f"a step would take about {what}",
                     f"use {keys}" if keys else "use more devices, a smaller model or shorter rows")
 
 
@@ -102,7 +107,7 @@ def _target(devices: list[Any]) -> targets.Target:
 
 def shown(guess: Estimate) -> str:
     """Summarise an estimate in one line."""
-    largest = ", ".join(f"{name} {gigabytes(size)}" for name, size in guess.memory.most_common(3))
+    largest = ", ".join(f"{name} {gigabytes(size)}" for name, size in guess.worst[1].most_common(3))
     return (f"{gigabytes(guess.bytes)} of {gigabytes(guess.target.room)} GB a device ({largest}), "
             f"{guess.seconds:.3g} s a step, {guess.tokens_per_second:,.0f} tokens/s" +
             (f", MFU {guess.mfu:.0%}" if guess.target.platform != "cpu" else ""))

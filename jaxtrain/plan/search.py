@@ -17,6 +17,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.plan.cost import rough
 from jaxtrain.plan.estimate import change, divisors, estimate, gigabytes
+from jaxtrain.plan.report.answers_room import GATHER
 from jaxtrain.plan.report.table import Choice, Found
 from jaxtrain.plan.targets import Target
 from jaxtrain.train_step import precision
@@ -101,12 +102,18 @@ class _Looker:
         keys = {**mesh, "optimizer.zero_stage": _zero(self.found.config, mesh), "train.remat": "full", **(more or {})}
         keys |= {"optimizer.offload": True} if offload else {}
         once = self.at({**keys, "train.accumulation": 1})
-        if once is None or once.estimate.fits or mesh["mesh.stage"] > 1:
+        if once is None or once.estimate.fits:
+            return once
+        if once.estimate.worst[0] and self.found.config.reinforce.gather_weights and GATHER not in keys:
+            choice = self.smallest(mesh, offload, {**(more or {}), GATHER: False})
+            if choice and choice.estimate.fits:
+                return choice
+        if mesh["mesh.stage"] > 1:
             return once
         # What the state leaves must hold the rest, mostly of the batch; try one more size if that does not suffice.
         fixed = once.estimate.memory["parameters"] + once.estimate.memory["optimizer"]
         left = self.found.target.room - fixed
-        wanted = (once.estimate.bytes - fixed) / left if left > 0 else float("inf")
+        wanted = (once.estimate.memory.total() - fixed) / left if left > 0 else float("inf")
         possible = divisors(rough.rows(self.found.config, mesh))
         for accumulation in [n for n in possible if n >= wanted][:2] or possible[-1:]:
             choice = self.at({**keys, "train.accumulation": accumulation}) if accumulation > 1 else None
@@ -141,8 +148,9 @@ class _Looker:
         one_policy = fits.mesh["mesh.stage"] > 1 or self.found.config.model.experts_every > 1
         if one_policy or fits.overrides.get("optimizer.offload") != larger.overrides.get("optimizer.offload"):
             return None
-        of_a_layer = (larger.estimate.bytes - fits.estimate.bytes) / layers
-        first = math.ceil((larger.estimate.bytes - room) / of_a_layer) if of_a_layer > 0 else layers
+        most, least = (choice.estimate.memory.total() for choice in (larger, fits))
+        of_a_layer = (most - least) / layers
+        first = math.ceil((most - room) / of_a_layer) if of_a_layer > 0 else layers
         for count in (first, first + max(1, layers // 16)):  # where it takes more than the mean of both
             if not 0 < count < layers:
                 return None

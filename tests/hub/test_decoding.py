@@ -183,9 +183,9 @@ def test_what_follows_a_prompt_does_not_depend_on_the_others_and_compiles_once()
     want = [one.tokens for one in continued(family, 1.0)]
     assert say(PROMPTS, batch_size=1) == want  # of the same places among the prompts
     assert say(PROMPTS[:1]) == want[:1]
-    before = programs._start._cache_size(), programs._go_on._cache_size()
+    before = programs.start_program._cache_size(), programs.go_on_program._cache_size()
     assert say([[1, 2, 3, 4, 5, 6]], temperature=0.5) != say([[1, 2, 3, 4, 5, 6, 7, 8]], temperature=0.7)
-    assert (programs._start._cache_size(), programs._go_on._cache_size()) == before
+    assert (programs.start_program._cache_size(), programs.go_on_program._cache_size()) == before
     assert [len(tokens) for tokens in say([[1] * 30, [1] * 31])] == [2, 1]  # as many as there is room for
 
 

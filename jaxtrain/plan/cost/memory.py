@@ -123,9 +123,10 @@ class _Life:
         return worst
 
     def _inside(self, op: Op) -> Peak:
-        carried = slice(op.consts, op.consts + op.carried)
-        found = [_Life(body, body.inputs[carried] if op.name == "scan" else [],
-                       op.carried if op.name == "scan" else None).peak() for body in op.bodies]
+        loops = op.name in ("scan", "while")
+        found = [_Life(body, body.inputs[op.consts:op.consts + op.carried] if op.name == "scan" else
+                       body.inputs[len(body.inputs) - op.carried:] if loops else [],
+                       op.carried if loops else None).peak() for body in op.bodies]
         worst = max(found, key=lambda one: one.bytes, default=Peak())
         if op.name == "cond":  # the result of a branch is the result of the operation
             return Peak(max(0, worst.bytes - sum(value.bytes for value in op.outputs)))
@@ -140,7 +141,11 @@ def _behind_views(value: Value) -> Value:
 
 def _overwritten(reads: Reads, op: Op) -> set[int]:
     """Return the arguments whose memory the result may reuse when they are no longer needed; of a loop, its carry."""
-    if op.made != "real" or op.name in ("while", "cond"):
+    if op.name == "pad":
+        values = []
+    elif op.name == "while":
+        values = op.inputs[op.consts:]
+    elif op.made != "real" or op.name == "cond":
         values = op.inputs
     elif op.name == "scan":
         values = op.inputs[op.consts:op.consts + op.carried]

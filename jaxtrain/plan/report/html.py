@@ -120,14 +120,16 @@ def _memory(found: Found, top: int) -> list[str]:
     best, large = found.fitting[:top], found.too_large[:3 if found.fitting else top]
     if not (best or large):
         return []
-    bars = [Bar(f"{choice}", choice.estimate.memory) for choice in (*best, *large)]
+    bars = [Bar(f"{choice}{phase and f', answering ({phase})'}", parts) for choice in (*best, *large)
+            for phase, parts in (("", choice.estimate.memory), *choice.estimate.answering.items())]
     limits = [("what a program may use", found.target.room), ("what a device has", found.target.memory)]
     look = Look.of(bars, {"parameters", "optimizer", "frozen parameters", "averaged parameters"},
                    ("Activations, gradients and buffers", "State, kept between steps"),
                    lambda size: f"{gigabytes(size)} GB")
     unfit = f", then the {len(large)} smallest that do not" if large else ""
+    answers = " and of each phase of answering" if found.config.reinforce.prompts else ""
     return ["<h2>Where the memory of a device goes</h2>", _words(
-        f"At the worst moment of a step: the first {len(best)} that fit{unfit}."),
+        f"At the worst moment of a step{answers}: the first {len(best)} that fit{unfit}."),
         chart(bars, look, limits if found.target.usable < 1 else limits[1:])]
 
 

@@ -1,5 +1,6 @@
 """Show the layouts of a search: their ranking as text, and one layout explained part by part."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,6 +8,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.plan.cost import links
 from jaxtrain.plan.cost.time import said
 from jaxtrain.plan.estimate import Estimate, gigabytes
+from jaxtrain.plan.report.answers_room import GATHER, answers_at_once, room_for_answers
 from jaxtrain.plan.targets import Target
 
 WIDTHS = (3, 68, 7, 9, 12, 6, 8, 14)
@@ -59,8 +61,10 @@ class Found:
         guess = choice.estimate
         if guess.bytes <= guess.target.room:
             return f"{gigabytes(guess.host)} of {gigabytes(guess.target.host_room)} GB for each device in the hosts"
-        part, size = guess.memory.most_common(1)[0]
-        text = f"{gigabytes(guess.bytes)} of {gigabytes(guess.target.room)} GB; {part} {gigabytes(size)} GB"
+        phase, parts = guess.worst
+        (part, size), *_ = parts.most_common(1)
+        when = f" while answering ({phase})" if phase else ""
+        text = f"{gigabytes(guess.bytes)} of {gigabytes(guess.target.room)} GB{when}; {part} {gigabytes(size)} GB"
         smaller = [other for other in (*self.fitting, *self.too_large)
                    if other.mesh == choice.mesh and other.estimate.bytes < guess.bytes]
         if smaller:
@@ -68,7 +72,8 @@ class Found:
             keys = " ".join(f"{key.partition('.')[2]}={value}" for key, value in best.overrides.items()
                             if choice.overrides.get(key) != value)
             text += f"; {keys} saves {gigabytes(guess.bytes - best.estimate.bytes)} GB"
-        return text
+        fewer = answers_at_once(guess)
+        return f"{text}; {fewer} would fit" if fewer else text
 
     def __str__(self) -> str:
         return table(self)
@@ -95,7 +100,7 @@ class Found:
 
 def shown(overrides: dict[str, Any]) -> str:
     """Format the keys of a layout, without those that change nothing."""
-    always = ("train.remat", "optimizer.offload")
+    always = ("train.remat", "optimizer.offload", GATHER)
     said = [f"{key.partition('.')[2]}={value}" for key, value in overrides.items()
             if value not in (0, 1) or key in always or (key, value) == ("optimizer.zero_stage", 1)]
     return " ".join(said) or "one device"
@@ -145,11 +150,15 @@ def keys(found: Found, choice: Choice) -> str:
 def explained(e: Estimate) -> str:
     """Explain the memory and time of one layout by part, and its communication by link."""
     sizes = {axis: size for axis, size in e.mesh.items() if size > 1}
-    verdict = "" if e.fits else ", which does not fit"
-    lines = [f"memory of a device: {gigabytes(e.bytes)} of {gigabytes(e.target.room)} GB for programs{verdict}"]
-    lines += [f"  {name:<24}{gigabytes(size):>8} GB" for name, size in e.memory.most_common() if size > 0.002 * e.bytes]
+    lines = _memory_lines("memory of a device", e.memory, e)
     if e.host:
         lines.append(f"  {'in addition, in the hosts':<24}{gigabytes(e.host):>8} GB")
+    if e.answering:
+        phase, parts = max(e.answering.items(), key=lambda one: one[1].total())
+        lines += _memory_lines(f"memory while it answers prompts ({phase})", parts, e)
+        lines += [f"  ({other}: {gigabytes(size.total())} GB)" for other, size in e.answering.items() if other != phase]
+    if e.worst[0] and not e.fits:
+        lines.append(f"answers do not fit: {room_for_answers(e)}")
     lines.append(f"time of a step: {e.seconds:.4g} s, {e.tokens_per_second:,.0f} tokens/s" +
                  (f", MFU {_mfu(e)}" if _mfu(e) else ""))
     lines += [f"  {name:<40}{milliseconds(seconds):>10} ms" for name, seconds in e.time.parts.most_common()
@@ -162,6 +171,13 @@ def explained(e: Estimate) -> str:
                   f"{links.crossed(axes, e.target, e.mesh).name}"
                   for (kind, axes), size in e.talked.most_common() if size > 1e-3 * e.talked.total()]
     return "\n".join(lines)
+
+
+def _memory_lines(what: str, parts: Counter, e: Estimate) -> list[str]:
+    room, size = e.target.room, parts.total()
+    verdict = "" if size <= room and e.host <= e.target.host_room else ", which does not fit"
+    return [f"{what}: {gigabytes(size)} of {gigabytes(room)} GB for programs{verdict}",
+            *(f"  {name:<24}{gigabytes(part):>8} GB" for name, part in parts.most_common() if part > 0.002 * size)]
 
 
 def many(number: int, one: str, more: str) -> str:

@@ -19,7 +19,8 @@ class Placing:
     """Creates the operations that bring arrays into the required layout, and adds them to `ops`."""
 
     def __init__(self, sizes: Mapping[str, int], platform: str, rings: float, filled: float,
-                 windows: Mapping[int, int]):
+                 windows: Mapping[int, int], returned: bool = False):
+        self.returned = returned
         self.sizes, self.platform, self.rings, self.filled, self.windows = sizes, platform, rings, filled, windows
         self.ops: list[Op] = []
         self.whole: dict[tuple[int, Spec], Value] = {}
@@ -125,9 +126,11 @@ class Placing:
     def turned(self, whole: Value, parts: Value) -> Value:
         """Transpose an array for NCCL, which gathers and scatters along the outermost dimension in memory.
 
-        Arrays from outside the block, such as weights, can be stored so that no transpose is needed.
+        Arrays from outside the block, such as weights, can be stored so that no transpose is needed. If they are
+        returned all compilers do it.
         """
-        if self.platform != "cuda" or self.before(whole, parts) == 1 or _from_outside(parts):
+        stored = self.platform != "cuda" or _from_outside(parts)
+        if self.before(whole, parts) == 1 or (stored and not self.returned):
             return whole
         out = self.value(whole.shape, whole.dtype, whole.spec, whole.pending)
         self.before_turning[id(out)] = whole

@@ -33,14 +33,15 @@ SHARED = {"convert_element_type": ("new_dtype",), "reshard": ("dst_sharding",), 
 
 
 def read(traced: ClosedJaxpr, sizes: Mapping[str, int], platform: str, rings: float = math.inf,
-         filled: float = 1.0, windows: Mapping[int, int] | None = None) -> Block:
+         filled: float = 1.0, windows: Mapping[int, int] | None = None, returned: bool = False) -> Block:
     """Return the program of one device in a mesh of these sizes, as compiled for this platform.
 
     `rings`: on TPUs, the least length of the contracted dimension at which devices pass the sums of a product around
     while computing it. `filled`: the share of the rows of experts that hold tokens, and that TPUs compute.
-    `windows`: how many layers have each attention window, where layers choose theirs by their number.
+    `windows`: how many layers have each attention window, where layers choose theirs by their number. `returned`:
+    gathered arguments are results, in the order of their dimensions.
     """
-    return _Reader(sizes, platform, rings, filled, windows or {}).block(traced.jaxpr)
+    return _Reader(sizes, platform, rings, filled, windows or {}, returned).block(traced.jaxpr)
 
 
 class _Reader(Placing):

@@ -246,3 +246,11 @@ def test_command(tmp_path, capsys):
     assert texts(page, "h1") == ["Training plan: llama3_8b (tiny) on 1 × h100"]
     assert main([*words, "--explain"]) == 2
     assert "--explain covers only one layout" in capsys.readouterr().err
+
+
+def test_what_answers_take_has_bars_of_its_own(found):
+    answering = {"decoding": Counter({"key-value cache": 7, "parameters": 5})}
+    best = Choice(found.best.overrides, replace(found.best.estimate, answering=answering))
+    learning = replace(found, fitting=[best])
+    text = html.page(learning, SOURCE, found.config)
+    assert f"{best}, answering (decoding)" in text and 'data-part="key-value cache" data-value="7"' in text

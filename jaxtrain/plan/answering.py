@@ -1,0 +1,158 @@
+"""What a device holds while a run answers prompts, as reinforcement learning does between its steps.
+
+The programs are those that answer, traced for the target like the step: so grouped heads, windows and latent caches are
+counted as the model has them. Prompts are taken as long as `data.seq_len` and `reinforce.max_new_tokens` allow, since a
+plan reads no prompts. The training state stays on the device meanwhile. Answers that wait for their step are kept by
+the hosts.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxtrain.hub import decoding, scoring
+from jaxtrain.hub.sampling import Sampling
+from jaxtrain.models import Decoder
+from jaxtrain.plan.cost import memory
+from jaxtrain.plan.cost.memory_parts import CACHE, COPY, LOGITS, named
+from jaxtrain.plan.targets import Target
+from jaxtrain.plan.trace import reader
+from jaxtrain.plan.trace.layouts import LINEAR
+from jaxtrain.plan.trace.program import Block, Op
+from jaxtrain.run import Run
+from jaxtrain.train_step.report import total
+
+LAYING_OUT, PROMPTS, DECODING, VALUES = "laying out weights", "prompts", "decoding", "values"
+COPIES = {"cuda": 1.0, "cpu": 1.5}  # of a cache in which each head has its own keys: XLA turns it around for the loop
+SCORED = 64  # texts that are given values at once
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One program of those that answer."""
+
+    name: str
+    traced: jax.stages.Traced  # of its arguments the weights come last
+    weights: Any  # shapes and shardings
+    state: Any = None  # its first argument, whose memory the result has
+    copy: Any = None  # of the weights, which is there meanwhile
+    whole: Any = None  # weights as they are laid out
+
+
+def phases(run: Run, on: Mesh | None = None) -> Iterator[Phase]:
+    """Yield the programs in the order in which they run, for a run that learns from its own answers.
+
+    `on`: the devices to compile for, where the mesh of the run is abstract.
+    """
+    c, programs, params, copy = run.config.reinforce, decoding.programs(run), run.abstract_model, None
+    numbers = jax.tree.map(np.asarray, Sampling().numbers() | {"known": np.int32(0)})
+    with programs.context():
+        whole = jax.eval_shape(programs.laid_out, params)
+        if c.gather_weights:
+            copy = whole
+            # The largest comes after all others.
+            *others, (made, w) = sorted(zip(jax.tree.leaves(copy), jax.tree.leaves(params), strict=True),
+                                        key=lambda pair: total(pair[0]))
+            yield Phase(LAYING_OUT, _traced(lambda w: programs.lay_out_program(w, made.dtype), on, w), w,
+                        copy=[other for other, _ in others])
+        weights, texts, room = params if copy is None else copy, run.config.data.global_batch_size, c.max_new_tokens
+        rows, width = programs.rows_for(texts), decoding.bucket(run.config.data.seq_len - room)
+        new = decoding.bucket(room)
+
+        def of_rows(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            where = NamedSharding(run.mesh, programs.placement(1 + len(shape)))
+            return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=where)
+
+        def begin(prompts, begins, done, weights):
+            return programs.start_program(weights, prompts, begins, done, None, width + new, new)
+
+        def go_on(state, limits, seeds, numbers, weights):
+            return programs.go_on_program(weights, state, np.int32(0), np.int32(rows), limits,
+                                          np.full(1, -1, np.int32), seeds, numbers, False, False)
+
+        given = of_rows(jnp.int32, width), of_rows(jnp.int32), of_rows(bool), weights
+        yield Phase(PROMPTS, _traced(begin, on, *given), weights, copy=copy)
+        state = jax.eval_shape(begin, *given)
+        yield Phase(DECODING, _traced(go_on, on, state, of_rows(jnp.int32), of_rows(jnp.uint32, 2), numbers, weights,
+                                      donate=(0,)), weights, state, copy, whole)
+        if c.value_head:
+            scorer = scoring.Scorer(programs)
+            rows, width = scorer.shape(min(SCORED, texts), run.config.data.seq_len + 1)
+            given = of_rows(jnp.int32, width), of_rows(jnp.int32, width), of_rows(jnp.int32), params
+            yield Phase(VALUES, _traced(lambda *a: scorer.readouts_program(a[-1], *a[:-1]), on, *given), params)
+
+
+def memory_by_phase(run: Run, target: Target, held: Counter) -> dict[str, Counter]:
+    """Return the bytes of a device at the peak of each phase, by part; `held`: what the training state takes."""
+    found = {}
+    for phase in phases(run):
+        block = reader.read(phase.traced.jaxpr, dict(run.mesh.shape), target.platform, target.rings,
+                            windows=run.config.model.windows, returned=phase.name == LAYING_OUT)
+        _as_compiled(block)
+        kept = len(jax.tree.leaves(phase.state))
+        others = block.inputs[kept:len(block.inputs) - len(jax.tree.leaves(phase.weights))]
+        parts = Counter(held)
+        parts[COPY] = total(phase.copy)
+        parts[CACHE] = total(phase.state and phase.state["entries"])
+        parts[LOGITS] = total(phase.state and (phase.state["logits"], phase.state["seen"]))
+        parts["working memory"] = sum(value.bytes for value in (*block.inputs[:kept], *others)) - (
+            parts[CACHE] + parts[LOGITS])
+        parts.update(named(memory.peak(block, kept), phase.weights, _names(phase), (CACHE, LOGITS, "working memory")))
+        if phase.state and target.platform == "cpu" and not phase.copy:  # there layers are taken apart before the loop
+            parts["gathered weights"] += total([phase.whole[name] for name in phase.whole.keys() & set(Decoder.STACKS)])
+        if phase.state and jax.tree.leaves(phase.state["entries"])[0].shape[-3] == run.config.model.num_heads:
+            parts[CACHE] += int(COPIES.get(target.platform, 0) * total(phase.state["entries"]))
+        found[phase.name] = +parts
+    return found
+
+
+def _as_compiled(block: Block) -> None:
+    """Change a program as compilers do: arrays are padded together, and what is the same for each token is gathered
+    before the loop over tokens.
+    """
+    pads = [op for op in block.ops if op.name == "pad"]
+    for op in pads:
+        op.beside = [value for other in pads for value in other.inputs]
+    for at, loop in enumerate(block.ops):
+        if loop.name == "while":
+            before = _unchanging(loop.bodies[0], len(loop.bodies[0].inputs) - loop.carried)
+            loop.bodies[0].ops = [op for op in loop.bodies[0].ops if op not in before]
+            made = [value for op in before for value in op.outputs]
+            block.ops[at:at + 1], loop.beside = [*before, loop], [value for value in made if value.op]
+            return
+
+
+def _unchanging(body: Block, consts: int) -> list[Op]:
+    """Return the operations of a loop's body that gather what is the same each time, and those that they need."""
+    same, found = set(map(id, body.inputs[:consts])), []
+    for op in body.ops:
+        if op.inputs and all(id(value) in same for value in op.inputs) and op.name in (
+                *LINEAR, "all_gather", "turn"):
+            same.update(map(id, op.outputs))
+            found.append(op)
+    return found
+
+
+def _names(phase: Phase) -> dict[tuple[int, ...], str]:
+    """Return the names of the arrays of a program that no program of training has, by shape."""
+    if phase.name == LAYING_OUT:
+        return {leaf.shape: COPY for leaf in jax.tree.leaves(phase.traced.out_info)}
+    if phase.name == VALUES:
+        return {}
+    state = phase.traced.out_info
+    return {leaf.shape: CACHE for leaf in jax.tree.leaves(state["entries"])} | {state["logits"].shape: LOGITS}
+
+
+def _traced(program: Any, on: Mesh | None, *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Traced:
+    """Return a program traced for abstract arguments, whose results are placed on the devices to compile for."""
+    if on is None:
+        return jax.jit(program, donate_argnums=donate).trace(*args)
+    where = jax.tree.map(lambda leaf: NamedSharding(on, leaf.sharding.spec if leaf.sharding else jax.P()),
+                         jax.eval_shape(program, *args))
+    return jax.jit(program, donate_argnums=donate, out_shardings=where).trace(*args)
