@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.families import RoutedConfig
 from jaxtrain.hub.sampling import Sampling, choose, penalized
 from jaxtrain.models import Compute, Decoder, lora, make_model
-from jaxtrain.models.attention.kv_cache import CACHE, Cache
+from jaxtrain.models.attention.kv_cache import CACHE, Cache, in_place
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES
 from jaxtrain.train_step.state import Skeleton
@@ -179,8 +179,8 @@ class Decoding:
         seen_BV = self._by_row(lambda rows, _: jax.vmap(
             lambda ids, real: jnp.zeros(vocab, bool).at[ids].max(real))(*rows), (prompts_BP, at_BP >= 0))
         where = jax.typeof(prompts_BP).sharding.spec[0]
-        if _layers_apart():  # a CPU multiplies entries as float32: others would be converted at every token
-            entries = _apart(jax.tree.map(lambda kept: kept.astype(jnp.float32), entries))
+        if _layers_apart():
+            entries = in_place(_apart(entries))
         return {"entries": entries, "begins": begins_B, "chosen": chosen_BR, "slot": jnp.int32(width),
                 "logits": self._logits(model, x_BPD[:, -1:]), "seen": seen_BV, "done": done_B,
                 "end": jnp.full_like(begins_B, -1),  # the token that finished the row
@@ -198,14 +198,15 @@ class Decoding:
             entries = jax.tree.map(lambda kept: jnp.roll(kept, later, -2), new["entries"])
             rows = {name: new[name] for name in (*ROWS, "begins", "chosen")} | {"begins": new["begins"] + later}
             return state | jax.tree.map(partial(_taken, source_B), {name: state[name] for name in rows}, rows) | {
-                "entries": jax.tree.map(partial(_taken, source_B, axis=-4), state["entries"], entries)}
+                "entries": jax.tree.map(partial(_taken, source_B, axis=0 if _layers_apart() else -4), state["entries"],
+                                        entries)}
 
         return jax.jit(refill, donate_argnums=1)
 
     @functools.cached_property
     def _go_on(self):
         def go_on(params, state, until, enough, limits_B, stops, seeds_B, numbers, filters, penalizes):
-            made, c, in_place = self._for_a_loop(params), self.run.config.model, _layers_apart()
+            made, c, apart = self._for_a_loop(params), self.run.config.model, _layers_apart()
             pick = partial(_pick, filters=filters, penalizes=penalizes)
 
             def unfinished(state):
@@ -215,12 +216,11 @@ class Decoding:
                 rows = {name: state[name] for name in ROWS} | {"limits": limits_B, "seeds": seeds_B}
                 rows, token_B = self._by_row(pick, rows, {"stops": stops, **numbers})
                 model, slot, live_B1 = made(), state["slot"], ~rows["done"][:, None]
-                cache = Cache(_together(state["entries"]) if in_place else state["entries"], state["begins"], slot,
-                              in_place)
+                cache = Cache(_together(state["entries"]) if apart else state["entries"], state["begins"], slot, apart)
                 x_B1D, aux = self._through(model, token_B[:, None], live_B1.astype(jnp.int32),
                                            jnp.minimum(slot - state["begins"], c.max_seq_len - 1)[:, None],
                                            cache, state["chosen"])
-                entries = _apart(aux[CACHE]) if in_place else cache.extended(aux[CACHE])
+                entries = _apart(aux[CACHE]) if apart else cache.extended(aux[CACHE])
                 return state | rows | {"entries": entries, "slot": slot + 1, "step": state["step"] + 1,
                                        "logits": self._logits(model, x_B1D)}
 

@@ -169,7 +169,7 @@ def test_the_cache_holds_key_heads_and_latents_only():
         held = programs.start(state(run, family).all_params, np.ones((4, 16), np.int32), np.zeros(4, int), 16)
         return jax.tree.map(jnp.shape, held["entries"])
 
-    one = {"latents": (4, 1, 32, 26)}  # 24 wide, and a rotary key of 2
+    one = {"latents": (4, 32, 26)}  # 24 wide, and a rotary key of 2
     assert shapes("deepseek_v3") == {"first_blocks": [one], "blocks": [one, one]}
 
 
@@ -190,7 +190,6 @@ def test_a_cpu_changes_the_cache_in_place(family, keys, monkeypatch):
     text = programs.go_on(state(run, family, **keys).all_params, held, 5, programs.place(np.full(3, 9, np.int32)),
                           np.full(1, -1, np.int32), programs.place(np.zeros((3, 2), np.uint32)), Sampling(), 64)
     arrays = jax.tree.leaves(held["entries"])
-    assert {array.ndim for array in arrays} == {4}
     kinds = Counter(re.findall(rf"= \w+\[(?:\d+,)*{slots},{arrays[0].shape[-1]}\]\S* ([\w-]+)\(", text))
     assert kinds["dynamic-update-slice"] == len(arrays)
     assert not kinds.keys() - NO_WORK

@@ -48,14 +48,24 @@ class Cache:
         if not self.in_place:
             return self.entries, new
         whole = self.extended(new)
-        return whole, whole
+        return jax.tree.map(lambda held: held if held.ndim == 4 else held[:, None], whole), whole
 
     def extended(self, new: Any) -> Any:
         """Return the entries with those of the token that was computed in its slot."""
         slot = self.slot
         assert slot is not None
+        new = in_place(new) if self.in_place else new
         return jax.tree.map(lambda before, one: jax.lax.dynamic_update_slice_in_dim(
-            before, one.astype(before.dtype), slot % before.shape[-2], axis=-2), self.entries, new)
+            before, one, slot % before.shape[-2], axis=-2), self.entries, new)
+
+
+def in_place(entries: Any) -> Any:
+    """Return entries of layers as a CPU has them, which changes them in place.
+
+    In float32, which it multiplies: anything else would be converted at every token. Without the dimension of heads if
+    there is one: XLA multiplies without it, and so would copy the entries.
+    """
+    return jax.tree.map(lambda kept: (kept[:, 0] if kept.shape[1] == 1 else kept).astype(jnp.float32), entries)
 
 
 def entry(x_BTGK: jax.Array) -> jax.Array:
