@@ -213,7 +213,7 @@ def _tell(flags: argparse.Namespace, results: dict[str, Any], record: dict[str, 
     say(f"{path} has the results")
 
 
-def _results_path(flags: argparse.Namespace, step: int | None, adapter: str | None = None) -> Path | None:
+def _results_path(flags: argparse.Namespace, step: int | None, adapter: str | None = None) -> Any:
     """Return where results go; None: nowhere."""
     path = Path(flags.output) if flags.output else None if step is None else (
         Path(flags.workdir) / FOLDER / f"{step}{'-ema' * flags.ema}.json")
