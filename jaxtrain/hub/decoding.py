@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.families import RoutedConfig
 from jaxtrain.hub.sampling import Sampling, choose, penalized
 from jaxtrain.models import Compute, Decoder, lora, make_model
-from jaxtrain.models.attention.kv_cache import CACHE, Cache
+from jaxtrain.models.attention.kv_cache import CACHE, Cache, in_place
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES
 from jaxtrain.train_step.state import Skeleton
@@ -153,19 +153,16 @@ class Decoding:
     def _for_a_loop(self, params: Any) -> Callable[[], Decoder]:
         """Return what makes the model inside a loop.
 
-        On a CPU, XLA copies each layer's weights out of their stack before it multiplies by them, and so moves three
-        times as many bytes. There layers are taken apart once, before the loop, for as much memory as they have.
+        Where layers are apart, they are taken so once, before the loop, for as much memory as they have.
         """
         whole = self._in_use(params)
-        if sharding.platform() != "cpu":
+        if not _layers_apart():
             return lambda: self.model.merge(whole)
-        apart = {name: jax.lax.optimization_barrier(
-            [jax.tree.map(lambda w, n=n: w[n], whole[name]) for n in range(len(jax.tree.leaves(whole[name])[0]))])
-            for name in whole.keys() & set(Decoder.STACKS)}
+        apart = jax.lax.optimization_barrier(
+            _apart({name: whole[name] for name in whole.keys() & set(Decoder.STACKS)}))
 
         def made() -> Decoder:
-            stacks = {name: jax.tree.map(lambda *layers: jnp.stack(layers), *apart[name]) for name in apart}
-            model = self.model.merge(whole | stacks)
+            model = self.model.merge(whole | _together(apart))
             for name in apart:
                 getattr(model, name).unroll = 0  # so that stacking and slicing cancel out
             return model
@@ -205,6 +202,8 @@ class Decoding:
         seen_BV = self._by_row(lambda rows, _: jax.vmap(
             lambda ids, real: jnp.zeros(vocab, bool).at[ids].max(real))(*rows), (prompts_BP, at_BP >= 0))
         where = jax.typeof(prompts_BP).sharding.spec[0]
+        if _layers_apart():
+            entries = in_place(_apart(entries))
         return {"entries": entries, "begins": begins_B, "chosen": chosen_BR, "slot": jnp.int32(width),
                 "logits": self._logits(model, x_BPD[:, -1:]), "seen": seen_BV, "done": done_B,
                 "end": jnp.full_like(begins_B, -1),  # the token that finished the row
@@ -222,7 +221,8 @@ class Decoding:
             entries = jax.tree.map(lambda kept: jnp.roll(kept, later, -2), new["entries"])
             rows = {name: new[name] for name in (*ROWS, "begins", "chosen")} | {"begins": new["begins"] + later}
             return state | jax.tree.map(partial(_taken, source_B), {name: state[name] for name in rows}, rows) | {
-                "entries": jax.tree.map(partial(_taken, source_B, axis=-4), state["entries"], entries)}
+                "entries": jax.tree.map(partial(_taken, source_B, axis=0 if _layers_apart() else -4), state["entries"],
+                                        entries)}
 
         return jax.jit(refill, donate_argnums=1)
 
@@ -230,7 +230,7 @@ class Decoding:
     def go_on_program(self):
         """Of what `go_on` takes."""
         def go_on(params, state, until, enough, limits_B, stops, seeds_B, numbers, filters, penalizes):
-            made, c = self._for_a_loop(params), self.run.config.model
+            made, c, apart = self._for_a_loop(params), self.run.config.model, _layers_apart()
             pick = partial(_pick, filters=filters, penalizes=penalizes)
 
             def unfinished(state):
@@ -240,11 +240,13 @@ class Decoding:
                 rows = {name: state[name] for name in ROWS} | {"limits": limits_B, "seeds": seeds_B}
                 rows, token_B = self._by_row(pick, rows, {"stops": stops, **numbers})
                 model, slot, live_B1 = made(), state["slot"], ~rows["done"][:, None]
+                cache = Cache(_together(state["entries"]) if apart else state["entries"], state["begins"], slot, apart)
                 x_B1D, aux = self._through(model, token_B[:, None], live_B1.astype(jnp.int32),
                                            jnp.minimum(slot - state["begins"], c.max_seq_len - 1)[:, None],
-                                           cache := Cache(state["entries"], state["begins"], slot), state["chosen"])
-                return state | rows | {"entries": cache.extended(aux[CACHE]), "slot": slot + 1,
-                                       "step": state["step"] + 1, "logits": self._logits(model, x_B1D)}
+                                           cache, state["chosen"])
+                entries = _apart(aux[CACHE]) if apart else cache.extended(aux[CACHE])
+                return state | rows | {"entries": entries, "slot": slot + 1, "step": state["step"] + 1,
+                                       "logits": self._logits(model, x_B1D)}
 
             return jax.lax.while_loop(unfinished, extend, state)
 
@@ -278,6 +280,25 @@ class Decoding:
 def bucket(size: int) -> int:
     """Return the least power of two that is not smaller."""
     return 1 << max(0, size - 1).bit_length()
+
+
+def _layers_apart() -> bool:
+    """Return whether a loop has arrays of its own for each layer's weights and cache: on CPUs.
+
+    There XLA copies what a layer has out of a stack before it multiplies by it, and so moves three times as many bytes.
+    """
+    return sharding.platform() == "cpu"
+
+
+def _apart(stacks: dict[str, Any]) -> dict[str, Any]:
+    """Return lists of layers in place of stacks."""
+    return {name: [jax.tree.map(lambda w, n=n: w[n], stack) for n in range(len(jax.tree.leaves(stack)[0]))]
+            for name, stack in stacks.items() if stack}
+
+
+def _together(apart: dict[str, Any]) -> dict[str, Any]:
+    """Return stacks in place of lists of layers."""
+    return {name: jax.tree.map(lambda *layers: jnp.stack(layers), *each) for name, each in apart.items()}
 
 
 def _taken(source_B: jax.Array, before: jax.Array, new: jax.Array, axis: int = 0) -> jax.Array:

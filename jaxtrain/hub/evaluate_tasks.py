@@ -3,10 +3,12 @@
     jaxtrain evaluate WORKDIR --tasks=hellaswag,arc_easy --num_fewshot=5
     jaxtrain evaluate WORKDIR --tasks=mine --include=tasks/ --limit=100
     jaxtrain evaluate WORKDIR --tasks=mine --include=tasks/ --watch
+    jaxtrain evaluate FOLDER --tasks=mine --include=tasks/ --adapters=formal=FOLDER,brief=FOLDER --output=mine.json
 
 Prints a table, and writes WORKDIR/evaluations/STEP.json (for a published folder, --output says where): the results, the
 settings, seeds and versions, and the hash of every prompt. With --watch it stays beside a run that trains, evaluates
-each new checkpoint that was found good, and ends with the run's last step.
+each new checkpoint that was found good, and ends with the run's last step. With --adapters the model is asked with each
+of them alone, and the name of an adapter ends that of its file.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from typing import Any
 from jaxtrain.errors import UserError, install_extra, say
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.flags import command, overrides_of, parser_of
+from jaxtrain.hub.generate_texts import named
 
 FOLDER = "evaluations"  # of a workdir
 PAUSE = 10.0  # seconds between looks for a new checkpoint
@@ -52,15 +55,19 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
                         help="the moving average of the weights (train.ema_decay); into STEP-ema.json")
     parser.add_argument("--batch_size", type=int, default=64, help="texts at once; default: 64")
     parser.add_argument("--seed", type=int, default=0, help="of few-shot examples and sampling; default: 0")
+    parser.add_argument("--adapters", metavar="NAME=FOLDER,...",
+                        help="folders in PEFT's format, with each of which the model is evaluated")
     parser.add_argument("--output", metavar="FILE", help="where the results go; default: WORKDIR/evaluations/STEP.json")
     parser.add_argument("--samples", action="store_true", help="write every prompt and answer too")
     parser.add_argument("--watch", action="store_true", help="evaluate each new good checkpoint of a run that trains")
     flags, rest = parser.parse_known_args(argv)
+    flags.adapters = None if flags.adapters is None else named(flags.adapters)
     overrides = overrides_of(rest, vars(flags))
     if other := next((key for key in overrides if not key.startswith(("mesh.", "train.precision"))), None):
         raise UserError(f"--config.{other}", "the model is as it was trained",
                         "change --config.mesh.KEY or --config.train.precision, or leave it out")
-    for key, given in (("--step", flags.step is not None), ("--output", flags.output)):
+    for key, given in (("--step", flags.step is not None), ("--output", flags.output),
+                       ("--adapters", flags.adapters)):
         if flags.watch and given:
             raise UserError(key, "--watch evaluates all checkpoints to come", "leave it out")
     for key, wrong, fix in (
@@ -71,6 +78,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
             ("tasks", not flags.tasks.strip(","), "name some"),
             ("gen_kwargs", any("=" not in part for part in (flags.gen_kwargs or "=").strip(",").split(",")),
              "give KEY=VALUE,..."),
+            ("adapters", any("/" in name for name in flags.adapters or ()), "files have these names: without a slash"),
             ("chat_template", flags.chat_template and not flags.chat, "add --chat")):
         if wrong:
             raise UserError(f"--{key}", f"{getattr(flags, key)!r} is of no use", fix)
@@ -164,14 +172,14 @@ def _evaluate(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks
 
     sections, words = trained_model.sections_of(flags.workdir), tokenizer_of(flags.workdir)
     chat = chat_of(flags.workdir, sections, words, flags.chat_template) if flags.chat else None
-    run = trained_model.model_of(sections, overrides, spread="data")
-    params, found = trained_model.load(flags.workdir, run, step, flags.ema)
-    model = HarnessModel(run, trained_model.with_params(run, params), words, chat=chat, batch_size=flags.batch_size,
-                         seed=flags.seed)
-    results = tasks.ask(model)
-    record = _record(flags, results) | {"step": found and found[0], "parameters": found and found[1]}
-    if jax.process_index() == 0:
-        _tell(flags, results, record, found and found[0])
+    run, state, found = trained_model.load_with_origin(flags.workdir, overrides, step, flags.ema, flags.adapters)
+    for name in flags.adapters or [None]:
+        results = tasks.ask(HarnessModel(run, state, words, chat=chat, batch_size=flags.batch_size, seed=flags.seed,
+                                         adapter=name))
+        record = _record(flags, results) | {"step": found and found[0], "parameters": found and found[1]} | (
+            {"adapter": [name, flags.adapters[name]]} if name else {})
+        if jax.process_index() == 0:
+            _tell(flags, results, record, found and found[0], name)
 
 
 def _record(flags: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
@@ -188,14 +196,15 @@ def _record(flags: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any
             **({"samples": samples} if flags.samples else {})}
 
 
-def _tell(flags: argparse.Namespace, results: dict[str, Any], record: dict[str, Any], step: int | None) -> None:
+def _tell(flags: argparse.Namespace, results: dict[str, Any], record: dict[str, Any], step: int | None,
+          adapter: str | None = None) -> None:
     """Print the table, and write the record."""
     from lm_eval.utils import make_table
 
     from jaxtrain.files import atomic_files
 
-    print(make_table(results))
-    path = _results_path(flags, step)
+    print(f"{adapter}:" if adapter else "", make_table(results), sep="\n" if adapter else "")
+    path = _results_path(flags, step, adapter)
     if path is None:
         return
     try:
@@ -206,10 +215,11 @@ def _tell(flags: argparse.Namespace, results: dict[str, Any], record: dict[str, 
     say(f"{path} has the results")
 
 
-def _results_path(flags: argparse.Namespace, step: int | None) -> Any:
-    if flags.output:
-        return Path(flags.output)
-    return None if step is None else Path(flags.workdir) / FOLDER / f"{step}{'-ema' * flags.ema}.json"
+def _results_path(flags: argparse.Namespace, step: int | None, adapter: str | None = None) -> Any:
+    """Return where results go; None: nowhere."""
+    path = Path(flags.output) if flags.output else None if step is None else (
+        Path(flags.workdir) / FOLDER / f"{step}{'-ema' * flags.ema}.json")
+    return path.with_name(f"{path.stem}-{adapter}{path.suffix}") if path and adapter else path
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ With --gates the model has to answer prompts as it should before the folder coun
 not.
 """
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,28 +103,29 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     if found is None:
         raise UserError("WORKDIR", f"{workdir} is a published folder already", "give the workdir of a run")
     partial, first = to.with_name(f"{to.name}.partial"), jax.process_index() == 0
-    exchange(None, lambda _: make_folder(partial))  # it is there for all processes
-    published_weights.save(params, run.config.model, partial, jax.numpy.dtype(dtype), file_bytes,
-                           lora.scale(run.config.lora))
-    exchange(None)  # all files are written
-    if first:
-        _write_tokenizer(workdir, partial, described)
-        if reward_head and "eos_token_id" in described:
-            described["pad_token_id"] = described["eos_token_id"]  # rewards are read at the last token that is none
-        atomic_files.write_json(partial / FILE, described)
-    record: dict[str, Any] = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
-                              "averaged": averaged}
-    del params  # the model is loaded again, as it was written
-    exchange(None)
-    if checks:
-        answers = _asked(checks, workdir, partial, found[0], averaged)
-        record["gates"] = release_gates.result(answers, gates, gate_share)
-    if first:
-        atomic_files.write(partial / model_card.FILE, model_card.card(
-            workdir, sections, to.name, licence, record,
-            any((partial / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))))
-        finish(partial, to, record)
-    exchange(None)
+    with nothing_left(partial):
+        exchange(None, lambda _: make_folder(partial))  # it is there for all processes
+        published_weights.save(params, run.config.model, partial, jax.numpy.dtype(dtype), file_bytes,
+                               lora.scale(run.config.lora))
+        exchange(None)  # all files are written
+        if first:
+            _write_tokenizer(workdir, partial, described)
+            if reward_head and "eos_token_id" in described:
+                described["pad_token_id"] = described["eos_token_id"]  # rewards are read at the last token that is none
+            atomic_files.write_json(partial / FILE, described)
+        record: dict[str, Any] = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
+                                  "averaged": averaged}
+        del params  # the model is loaded again, as it was written
+        exchange(None)
+        if checks:
+            answers = _asked(checks, workdir, partial, found[0], averaged)
+            record["gates"] = release_gates.result(answers, gates, gate_share)
+        if first:
+            atomic_files.write(partial / model_card.FILE, model_card.card(
+                workdir, sections, to.name, licence, record,
+                any((partial / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))))
+            finish(partial, to, record)
+        exchange(None)
     return record
 
 
@@ -163,6 +165,20 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True)
     except OSError as error:
         raise UserError("--to", f"{folder} cannot be made ({error.strerror})", "give a folder that can be") from error
+
+
+@contextlib.contextmanager
+def nothing_left(folder: Path) -> Iterator[None]:
+    """A context that makes and fills a folder: if it fails, the folder and the folders made for it are removed."""
+    made = [parent for parent in folder.parents if not parent.exists()]
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # something else is in it by now
+            for parent in made:
+                parent.rmdir()
+        raise
 
 
 def finish(partial: Path, to: Path, record: Mapping[str, Any]) -> None:

@@ -86,7 +86,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--json", action="store_true", help="print JSON lines, with tokens and why each text ended")
     parser.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each token")
     flags, rest = parser.parse_known_args(argv)
-    flags.adapters = None if flags.adapters is None else _named(flags.adapters)
+    flags.adapters = None if flags.adapters is None else named(flags.adapters)
     overrides = overrides_of(rest, vars(flags))
     known = ("mesh.", "train.precision", *([] if flags.adapters is None else ["lora.quantize"]))
     if other := next((key for key in overrides if not key.startswith(known)), None):
@@ -95,7 +95,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     return flags, overrides
 
 
-def _named(text: str) -> dict[str, str]:
+def named(text: str) -> dict[str, str]:
     """Return the folders by name in NAME=FOLDER,NAME=FOLDER."""
     pairs = [one.partition("=") for one in text.split(",")]
     if not all(name and folder for name, _, folder in pairs) or len({name for name, *_ in pairs}) < len(pairs):

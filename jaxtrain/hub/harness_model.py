@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.data.chat.templates import Chat
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.errors import UserError, install_extra
+from jaxtrain.hub.adapters.stacked_adapters import chosen
 from jaxtrain.hub.generate import generate
 from jaxtrain.hub.scoring import score
 from jaxtrain.hub.trained_tokenizer import prompt_ids
@@ -26,13 +27,13 @@ MOST_NEW_TOKENS = 256  # where a task does not say how many it wants, as the har
 
 
 class HarnessModel(TemplateLM):
-    """A run's model with the parameters of a state."""
+    """A run's model with the parameters of a state, and the adapter of one name if it has stacked ones."""
 
     def __init__(self, run: "Run", state: "TrainState", tokenizer: Tokenizer, *, chat: Chat | None = None,
-                 batch_size: int = 64, seed: int = 0):
+                 batch_size: int = 64, seed: int = 0, adapter: str | None = None):
         super().__init__()
         self.run, self.state, self.words, self.chat = run, state, tokenizer, chat
-        self.most, self.seed = batch_size, seed
+        self.most, self.seed, self.adapter = batch_size, seed, adapter
 
     @property
     def eot_token_id(self) -> int:
@@ -70,7 +71,7 @@ class HarnessModel(TemplateLM):
 
     def _loglikelihood_tokens(self, requests, **kwargs: Any) -> list[tuple[float, bool]]:
         found = score(self.run, self.state.all_params, [(given, scored) for _, given, scored in requests],
-                      batch_size=self.most)
+                      batch_size=self.most, chosen=chosen(self.state, len(requests), [self.adapter] * len(requests)))
         return [(float(one.logprobs.sum(dtype=float)), one.greedy) for one in found]
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
@@ -100,6 +101,7 @@ class HarnessModel(TemplateLM):
             records = generate(self.run, self.state, prompts,
                                max_new_tokens=how["max_gen_toks"], temperature=heat,
                                top_p=how.get("top_p", 1.0), top_k=how.get("top_k", 0), stop=[*filter(None, until)],
-                               seed=self.seed, batch_size=self.most, tokenizer=self.words)
+                               seed=self.seed, batch_size=self.most, tokenizer=self.words,
+                               adapters=[self.adapter] * len(prompts))
             found |= {number: one.text for (number, *_), one in zip(group, records, strict=True)}
         return [found[number] for number in range(len(requests))]

@@ -207,7 +207,9 @@ def _folder(source: str, to: Path, opened: contextlib.ExitStack) -> Path:
     if not (folder / "checkpoints").is_dir():
         raise UserError("SOURCE", f"{folder} is neither a published folder nor the workdir of a run",
                         "give one of these")
-    export.make_folder(to.with_name(f"{to.name}.partial"))  # and with it what the temporary folder is in
+    partial = to.with_name(f"{to.name}.partial")
+    opened.enter_context(export.nothing_left(partial))
+    export.make_folder(partial)  # and with it what the temporary folder is in
     made = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix=f"{to.name}.", dir=to.absolute().parent)))
     export.export(folder, made / "out", step, dtype="float32")
     return made / "out"

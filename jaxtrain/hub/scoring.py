@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.hub.decoding import Decoding, decoding
+from jaxtrain.models import lora
 from jaxtrain.sharding import rules as sharding
 
 if TYPE_CHECKING:
@@ -32,17 +33,24 @@ class Score:
     greedy: bool  # whether each of them was the most probable one
 
 
-def score(run: "Run", params: Any, pairs: Sequence[Pair], *, batch_size: int = 64) -> list[Score]:
+def score(run: "Run", params: Any, pairs: Sequence[Pair], *, batch_size: int = 64,
+          chosen: np.ndarray | None = None) -> list[Score]:
     """Score the second text of each pair behind the first; of pairs that are too long, the last tokens count.
 
-    `params`: trained and frozen parameters, as `state.all_params`.
+    Args:
+        run: with the model, on its mesh.
+        params: trained and frozen ones, as `state.all_params`.
+        pairs: of texts as tokens.
+        batch_size: how many are scored at once.
+        chosen: what each pair multiplies stacked adapters by, as `stacked_adapters.chosen` has it.
     """
     scorer, longest = _scorer(run), run.config.model.max_seq_len
     rows = [(list(given) + list(scored))[-longest - 1:] for given, scored in pairs]
     counts = [min(len(scored), len(row) - 1) for (_, scored), row in zip(pairs, rows, strict=True)]
     found: dict[int, Score] = {}
     for numbers in _batches(rows, batch_size):
-        logps, tops = scorer.batch(params, [rows[n] for n in numbers], batch_size)
+        logps, tops = scorer.batch(params, [rows[n] for n in numbers], batch_size,
+                                   chosen=None if chosen is None else chosen[numbers])
         for n, logp_T, top_T in zip(numbers, logps, tops, strict=False):
             behind = slice(len(rows[n]) - 1 - counts[n], len(rows[n]) - 1)
             found[n] = Score(logp_T[behind], bool(top_T[behind].all()))
@@ -86,18 +94,21 @@ class Scorer:
         """Return how many rows and tokens the program takes for so many texts of at most `longest` tokens."""
         return self.programs.rows * -(-texts // self.programs.rows), 1 << max(3, (longest - 2).bit_length())
 
-    def batch(self, params: Any, rows: list[list[int]], most: int, readouts: bool = False) -> tuple[np.ndarray, ...]:
+    def batch(self, params: Any, rows: list[list[int]], most: int, readouts: bool = False,
+              chosen: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
         """Return each token's log-probability, and whether it is the most probable one, [B, T]; or a head's number."""
         many, width = self.shape(min(most, max(len(rows), 1)), max(map(len, rows)))
         tokens = np.zeros((many, width + 1), np.int32)
         lengths = np.zeros(len(tokens), np.int32)
         for at, row in enumerate(rows):
             tokens[at, :len(row)], lengths[at] = row, len(row) - 1
+        if chosen is not None:
+            chosen = np.pad(chosen, [(0, len(tokens) - len(rows)), (0, 0)])
         with self.programs.context():
             place = self.programs.place
             program = self.readouts_program if readouts else self._score
             return jax.tree.map(np.asarray, program(params, place(tokens[:, :-1]), place(tokens[:, 1:]),
-                                                    place(lengths)))
+                                                    place(lengths), None if chosen is None else place(chosen)))
 
     @functools.cached_property
     def _score(self):
@@ -112,13 +123,14 @@ class Scorer:
 
     def _program(self, read: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
         """Return what computes final activations, and what `read` makes of them."""
-        def run(params, tokens_BT, targets_BT, lengths_B):
+        def run(params, tokens_BT, targets_BT, lengths_B, chosen_BR=None):
             model = self.programs.model_of(params)
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
             positions_BT = sharding.constrain(positions_BT, "batch", None)
             segments_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
             longest = self.programs.run.config.model.max_seq_len - 1  # padding may lie behind it
-            x_BTD = model.hidden(tokens_BT, segments_BT, jnp.minimum(positions_BT, longest))
+            with lora.choosing(chosen_BR):
+                x_BTD = model.hidden(tokens_BT, segments_BT, jnp.minimum(positions_BT, longest))
             return jax.tree.map(lambda x: jax.reshard(x, P(None, None)), read(model, x_BTD, targets_BT))
 
         return jax.jit(run)

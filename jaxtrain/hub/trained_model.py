@@ -118,6 +118,13 @@ def load_model(folder: str | Path, overrides: Mapping[str, Any] | None = None, *
     Raises:
         UserError: the checkpoint is not there or not good, or the model does not fit the mesh.
     """
+    return load_with_origin(folder, overrides, step, averaged, adapters)[:2]
+
+
+def load_with_origin(folder: str | Path, overrides: Mapping[str, Any] | None = None, step: int | None = None,
+                     averaged: bool = False, adapters: Folders | None = None
+                     ) -> tuple[Run, TrainState, tuple[int, str] | None]:
+    """Return what `load_model` does, and the step and fingerprint of the checkpoint; None: a published model."""
     sections, overrides = sections_of(folder), dict(overrides or {})
     if adapters is not None:
         if sections.get("lora", {}).get("rank"):
@@ -128,8 +135,8 @@ def load_model(folder: str | Path, overrides: Mapping[str, Any] | None = None, *
         sections |= {"lora": stacked_adapters.keys(adapters, family, overrides.pop("lora.quantize", ""))}
     run = model_of(sections, overrides, spread="data")
     kept = None if adapters is None else lora.without_adapters(run.abstract_model)
-    params, _ = load(folder, run, step, averaged, kept)
-    return run, with_params(run, params) if adapters is None else _adapted(run, params, adapters)
+    params, found = load(folder, run, step, averaged, kept)
+    return run, with_params(run, params) if adapters is None else _adapted(run, params, adapters), found
 
 
 def with_adapters(run: Run, state: TrainState, adapters: Folders) -> tuple[Run, TrainState]:

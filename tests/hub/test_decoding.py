@@ -2,6 +2,8 @@
 
 import functools
 import math
+import re
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -165,11 +167,45 @@ def test_the_cache_holds_key_heads_and_latents_only():
         run = build(family)
         programs = decoding(run)
         held = programs.start(state(run, family).all_params, np.ones((4, 16), np.int32), np.zeros(4, int), 16)
-        return {name: {key: leaf.shape for key, leaf in stack.items()} for name, stack in held["entries"].items()
-                if stack}
+        return jax.tree.map(jnp.shape, held["entries"])
 
-    assert shapes("deepseek_v3") == {"first_blocks": {"latents": (1, 4, 1, 32, 26)},
-                                     "blocks": {"latents": (2, 4, 1, 32, 26)}}  # 24 wide, and a rotary key of 2
+    one = {"latents": (4, 32, 26)}  # 24 wide, and a rotary key of 2
+    assert shapes("deepseek_v3") == {"first_blocks": [one], "blocks": [one, one]}
+
+
+NO_WORK = {"parameter", "get-tuple-element", "tuple", "while", "bitcast", "fusion", "dynamic-update-slice"}
+
+
+@pytest.mark.parametrize(("family", "keys"), [
+    ("gpt2", {}), *(pytest.param(family, dict(train__precision="bfloat16"), marks=pytest.mark.slow)
+                    for family in ("gpt2", "alternating", "gemma3", "deepseek_v3"))], ids=str)
+def test_a_cpu_changes_the_cache_in_place(family, keys, monkeypatch):
+    """By one update of each array for a token; none is copied, converted or taken out of a stack."""
+    run, slots = build(family, **keys), 52  # no other array has this dimension before the last
+    programs = decoding(run)
+    go_on = programs._go_on
+    held = programs.start(state(run, family, **keys).all_params, np.ones((3, 20), np.int32), np.zeros(3, int),
+                          slots - 20)
+    monkeypatch.setitem(programs.__dict__, "_go_on", lambda *args: go_on.lower(*args).compile().as_text())
+    text = programs.go_on(state(run, family, **keys).all_params, held, 5, programs.place(np.full(3, 9, np.int32)),
+                          np.full(1, -1, np.int32), programs.place(np.zeros((3, 2), np.uint32)), Sampling(), 64)
+    arrays = jax.tree.leaves(held["entries"])
+    kinds = Counter(re.findall(rf"= \w+\[(?:\d+,)*{slots},{arrays[0].shape[-1]}\]\S* ([\w-]+)\(", text))
+    assert kinds["dynamic-update-slice"] == len(arrays)
+    assert not kinds.keys() - NO_WORK
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["alternating", "deepseek_v3", "gpt_oss"])
+def test_stacked_layers_give_the_same(family, monkeypatch):
+    """As accelerators have them: there a loop takes weights and entries of the cache out of stacks."""
+    run = build.__wrapped__(family)
+    monkeypatch.setattr("jaxtrain.hub.decoding._layers_apart", lambda: False)
+    found = jt.generate(run, state(run, family), PROMPTS, max_new_tokens=NEW, temperature=1.0, logprobs=True, seed=3)
+    check_same(found, continued(family, 1.0))
+    found = jt.generate(run, state(run, family), MANY, batch_size=4, **VARIED)
+    monkeypatch.undo()
+    check_same(found, varied(family))
 
 
 @pytest.mark.slow

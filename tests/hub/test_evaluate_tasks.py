@@ -5,7 +5,9 @@
 
 import json
 import shutil
+from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,9 +16,12 @@ from tests.numerics import reference
 
 pytest.importorskip("lm_eval")
 
+from jaxtrain.config.tuning_keys import LoraConfig
 from jaxtrain.hub import evaluate_tasks, generate_texts
+from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.harness_model import HarnessModel
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
+from jaxtrain.models import lora
 
 pytestmark = pytest.mark.slow
 TASK = """task: {name}
@@ -106,6 +111,32 @@ def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, 
     assert all("go_on" in json.loads(path.read_text())["results"] for path in seen), "others' results count as done"
 
 
+def test_a_model_is_asked_with_each_of_several_adapters_alone(workdir, tasks, tmp_path, capsys):
+    run, _ = jt.load_model(workdir)
+    adapted = jt.build(replace(run.config, lora=LoraConfig(rank=2)))
+    for name, size in (("nothing", 0.0), ("other", 0.3)):
+        rng = np.random.default_rng(0)
+        (tmp_path / name).mkdir()
+        adapter_files.save(jax.tree.map(lambda leaf, rng=rng, size=size: jax.device_put(
+            size * rng.standard_normal(leaf.shape, np.float32), leaf.sharding), lora.adapters(adapted.abstract_model)),
+            run.config.model, adapted.config.lora, tmp_path / name, "", np.dtype("float32"))
+    asked = [f"{workdir}", "--tasks=choose,go_on", f"--include={tasks}", "--samples", "--limit=2",
+             f"--output={tmp_path}/out.json"]
+    assert evaluate_tasks.main(asked) == 0
+    assert evaluate_tasks.main([*asked, f"--adapters=nothing={tmp_path}/nothing,other={tmp_path}/other"]) == 0
+    plain, nothing, other = (json.loads((tmp_path / file).read_text()) for file in (
+        "out.json", "out-nothing.json", "out-other.json"))
+    assert other["adapter"] == ["other", f"{tmp_path}/other"] and "adapter" not in plain
+
+    def said(record):
+        return [float(number) for sample in record["samples"]["choose"] for ((number, _),) in sample["resps"]]
+
+    np.testing.assert_allclose(said(nothing), said(plain), rtol=1e-5)
+    assert np.abs(np.subtract(said(other), said(plain))).min() > 0.01
+    assert nothing["samples"]["go_on"][0]["resps"] == plain["samples"]["go_on"][0]["resps"]
+    assert other["samples"]["go_on"][0]["resps"] != plain["samples"]["go_on"][0]["resps"]
+
+
 def test_an_answer_ends_with_its_turn_and_a_text_may_begin_with_nothing(workdir):
     """Whatever the task's own stop texts are."""
     from types import SimpleNamespace
@@ -132,6 +163,10 @@ def test_a_conversation_is_asked_as_the_template_has_it(workdir):
     (["--tasks=chose"], "--tasks: there is no task 'chose'; see lm-eval ls tasks, or name the folder of your own"),
     (["--tasks=choose", "--include=nowhere"], "--include: nowhere is no folder; name the one with the tasks' YAML"),
     (["--tasks=choose", "--watch", "--step=3"], "--step: --watch evaluates all checkpoints to come; leave it out"),
+    (["--tasks=choose", "--watch", "--adapters=a=b"], "--adapters: --watch evaluates all checkpoints to come; leave"),
+    (["--tasks=choose", "--adapters=a=b,a=c"], "--adapters: 'a=b,a=c' is not a list of different names with folders"),
+    (["--tasks=choose", "--adapters=a/b=c"], "--adapters: {'a/b': 'c'} is of no use; files have these names: without"),
+    (["--tasks=choose", "--adapters=a=nowhere"], "adapters: a: nowhere is not a folder of adapters in PEFT's format"),
     (["--tasks=choose", "--batch_size=0"], "--batch_size: 0 is of no use; give 1 or more"),
     (["--tasks=choose", "--config.model.num_layers=3"], "--config.model.num_layers: the model is as it was trained"),
     (["--tasks=choose", "--step=7"], "--step: "),

@@ -313,6 +313,23 @@ def test_gates_decide_whether_a_folder_is_releasable(answers, tmp_path, pattern,
 
 
 @pytest.mark.slow
+def test_nothing_is_left_of_a_refused_export(workdir, tmp_path, monkeypatch, capsys):
+    (tmp_path / "gates.jsonl").write_text(json.dumps({"prompt": "Hello " * 20, "must_match": "x"}) + "\n")
+    gates = [str(workdir), f"--to={tmp_path}/new/out", f"--gates={tmp_path}/gates.jsonl"]
+    assert export.main(gates) == 2
+    assert "leave no room in model.max_seq_len=32" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["gates.jsonl"]
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export.export(workdir, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["gates.jsonl"]
+
+
+@pytest.mark.slow
 def test_the_token_that_begins_texts_is_published(answers, tmp_path):
     """In the tokenizer's own template, so that others put it there too."""
     import tokenizers

@@ -227,6 +227,23 @@ def test_what_cannot_be_merged_is_told_in_one_line(models, tmp_path, capsys, wor
     assert not (tmp_path / "out").exists()
 
 
+def test_nothing_is_left_of_a_folder_that_could_not_be_finished(models, tmp_path, monkeypatch, capsys):
+    """Nor is what an attempt that was killed has left in the one that is."""
+    def refuse(*args):
+        raise jt.UserError("--to", "the disk is full", "make room")
+
+    words = [f"{models[0]}", f"{models[1]}", f"--to={tmp_path}/new/deep/out"]
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "finish", refuse)
+        assert merge.main(words) == 2
+    assert capsys.readouterr().err == "--to: the disk is full; make room\n" and not [*tmp_path.iterdir()]
+    (tmp_path / "new/deep/out.partial").mkdir(parents=True)
+    (tmp_path / "new/deep/out.partial/model-00009.safetensors").write_text("half")
+    assert merge.main(words) == 0
+    assert [path.name for path in (tmp_path / "new/deep").iterdir()] == ["out"]
+    assert not (tmp_path / "new/deep/out/model-00009.safetensors").exists()
+
+
 @pytest.mark.slow
 def test_runs_are_merged_and_the_result_begins_another(tmp_path):
     """Of a run's workdir and step, with what the first one has beside weights; the run that begins has its logits."""

@@ -39,16 +39,17 @@ def export(workdir: Path, to: Path, step: int | None = None, *, base: str = "", 
     if found is None:
         raise UserError("WORKDIR", f"{workdir} is a published folder already", "give the workdir of a run")
     partial = to.with_name(f"{to.name}.partial")
-    exchange(None, lambda _: exports.make_folder(partial))
     base = base or _base_of(sections)
     base = f"{Path(base).resolve()}" if base and Path(base).is_dir() else base  # wherever the adapters are copied to
-    adapter_files.save(params, run.config.model, run.config.lora, partial, base, np.dtype(dtype))
-    if jax.process_index() == 0:
-        exports.finish(partial, to, {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
-                                    "averaged": averaged})
-        if not base:
-            say(f"{to / adapter_files.CONFIG} names no model: give its folder or name with --base")
-    exchange(None)
+    with exports.nothing_left(partial):
+        exchange(None, lambda _: exports.make_folder(partial))
+        adapter_files.save(params, run.config.model, run.config.lora, partial, base, np.dtype(dtype))
+        if jax.process_index() == 0:
+            exports.finish(partial, to, {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
+                                        "averaged": averaged})
+            if not base:
+                say(f"{to / adapter_files.CONFIG} names no model: give its folder or name with --base")
+        exchange(None)
     return found[0]
 
 

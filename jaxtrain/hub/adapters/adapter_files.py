@@ -7,7 +7,7 @@ where our three layers have an adapter each; together they are one of three time
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,11 +85,22 @@ def warn_of_other_base(folder: str | Path, base: str | Path) -> None:
 def keys(folder: str | Path, model: ModelConfig) -> dict[str, Any]:
     """Return the `lora` section of a config with the adapters in a folder."""
     found, tensors = described(folder), tensors_of(folder, model)
+    check_dora(folder, found, tensors)
     linear = {_linear(entry) for entry in entries(model) if _is_linear(entry)}
     targets = sorted({_linear(entry) for entry in entries(model)
                       if _is_linear(entry) and any(_adapts(name, entry) for name in tensors)})
     return {"rank": found["r"], "alpha": float(found["lora_alpha"]), "rank_stabilized": bool(found.get("use_rslora")),
             "dora": bool(found.get("use_dora")), "targets": ["*"] if set(targets) == linear else targets}
+
+
+def check_dora(folder: str | Path, said: Mapping[str, Any], names: Collection[str]) -> None:
+    """Refuse adapters of which some have DoRA and others do not, or that have what their config denies."""
+    for stem in (name.removesuffix(DOWN) for name in names if name.endswith(DOWN)):
+        if (stem + MAGNITUDE in names) != bool(said.get("use_dora")):
+            has, other = ("plain LoRA", True) if said.get("use_dora") else ("DoRA", False)
+            raise UserError(f"{folder}", f"{stem.rstrip('.')} has {has}, and by use_dora={other} all layers have the "
+                            "other", "train all layers with one of the two, or apart, and add both: jaxtrain adapters "
+                            "merge")
 
 
 def load_with_base(folder: str | Path, model: ModelConfig, c: LoraConfig, abstract: Any) -> Any:

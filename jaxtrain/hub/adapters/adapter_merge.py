@@ -81,6 +81,7 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
 def products(folder: Path, model: ModelConfig, weight: float) -> dict[str, Product]:
     """Return what the adapters in a folder add, by the name of the tensor they add it to."""
     said, tensors = adapter_files.described(folder), adapter_files.tensors_of(folder, model)
+    adapter_files.check_dora(folder, said, tensors)
     found = {}
     for name, down in tensors.items():
         module = name.removesuffix(f".{adapter_files.DOWN}")

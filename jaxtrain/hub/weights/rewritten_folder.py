@@ -38,21 +38,22 @@ def write(like: Path, to: Path, tensors: Mapping[str, Tensor], computed: Callabl
     """
     export.check_is_new(to)
     partial = to.with_name(f"{to.name}.partial")
-    export.make_folder(partial)
     float32 = {entry.theirs.rpartition(".")[2] for entry in entries(FAMILIES[model["name"]](**model)) if entry.float32}
-    safetensors_files.write_folder(
-        partial, {name: tensor.shape for name, tensor in tensors.items()},
-        {name: _kind(name, tensor, dtype, float32) for name, tensor in tensors.items()}, computed, file_bytes)
-    for path in sorted(like.iterdir()):
-        if path.is_file() and path.suffix in _COPIED and path.name not in (FILE, INDEX, export.RECORD):
-            shutil.copyfile(path, partial / path.name)
-    config = bounded_files.user_json(like / FILE, dict, f"{like}", "download it again") or {}
-    if dtype:
-        config.pop("torch_dtype", None)  # its name in transformers 4
-        config["dtype"] = dtype
-    atomic_files.write_json(partial / FILE, config)
-    atomic_files.write(partial / model_card.FILE, model_card.derived_card(to.name, record))
-    export.finish(partial, to, record)
+    with export.nothing_left(partial):
+        export.make_folder(partial)
+        safetensors_files.write_folder(
+            partial, {name: tensor.shape for name, tensor in tensors.items()},
+            {name: _kind(name, tensor, dtype, float32) for name, tensor in tensors.items()}, computed, file_bytes)
+        for path in sorted(like.iterdir()):
+            if path.is_file() and path.suffix in _COPIED and path.name not in (FILE, INDEX, export.RECORD):
+                shutil.copyfile(path, partial / path.name)
+        config = bounded_files.user_json(like / FILE, dict, f"{like}", "download it again") or {}
+        if dtype:
+            config.pop("torch_dtype", None)  # its name in transformers 4
+            config["dtype"] = dtype
+        atomic_files.write_json(partial / FILE, config)
+        atomic_files.write(partial / model_card.FILE, model_card.derived_card(to.name, record))
+        export.finish(partial, to, record)
 
 
 def _kind(name: str, tensor: Tensor, dtype: str | None, float32: set[str]) -> np.dtype:

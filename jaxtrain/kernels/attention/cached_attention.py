@@ -45,4 +45,4 @@ def _attend(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, visible_BS, sinks_H, *, scal
     sink = [] if sinks_H is None else [jnp.broadcast_to(sinks_H.reshape(1, G, H // G, 1), own.shape)]
     weights = softmax(jnp.concatenate([before, own, *sink], -1)).astype(v_BGSK.dtype)
     out_BGRK = jnp.einsum("bgrs,bgsk->bgrk", weights[..., :S], v_BGSK) + weights[..., S:S + 1] * v_BG1K
-    return out_BGRK.reshape(B, 1, H, -1)
+    return out_BGRK.reshape(B, 1, H, -1).astype(q_B1HK.dtype)

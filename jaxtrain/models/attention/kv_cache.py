@@ -7,7 +7,7 @@ another.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ class Cache:
     entries: Any = None
     begins_B: jax.Array | None = None  # the first slot of each row's text
     slot: jax.Array | None = None  # of the token that is computed
+    in_place: bool = field(default=False, metadata={"static": True})  # layers return all entries, with the token's
 
     def of(self, name: str) -> "Cache":
         """Return the part of a layer or a stack with this name."""
@@ -38,12 +39,33 @@ class Cache:
         near_S = (back_S > 0) & ((back_S < window) | (jnp.asarray(window) == 0))
         return near_S[None] & (back_S[None] <= self.slot - self.begins_B[:, None])
 
+    def read(self, new: Any) -> tuple[Any, Any]:
+        """Return the entries of a layer that its token attends to, and what the layer returns, from the token's own.
+
+        In place, the token's are written before anything is read, though it does not see its own slot: XLA copies an
+        array that is read before it is written.
+        """
+        if not self.in_place:
+            return self.entries, new
+        whole = self.extended(new)
+        return jax.tree.map(lambda held: held if held.ndim == 4 else held[:, None], whole), whole
+
     def extended(self, new: Any) -> Any:
         """Return the entries with those of the token that was computed in its slot."""
         slot = self.slot
         assert slot is not None
+        new = in_place(new) if self.in_place else new
         return jax.tree.map(lambda before, one: jax.lax.dynamic_update_slice_in_dim(
             before, one, slot % before.shape[-2], axis=-2), self.entries, new)
+
+
+def in_place(entries: Any) -> Any:
+    """Return entries of layers as a CPU has them, which changes them in place.
+
+    In float32, which it multiplies: anything else would be converted at every token. Without the dimension of heads if
+    there is one: XLA multiplies without it, and so would copy the entries.
+    """
+    return jax.tree.map(lambda kept: (kept[:, 0] if kept.shape[1] == 1 else kept).astype(jnp.float32), entries)
 
 
 def entry(x_BTGK: jax.Array) -> jax.Array:
@@ -59,7 +81,8 @@ def kept(cache: Cache | None, k_BTGK: jax.Array, v_BTGK: jax.Array) -> dict[str,
 def attend_cached(out: Callable[[jax.Array], jax.Array], q_B1HK: jax.Array, k_B1GK: jax.Array, v_B1GK: jax.Array,
                   cache: Cache, window: Any, sinks_H: jax.Array | None = None) -> tuple[jax.Array, dict[str, Any]]:
     """Return what a layer does for one token per row, which attends to the cache and to itself."""
-    new, before = kept(cache, k_B1GK, v_B1GK), cache.entries
+    own = {"keys": entry(k_B1GK), "values": entry(v_B1GK)}
+    before, new = cache.read(own)
     visible_BS = cache.visible(before["keys"].shape[-2], window)
-    return out(cached_attention.attend(q_B1HK, new[CACHE]["keys"], new[CACHE]["values"], before["keys"],
-                                       before["values"], visible_BS, q_B1HK.shape[-1]**-0.5, sinks_H)), new
+    return out(cached_attention.attend(q_B1HK, own["keys"], own["values"], before["keys"], before["values"],
+                                       visible_BS, q_B1HK.shape[-1]**-0.5, sinks_H)), {CACHE: new}

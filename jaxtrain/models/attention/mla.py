@@ -71,12 +71,13 @@ class LatentAttention(nnx.Module):
         spec = sharding.activation_spec(*HEADS)
         q_BTHL = jnp.einsum("bthk,lhk->bthl", q_BTHK, up_LHK, out_sharding=spec)
         q = jnp.concatenate([q_BTHL, q_BTHR], axis=-1)
-        new = _entry(kv_BTL, Rotary.rotate(k_BTR[:, :, None], angles))
-        before = cache.entries["latents"]
+        own = _entry(kv_BTL, Rotary.rotate(k_BTR[:, :, None], angles))
+        entries, new = cache.read(own)
+        before = entries["latents"]
         scale = self.score_factor * (self.head_dim + q_BTHR.shape[-1])**-0.5
-        sums_BTHL = cached_attention.attend(
-            q, new["latents"], new["latents"][..., :self.kv_rank], before, before[..., :self.kv_rank],
-            cache.visible(before.shape[-2], self.window), scale)
+        sums_BTHL = cached_attention.attend(  # of rotary keys as well: a part of the latents would be copied
+            q, own["latents"], own["latents"], before, before, cache.visible(before.shape[-2], self.window),
+            scale)[..., :self.kv_rank]
         return self.out(jnp.einsum("bthl,lhv->bthv", sums_BTHL, up_LHV, out_sharding=spec)), {CACHE: new}
 
 

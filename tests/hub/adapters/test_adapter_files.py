@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.checkpoint.trees import flatten
+from jaxtrain.config import published_config
 from jaxtrain.config.tuning_keys import LoraConfig
 from jaxtrain.hub import initial_params, trained_model
 from jaxtrain.hub.adapters import __main__ as adapters
 from jaxtrain.hub.adapters import adapter_files, adapter_merge
-from jaxtrain.hub.weights import safetensors_files
+from jaxtrain.hub.weights import published_weights, safetensors_files
+from jaxtrain.models import lora
 from jaxtrain.sharding import rules as sharding
 from tests.hub import published
 from tests.hub.adapters import published_adapters
 from tests.hub.adapters.published_adapters import loaded, truth, written
+from tests.numerics import reference
 
 SLOW = pytest.mark.slow
 QUICK = ("latents",)
@@ -195,6 +199,44 @@ def test_adapters_of_another_model_are_not_merged(tmp_path, change, message):
     with pytest.raises(jt.UserError) as refusal:
         adapter_merge.merge(base, [(folder, 1.0)], tmp_path / "out", "float32")
     assert message in f"{refusal.value}" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("said", "kept", "message"), [
+    ({}, lambda name: "q_proj.lora_magnitude" not in name, "self_attn.q_proj has plain LoRA, and by use_dora=True"),
+    ({"use_dora": False}, lambda name: "magnitude" not in name or "o_proj" in name,
+     r"layers.0.self_attn.o_proj has DoRA, and by use_dora=False"),
+    ({"use_dora": False}, lambda _: True, r"layers.0.mlp.down_proj has DoRA, and by use_dora=False")])
+def test_dora_of_some_layers_alone_is_refused(tmp_path, said, kept, message):
+    case = truth()["llama, dora"]
+    base = published.write(tmp_path / "base", published.truth()["llama"])
+    folder = published_adapters.write(tmp_path / "adapters", {
+        "config": case["config"] | said, "tensors": {name: x for name, x in case["tensors"].items() if kept(name)}})
+    for attempt in (lambda: jt.load_model(folder),
+                    lambda: adapter_merge.merge(base, [(folder, 1.0)], tmp_path / "out")):
+        with pytest.raises(jt.UserError, match=message):
+            attempt()
+    assert not [*tmp_path.glob("out*")]
+
+
+@SLOW
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_dora_beside_a_layer_that_looks_ahead_is_written_without_that_layer(family, tmp_path):
+    """Which published models do not have."""
+    run, rng = reference.build(family, model__mtp_loss_weight=0.3, lora__rank=3, lora__dora=True, **(
+        {"model__window": 0} if family == "qwen3" else {"model__norm_eps": 1e-6})), np.random.default_rng(0)
+    whole = jax.tree.map(lambda leaf: jax.device_put(0.3 * rng.standard_normal(leaf.shape, np.float32), leaf.sharding),
+                         run.abstract_model)
+    assert [path for path in flatten(whole) if path.startswith("ahead/") and path.endswith("/magnitude")]
+    for name in ("base", "adapters"):
+        (tmp_path / name).mkdir()
+    published_weights.save(lora.without_adapters(whole), run.config.model, tmp_path / "base", np.dtype("float32"),
+                           2**40)
+    (tmp_path / "base" / "config.json").write_text(json.dumps(published_config.config_json(run.config.model)))
+    adapter_files.save(whole, run.config.model, run.config.lora, tmp_path / "adapters", "../base", np.dtype("float32"))
+    plain, state = jt.load_model(tmp_path / "adapters", {"mesh.data": 8})
+    assert plain.config.lora.dora and not plain.config.model.mtp_loss_weight
+    wanted, found = logits_of(run, whole), np.asarray(plain.module(state)(jnp.asarray(published.TOKENS)))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_adapters_alone_are_no_config(tmp_path):

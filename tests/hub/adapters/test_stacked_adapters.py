@@ -10,8 +10,9 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.errors import UserError
 from jaxtrain.hub import trained_model
-from jaxtrain.hub.adapters import adapter_files, adapter_merge
+from jaxtrain.hub.adapters import adapter_files, adapter_merge, stacked_adapters
 from jaxtrain.hub.decoding import decoding
+from jaxtrain.hub.scoring import score
 from jaxtrain.hub.weights import safetensors_files
 from jaxtrain.models import lora
 from tests.hub import published
@@ -97,6 +98,20 @@ def test_on_any_mesh_rows_that_are_refilled_take_their_own_adapters(mesh, folder
         found = said(run, state, [FEW[row] for row in rows], adapters=names, batch_size=8)
     assert steps
     check(found, [alone("llama", name)[row] for row, name in zip(rows, names, strict=True)])
+
+
+@SLOW
+@pytest.mark.parametrize("mesh", [None, *MORE])
+def test_texts_are_scored_as_by_each_adapter_alone(mesh, folders):
+    base, adapters = folders("llama")
+    run, state = jt.load_model(base, MORE.get(mesh), adapters=adapters)
+    names = ["few", None, "all", "one", "one"]
+    pairs = [(FEW[row], [7, 2, 9][:row % 3 + 1]) for row in range(len(names))]
+    found = score(run, state.all_params, pairs, batch_size=2, chosen=stacked_adapters.chosen(state, len(pairs), names))
+    for pair, name, one in zip(pairs, names, found, strict=True):
+        plain, alone = jt.load_model(adapters[name] if name else base)
+        want, = score(plain, alone.all_params, [pair])
+        np.testing.assert_allclose(one.logprobs, want.logprobs, rtol=1e-5, atol=1e-5)
 
 
 @SLOW
