@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.distributed.run_lock import locked
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.flags import command, parser_of
 from jaxtrain.launch.job_spec import ENGINES
-from jaxtrain.launch.sweep import spending
+from jaxtrain.launch.jobs import aligned
+from jaxtrain.launch.sweep import findings, spending, sweep_page
 from jaxtrain.launch.sweep.sweep_file import CONFIG, Sweep, check_form, read_content, shown, sweep_of, values_of
 from jaxtrain.launch.sweep.sweeper import Sweeper
+from jaxtrain.launch.sweep.trials import RESULTS, points_of, read, write_results
 
 RECORD = "sweep.json"
 _FORM = {"content": dict, "values": dict, "directory": str, "began": float}
@@ -96,7 +98,15 @@ def _alone(root: Path) -> Iterator[None]:
 
 
 def report(sweep: Sweep, root: Path) -> None:
-    """Print what was found."""
+    """Print the points from the best to the worst, and write results.jsonl and report.html."""
+    trials = read(sweep, root)
+    tried = points_of(trials, sweep.runs)
+    write_results(root, trials)
+    atomic_files.write(root / "report.html", sweep_page.page(sweep, tried))
+    head, rows = findings.rows(sweep, tried)
+    for row in aligned([head, *rows]):
+        print(row)
+    say(f"{root / RESULTS} has a line for each trial, {root / 'report.html'} the curves")
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ def check(gpus: Sequence[str], parallel: int, each: int) -> None:
                         f"there are {len(gpus)}", "give fewer")
 
 
-def assigned(gpus: Sequence[str], taken: Iterable[str], each: int) -> dict[str, str]:
-    """Return the variable that gives a trial its devices; `taken`: what those that run were given."""
-    if not each:
-        return {}
-    used = {gpu for value in taken for gpu in value.split(",")}
+def assigned(gpus: Sequence[str], taken: Iterable[str], each: int) -> str:
+    """Return the devices of a trial, as CUDA_VISIBLE_DEVICES names them; `taken`: those of the trials that run."""
+    used = {gpu for devices in taken for gpu in devices.split(",")}
     free = [gpu for gpu in gpus if gpu not in used]
-    assert len(free) >= each, "there are more trials than devices"
-    return {VARIABLE: ",".join(free[:each])}
+    if len(free) < each:
+        raise UserError("parallel", f"of {len(gpus)} GPUs {len(free)} are free, and a trial needs {each}",
+                        "wait until the trials that run have ended, or give fewer")
+    return ",".join(free[:each])

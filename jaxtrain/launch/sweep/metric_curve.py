@@ -46,7 +46,8 @@ class MetricCurve:
 
     def at(self, step: int) -> float | None:
         """Return the newest value up to a step; None: there is none yet."""
-        return next((self.values[known] for known in sorted(self.values, reverse=True) if known <= step), None)
+        newest = max((known for known in self.values if known <= step), default=None)
+        return None if newest is None else self.values[newest]
 
     def reached(self, step: int) -> bool:
         """Return whether the value at a step is final: an evaluation's line comes after that of its step."""

@@ -5,16 +5,19 @@ samplers keep beside the values of a trial (the generation of a genetic algorith
 """
 
 import inspect
+import itertools
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError, install_extra, nearest
 from jaxtrain.files.atomic_files import digest
 from jaxtrain.launch.sweep.search_space import Point, Range, random_points
-from jaxtrain.launch.sweep.sweep_file import Sweep
+from jaxtrain.launch.sweep.sweep_file import OWN, Sweep
 from jaxtrain.launch.sweep.trials import Tried
 
 _ATTEMPTS = 10  # draws of points that were tried before
+_STARTUP = 11  # points after which samplers do what they are for
 _REPORTS = 100  # values of a trial that a pruner sees, at most
 _NOT_OURS = ("Base", "BaseGA", "Grid", "Random", "PartialFixed")  # no samplers, or in jaxtrain itself
 
@@ -33,14 +36,15 @@ def _made(key: str, kind: str, name: str, options: Mapping[str, Any]) -> Any:
     module = getattr(_optuna(), f"{kind.lower()}s")
     known = {found.removesuffix(kind).lower(): getattr(module, found) for found in module.__all__
              if found.endswith(kind) and found.removesuffix(kind) not in _NOT_OURS}
-    own = ["grid", "random"] if kind == "Sampler" else []
     if name not in known:
-        raise UserError(key, f"there is no {kind.lower()} {name!r}", nearest(name, [*known, *own]))
+        raise UserError(key, f"there is no {kind.lower()} {name!r}",
+                        nearest(name, [*known, *(OWN if kind == "Sampler" else ())]))
     fields = inspect.signature(known[name]).parameters
     if unknown := next((option for option in options if option not in fields), None):
         raise UserError(f"{key}.{unknown}", f"{name} has no such option", nearest(unknown, fields))
     try:
-        return known[name](**options)
+        with warnings.catch_warnings(action="ignore"):  # some are experimental
+            return known[name](**options)
     except Exception as error:  # a value that it does not take, or a package that it needs
         raise UserError(key, f"Optuna refuses {name}: {error}", "see the documentation of Optuna") from error
 
@@ -49,6 +53,15 @@ def sampler(sweep: Sweep, seed: int = 0) -> Any:
     """Return the sampler of a sweep."""
     return _made("method", "Sampler", sweep.method, {**sweep.options, "seed": seed} if sweep.method != "bruteforce"
                  else sweep.options)
+
+
+def check(sweep: Sweep) -> None:
+    """Refuse a sampler or a pruner that cannot work here, before anything is submitted."""
+    if sweep.method not in OWN:
+        points = itertools.islice(random_points(sweep.ranges, sweep.seed), _STARTUP)
+        draw(sweep, [Tried(n, point, (), "complete", float(n)) for n, point in enumerate(points)], _STARTUP)
+    if "pruner" in sweep.stop:
+        pruner(sweep)
 
 
 def pruner(sweep: Sweep) -> Any:
@@ -92,9 +105,9 @@ def study(sweep: Sweep, tried: Iterable[Tried], **parts: Any) -> Any:
 
 def reports(sweep: Sweep, point: Tried) -> dict[int, float]:
     """Return the values of a point's only trial, at the same steps in all trials; {}: it has several."""
-    if len(point.trials) > 1 or not sweep.stop:
+    if len(point.trials) != 1 or not sweep.stop:
         return {}
-    every = max(1, sweep.config_of(point.keys).train.steps // _REPORTS)
+    every = max(1, point.trials[0].length // _REPORTS)
     found = {}
     for step, value in sorted(point.trials[0].curve.values.items()):
         found[-(-step // every) * every] = value
@@ -111,7 +124,10 @@ def draw(sweep: Sweep, tried: Sequence[Tried], number: int) -> tuple[Point, dict
     for attempt in range(_ATTEMPTS):
         seed = sweep.seed if sweep.method == "qmc" else int(digest([sweep.seed, number, attempt])[:8], 16)
         made = study(sweep, tried, sampler=sampler(sweep, seed))
-        trial = made.ask({key: distribution(one) for key, one in sweep.ranges.items()})
+        try:
+            trial = made.ask({key: distribution(one) for key, one in sweep.ranges.items()})
+        except ImportError as error:
+            raise UserError("method", f"{sweep.method} needs {error.name}", f"pip install {error.name}") from error
         point = {key: one.values[trial.params[key]] if one.values else trial.params[key]
                  for key, one in sweep.ranges.items()}
         if repr(point) not in seen:

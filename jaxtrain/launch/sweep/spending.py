@@ -1,13 +1,12 @@
 """What a sweep has spent, and what it would cost at most."""
 
-import itertools
 import time
 from collections.abc import Sequence
 
 from jaxtrain.config.data_stages import stages
 from jaxtrain.config.schema import Config
 from jaxtrain.launch.cost import dollars_an_hour
-from jaxtrain.launch.sweep.search_space import random_points, size
+from jaxtrain.launch.sweep.search_space import size
 from jaxtrain.launch.sweep.sweep_file import Sweep
 from jaxtrain.launch.sweep.trials import Trial
 
@@ -30,10 +29,7 @@ def at_most(sweep: Sweep) -> list[str]:
     """Return what the sweep costs if nothing is stopped or fails, a sentence each."""
     points, seconds = size(sweep.ranges), sweep.job.seconds
     trials = min(points * sweep.runs, sweep.trials or float("inf"))
-    first = next((point for point in itertools.islice(random_points(sweep.ranges, sweep.seed), 100)
-                  if not sweep.refused(point)), None)
-    tokens = trials * tokens_of(sweep.config_of(first)) if first else float("inf")
-    tokens = min(tokens, sweep.tokens or float("inf"))
+    tokens = min(trials * tokens_of(sweep.config_of(sweep.example())), sweep.tokens or float("inf"))
     dollars = trials * dollars_an_hour(sweep.job) * seconds / 3600 if seconds and dollars_an_hour(sweep.job) else 0
     lines = [f"{trials:,} trials of {points:,} points" if trials < float("inf") else "any number of trials"]
     lines += [f"about {tokens:,.0f} tokens at most"] if tokens < float("inf") else []

@@ -37,7 +37,8 @@ from jaxtrain.launch.sweep.search_space import Point, Range
 CONFIG = "base_config.json"  # in the sweep's folder: the config as it was when the sweep began
 OWN = ("grid", "random")  # methods that need no Optuna
 SEEDS = ("train.seed", "data.seed")
-MOST = 10_000  # points that are made before a sweep begins
+MOST = 10_000  # points of a grid or a random search
+_CHECKED = 200  # random ones that are tried on the config before the sweep begins; of a grid all are
 _SAMPLE = 20  # points at which the ends of a range are tried where a sampler chooses
 _NUMBER = int | float
 _FORMS = {
@@ -103,6 +104,11 @@ class Sweep:
         except UserError as error:
             return error
         return None
+
+    def example(self) -> Point:
+        """Return a point that the config takes."""
+        points = itertools.islice(search_space.random_points(self.ranges, self.seed), _SAMPLE)
+        return next(point for point in points if not self.refused(point))
 
     def points(self) -> list[Point]:
         """Return all points of a grid or a random search, at most those within the budget; none for a sampler."""
@@ -250,7 +256,7 @@ def _check_keys(sweep: Sweep) -> None:
 
 def _check_values(sweep: Sweep) -> None:
     """Refuse values that the config refuses, and a metric that its runs do not have."""
-    points = sweep.points()[:MOST] or list(itertools.islice(
+    points = sweep.points()[:None if sweep.method == "grid" else _CHECKED] or list(itertools.islice(
         search_space.random_points(sweep.ranges, sweep.seed), _SAMPLE))
     for point in points if sweep.method in OWN else []:
         if error := sweep.refused(point):
@@ -260,7 +266,9 @@ def _check_values(sweep: Sweep) -> None:
             errors = [sweep.refused({**point, key: value}) for point in points]
             if all(errors) and (error := errors[0]):
                 raise error
-    train = next(sweep.config_of(point) for point in points if not sweep.refused(point)).train
+    if all(errors := [sweep.refused(point) for point in points]) and errors[0]:
+        raise errors[0]
+    train = sweep.config_of(sweep.example()).train
     first = sweep.stop.get("first", 0)
     needs = {"eval_": ("train.eval_every", train.eval_every), "eval_loss_ema": ("train.ema_decay", train.ema_decay)}
     for start, (key, value) in needs.items():

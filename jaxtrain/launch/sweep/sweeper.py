@@ -4,7 +4,9 @@ The sweeper knows nothing that is not in the sweep's folder. Its trials are jobs
 """
 
 import fcntl
+import json
 import os
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +18,9 @@ from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.local_job import ENDED
 from jaxtrain.launch.sweep import device_slots, halving, optuna_points, spending
-from jaxtrain.launch.sweep.metric_curve import MetricCurve
 from jaxtrain.launch.sweep.search_space import Point
 from jaxtrain.launch.sweep.sweep_file import CONFIG, OWN, Sweep, shown
-from jaxtrain.launch.sweep.trials import Trial, points_of, read, workdir_of, write_results
+from jaxtrain.launch.sweep.trials import Trial, new, points_of, read, write_results
 
 _POLL_S = {"local": 0.5}
 _POLL_OTHERS_S = 10.0
@@ -33,23 +34,23 @@ class Sweeper:
 
     def __init__(self, sweep: Sweep, root: Path, on: str, began: float):
         self.sweep, self.root, self.on, self.began = sweep, root, on, began
-        self.trials = read(root, sweep.metric)
+        self.trials = read(sweep, root)
         self._gpus = child_processes.gpus(os.environ) if on == "local" else []
         self._own = sweep.points()
-        self._told: set[str] = set()
-        self._forgotten: dict[int, float] = {}
-        for trial in self.trials:
-            trial.curve.look()
+        self._told: set[str] = set()  # what is said once
+        self._reports: dict[tuple[int, int], float] = {}
+        self._forgotten: dict[int, float] = {}  # since when the engine does not know the job of a trial
 
     def check(self) -> None:
         """Refuse a sweep that the engine, the devices or Optuna cannot run."""
         if self.on == "local":
             device_slots.check(self._gpus, self.sweep.parallel, self.sweep.job.accelerators_per_node)
-        if self.sweep.method not in OWN:
-            optuna_points.sampler(self.sweep)
-        if "pruner" in self.sweep.stop:
-            optuna_points.pruner(self.sweep)
-        engine_of(self.on)
+        optuna_points.check(self.sweep)
+        with tempfile.TemporaryDirectory() as folder:  # in place of the sweep's, which is not written yet
+            config = Path(folder, CONFIG)
+            config.write_text(json.dumps(self.sweep.values))
+            trial = new(self.sweep, self.root, 0, self.sweep.example(), next(iter(self.sweep.seeds), None))
+            engine_of(self.on).check(self._described(trial, config))
 
     def first_points(self) -> list[Point]:
         """Return the points that are tried first, some of those that do not depend on results."""
@@ -61,6 +62,7 @@ class Sweeper:
     # -------------------------------------------------------------------------------------------------- the whole sweep
     def run(self) -> None:
         """Go on until no trial runs and none is to begin."""
+        write_results(self.root, self.trials)
         while True:
             for trial in self.running():
                 self._look(trial)
@@ -85,8 +87,8 @@ class Sweeper:
             trial = self._resumed() or self._new()
             if trial is None:
                 return
-            trial.record()
             if trial.ended:
+                trial.record()
                 write_results(self.root, self.trials)
             else:
                 self._submit(trial)
@@ -103,8 +105,8 @@ class Sweeper:
         if keys is None:
             return None
         seed = self.sweep.seeds[number % runs] if self.sweep.seeds else None
-        trial = Trial(self.root, number, number // runs, keys, seed,
-                      MetricCurve(workdir_of(self.root, number), self.sweep.metric), sampler)
+        trial = new(self.sweep, self.root, number, keys, seed)
+        trial.sampler = sampler
         if refused := self.sweep.refused(keys):
             trial.ended = trial.result(self.sweep, "failed")
             say(f"trial {number} ({shown(keys)}): the config refuses it: {refused}")
@@ -177,7 +179,7 @@ class Sweeper:
 
     def _finished(self, trial: Trial) -> bool:
         trial.curve.look()
-        return trial.curve.steps >= self.sweep.config_of(trial.keys, trial.seed).train.steps
+        return trial.curve.steps >= trial.length
 
     def _stops(self, trial: Trial) -> bool:
         """Return whether a trial that runs is to stop now."""
@@ -199,20 +201,28 @@ class Sweeper:
         return False
 
     def _rungs(self, trial: Trial) -> list[int]:
-        stop = self.sweep.stop
-        return halving.rungs(stop["first"], stop.get("factor", 3), self.sweep.config_of(trial.keys).train.steps)
+        return halving.rungs(self.sweep.stop["first"], self.sweep.stop.get("factor", 3), trial.length)
 
     def _promotable(self) -> tuple[int, int] | None:
         """Return the trial that a free place goes to, and the rung at which it stands."""
         reports: list[dict[int, float]] = []
         for trial in self.trials:
-            for rung, step in enumerate(self._rungs(trial) if not self.sweep.refused(trial.keys) else ()):
-                if trial.curve.reached(step) and (value := trial.curve.at(step)) is not None:
+            for rung, step in enumerate(self._rungs(trial)):
+                if (value := self._report(trial, step)) is not None:
                     reports += [{} for _ in range(rung + 1 - len(reports))]
-                    reports[rung][trial.number] = value * self.sweep.sign if value == value else float("inf")
+                    reports[rung][trial.number] = value
         passed = {trial.number: len(reports) if trial.state in ("failed", "complete") else trial.passed
                   for trial in self.trials}
         return halving.promotable(reports, passed, self.sweep.stop.get("factor", 3))
+
+    def _report(self, trial: Trial, step: int) -> float | None:
+        """Return what a trial has at a rung, lower being better; None: it did not come so far."""
+        if (trial.number, step) not in self._reports:
+            value = trial.curve.at(step) if trial.curve.reached(step) else None
+            if value is None:
+                return None
+            self._reports[trial.number, step] = value * self.sweep.sign if value == value else float("inf")
+        return self._reports[trial.number, step]
 
     def _stopping(self, trial: Trial) -> bool:
         job = self._job(trial)
@@ -240,20 +250,21 @@ class Sweeper:
         return False
 
     def _submit(self, trial: Trial) -> None:
-        job = self.describe(trial)
-        engine_of(self.on).check(job)
-        say(f"trial {trial.number}: {shown(self.sweep.overrides(trial.keys, trial.seed))}")
-        launch.submit(job)
+        seed = "" if trial.seed is None else f", seed {trial.seed}"
+        say(f"trial {trial.number}: {shown(trial.keys)}{seed}")
+        if self._gpus:
+            taken = [other.devices for other in self.running() if other is not trial]
+            trial.devices = device_slots.assigned(self._gpus, taken, self.sweep.job.accelerators_per_node)
+        trial.record()
+        launch.submit(self._described(trial, self.root / CONFIG))
 
-    def describe(self, trial: Trial) -> jobs.Job:
+    def _described(self, trial: Trial, config: Path) -> jobs.Job:
         """Return the job of a trial."""
         words = [f"--config.{key}={value}" for key, value in self.sweep.overrides(trial.keys, trial.seed).items()]
-        spec, each = self.sweep.job, self.sweep.job.accelerators_per_node
-        if self._gpus:
-            others = [job for other in self.running() if other is not trial and (job := self._job(other))]
-            taken = [job.spec.env.get(device_slots.VARIABLE, "") for job in others]
-            spec = replace(spec, env={**spec.env, **device_slots.assigned(self._gpus, taken, each)})
-        config = self.root / CONFIG
+        spec = self.sweep.job
+        spec = replace(spec, name=launch.name_of(f"{spec.name or self.root.name}"[:30] + f"-{trial.number:04}"))
+        if trial.devices:
+            spec = replace(spec, env={**spec.env, device_slots.VARIABLE: trial.devices})
         return launch.describe(self.on, trial.workdir, f"{config}", words, [], spec, {})
 
     def _once(self, text: str) -> None:

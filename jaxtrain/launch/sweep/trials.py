@@ -22,7 +22,7 @@ from jaxtrain.observe.goodput import account, incarnations
 RECORD, RESULTS = "trial.json", "results.jsonl"
 _NUMBER = int | float
 _FORM = {"trial": int, "point": int, "keys": dict, "seed": int | None, "sampler": dict, "passed": int, "job": int,
-         "ended": dict | None}
+         "devices": str, "ended": dict | None}
 
 
 @dataclass
@@ -35,9 +35,11 @@ class Trial:
     keys: Point
     seed: int | None
     curve: MetricCurve
+    length: int  # the steps of the whole run; 0: the config refuses its keys
     sampler: dict[str, Any] = field(default_factory=dict)  # what a sampler or a pruner of Optuna keeps of it
     passed: int = 0  # how many rungs it was let through
     job: int = 1  # the number of the job that it is to have, or a later one
+    devices: str = ""  # the GPUs of this machine that it runs on
     ended: dict[str, Any] | None = None  # its line of results.jsonl; None: not yet
 
     @property
@@ -55,7 +57,7 @@ class Trial:
         self.workdir.mkdir(parents=True, exist_ok=True)
         atomic_files.write_json(self.workdir / RECORD, {
             "trial": self.number, "point": self.point, "keys": self.keys, "seed": self.seed, "sampler": self.sampler,
-            "passed": self.passed, "job": self.job, "ended": self.ended})
+            "passed": self.passed, "job": self.job, "devices": self.devices, "ended": self.ended})
 
     def result(self, sweep: Sweep, state: str) -> dict[str, Any]:
         """Return its line of results.jsonl."""
@@ -85,14 +87,22 @@ def workdir_of(root: Path, number: int) -> Path:
     return root / f"trial-{number:04}"
 
 
-def read(root: Path, metric: str) -> list[Trial]:
+def new(sweep: Sweep, root: Path, number: int, keys: Point, seed: int | None) -> Trial:
+    """Return a trial of which nothing is known yet."""
+    length = 0 if sweep.refused(keys) else sweep.config_of(keys, seed).train.steps
+    return Trial(root, number, number // sweep.runs, keys, seed,
+                 MetricCurve(workdir_of(root, number), sweep.metric), length)
+
+
+def read(sweep: Sweep, root: Path) -> list[Trial]:
     """Return the trials of a sweep that were begun, in the order of their numbers."""
     found: list[Trial] = []
     while said := user_json(workdir_of(root, len(found)) / RECORD, _FORM, "workdir", "begin another sweep"):
-        number = len(found)
-        found.append(Trial(root, number, said["point"], said["keys"], said["seed"],
-                           MetricCurve(workdir_of(root, number), metric), said["sampler"], said["passed"],
-                           said["job"], said["ended"]))
+        trial = new(sweep, root, len(found), said["keys"], said["seed"])
+        for name in ("sampler", "passed", "job", "devices", "ended"):
+            setattr(trial, name, said[name])
+        trial.curve.look()
+        found.append(trial)
     return found
 
 
@@ -109,7 +119,7 @@ class Tried:
     @property
     def sampler(self) -> Mapping[str, Any]:
         """What a sampler of Optuna keeps of it."""
-        return self.trials[0].sampler
+        return self.trials[0].sampler if self.trials else {}
 
 
 def points_of(trials: Sequence[Trial], runs: int) -> list[Tried]:
