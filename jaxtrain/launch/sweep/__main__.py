@@ -24,7 +24,8 @@ from jaxtrain.flags import command, parser_of
 from jaxtrain.launch.job_spec import ENGINES
 from jaxtrain.launch.jobs import aligned
 from jaxtrain.launch.sweep import findings, spending, sweep_page
-from jaxtrain.launch.sweep.sweep_file import CONFIG, Sweep, check_form, read_content, shown, sweep_of, values_of
+from jaxtrain.launch.sweep.config_process import check_metric, values_of
+from jaxtrain.launch.sweep.sweep_file import CONFIG, Sweep, check_form, read_content, shown, sweep_of
 from jaxtrain.launch.sweep.sweeper import Sweeper
 from jaxtrain.launch.sweep.trials import RESULTS, points_of, read, write_results
 
@@ -56,7 +57,9 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--on", f"{flags.on!r} runs no trials", f"give {', '.join(ENGINES[:4])}")
     content, values = (json.loads(json.dumps(each, default=str)) for each in (content, values_of(content["config"])))
     sweep = sweep_of(content, values)
-    if begun is not None:
+    if begun is None:
+        check_metric(sweep)
+    else:
         _check_same(begun, content, values)
     sweeper = Sweeper(sweep, root, flags.on, begun["began"] if begun else time.time())
     sweeper.check()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
+from typing import Any
 
 from jaxtrain.errors import UserError
 from jaxtrain.launch.sweep import optuna_points
@@ -9,7 +10,6 @@ from jaxtrain.launch.sweep.search_space import Range
 from jaxtrain.launch.sweep.sweep_file import Sweep
 from jaxtrain.launch.sweep.trials import Tried
 
-HEAD = ("trial", "state", "steps", "tokens", "seconds", "dollars")
 _GROUPS = 4
 _ENOUGH = 10  # points, for Optuna's measure
 
@@ -69,18 +69,17 @@ def importance(sweep: Sweep, tried: Sequence[Tried]) -> tuple[list[str], list[li
             [[key, f"{alone[key]:.0%}", *([f"{optuna.get(key, 0.0):.0%}"] if optuna else [])] for key in names])
 
 
-def explained(keys: Sequence[object], values: Sequence[float], one: Range) -> float:
+def explained(keys: Sequence[Any], values: Sequence[float], one: Range) -> float:
     """Return the share of the variance of values, by rank, between groups of points with like values of a key.
 
     A group has one listed value, or a quarter of the points of a range. The share that as many groups of chance would
     explain is taken away.
     """
-    places = sorted(range(len(keys)), key=lambda n: keys[n] if not one.values else 0)  # pyrefly: ignore[bad-argument-type]
+    places = keys if one.values else [int(_GROUPS * rank / len(keys)) for rank in _ranks(keys)]
     groups: dict[str, list[float]] = {}
     ranks = _ranks(values)
-    for place, number in enumerate(places):
-        group = repr(keys[number]) if one.values else f"{place * _GROUPS // len(keys)}"
-        groups.setdefault(group, []).append(ranks[number])
+    for place, rank in zip(places, ranks, strict=True):
+        groups.setdefault(repr(place), []).append(rank)
     free = len(values) - len(groups)
     total = sum((rank - mean(ranks)) ** 2 for rank in ranks) if ranks else 0.0
     if free < 1 or len(groups) < 2 or not total:
@@ -89,7 +88,7 @@ def explained(keys: Sequence[object], values: Sequence[float], one: Range) -> fl
     return max(0.0, 1 - within / total * (len(values) - 1) / free)
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
+def _ranks(values: Sequence[Any]) -> list[float]:
     """Return each value's place from below; equal ones share the mean of theirs."""
     return [sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2
             for value in values]

@@ -31,7 +31,8 @@ def at_most(sweep: Sweep) -> list[str]:
     trials = min(points * sweep.runs, sweep.trials or float("inf"))
     tokens = min(trials * tokens_of(sweep.config_of(sweep.example())), sweep.tokens or float("inf"))
     dollars = trials * dollars_an_hour(sweep.job) * seconds / 3600 if seconds and dollars_an_hour(sweep.job) else 0
-    lines = [f"{trials:,} trials of {points:,} points" if trials < float("inf") else "any number of trials"]
+    lines = [f"{trials:,} trials" + (f" of {points:,} points" if points < float("inf") else "")
+             if trials < float("inf") else "any number of trials"]
     lines += [f"about {tokens:,.0f} tokens at most"] if tokens < float("inf") else []
     if dollars or sweep.dollars:
         lines.append(f"about ${min(dollars or sweep.dollars, sweep.dollars or dollars):,.2f} at most")

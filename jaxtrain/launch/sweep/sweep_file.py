@@ -13,11 +13,8 @@
 A TOML file, or a Python file whose `get_sweep()` returns the same as a dict.
 """
 
-import concurrent.futures
 import contextlib
 import itertools
-import multiprocessing
-import os
 import runpy
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.load import make_config, read_config
+from jaxtrain.config.load import make_config
 from jaxtrain.config.schema import Config, TrainConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files.bounded_files import misfit
@@ -136,18 +133,6 @@ def read_content(path: str | Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError("SWEEP", f"{path} has no get_sweep() that returns a dict", "see docs/sweep.md")
     return found
-
-
-def values_of(config: str) -> dict[str, Any]:
-    """Return what a config says, read by a process of its own, which may ask for devices and then leaves them alone."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
-        return pool.submit(_read, config).result()
-
-
-def _read(config: str) -> dict[str, Any]:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # trials may be running on these devices
-    return read_config(config)
 
 
 def sweep_of(content: Mapping[str, Any], values: Mapping[str, Any]) -> Sweep:

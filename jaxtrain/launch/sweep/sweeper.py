@@ -18,9 +18,10 @@ from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.local_job import ENDED
 from jaxtrain.launch.sweep import device_slots, halving, optuna_points, spending
+from jaxtrain.launch.sweep.metric_curve import MetricCurve
 from jaxtrain.launch.sweep.search_space import Point
 from jaxtrain.launch.sweep.sweep_file import CONFIG, OWN, Sweep, shown
-from jaxtrain.launch.sweep.trials import Trial, new, points_of, read, write_results
+from jaxtrain.launch.sweep.trials import Trial, points_of, read, workdir_of, write_results
 
 _POLL_S = {"local": 0.5}
 _POLL_OTHERS_S = 10.0
@@ -49,7 +50,7 @@ class Sweeper:
         with tempfile.TemporaryDirectory() as folder:  # in place of the sweep's, which is not written yet
             config = Path(folder, CONFIG)
             config.write_text(json.dumps(self.sweep.values))
-            trial = new(self.sweep, self.root, 0, self.sweep.example(), next(iter(self.sweep.seeds), None))
+            trial = self._trial(0, self.sweep.example())
             engine_of(self.on).check(self._described(trial, config))
 
     def first_points(self) -> list[Point]:
@@ -104,14 +105,23 @@ class Sweeper:
             self._draw(number // runs) or (None, {}))
         if keys is None:
             return None
-        seed = self.sweep.seeds[number % runs] if self.sweep.seeds else None
-        trial = new(self.sweep, self.root, number, keys, seed)
+        trial = self._trial(number, keys)
         trial.sampler = sampler
-        if refused := self.sweep.refused(keys):
+        if not trial.length and (refused := self.sweep.refused(keys)):
             trial.ended = trial.result(self.sweep, "failed")
             say(f"trial {number} ({shown(keys)}): the config refuses it: {refused}")
         self.trials.append(trial)
         return trial
+
+    def _trial(self, number: int, keys: Point) -> Trial:
+        """Return a trial of which nothing is known yet."""
+        seed = self.sweep.seeds[number % self.sweep.runs] if self.sweep.seeds else None
+        try:
+            length = self.sweep.config_of(keys, seed).train.steps
+        except UserError:
+            length = 0
+        return Trial(self.root, number, keys, seed, length,
+                     MetricCurve(workdir_of(self.root, number), self.sweep.metric))
 
     def _draw(self, number: int) -> tuple[Point, dict] | None:
         if self.sweep.method in OWN:

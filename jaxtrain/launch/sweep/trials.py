@@ -20,9 +20,9 @@ from jaxtrain.launch.sweep.sweep_file import Sweep
 from jaxtrain.observe.goodput import account, incarnations
 
 RECORD, RESULTS = "trial.json", "results.jsonl"
-_NUMBER = int | float
-_FORM = {"trial": int, "point": int, "keys": dict, "seed": int | None, "sampler": dict, "passed": int, "job": int,
+_FORM = {"trial": int, "keys": dict, "seed": int | None, "length": int, "sampler": dict, "passed": int, "job": int,
          "devices": str, "ended": dict | None}
+_KEPT = tuple(_FORM)[1:]
 
 
 @dataclass
@@ -31,11 +31,10 @@ class Trial:
 
     root: Path
     number: int
-    point: int
     keys: Point
-    seed: int | None
-    curve: MetricCurve
+    seed: int | None  # None: the config's own
     length: int  # the steps of the whole run; 0: the config refuses its keys
+    curve: MetricCurve
     sampler: dict[str, Any] = field(default_factory=dict)  # what a sampler or a pruner of Optuna keeps of it
     passed: int = 0  # how many rungs it was let through
     job: int = 1  # the number of the job that it is to have, or a later one
@@ -55,9 +54,8 @@ class Trial:
     def record(self) -> None:
         """Write its record, whole or not at all."""
         self.workdir.mkdir(parents=True, exist_ok=True)
-        atomic_files.write_json(self.workdir / RECORD, {
-            "trial": self.number, "point": self.point, "keys": self.keys, "seed": self.seed, "sampler": self.sampler,
-            "passed": self.passed, "job": self.job, "devices": self.devices, "ended": self.ended})
+        atomic_files.write_json(self.workdir / RECORD, {"trial": self.number} | {
+            name: getattr(self, name) for name in _KEPT})
 
     def result(self, sweep: Sweep, state: str) -> dict[str, Any]:
         """Return its line of results.jsonl."""
@@ -87,22 +85,13 @@ def workdir_of(root: Path, number: int) -> Path:
     return root / f"trial-{number:04}"
 
 
-def new(sweep: Sweep, root: Path, number: int, keys: Point, seed: int | None) -> Trial:
-    """Return a trial of which nothing is known yet."""
-    length = 0 if sweep.refused(keys) else sweep.config_of(keys, seed).train.steps
-    return Trial(root, number, number // sweep.runs, keys, seed,
-                 MetricCurve(workdir_of(root, number), sweep.metric), length)
-
-
 def read(sweep: Sweep, root: Path) -> list[Trial]:
     """Return the trials of a sweep that were begun, in the order of their numbers."""
     found: list[Trial] = []
     while said := user_json(workdir_of(root, len(found)) / RECORD, _FORM, "workdir", "begin another sweep"):
-        trial = new(sweep, root, len(found), said["keys"], said["seed"])
-        for name in ("sampler", "passed", "job", "devices", "ended"):
-            setattr(trial, name, said[name])
-        trial.curve.look()
-        found.append(trial)
+        said["number"], curve = said.pop("trial"), MetricCurve(workdir_of(root, len(found)), sweep.metric)
+        found.append(Trial(root, curve=curve, **{name: said[name] for name in ("number", *_KEPT)}))
+        curve.look()
     return found
 
 

@@ -19,7 +19,7 @@ def same(results):
 
 def test_trials_run_side_by_side_and_are_told(tmp_path, monkeypatch, capsys):
     machine = Machine(tmp_path, crash=(3,))
-    found = swept(machine, monkeypatch, parallel=4)
+    found = swept(machine, monkeypatch, pace=40, parallel=4)
     assert machine.most == 4 and [line["trial"] for line in found] == [*range(12)]
     for line in found:
         expected = loss(line["keys"][RATE], 0, 81)
@@ -31,7 +31,7 @@ def test_trials_run_side_by_side_and_are_told(tmp_path, monkeypatch, capsys):
 
 
 def test_every_point_gets_the_same_seeds(tmp_path, monkeypatch):
-    found = swept(Machine(tmp_path), monkeypatch, parallel=4, seeds=[5, 6, 9])
+    found = swept(Machine(tmp_path), monkeypatch, pace=81, parallel=4, seeds=[5, 6, 9])
     for point in itertools.batched(found, 3) if hasattr(itertools, "batched") else zip(*[iter(found)] * 3, strict=True):
         assert [line["seed"] for line in point] == [5, 6, 9]
         assert len({line["keys"][RATE] for line in point}) == 1 and len({line["value"] for line in point}) == 3
@@ -95,7 +95,6 @@ def test_halving_stops_most_and_finds_the_best(tmp_path, monkeypatch, capsys):
     assert again and "goes on: it is among the best at step" in capsys.readouterr().err
     stopped = [line for line in found if line["state"] == "stopped"]
     assert all(line["steps"] in range(9, 30) and line["value"] for line in stopped)
-    assert same(swept(machine, monkeypatch, pace=3, **said)) == same(found)  # nothing is left to do
 
 
 @pytest.mark.slow
@@ -134,8 +133,8 @@ def test_trials_get_gpus_of_their_own(tmp_path, monkeypatch):
         return submit(job)
 
     machine.submit = seen
-    swept(machine, monkeypatch, parallel=3, job={"accelerators_per_node": 2})
-    assert len(given) == 12 and {len(side) for side in given} == {1, 2, 3}
+    swept(machine, monkeypatch, parallel=3, job={"accelerators_per_node": 2}, budget={"trials": 6})
+    assert len(given) == 6 and {len(side) for side in given} == {1, 2, 3}
     for side in given:
         devices = ",".join(side.values()).split(",")
         assert len(devices) == len({*devices}) == 2 * len(side) and {*devices} <= {*"0123456"}
