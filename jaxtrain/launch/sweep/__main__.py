@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         _check_same(begun, content, values)
     sweeper = Sweeper(sweep, root, flags.on, begun["began"] if begun else time.time())
     sweeper.check()
+    sweeper.warn()
     if flags.dry_run:
         print("\n".join([*map(shown, sweeper.first_points()), *spending.at_most(sweep)]))
         return

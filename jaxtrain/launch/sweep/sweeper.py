@@ -53,6 +53,15 @@ class Sweeper:
             trial = self._trial(0, self.sweep.example())
             engine_of(self.on).check(self._described(trial, config))
 
+    def warn(self) -> None:
+        """Say so where there are too few trials for one of them to pass all rungs."""
+        trial = self._trial(0, self.sweep.example())
+        if "first" in self.sweep.stop and self.sweep.trials:
+            rungs, factor = self._rungs(trial), self.sweep.stop.get("factor", 3)
+            if factor ** len(rungs) > self.sweep.trials:
+                say(f"none of {self.sweep.trials} trials will go on beyond step {rungs[-1]} of {trial.length}: one of "
+                    f"{factor} passes each of the {len(rungs)} rungs, so that takes {factor ** len(rungs)} trials")
+
     def first_points(self) -> list[Point]:
         """Return the points that are tried first, some of those that do not depend on results."""
         if self.sweep.method in OWN:

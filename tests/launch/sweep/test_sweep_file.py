@@ -51,7 +51,8 @@ WRONG = [  # what is said otherwise, how the line begins, and a part of the rest
     ({"stop": {"first": 1, "factor": 1}}, "stop.factor", "give 2 or more"),
     ({"stop": {"first": 81}}, "stop.first", "a trial has 81 steps"),
     ({"stop": {"first": 1}, "fixed": {"train.eval_every": 9}}, "stop.first", "before step 9"),
-    ({"stop": {"first": 9}, "seeds": 2}, "stop", "no mean over its seeds"), ({"job": {"nodez": 1}}, "job.nodez", "nodes"),
+    ({"stop": {"first": 9}, "seeds": 2}, "stop", "no mean over its seeds"),
+    ({"job": {"nodez": 1}}, "job.nodez", "did you mean 'nodes'"),
 ]
 
 
