@@ -10,13 +10,6 @@ from jaxtrain.launch import job_record
 from jaxtrain.launch.sweep import sweeper as sweeper_module
 from tests.launch.sweep.simulated import RATE, Killed, Machine, described, loss, swept
 
-SAME = ("trial", "keys", "seed", "value", "state", "steps")
-
-
-def same(results):
-    return [{key: line[key] for key in SAME} for line in results]
-
-
 def test_trials_run_side_by_side_and_are_told(tmp_path, monkeypatch, capsys):
     machine = Machine(tmp_path, crash=(3,))
     found = swept(machine, monkeypatch, pace=40, parallel=4)
@@ -41,6 +34,7 @@ def test_every_point_gets_the_same_seeds(tmp_path, monkeypatch):
 METHODS = {"random": {"parallel": 3}, "grid": {"method": "grid", "keys": {RATE: [0.1, 0.01, 0.3, 2.0]}, "budget": {}},
            "tpe": {"method": {"name": "tpe", "n_startup_trials": 3}, "parallel": 2, "budget": {"trials": 8}},
            "nsgaii": {"method": {"name": "nsgaii", "population_size": 3}, "budget": {"trials": 8}},
+           "halving": {"stop": {"first": 9}, "budget": {"trials": 9}},
            "seeds": {"method": {"name": "tpe", "n_startup_trials": 2}, "seeds": 2, "parallel": 3}}
 
 
@@ -75,10 +69,14 @@ def test_a_sweep_that_is_killed_anywhere_ends_as_one_that_is_not(tmp_path, monke
         except Killed:
             kills += 1
             assert kills < 100
-    assert kills > 3 and same(killed) == same(whole)
+    if "stop" in said:  # how far a trial comes until it is stopped depends on when somebody looks
+        assert "complete" in {line["state"] for line in killed}
+        killed, whole = ([{key: line[key] for key in ("trial", "keys")} for line in lines] for lines in (killed, whole))
+    assert kills > 3 and [{**line, "seconds": 0, "workdir": ""} for line in killed] == [
+        {**line, "seconds": 0, "workdir": ""} for line in whole]
     assert machine.most <= said.get("parallel", 1)
-    assert len({f"{line['keys']} {line['seed']}" for line in killed}) == len(killed)
-    assert all(machine.begun.count(name) <= 2 for name in machine.begun)
+    assert len({f"{line['keys']} {line.get('seed')}" for line in killed}) == len(killed)
+    assert all(machine.begun.count(name) <= 2 + ("stop" in said) for name in machine.begun)
 
 
 def test_halving_stops_most_and_finds_the_best(tmp_path, monkeypatch, capsys):
