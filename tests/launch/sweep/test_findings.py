@@ -58,6 +58,8 @@ def test_what_keys_explain():
     assert explained(keys, [key ** 3 for key in keys], wide) > 0.9
     assert explained(keys, [-key for key in keys], wide) > 0.9
     assert explained(keys, [chance.random() for _ in keys], wide) < 0.15
+    few = [explained(keys[:8], [chance.random() for _ in range(8)], wide) for _ in range(200)]
+    assert sum(few) / 200 < 0.25, "four groups of eight points explain something by chance"
     names = [chance.choice("ab") for _ in keys]
     noisy = [(name == "a") + chance.gauss(0, 0.5) for name in names]
     assert 0.3 < explained(names, noisy, two) < 0.8
@@ -92,6 +94,9 @@ def test_the_page_needs_nothing_and_draws_all_points(found, monkeypatch):
     assert f"--config.{RATE}={best.keys[RATE]}" in text
     up = [float(place.split()[1]) for place in list(lines.iter("path"))[30].get("d")[1:].split("L")]
     assert up[-1] == 0, "the best end of the metric is above"
+    ends = [float(path.get("d").split("L")[-1].split()[1]) for path in curves.iter("path")
+            if path.get("class") != "axis"]
+    assert ends[-1] > 200 > min(ends), "the lower, the lower"
     assert {word.text for word in lines.iter("text")} >= {*KEYS, "eval_loss", "0.0001", "1", "0", "0.1"}
 
 

@@ -107,6 +107,7 @@ def test_a_metric_that_no_run_has(monkeypatch):
     config_process.check_metric(sweep_of({**BASE, "objective": {"metric": "grad_norm_z"}}, VALUES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "told"), [
     ("tpee", "method: there is no sampler 'tpee'; did you mean 'tpe'?"),
     ({"name": "tpe", "n_startup": 3}, "method.n_startup: tpe has no such option; did you mean 'n_startup_trials'?"),

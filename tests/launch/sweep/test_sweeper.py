@@ -8,7 +8,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.launch import job_record
 from jaxtrain.launch.sweep import sweeper as sweeper_module
+from tests.launch.sweep.plain_halving import RUNGS, STEPS, published
 from tests.launch.sweep.simulated import RATE, Killed, Machine, described, loss, swept
+
 
 def test_trials_run_side_by_side_and_are_told(tmp_path, monkeypatch, capsys):
     machine = Machine(tmp_path, crash=(3,))
@@ -96,6 +98,25 @@ def test_halving_stops_most_and_finds_the_best(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_halving_finds_the_highest_where_that_is_best(tmp_path, monkeypatch):
+    found = swept(Machine(tmp_path), monkeypatch, pace=3, stop={"first": 9}, budget={"trials": 27},
+                  objective={"goal": "maximise"})
+    best = max((line for line in found if line["keys"][RATE] < 1), key=lambda line: line["keys"][RATE])
+    assert best["state"] == "complete" and sum(line["state"] == "complete" for line in found) < 8
+
+
+@pytest.mark.slow
+def test_one_trial_at_a_time_comes_as_far_as_published(tmp_path, monkeypatch):
+    found = swept(Machine(tmp_path), monkeypatch, pace=3, stop={"first": 3}, budget={"trials": 40})
+    steps = [*RUNGS, STEPS]
+    curves = [{step: value if (value := loss(line["keys"][RATE], 0, step)) == value else 1e9 for step in steps}
+              for line in found]
+    furthest = dict(sorted(published(curves, workers=1)))  # of equal trials the last counts, which is the highest
+    assert [line["steps"] for line in found] == [steps[furthest[line["trial"]]] for line in found]
+    assert sum(line["steps"] == STEPS for line in found) in range(1, 6)
+
+
+@pytest.mark.slow
 def test_a_pruner_of_optuna_stops_too(tmp_path, monkeypatch):
     pytest.importorskip("optuna")
     found = swept(Machine(tmp_path), monkeypatch, pace=3, parallel=2, method="tpe", stop={
@@ -142,6 +163,7 @@ def test_trials_get_gpus_of_their_own(tmp_path, monkeypatch):
         swept(machine, monkeypatch, parallel=2)
 
 
+@pytest.mark.slow
 def test_what_a_config_refuses_is_told_to_the_sampler(tmp_path, monkeypatch, capsys):
     """Of a grid such a point is a mistake; a sampler may draw some, and goes on."""
     pytest.importorskip("optuna")
