@@ -11,7 +11,7 @@ from jaxtrain.errors import UserError, nearest
 
 Point = dict[str, Any]  # a value for each key that is searched
 _ATTEMPTS = 1000  # draws that were there before, until all points count as drawn
-_FIELDS = ("values", "low", "high", "log", "int")
+FIELDS = ("values", "low", "high", "log", "int")
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def range_of(key: str, said: Any) -> Range:
         said = {"values": said}
     if not isinstance(said, dict):
         raise UserError(f"keys.{key}", f"{said!r} is one value", "put it under fixed, or give several: values = [...]")
-    if unknown := next((name for name in said if name not in _FIELDS), None):
-        raise UserError(f"keys.{key}.{unknown}", "a range has no such key", nearest(unknown, _FIELDS))
+    if unknown := next((name for name in said if name not in FIELDS), None):
+        raise UserError(f"keys.{key}.{unknown}", "a range has no such key", nearest(unknown, FIELDS))
     if "values" in said:
         values = said["values"]
         if len(said) > 1:

@@ -185,7 +185,7 @@ def _flat(table: Mapping[str, Any], is_value: Callable[[dict], bool], of: str = 
 
 
 def _is_range(said: dict) -> bool:
-    return not all(isinstance(inner, dict | list) for inner in said.values()) or "values" in said
+    return any(name in said for name in search_space.FIELDS)
 
 
 def _check(section: str, said: Any, form: Mapping[str, Any]) -> None:

@@ -38,6 +38,7 @@ class Sweeper:
         self.trials = read(sweep, root)
         self._gpus = child_processes.gpus(os.environ) if on == "local" else []
         self._own = sweep.points()
+        self._submitted = False
         self._told: set[str] = set()  # what is said once
         self._reports: dict[tuple[int, int], float] = {}
         self._forgotten: dict[int, float] = {}  # since when the engine does not know the job of a trial
@@ -270,12 +271,18 @@ class Sweeper:
 
     def _submit(self, trial: Trial) -> None:
         seed = "" if trial.seed is None else f", seed {trial.seed}"
-        say(f"trial {trial.number}: {shown(trial.keys)}{seed}")
+        self._once(f"trial {trial.number}, job {trial.job}: {shown(trial.keys)}{seed}")
         if self._gpus:
             taken = [other.devices for other in self.running() if other is not trial]
             trial.devices = device_slots.assigned(self._gpus, taken, self.sweep.job.accelerators_per_node)
         trial.record()
-        launch.submit(self._described(trial, self.root / CONFIG))
+        try:
+            launch.submit(self._described(trial, self.root / CONFIG))
+            self._submitted = True
+        except UserError as error:
+            if not self._submitted:
+                raise
+            self._once(f"trial {trial.number} cannot be submitted now, and will be tried again: {error}")
 
     def _described(self, trial: Trial, config: Path) -> jobs.Job:
         """Return the job of a trial."""

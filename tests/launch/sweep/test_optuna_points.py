@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxtrain.launch.sweep.trials import Tried
+from jaxtrain.launch.sweep.metric_curve import MetricCurve
+from jaxtrain.launch.sweep.trials import Trial, Tried
 from tests.launch.sweep.simulated import RATE, Machine, described
 
 pytest.importorskip("optuna")
@@ -41,6 +42,21 @@ def test_it_goes_where_results_are_good_and_nothing_failed(tmp_path):
     assert sum(point[RATE] < 0.01 for point in drawn(tmp_path, tried(sweep, low), 12)) >= 9
     above = drawn(tmp_path, tried(sweep, low), 12, objective={"goal": "maximise"})
     assert sum(point[RATE] > 0.01 for point in above) >= 9
+
+
+def test_a_pruner_sees_values_in_their_order(tmp_path):
+    """A trial that was bad at first stops, even if somebody looks when it has become good."""
+    from jaxtrain.launch.sweep.optuna_points import stopped
+
+    sweep = described(Machine(tmp_path), stop={"pruner": "median", "n_startup_trials": 2})
+    shown = []
+    for number, keys in enumerate(sweep.points()[:4]):
+        trial = Trial(tmp_path, number, keys, None, 10, MetricCurve(tmp_path / "none", "eval_loss"))
+        trial.curve.values = {step: 1.0 if number < 3 else 5.0 if step < 6 else 0.0 for step in range(1, 11)}
+        shown.append(Tried(number, keys, [trial], "complete" if number < 3 else "", 1.0 if number < 3 else None))
+    assert stopped(sweep, shown, shown[3]) and shown[3].trials[0].sampler["reported"] == 1
+    shown[3].trials[0].curve.values, shown[3].trials[0].sampler = dict.fromkeys(range(1, 11), 0.5), {}
+    assert not stopped(sweep, shown, shown[3]) and shown[3].trials[0].sampler["reported"] == 10
 
 
 def test_no_point_is_drawn_twice(tmp_path):

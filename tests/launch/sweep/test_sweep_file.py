@@ -17,6 +17,7 @@ WIDE = {RATE: {"low": 0.001, "high": 0.1}}
 WRONG = [  # what is said otherwise, how the line begins, and a part of the rest
     ({"keyz": {}}, "keyz", "did you mean 'keys'"), ({"config": 1}, "config", "is not text"),
     ({"keys": {}}, "keys", "nothing is searched"), ({"keys": {RATE: 0.1}}, f"keys.{RATE}", "put it under fixed"),
+    ({"keys": {"optimizer": {"learning_rate": 0.1}}}, f"keys.{RATE}", "put it under fixed"),
     ({"keys": {"optimizer.learning_ratee": [1]}}, "optimizer.learning_ratee", "did you mean 'learning_rate'"),
     ({"keys": {RATE: ["x"]}}, RATE, "is not a finite number"),
     ({"keys": {RATE: []}}, f"keys.{RATE}.values", "in [ ]"),

@@ -25,6 +25,26 @@ def test_trials_run_side_by_side_and_are_told(tmp_path, monkeypatch, capsys):
     assert "all 12 trials of the budget have begun" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_an_engine_that_takes_no_job_for_a_while_is_asked_again(tmp_path, monkeypatch, capsys):
+    def failing(do, times):
+        def done(*words):
+            if next(times):
+                raise UserError("sbatch", "the controller does not answer", "wait")
+            return do(*words)
+        return done
+
+    machine = Machine(tmp_path)
+    submit, machine.status = machine.submit, failing(machine.status, itertools.cycle([0, 0, 1]))
+    machine.submit = failing(submit, itertools.cycle([0, 0, 1]))
+    found = swept(machine, monkeypatch, parallel=3)
+    assert [line["trial"] for line in found] == [*range(12)] and len(machine.begun) == 12
+    assert "cannot be submitted now, and will be tried again: sbatch: the" in capsys.readouterr().err
+    machine.submit = failing(submit, itertools.repeat(1))
+    with pytest.raises(UserError, match="does not answer"):  # nothing has worked yet, so it may never work
+        swept(machine, monkeypatch, budget={"trials": 13})
+
+
 def test_every_point_gets_the_same_seeds(tmp_path, monkeypatch):
     found = swept(Machine(tmp_path), monkeypatch, pace=81, parallel=4, seeds=[5, 6, 9])
     for point in itertools.batched(found, 3) if hasattr(itertools, "batched") else zip(*[iter(found)] * 3, strict=True):
