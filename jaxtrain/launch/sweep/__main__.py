@@ -27,7 +27,7 @@ from jaxtrain.launch.sweep import findings, spending, sweep_page
 from jaxtrain.launch.sweep.config_process import check_metric, values_of
 from jaxtrain.launch.sweep.sweep_file import CONFIG, Sweep, check_form, read_content, shown, sweep_of
 from jaxtrain.launch.sweep.sweeper import Sweeper
-from jaxtrain.launch.sweep.trials import RESULTS, points_of, read, write_results
+from jaxtrain.launch.sweep.trials import RESULTS, points_of, read
 
 RECORD = "sweep.json"
 _FORM = {"content": dict, "values": dict, "directory": str, "began": float}
@@ -102,10 +102,8 @@ def _alone(root: Path) -> Iterator[None]:
 
 
 def report(sweep: Sweep, root: Path) -> None:
-    """Print the points from the best to the worst, and write results.jsonl and report.html."""
-    trials = read(sweep, root)
-    tried = points_of(trials, sweep.runs)
-    write_results(root, trials)
+    """Print the points from the best to the worst, and write report.html."""
+    tried = points_of(read(sweep, root), sweep.runs)
     atomic_files.write(root / "report.html", sweep_page.page(sweep, tried))
     head, rows = findings.rows(sweep, tried)
     for row in aligned([head, *rows]):

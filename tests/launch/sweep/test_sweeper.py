@@ -22,6 +22,7 @@ def test_trials_run_side_by_side_and_are_told(tmp_path, monkeypatch, capsys):
         assert line["state"] == state and line["seed"] == 0 and line["workdir"].endswith(f"trial-{line['trial']:04}")
         assert line["value"] == (expected if state == "complete" else None)
         assert (line["steps"], line["tokens"]) == ((0, 0) if line["trial"] == 3 else (81, 810))
+    assert machine.begun.count("trial-0003") == 4, "a job that was killed is submitted again, three times"
     assert "all 12 trials of the budget have begun" in capsys.readouterr().err
 
 
