@@ -17,6 +17,7 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
     "supervise": ("jaxtrain.supervise", "Start processes as one run, and restart them when one dies or hangs."),
     "launch": ("jaxtrain.launch", "Submit a run to this machine, Slurm, Kubernetes or Ray, or write it for others."),
     "jobs": ("jaxtrain.launch.jobs", "See jobs, and pause, resume and cancel them, on whatever engine they are."),
+    "sweep": ("jaxtrain.launch.sweep", "Search values of a config's keys by many runs, and stop the worse ones early."),
     "plan": ("jaxtrain.plan", "Rank meshes for given hardware: which fit, how fast they train, what they cost."),
     "bench": ("jaxtrain.bench", "Measure how fast a config trains on the devices here, and where the time goes."),
     "doctor": ("jaxtrain.doctor", "Find out why training would not work on this machine, or be slow."),

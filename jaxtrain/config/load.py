@@ -21,8 +21,13 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
     The config.json of a run is a config file too. "hf:FOLDER" is the model of a folder in Hugging Face's format, with
     `train.init_from` set to its weights.
     """
+    return make_config(read_config(path), overrides)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Return what a config file says, by section, before defaults and checks."""
     if str(path).startswith("hf:"):
-        return make_config(published_config.starting_config(str(path).removeprefix("hf:")), overrides)
+        return published_config.starting_config(str(path).removeprefix("hf:"))
     file, _, variant = str(path).partition(".py:")
     file = Path(file if file.endswith((".py", ".json")) else file + ".py")
     if not file.is_file():
@@ -32,7 +37,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
         filled = filled.to_dict()
     if not isinstance(filled, dict):
         raise UserError("--config", f"get_config of {file} returned {filled!r}", "return a ConfigDict with sections")
-    return make_config(filled, overrides)
+    return filled
 
 
 def _run(file: Path, variant: str) -> Any:

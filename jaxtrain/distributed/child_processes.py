@@ -81,25 +81,28 @@ def start(command: Sequence[str], rank: int, slot: int, log: Path, environment: 
     return Child(rank, slot, log, process, ours)
 
 
+def gpus(environment: Mapping[str, str]) -> list[str]:
+    """Return this host's GPUs, as CUDA_VISIBLE_DEVICES names them; none, where JAX is to use CPUs."""
+    if environment.get("JAX_PLATFORMS") == "cpu":
+        return []
+    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in visible.split(",") if name]
+    if not shutil.which("nvidia-smi"):
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    return [str(n) for n in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
+
+
 def shares(environment: Mapping[str, str], processes: int) -> list[dict[str, str]]:
     """Return the extra environment of each process, which splits this host's accelerators among them."""
-    nothing: list[dict[str, str]] = [{} for _ in range(processes)]
-    if processes == 1 or environment.get("JAX_PLATFORMS") == "cpu":
-        return nothing
-    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
-        gpus = [name for name in visible.split(",") if name]
-    elif shutil.which("nvidia-smi"):
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-        gpus = [str(n) for n in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
-    else:
-        gpus = []
-    if not gpus:
-        return nothing
-    if len(gpus) % processes:
-        raise UserError("--processes", f"{processes} processes cannot share {len(gpus)} GPUs evenly",
-                        f"choose a divisor of {len(gpus)}")
-    each = len(gpus) // processes
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each: (i + 1) * each])} for i in range(processes)]
+    here = gpus(environment) if processes > 1 else []
+    if not here:
+        return [{} for _ in range(processes)]
+    if len(here) % processes:
+        raise UserError("--processes", f"{processes} processes cannot share {len(here)} GPUs evenly",
+                        f"choose a divisor of {len(here)}")
+    each = len(here) // processes
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(here[i * each: (i + 1) * each])} for i in range(processes)]
 
 
 def die_with_parent():

@@ -109,7 +109,7 @@ def describe(on: str, workdir: Path, config: str | None, overrides: list[str], o
                         "file, or name a file with it under secrets")
     commit, _ = jobs.provenance(Path.cwd())
     folder = workdir.absolute() / "jobs" / "0"
-    name = spec.name or _name_of(workdir.absolute().name)
+    name = spec.name or name_of(workdir.absolute().name)
     return jobs.Job(folder, on, name, command, str(Path.cwd()), spec, about | commit)
 
 
@@ -146,7 +146,8 @@ def _refuse_second(job: jobs.Job) -> None:
                         f"see it: jaxtrain jobs show {job.workdir}")
 
 
-def _name_of(text: str) -> str:
+def name_of(text: str) -> str:
+    """Return the name of a job in the letters that all engines take."""
     kept = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in text.lower())
     return kept.strip("-")[:52].strip("-") or "jaxtrain"
 

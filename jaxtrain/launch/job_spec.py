@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxtrain.errors import UserError, nearest
@@ -148,7 +149,12 @@ def read_spec(path: str | Path | None, overrides: Mapping[str, str]) -> JobSpec:
             found = tomllib.loads(Path(path).read_text())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise UserError("--job", f"{path} cannot be read ({error})", "give a TOML file") from error
-    values = {key: _converted(key, value, text=False) for key, value in found.items()}
+    return spec_of(found, overrides)
+
+
+def spec_of(table: Mapping[str, Any], overrides: Mapping[str, str] = MappingProxyType({})) -> JobSpec:
+    """Return the spec that a table of TOML says, and overrides as a command line gives them."""
+    values = {key: _converted(key, value, text=False) for key, value in table.items()}
     return JobSpec(**values | {key: _converted(key, value, text=True) for key, value in overrides.items()})
 
 

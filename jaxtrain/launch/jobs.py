@@ -10,6 +10,7 @@ nodes as then fit.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def table(root: Path) -> list[str]:
     if not root.is_dir():
         raise UserError("ROOT", f"there is no folder {root}", "give the one that workdirs are in")
     silent: set[str] = set()  # engines that cannot be asked from here
-    rows = [("WORKDIR", "ENGINE", "ID", "STATE", "STEP", "NODES")]
+    rows: list[tuple[str, ...]] = [("WORKDIR", "ENGINE", "ID", "STATE", "STEP", "NODES")]
     for job in records.under(root):
         status = records.Status("unknown")
         if job.engine not in silent:
@@ -83,6 +84,11 @@ def table(root: Path) -> list[str]:
         step = Steps(job.workdir / "metrics.jsonl").newest or None
         workdir = job.workdir.relative_to(root) if job.workdir.is_relative_to(root) else job.workdir
         rows.append((f"{workdir}", job.engine, job.id.partition(":")[0], status.state, f"{step or ''}", status.nodes))
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, with columns below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

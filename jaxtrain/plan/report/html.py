@@ -1,7 +1,6 @@
 """Write a plan as one self-contained page: the best layout, why it wins, the ranking, and where memory and time go."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from jaxtrain.plan.report import scaling
 from jaxtrain.plan.report.bars import Bar, Look, chart
 from jaxtrain.plan.report.command import command
 from jaxtrain.plan.report.curves import curves
+from jaxtrain.plan.report.page_parts import document, html_table, paragraph
 from jaxtrain.plan.report.reasons import duration, reasons
-from jaxtrain.plan.report.style import STYLE
 from jaxtrain.plan.report.table import Found, shown
 
 HIDDEN = "hidden: the same collective, at no cost"
@@ -42,15 +41,12 @@ def page(found: Found, source: str, base: Config, top: int = 10, tokens: float =
     target, data = found.target, found.config.data
     file, _, variant = source.partition(".py:")
     name = f"{Path(file).stem}{f' ({variant})' if variant else ''} on {found.devices:,} × {target.name}"
-    parts = [f"<h1>Training plan: {escape(name)}</h1>", _words(
+    parts = [f"<h1>Training plan: {escape(name)}</h1>", paragraph(
         f"Steps of {data.global_batch_size:,} rows of {data.seq_len:,} tokens, config {source}. Predicted from the "
         f"traced step and the target's figures ({target.source}); nothing was run.", "soft"),
         *_winner(found, source, base, tokens), "<h2>Layouts that fit, fastest first</h2>", _ranking(found, tokens),
         *_time(found, top), *_memory(found, top), *_efficiency(found), *_others(found)]
-    return "\n".join(['<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
-                      '<meta name="viewport" content="width=device-width,initial-scale=1">',
-                      f"<title>{escape(f'Training plan: {name}')}</title><style>{STYLE}</style></head><body><main>",
-                      *parts, "</main></body></html>\n"])
+    return document(f"Training plan: {name}", parts)
 
 
 def communication(guess: Estimate) -> dict[str, float]:
@@ -62,7 +58,7 @@ def communication(guess: Estimate) -> dict[str, float]:
 def _winner(found: Found, source: str, base: Config, tokens: float) -> list[str]:
     if found.best is None:
         least = f" {found.least[1]} alone need {found.least[0]} devices." if found.least else ""
-        return ["<h2>Nothing fits</h2>", _words(f"No layout fits {found.devices} × {found.target.name}.{least}")]
+        return ["<h2>Nothing fits</h2>", paragraph(f"No layout fits {found.devices} × {found.target.name}.{least}")]
     e = found.best.estimate
     exposed = sum(communication(e).values())
     facts = {"time of a step": duration(e.seconds), "tokens/s": f"{e.tokens_per_second:,.0f}",
@@ -92,7 +88,7 @@ def _ranking(found: Found, tokens: float) -> str:
                      f"{e.days(tokens):,.1f}", f"{e.cost(tokens):,.0f}"))
     head = ("", "layout", "memory, GB", "step", "computation", "exposed", "hidden", "tokens/s", "MFU", "days",
             "cost, $")
-    return _table(head, rows, 2) + (_words(
+    return html_table(head, rows, 2) + (paragraph(
         "* No other is both faster and smaller. A step is computation plus exposed communication; hidden communication "
         f"passes behind computation and costs no time. Days and cost are of {tokens:.3g} tokens.", "soft")
         if rows else "")
@@ -106,11 +102,11 @@ def _time(found: Found, top: int) -> list[str]:
     talk = [Bar(name, Counter(communication(e)), e.time.hidden) for name, e in best]
     warm = {name for bar in talk for name in (*bar.parts, *bar.hidden)}
     look = Look.of(bars, warm, ("Computation", "Communication, by collective and mesh axis"), duration)
-    page = ["<h2>Where the time of a step goes</h2>", _words(
+    page = ["<h2>Where the time of a step goes</h2>", paragraph(
         "Solid parts add up to the step. Hatched ones are communication hidden behind computation, to the same scale."),
         chart(bars, look, hidden=HIDDEN)]
     if any(bar.parts.total() or bar.hidden for bar in talk):
-        page += ["<h2>Communication alone</h2>", _words(
+        page += ["<h2>Communication alone</h2>", paragraph(
             "The same exposed (solid) and hidden (hatched) communication, to a scale of its own."),
             chart(talk, look.only(warm), hidden=HIDDEN)]
     return page
@@ -128,7 +124,7 @@ def _memory(found: Found, top: int) -> list[str]:
                    lambda size: f"{gigabytes(size)} GB")
     unfit = f", then the {len(large)} smallest that do not" if large else ""
     answers = " and of each phase of answering" if found.config.reinforce.prompts else ""
-    return ["<h2>Where the memory of a device goes</h2>", _words(
+    return ["<h2>Where the memory of a device goes</h2>", paragraph(
         f"At the worst moment of a step{answers}: the first {len(best)} that fit{unfit}."),
         chart(bars, look, limits if found.target.usable < 1 else limits[1:])]
 
@@ -149,14 +145,14 @@ def _efficiency(found: Found) -> list[str]:
                        gigabytes(e.bytes)) if e else ("", "", "", "")
             rows.append((name, f"{point.choice}" if point.choice else f"left out: {point.why}", f"{point.devices:,}",
                          f"{point.batch:,}", *numbers))
-    return ["<h2>Other numbers of devices</h2>", _words(
+    return ["<h2>Other numbers of devices</h2>", paragraph(
         f"The fastest layout ({found.best}) at a quarter to four times as many devices, with data or fsdp multiplied, "
         f"whichever is then faster; nothing else of the mesh changes, so other layouts may be faster there. "
         f"“{scaling.SAME}”: {found.config.data.global_batch_size:,} rows a step, accumulated in fewer or more parts "
         f"as there are more or fewer devices; “{scaling.ALONG}”: the batch grows and shrinks with the devices."),
         '<div class="pair">', curves("MFU", xs, mfu, percent=True),
         curves("tokens/s a device", xs, speed, percent=False), "</div>",
-        _table(("batch", "layout", "devices", "rows", "MFU", "tokens/s a device", "step", "memory, GB"), rows, 2)]
+        html_table(("batch", "layout", "devices", "rows", "MFU", "tokens/s a device", "step", "memory, GB"), rows, 2)]
 
 
 def _others(found: Found) -> list[str]:
@@ -164,30 +160,10 @@ def _others(found: Found) -> list[str]:
     for overrides, why in found.refused:
         reasons_.setdefault(why, []).append(shown(overrides))
     return ["<h2>Too large</h2>",
-            _table(("layout", "why"), [(f"{choice}", found.why(choice)) for choice in found.too_large], 2),
+            html_table(("layout", "why"), [(f"{choice}", found.why(choice)) for choice in found.too_large], 2),
             "<h2>Not searched in detail</h2>",
-            _table(("why", "layouts"), [(why, "; ".join(layouts)) for why, layouts in reasons_.items()], 2)]
-
-
-def _table(head: Sequence[str], rows: Sequence[Iterable[str]], words: int) -> str:
-    """Return a table whose first `words` columns are text; on a phone each row becomes a block with its own labels."""
-    def cell(i: int, text: str) -> str:
-        label = "" if i < words else f' data-head="{escape(head[i])}"'
-        kind = "" if i >= words else " class=text" if head[i] else ' class="text rank"'
-        return f'<td role="cell"{kind}{label}>{escape(text)}</td>'
-
-    if not rows:
-        return "<p>None.</p>"
-    titles = "".join(f'<th scope="col" role="columnheader"{" class=text" if i < words else ""}>{escape(title)}</th>'
-                     for i, title in enumerate(head))
-    return "\n".join(['<table class="wide" role="table">', f'<tr class="head" role="row">{titles}</tr>',
-                      *(f'<tr role="row">{"".join(cell(i, text) for i, text in enumerate(row))}</tr>' for row in rows),
-                      "</table>"])
+            html_table(("why", "layouts"), [(why, "; ".join(layouts)) for why, layouts in reasons_.items()], 2)]
 
 
 def _some(seconds: float) -> str:
     return duration(seconds) if seconds else "0"
-
-
-def _words(text: str, kind: str = "") -> str:
-    return f"<p{f' class={kind}' if kind else ''}>{escape(text)}</p>"

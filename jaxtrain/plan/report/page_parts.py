@@ -1,0 +1,35 @@
+"""The parts that self-contained pages have in common: the document around them, tables and paragraphs."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from jaxtrain.plan.report.style import STYLE
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """Return a whole page, which needs no network."""
+    return "\n".join(['<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
+                      '<meta name="viewport" content="width=device-width,initial-scale=1">',
+                      f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>",
+                      *parts, "</main></body></html>\n"])
+
+
+def html_table(head: Sequence[str], rows: Sequence[Iterable[str]], words: int) -> str:
+    """Return a table whose first `words` columns are text; on a phone each row becomes a block with its own labels."""
+    def cell(i: int, text: str) -> str:
+        label = "" if i < words else f' data-head="{escape(head[i])}"'
+        kind = "" if i >= words else " class=text" if head[i] else ' class="text rank"'
+        return f'<td role="cell"{kind}{label}>{escape(text)}</td>'
+
+    if not rows:
+        return "<p>None.</p>"
+    titles = "".join(f'<th scope="col" role="columnheader"{" class=text" if i < words else ""}>{escape(title)}</th>'
+                     for i, title in enumerate(head))
+    return "\n".join(['<table class="wide" role="table">', f'<tr class="head" role="row">{titles}</tr>',
+                      *(f'<tr role="row">{"".join(cell(i, text) for i, text in enumerate(row))}</tr>' for row in rows),
+                      "</table>"])
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    """Return a paragraph; `kind`: its class in the style sheet."""
+    return f"<p{f' class={kind}' if kind else ''}>{escape(text)}</p>"
