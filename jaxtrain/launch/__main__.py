@@ -17,11 +17,14 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files
 from jaxtrain.flags import command, overrides_of, parser_of
-from jaxtrain.launch import cost
+from jaxtrain.launch import cost, mesh_check
 from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.job_spec import ENGINES, JobSpec, read_spec
@@ -48,16 +51,20 @@ def main(argv: list[str] | None = None) -> None:
                             help=f"as the job's key {name}" if shown else argparse.SUPPRESS)
     flags, rest = parser.parse_known_args(words)
     given = {name: value for name in JobSpec.__dataclass_fields__ if (value := getattr(flags, name)) is not None}
-    engine, spec, made = engine_of(flags.on), read_spec(flags.job, given), []
+    engine, spec, made, loaded = engine_of(flags.on), read_spec(flags.job, given), [], None
     for task in tasks_of(flags.array, flags.workdir):
         workdir, *said = (word.replace("{task}", task or "{task}") for word in (flags.workdir, *rest, *own))
-        made.append(describe(flags.on, Path(workdir), flags.config, said[:len(rest)], said[len(rest):], spec,
-                             vars(flags)))
+        overrides, command = said[:len(rest)], said[len(rest):]
+        if flags.config and not own:
+            loaded = load_config(flags.config, overrides_of(overrides, vars(flags)))
+        made.append(describe(flags.on, Path(workdir), flags.config, loaded, overrides, command, spec))
         engine.check(made[-1])
     if flags.dry_run:
         for name, content in engine.render(made[0]).items():
             print(f"# {name}\n{content}")
-        say(cost.at_most(spec))
+        warning = mesh_check.memory_warning(loaded, spec) if loaded else ""
+        for line in filter(None, (warning, cost.at_most(spec), cost.to_go(spec, made[0].workdir))):
+            say(line)
         return
     for job in map(submit, made):
         say(f"submitted as {job.id.partition(':')[0]} on {job.engine}; see it: jaxtrain jobs show {job.workdir}")
@@ -80,21 +87,19 @@ def tasks_of(array: str | None, workdir: str) -> list[str]:
     return [f"{n}" for n in tasks]
 
 
-def describe(on: str, workdir: Path, config: str | None, overrides: list[str], own: list[str], spec: JobSpec,
-             flags: dict) -> jobs.Job:
-    """Return the job that words describe, once its config was read; its folder does not exist yet."""
-    from jaxtrain.config.load import load_config
-
-    about: dict[str, str] = {}
+def describe(on: str, workdir: Path, config: str | None, loaded: Config | None, overrides: list[str], own: list[str],
+             spec: JobSpec) -> jobs.Job:
+    """Return the job that words describe, whose config was loaded; its folder does not exist yet."""
+    about: dict[str, Any] = {}
     if bool(config) == bool(own):
         raise UserError("command line", "a job runs a config or a command, one of the two",
                         "write jaxtrain launch CONFIG ..., or -- and a command at the end")
-    if config:
-        keys = overrides_of(overrides, flags)
-        loaded = load_config(config, keys)
+    if loaded:
         if spec.min_nodes % spec.nodes and not loaded.resilience.elastic:
             raise UserError("min_nodes", "the config does not go on with fewer nodes",
                             "set resilience.elastic=true, or leave it out")
+        if counts := mesh_check.check_mesh(loaded, spec):
+            about["node_counts"] = counts
         about["config_hash"] = atomic_files.digest(loaded.to_dict())
         python = "python" if spec.setup or spec.image else sys.executable  # setup may activate an environment
         module = ["jaxtrain.main"] if on != "local" else [

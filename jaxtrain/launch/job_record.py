@@ -99,11 +99,16 @@ def read(folder: Path) -> Job | None:
                found["id"], found["submitted"])
 
 
+def all_of(workdir: Path) -> list[Job]:
+    """Return the jobs of a workdir, the newest one first."""
+    found = (read(workdir / "jobs" / f"{number}") for number in reversed(_numbers(workdir / "jobs")))
+    return [job for job in found if job]
+
+
 def newest(workdir: Path) -> Job:
     """Return the newest job of a workdir."""
-    for number in reversed(_numbers(workdir / "jobs")):
-        if job := read(workdir / "jobs" / f"{number}"):
-            return job
+    if found := all_of(workdir):
+        return found[0]
     raise UserError("WORKDIR", f"{workdir} has no job", "submit one with jaxtrain launch")
 
 

@@ -124,6 +124,11 @@ class JobSpec:
         return self.processes_per_node or self.accelerators_per_node or 1
 
     @property
+    def devices_per_node(self) -> int:
+        """Return as how many devices JAX sees the accelerators of a node; 0: there are none, and it is not known."""
+        return self.accelerators_per_node * (2 if "tpu7x" in self.accelerator.lower() else 1)  # each chip is two
+
+    @property
     def seconds(self) -> int:
         """The time limit; 0: the engine's."""
         if not self.time:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import add_subcommand, command, parser_of
+from jaxtrain.launch import cost
 from jaxtrain.launch import job_record as records
-from jaxtrain.launch.cost import so_far
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.supervisor.progress_file import Steps
 
@@ -101,7 +101,7 @@ def shown(job: records.Job) -> str:
              "id": job.id.partition(":")[0], "name": job.name, "nodes": status.nodes, "step": step,
              "submitted": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.submitted)),
              "command": records.quoted(job.command), "commit": job.about.get("commit"),
-             "cost": so_far(job.spec, job.workdir), "files": job.folder}
+             "cost": cost.so_far(job), "to go": cost.to_go(job.spec, job.workdir), "files": job.folder}
     return "\n".join(f"{name:<10} {value}" for name, value in facts.items() if value not in (None, ""))
 
 

@@ -1,17 +1,21 @@
 """Jobs in Slurm: submitted with sbatch, seen with squeue and sacct, held and released with scontrol."""
 
+import itertools
+import math
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 
 from jaxtrain.errors import UserError
 from jaxtrain.launch.job_record import Job, Status, quoted
-from jaxtrain.launch.slurm_script import script
+from jaxtrain.launch.slurm_script import ranged, script
 
 SCRIPT = "job.sh"
 _STATES = {"PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting", "REQUEUE_HOLD": "paused",
-           "RUNNING": "running", "COMPLETING": "running", "SUSPENDED": "paused", "COMPLETED": "done",
+           "RUNNING": "running", "COMPLETING": "running", "SIGNALING": "running", "RESIZING": "running",
+           "STAGE_OUT": "running", "SUSPENDED": "paused", "STOPPED": "paused", "COMPLETED": "done",
            "CANCELLED": "cancelled", "FAILED": "failed", "TIMEOUT": "failed", "NODE_FAIL": "failed",
            "OUT_OF_MEMORY": "failed", "BOOT_FAIL": "failed", "DEADLINE": "failed", "PREEMPTED": "waiting"}
 _REASONS = {  # of waiting, in words for those who do not run the cluster
@@ -28,9 +32,14 @@ _REASONS = {  # of waiting, in words for those who do not run the cluster
     "InvalidAccount": "its account does not exist", "InvalidQOS": "its QoS does not exist or is not allowed",
     "Licenses": "it waits for a licence", "Reservation": "its reservation has not begun",
     "job requeued in held state": "it is paused: jaxtrain jobs resume WORKDIR"}
-_PARTS = (("^(Assoc|QOS).*Grp", "others of its account or QoS use up what they have together"),
-          ("^(Assoc|QOS).*Max.*PerUser", "jobs of the same user use up what one may have"),
-          ("^(Assoc|QOS)", "it asks for more than its account or QoS may have"))
+_PARTS = (  # of limits: who has them, by the first letters, and what they limit
+    ("Grp(?!.*Run).*Minutes|GrpWall", "its {} has used up all the time that it was given"),
+    ("Grp", "running jobs of its {} use up what these may have together"),
+    ("Min", "it asks for less than its {} demands"),
+    ("PerJob", "it asks for more than its {} gives to one job"),
+    ("PerAccount", "running jobs of its account use up what one account may have"),
+    ("PerUser|MaxJobs", "running jobs of the same user use up what one may have"),
+    ("", "it is beyond a limit of its {}"))
 
 
 class SlurmEngine:
@@ -45,6 +54,9 @@ class SlurmEngine:
                             "leave it out, and set queue or priority")
         if wrong := next((v for v, where in job.spec.secrets.items() if not where.startswith("file:")), None):
             raise UserError(f"secrets.{wrong}", "Slurm keeps no secrets", "give file:PATH, which all nodes can read")
+        for path, what in job.spec.mounts.items():
+            if not what.startswith("/") or ":" in what + path:
+                raise UserError(f"mounts.{path}", f"{what!r} is not a folder that nodes have", "give /PATH")
 
     def render(self, job: Job) -> dict[str, str]:
         """Return the files of a job."""
@@ -82,8 +94,24 @@ class SlurmEngine:
         status = self.status(job)
         if status.state not in ("waiting", "paused"):
             return f"it is {status.state}" + (f" ({status.detail})" if status.detail else "")
-        part = next((words for pattern, words in _PARTS if re.search(pattern, status.detail)), "")
-        return f"{_REASONS.get(status.detail, part) or 'Slurm says only this'} ({status.detail})"
+        known = _REASONS.get(status.detail) or _limit(status.detail) or "Slurm says only this"
+        return f"{known} ({status.detail})" + (self._ahead(job) if status.detail == "Priority" else "")
+
+    def _ahead(self, job: Job) -> str:
+        """Return which jobs come before one that waits."""
+        queue = [f"--partition={job.spec.queue}"] if job.spec.queue else []
+        lines = _run("squeue", "--noheader", "--states=PENDING", "--sort=-p,i", *queue, "--format=%i %a %q",
+                     missing="").splitlines()
+        before = [line.split(" ", 1) for line in itertools.takewhile(lambda line: line.split()[0] != job.id, lines)]
+        named = ", ".join(f"{number} (account and QoS: {whose})" for number, whose in before[:3])
+        return f"; {len(before)} before it: {named}" if before else ""
+
+    def node_hours(self, job: Job) -> float | None:
+        """Return for how many hours a job has held how many nodes, in all its starts; None: nobody counts here."""
+        since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(job.submitted - 60))  # numbers are used again
+        found = _run("sacct", "--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={job.id}",
+                     f"--starttime={since}", "--format=ElapsedRaw,NNodes", missing="").split()
+        return sum(math.prod(map(int, line.split("|"))) for line in found) / 3600 if found else None
 
     def pause(self, job: Job) -> None:
         """Have a job save, stop and hold."""
@@ -105,7 +133,8 @@ class SlurmEngine:
         """Ask for another number of nodes; where Slurm refuses it, for as many as before."""
         def ask(count: int) -> list[str]:
             tasks = count * job.spec.processes
-            return ["scontrol", "update", f"JobId={job.id}", f"NumNodes={count}-{count}", f"NumTasks={tasks}",
+            return ["scontrol", "update", f"JobId={job.id}", f"NumNodes={count}-{count}",
+                    f"NumTasks={count if ranged(job.spec) else tasks}",
                     f"NumCPUs={tasks * max(1, job.spec.cpus_per_process)}"]
 
         before = _run("squeue", "--noheader", f"--jobs={job.id}", "--format=%D").strip()
@@ -131,6 +160,14 @@ class SlurmEngine:
                             "resume it" if state == "paused" else "see jaxtrain jobs show")
         job.pause_file.unlink(missing_ok=True)
         _run("scancel", "--signal=TERM", job.id)
+
+
+def _limit(reason: str) -> str:
+    """Return in words which limit of an account or a QoS a job waits for; "": it waits for none."""
+    if not (found := re.match("Assoc|QOS|Max", reason)):
+        return ""
+    who = "QoS" if found[0] == "QOS" else "account"
+    return next(words for pattern, words in _PARTS if re.search(pattern, reason)).format(who)
 
 
 def _unless_cancelled(state: str, job: Job) -> str:

@@ -5,8 +5,10 @@ does so `retries` times; 0, 2, 77 and 130 end it. No setting of the cluster is n
 """
 
 import shlex
+from pathlib import Path
 
 from jaxtrain.launch.job_record import Job, exported
+from jaxtrain.launch.job_spec import JobSpec
 
 _RUN = """\
 # The address of the first node, as Slurm itself reaches it; one port for each job.
@@ -15,16 +17,27 @@ address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p
 export JAX_COORDINATOR_ADDRESS="$address:$((20000 + SLURM_JOB_ID % 10000))"
 
 trap : TERM  # sent to the processes too, which save; this script goes on to say what happens next
-tasks=$((SLURM_JOB_NUM_NODES * {processes}))  # SLURM_NTASKS is not, once a job was resumed on other nodes
-{srun} --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$tasks bash -c \\
+{nodes}tasks=$((nodes * {processes}))  # SLURM_NTASKS is not, once a job was resumed on other nodes
+{srun} --nodes=$nodes --ntasks=$tasks bash -c \\
   'export JAX_NUM_PROCESSES=$SLURM_NTASKS JAX_PROCESS_ID=$SLURM_PROCID; exec "$@"' run \\
   {command}
 status=$?
 """
+_NODES = """\
+nodes=$SLURM_JOB_NUM_NODES
+"""
+_FEWER = """\
+for count in {counts}; do  # numbers of nodes with which the run can go on
+  if [ $count -le $nodes ]; then nodes=$count; break; fi
+done
+"""
 _NEXT = """\
 state() {{ scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\\([A-Z]*\\).*/\\1/p'; }}
 again() {{  # Slurm ends this script while it waits
-  if [ "$(state)" != RUNNING ]; then exit $status; fi  # somebody else has decided
+  case $(state) in
+    RUNNING|SIGNALING) ;;  # Slurm may still be at it where the run was quick to save
+    *) exit $status ;;  # somebody else has decided
+  esac
   trap - TERM
   scontrol "$1" "$SLURM_JOB_ID"
   sleep 600
@@ -49,34 +62,53 @@ def script(job: Job) -> str:
     """Return the batch script."""
     spec = job.spec
     parts = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options(job)), "",
-             f"cd {shlex.quote(job.directory)} || exit 2", *exported(spec)]
+             f"cd {shlex.quote(job.directory)} || exit 2", *exported(spec),
+             *[f"export JAXTRAIN_FULL_PROCESSES={spec.nodes * spec.processes}"] * ranged(spec)]
     srun, command = ["srun", "--kill-on-bad-exit=1", "--export=ALL"], shlex.join(job.command)
+    if spec.cpus_per_process:
+        srun.append(f"--cpus-per-task={spec.cpus_per_process}")  # which srun does not take over from sbatch
+    if ranged(spec):
+        srun.append(f"--ntasks-per-node={spec.processes}")
     if spec.accelerators_per_node:
         srun.append(f"--gpus-per-task={spec.accelerators_per_node // spec.processes}")
     if spec.image:
-        binds = [word for path, what in spec.mounts.items() for word in ("--bind", f"{what}:{path}")]
-        gpus = ["--nv"] if spec.accelerators_per_node else []
-        command = f"{shlex.join(['apptainer', 'exec', *gpus, *binds, spec.image])} {command}"
+        command = f"{shlex.join(_container(job))} {command}"
     crashes, stop = (shlex.quote(f"{path}") for path in (job.folder / "crashes", job.pause_file))
-    run = _RUN.format(srun=shlex.join(srun), command=command, processes=spec.processes)
+    counts = [f"{count}" for count in reversed(job.about.get("node_counts", []))]
+    nodes = _NODES + (_FEWER.format(counts=" ".join(counts)) if counts else "")
+    run = _RUN.format(srun=shlex.join(srun), command=command, processes=spec.processes, nodes=nodes)
     return "\n".join([*parts, *spec.setup, "", run,
                       _NEXT.format(stop=stop, crashes=crashes, retries=spec.retries)])
 
 
+def _container(job: Job) -> list[str]:
+    """Return what runs a command in the job's image, with the folders that a run needs."""
+    spec, own = job.spec, [f"{job.workdir}", job.directory]
+    image = spec.image if "://" in spec.image or spec.image.endswith(".sif") else f"docker://{spec.image}"
+    own = [path for path in own if not any(Path(path).is_relative_to(mount) for mount in spec.mounts)]
+    binds = [f"--bind={what}:{path}" for path, what in spec.mounts.items()] + [f"--bind={path}" for path in own]
+    return ["apptainer", "exec", *["--nv"] * bool(spec.accelerators_per_node), *binds, image]
+
+
 def options(job: Job) -> list[str]:
     """Return what sbatch is told."""
-    spec, nodes = job.spec, f"{job.spec.nodes}"
-    if spec.min_nodes and spec.min_nodes < spec.nodes:
-        nodes = f"{spec.min_nodes}-{spec.nodes}"
+    spec, nodes, tasks, cpus = job.spec, f"{job.spec.nodes}", job.spec.processes, job.spec.cpus_per_process
+    if ranged(spec):  # asked for tasks of a node, Slurm gives as few nodes as it may, however many are free
+        nodes, tasks, cpus = f"{spec.min_nodes}-{spec.nodes}", "", tasks * max(1, cpus)
     kind = f"{spec.accelerator}:" if spec.accelerator else ""
-    found = {"job-name": job.name, "nodes": nodes, "ntasks-per-node": spec.processes,
+    found = {"job-name": job.name, "nodes": nodes, "ntasks-per-node": tasks,
              "gpus-per-node": f"{kind}{spec.accelerators_per_node}" if spec.accelerators_per_node else "",
-             "cpus-per-task": spec.cpus_per_process or "",
+             "cpus-per-task": cpus or "",
              "mem": f"{spec.memory_gb * 1000:.0f}M" if spec.memory_gb else "",
              "time": _duration(spec.seconds), "partition": spec.queue, "account": spec.account, "qos": spec.priority,
              "mail-user": spec.notify, "mail-type": "END,FAIL" if spec.notify else "",
              "signal": f"TERM@{spec.grace_s}", "output": f"{job.output}", "open-mode": "append", "export": "NIL"}
     return [f"--{name}={value}" for name, value in found.items() if value != ""] + ["--requeue", *spec.extra]
+
+
+def ranged(spec: JobSpec) -> bool:
+    """Return whether a job may begin on fewer nodes."""
+    return 0 < spec.min_nodes < spec.nodes
 
 
 def _duration(seconds: int) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtrain import errors, observe
 from jaxtrain.config import data_stages
 from jaxtrain.data.loading.batches import epochs, packing
+from jaxtrain.plan.cost import spending
 from jaxtrain.run import Run
 from jaxtrain.train_step.quantized_kernels import as_floats
 from jaxtrain.train_step.report import matmul_parameters
@@ -68,15 +69,16 @@ def describe_changes(run: Run, changes: Sequence[Mapping[str, Any]], step: int) 
 
 
 def end_of_run(run: Run, session: Session, state: TrainState, start: int) -> str:
-    """Return a sample of the trained model if one is wanted, or say that there was nothing to do."""
+    """Return what the run has cost and a sample of the trained model, if one is wanted; or that nothing was to do."""
     t = run.config.train
     if start == t.steps:
         return f"nothing to do: {session.workdir} has all {t.steps} steps"
+    cost = spending.of_run(session.ledger.account(), jax.devices()[0].device_kind, run.mesh.size)
     if not t.sample_tokens:
-        return ""
+        return cost
     from jaxtrain.hub.generate import sample
 
-    return "a sample:\n" + sample(run, state, length=t.sample_tokens, seed=t.seed,
+    return f"{cost}\na sample:\n".lstrip() + sample(run, state, length=t.sample_tokens, seed=t.seed,
                                    tokenizer=session.workdir / "tokenizer" if run.on_policy else "")
 
 

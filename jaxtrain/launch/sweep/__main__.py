@@ -23,7 +23,7 @@ from jaxtrain.files.bounded_files import user_json
 from jaxtrain.flags import command, parser_of
 from jaxtrain.launch.job_spec import ENGINES
 from jaxtrain.launch.jobs import aligned
-from jaxtrain.launch.sweep import findings, spending, sweep_page
+from jaxtrain.launch.sweep import findings, sweep_budget, sweep_page
 from jaxtrain.launch.sweep.config_process import check_metric, values_of
 from jaxtrain.launch.sweep.sweep_file import CONFIG, Sweep, check_form, read_content, shown, sweep_of
 from jaxtrain.launch.sweep.sweeper import Sweeper
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     sweeper.check()
     sweeper.warn()
     if flags.dry_run:
-        print("\n".join([*map(shown, sweeper.first_points()), *spending.at_most(sweep)]))
+        print("\n".join([*map(shown, sweeper.first_points()), *sweep_budget.at_most(sweep)]))
         return
     with _alone(root):
         if begun is None:

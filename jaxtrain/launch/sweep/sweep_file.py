@@ -26,6 +26,7 @@ from jaxtrain.config.load import make_config
 from jaxtrain.config.schema import Config, TrainConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files.bounded_files import misfit
+from jaxtrain.launch import mesh_check
 from jaxtrain.launch.cost import dollars_an_hour
 from jaxtrain.launch.job_spec import JobSpec, spec_of
 from jaxtrain.launch.sweep import search_space
@@ -95,9 +96,9 @@ class Sweep:
         return make_config(dict(self.values), self.overrides(point, seed))
 
     def refused(self, point: Point) -> UserError | None:
-        """Return why the config refuses a point; None: it does not."""
+        """Return why the config refuses a point, or its mesh the job's machines; None: nothing is wrong."""
         try:
-            self.config_of(point)
+            mesh_check.check_mesh(self.config_of(point), self.job)
         except UserError as error:
             return error
         return None

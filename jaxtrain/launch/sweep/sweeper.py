@@ -17,7 +17,7 @@ from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.local_job import ENDED
-from jaxtrain.launch.sweep import device_slots, halving, optuna_points, spending
+from jaxtrain.launch.sweep import device_slots, halving, optuna_points, sweep_budget
 from jaxtrain.launch.sweep.metric_curve import MetricCurve
 from jaxtrain.launch.sweep.search_space import Point
 from jaxtrain.launch.sweep.sweep_file import CONFIG, OWN, Sweep, shown
@@ -92,7 +92,7 @@ class Sweeper:
             if self._job(trial) is None and not self._orphaned(trial):
                 self._submit(trial)
         while len(self.running()) < self.sweep.parallel:
-            if why := spending.spent(self.sweep, self.trials, self.began):
+            if why := sweep_budget.spent(self.sweep, self.trials, self.began):
                 self._once(f"the budget is spent, and no trial begins any more: {why}")
                 return
             trial = self._resumed() or self._new()
@@ -117,9 +117,9 @@ class Sweeper:
             return None
         trial = self._trial(number, keys)
         trial.sampler = sampler
-        if not trial.length and (refused := self.sweep.refused(keys)):
+        if refused := self.sweep.refused(keys):
             trial.ended = trial.result(self.sweep, "failed")
-            say(f"trial {number} ({shown(keys)}): the config refuses it: {refused}")
+            say(f"trial {number} ({shown(keys)}) is refused: {refused}")
         self.trials.append(trial)
         return trial
 
@@ -291,7 +291,8 @@ class Sweeper:
         spec = replace(spec, name=launch.name_of(f"{spec.name or self.root.name}"[:30] + f"-{trial.number:04}"))
         if trial.devices:
             spec = replace(spec, env={**spec.env, device_slots.VARIABLE: trial.devices})
-        return launch.describe(self.on, trial.workdir, f"{config}", words, [], spec, {})
+        return launch.describe(self.on, trial.workdir, f"{config}", self.sweep.config_of(trial.keys, trial.seed), words,
+                               [], spec)
 
     def _once(self, text: str) -> None:
         if text not in self._told:

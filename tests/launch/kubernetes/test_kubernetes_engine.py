@@ -22,6 +22,7 @@ if [ -f "fails-$1" ]; then cat "fails-$1" >&2; exit 1; fi
 cat "$1-$2" 2>/dev/null || true
 """
 QUEUED = {"spec": {"suspend": True}}
+ROOT = Path(__file__).parents[3]
 WORKLOAD = {"items": [
     {"metadata": {"name": "other", "ownerReferences": [{"kind": "JobSet", "name": "other"}]}},
     {"metadata": {"name": "jobset-work-1-abcde", "ownerReferences": [{"kind": "JobSet", "name": "work-1"}]},
@@ -122,12 +123,15 @@ def test_kueue_is_told_by_its_workload(cluster, work, capsys):
     cluster.jobset(**QUEUED)
     assert status(work) == jobs.Status("waiting", "suspended")
     told("why", work)
-    assert "Kueue has not taken it: is there a local queue 'research' in team?" in capsys.readouterr().out
+    guide = (ROOT / "docs" / "launch-teams.md").read_text()
+    said = capsys.readouterr().out.strip()
+    assert said == "Kueue has not taken it: is there a local queue 'research' in team?" and f"| {said} |" in guide
     assert jobs_command.main(["pause", f"{work}"]) == 2 and not (work / "jobs/1/stop").exists()
     cluster.answer("get", "workloads.kueue.x-k8s.io", WORKLOAD)
     told("why", work)
     said = capsys.readouterr().out
-    assert "insufficient unused quota for nvidia.com/gpu (Pending)" in said and "(Preempted)" in said
+    quota, preempted = said.split("; ")
+    assert f"| {quota} |" in guide and "(Preempted)" in preempted
     told("pause", work)
     told("resume", work)
     patch = "patch workloads.kueue.x-k8s.io jobset-work-1-abcde --namespace=team --type=merge --patch "

@@ -6,13 +6,13 @@ Its Jobs API needs `pip install 'ray[default]'`.
 import contextlib
 import importlib.util
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from tests.launch.process_trees import descendants, kill
 from tests.tiny import free_address
 
 _RAY = [sys.executable, "-m", "ray.scripts.scripts"]
@@ -56,10 +56,7 @@ class Raylets:
     def kill(self, name: str) -> None:
         """Kill all processes of a node, as if its power failed; those of the head too."""
         process = self.started.pop(name)
-        family = [process.pid, *_descendants(process.pid)]
-        for pid in family:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill([process.pid, *descendants(process.pid)])
         process.wait()
 
     def _start(self, name: str, *words: str) -> None:
@@ -93,13 +90,3 @@ class Raylets:
 def missing() -> str:
     """Return the package that is not installed; "": none."""
     return next((name for name in ("ray", "aiohttp_cors", "opencensus") if importlib.util.find_spec(name) is None), "")
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that they have."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
-                found += [int(path.parent.name), *_descendants(int(path.parent.name))]
-    return found

@@ -1,8 +1,6 @@
 """Jobs in a real Slurm of four nodes on this machine."""
 
-import contextlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,46 +8,13 @@ import pytest
 from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch import jobs as jobs_command
+from tests.launch.process_trees import kill, writers
 from tests.launch.slurm import cluster as clusters
-from tests.launch.waiting import event, status_of, until
+from tests.launch.waiting import event, status_of, until, wait_for
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     bool(clusters.missing()), reason="apt-get install --no-install-recommends slurm-wlm munge")]
-
-PROGRAM = ROOT / "tests" / "launch" / "program.py"
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        try:
-            found = stack.enter_context(clusters.Cluster(tmp_path_factory.mktemp("slurm")))
-        except RuntimeError as error:
-            pytest.skip(f"Slurm does not start here: {error}")
-        patch.setenv("SLURM_CONF", found.environment["SLURM_CONF"])
-        (found.folder / "job.toml").write_text(f'setup = ["export PATH={Path(sys.executable).parent}:/usr/bin:/bin '
-                                               f'PYTHONPATH={ROOT} JAX_PLATFORMS=cpu"]\n')
-        yield found
-
-
-@pytest.fixture
-def begun(cluster, tmp_path):
-    """Submit the program; what it leaves running is ended."""
-    made = []
-
-    def begin(*flags: str, workdir: Path = tmp_path / "work", wait: bool = True) -> Path:
-        assert launch.main(["--on=slurm", f"--workdir={workdir}", f"--job={cluster.folder}/job.toml", *flags, "--",
-                            sys.executable, f"{PROGRAM}", f"{workdir}"]) == 0
-        made.append(workdir)
-        if wait:
-            event(workdir / "began-0-0")
-        return workdir
-
-    yield begin
-    for workdir in made:
-        cluster.run("scancel", jobs.newest(workdir).id)
-        until(workdir, lambda status: status.state not in ("running", "waiting", "paused"))
 
 
 def told(what: str, workdir: Path, *flags: str) -> None:
@@ -74,6 +39,16 @@ def test_a_run_pauses_and_goes_on_with_other_nodes(begun, capsys):
     until(workdir, lambda status: status.state == "done")
     told("list", workdir.parent)
     assert "work     slurm" in capsys.readouterr().out
+
+
+def test_a_job_that_may_have_fewer_nodes_has_all_that_are_free_and_others_when_it_is_resumed(begun):
+    workdir = begun("--nodes=3", "--min_nodes=1", "--processes_per_node=2")
+    assert (workdir / "began-0-0").read_text().startswith("6 127.0.0.1:")
+    told("pause", workdir)
+    until(workdir, lambda status: status.state == "paused")
+    told("resume", workdir, "--nodes=2")
+    event(workdir / "began-1-0")
+    assert (workdir / "began-1-0").read_text().startswith("4 ")
 
 
 def test_a_crash_starts_again_as_often_as_it_may(begun):
@@ -148,3 +123,15 @@ def test_two_nodes_compute_what_two_devices_of_one_process_do(cluster, tmp_path)
         lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["loss"] for line in lines if "loss" in line])
     assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_nothing_is_left_of_a_cluster_whose_node_was_killed(tmp_path):
+    with clusters.Cluster(tmp_path / "other", nodes=1) as other:
+        (tmp_path / "job.sh").write_text(f"#!/bin/bash\necho $$ > {tmp_path}/partial\nmv {tmp_path}/partial "
+                                         f"{tmp_path}/pid\nsrun sleep 600\n")
+        other.run("sbatch", "--output=/dev/null", f"{tmp_path}/job.sh")
+        wait_for((tmp_path / "pid").exists)
+        wait_for(lambda: ".0 " in other.run("squeue", "--noheader", "--steps"))
+        other.kill("n1")
+        kill([int((tmp_path / "pid").read_text())])  # then nobody ends srun, and what it has started
+    assert not writers(other.folder)

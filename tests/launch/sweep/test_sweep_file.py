@@ -6,7 +6,8 @@ import math
 import pytest
 
 from jaxtrain.errors import UserError
-from jaxtrain.launch.sweep import config_process, search_space, spending
+from jaxtrain.launch import cost
+from jaxtrain.launch.sweep import config_process, search_space, sweep_budget
 from jaxtrain.launch.sweep.__main__ import main
 from jaxtrain.launch.sweep.search_space import Range
 from jaxtrain.launch.sweep.sweep_file import sweep_of
@@ -92,11 +93,11 @@ def test_ranges():
 def test_what_it_costs_at_most():
     job = {"accelerator": "h100", "accelerators_per_node": 8, "time": "2:00:00"}
     made = sweep_of({**BASE, "job": job, "budget": {"trials": 3}, "keys": {RATE: [0.1, 0.01, 0.2, 0.3]}}, VALUES)
-    hour = spending.dollars_an_hour(made.job)
+    hour = cost.dollars_an_hour(made.job)
     tokens = 3 * 81 * made.config_of({}).data.seq_len * made.config_of({}).data.global_batch_size
-    assert spending.at_most(made)[1:] == [f"about {tokens:,} tokens at most", f"about ${6 * hour:,.2f} at most"]
+    assert sweep_budget.at_most(made)[1:] == [f"about {tokens:,} tokens at most", f"about ${6 * hour:,.2f} at most"]
     capped = sweep_of({**BASE, "keys": WIDE, "job": job, "budget": {"tokens": 5e3, "dollars": 9}}, VALUES)
-    assert spending.at_most(capped) == ["any number of trials", "about 5,000 tokens at most", "about $9.00 at most"]
+    assert sweep_budget.at_most(capped) == ["any number of trials", "about 5,000 tokens at most", "about $9.00 at most"]
 
 
 @pytest.mark.slow

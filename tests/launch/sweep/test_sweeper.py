@@ -194,4 +194,4 @@ def test_what_a_config_refuses_is_told_to_the_sampler(tmp_path, monkeypatch, cap
     found = swept(Machine(tmp_path), monkeypatch, keys=keys, method="tpe")
     refused = [line for line in found if 64 % line["keys"]["model.num_heads"]]
     assert refused and all(line["state"] == "failed" and line["steps"] == 0 for line in refused)
-    assert len(found) == 12 and "the config refuses it: model.num_heads" in capsys.readouterr().err
+    assert len(found) == 12 and "is refused: model.num_heads" in capsys.readouterr().err

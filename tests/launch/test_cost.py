@@ -1,0 +1,57 @@
+"""What a job has cost: by the engine's accounts, or by the run's ledger."""
+
+import json
+from pathlib import Path
+
+from jaxtrain.launch import __main__ as launch
+from jaxtrain.launch import cost, job_record, jobs
+from jaxtrain.launch.job_record import Job, Status
+from jaxtrain.launch.job_spec import JobSpec
+from jaxtrain.launch.slurm_engine import SlurmEngine
+
+GPUS = JobSpec(nodes=2, accelerators_per_node=8, accelerator="NVIDIA-H100")  # $48 an hour
+
+
+def recorded(workdir: Path, number: int, spec: JobSpec) -> Job:
+    job = Job(workdir / "jobs" / f"{number}", "slurm", "name", ["true"], "/", spec, id=f"{number}")
+    job.folder.mkdir(parents=True)
+    job_record.record(job)
+    return job
+
+
+def ledger(workdir: Path, *ends: str) -> None:
+    (workdir / "ledger").mkdir()
+    for number, ended in enumerate(ends, start=1):
+        seconds = {"init": 600, "step": 3000}
+        (workdir / "ledger" / f"{number:04}.json").write_text(json.dumps({
+            "began": number * 3600, "seconds": seconds, "ended": ended, "resumed": 100 * (number - 1),
+            "reached": [100 * number, 3000], "last_step": 1000}))
+
+
+def test_the_accounts_of_all_jobs_of_a_workdir_are_added_up(tmp_path, monkeypatch):
+    for number in (1, 2):
+        job = recorded(tmp_path, number, GPUS)
+    ledger(tmp_path, "stopped")
+    hours = {"1": 3.0, "2": 1.5}
+    monkeypatch.setattr(SlurmEngine, "node_hours", lambda self, job: hours[job.id])
+    assert cost.so_far(job) == "$108.00 for 4.50 hours of a node, by slurm's accounts"
+    hours["1"] = None  # not known: the ledger says it for all
+    assert cost.so_far(job) == "$48.00 for 1.00 h at $48.00 an hour"
+
+
+def test_what_is_to_go_is_shown(tmp_path, monkeypatch, capsys):
+    job = recorded(tmp_path, 1, GPUS)
+    assert cost.to_go(GPUS, tmp_path) == cost.to_go(JobSpec(), tmp_path) == ""
+    ledger(tmp_path, "stopped", "stopped", "")
+    assert cost.to_go(GPUS, tmp_path) == ""  # a command of one's own
+    (tmp_path / "config.json").write_text('{"checkpoint": {"every": 10, "mtbf_hours": 0.0}}')
+    monkeypatch.setattr(SlurmEngine, "node_hours", lambda self, job: None)
+    monkeypatch.setattr(SlurmEngine, "status", lambda self, job: Status("running"))
+    (line,) = (line for line in jobs.shown(job).splitlines() if line.startswith("to go"))
+    # 7 x 3,000 s of work; a stop every hour and a half costs a start of 600 s each time
+    assert "5:50:00 h of training, will cost about $280.25 on demand; $126.11 on spot" in line
+    assert line in (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
+    monkeypatch.setattr(SlurmEngine, "status", lambda self, job: Status("done"))
+    assert launch.main(["--on=slurm", f"--workdir={tmp_path}", "--nodes=2", "--accelerators_per_node=8",
+                        "--accelerator=h100", "--dry_run", "--", "true"]) == 0
+    assert capsys.readouterr().err == f"{line.split(None, 2)[2]}\n"

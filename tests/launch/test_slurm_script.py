@@ -1,0 +1,91 @@
+"""What the batch script does at the end of a run, by commands that stand in for Slurm's."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.launch.job_record import Job
+from jaxtrain.launch.job_spec import JobSpec
+from jaxtrain.launch.slurm_script import script
+
+STAND_INS = {
+    "srun": 'if [ "$RUN" ]; then while [ "$1" != bash ]; do shift; done; exec "$@" > "$ASKED"; fi; '
+            'echo "$*" > "$ASKED"; exit "$STATUS"',
+    "scontrol": 'echo "$*" >> "$SAID"; echo "   JobState=$STATE Reason=None"; case $1 in requeue*) kill $PPID ;; esac'}
+
+
+# It takes the options that the script gives, as the manual of Apptainer 1.3 has them, and runs the command itself.
+APPTAINER = """
+import argparse, os, sys
+parser = argparse.ArgumentParser(prog="apptainer", allow_abbrev=False)
+parser.add_argument("what", choices=["exec"])
+parser.add_argument("--nv", action="store_true")
+parser.add_argument("--bind", action="append", default=[])
+parser.add_argument("image")
+parser.add_argument("command", nargs=argparse.REMAINDER)
+flags = parser.parse_args()
+binds = [bind.split(":") for bind in flags.bind]
+assert all(len(bind) <= 2 and os.path.isdir(bind[0]) for bind in binds), binds
+assert any(os.getcwd().startswith(bind[-1]) for bind in binds), "the folder is not in the container"
+assert flags.image.startswith("docker://") or os.path.isfile(flags.image), flags.image
+print(flags.nv, flags.image, *[":".join(bind) for bind in binds], flush=True)
+os.execvp(flags.command[0], flags.command)
+"""
+
+
+def ended(job: Job, status: int, state: str, nodes: int = 1, run: bool = False) -> tuple[int, list[str], str]:
+    """The script's status, what it has told Slurm to do, and what it started; with `run` what that printed."""
+    place = Path(job.directory)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    for name, text in STAND_INS.items():
+        (place / name).write_text(f"#!/bin/bash\n{text}\n")
+        (place / name).chmod(0o755)
+    (job.folder / "job.sh").write_text(script(job))
+    environment = os.environ | {"PATH": f"{place}:{os.environ['PATH']}", "STATUS": f"{status}", "STATE": state,
+                                "SAID": f"{place}/said", "ASKED": f"{place}/asked", "SLURM_JOB_ID": "7",
+                                "SLURM_JOB_NUM_NODES": f"{nodes}", "SLURM_NTASKS": "1", "SLURM_PROCID": "0",
+                                "RUN": "1" * run}
+    done = subprocess.run(["bash", f"{job.folder}/job.sh"], env=environment, capture_output=True, timeout=30)
+    assert not done.stderr, done.stderr
+    told = [line for line in (place / "said").read_text().splitlines() if line.startswith("requeue")]
+    return done.returncode, told, (place / "asked").read_text()
+
+
+@pytest.mark.parametrize("status, state, stop, said, code", [
+    (75, "RUNNING", "", "requeue 7", -15), (76, "RUNNING", "", "requeue 7", -15), (1, "RUNNING", "", "requeue 7", -15),
+    (75, "SIGNALING", "", "requeue 7", -15),  # it has saved while Slurm still told its nodes to
+    (75, "RUNNING", "pause", "requeuehold 7", -15), (75, "RUNNING", "cancel", "", 0),
+    (75, "COMPLETING", "", "", 75), (2, "RUNNING", "", "", 2), (0, "RUNNING", "", "", 0)])
+def test_what_the_script_tells_slurm(tmp_path, status, state, stop, said, code):
+    job = Job(tmp_path / "jobs" / "1", "slurm", "name", ["true"], f"{tmp_path}", JobSpec())
+    job.folder.mkdir(parents=True)
+    if stop:
+        job.pause_file.write_text(stop)
+    assert ended(job, status, state)[:2] == (code, [said] if said else [])
+
+
+@pytest.mark.parametrize("given, counts, used", [(4, [2, 4], 4), (3, [2, 4], 2), (2, [2, 4], 2), (3, [], 3)])
+def test_a_run_uses_as_many_of_its_nodes_as_its_mesh_can(tmp_path, given, counts, used):
+    job = Job(tmp_path / "jobs" / "1", "slurm", "name", ["true"], f"{tmp_path}",
+              JobSpec(nodes=4, min_nodes=2, processes_per_node=2), {"node_counts": counts})
+    assert f"--nodes={used} --ntasks={2 * used} " in ended(job, 0, "RUNNING", given)[2]
+    assert "export JAXTRAIN_FULL_PROCESSES=8\n" in script(job)
+
+
+@pytest.mark.parametrize("image, mounted", [("registry.example/jaxtrain:1", "docker://registry.example/jaxtrain:1"),
+                                            ("docker://jaxtrain", "docker://jaxtrain"), ("{}/own.sif", "{}/own.sif")])
+def test_a_run_in_a_container_has_its_folders_and_variables(tmp_path, image, mounted):
+    """With a stand-in for apptainer; what it does itself is not tested here."""
+    (data := tmp_path / "data").mkdir()
+    (tmp_path / "own.sif").touch()
+    (tmp_path / "apptainer").write_text(f"#!{sys.executable}{APPTAINER}")
+    (tmp_path / "apptainer").chmod(0o755)
+    command = ["bash", "-c", 'echo "$JAX_PROCESS_ID of $JAX_NUM_PROCESSES: $TOLD"; pwd']
+    spec = JobSpec(image=image.format(tmp_path), mounts={"/data": f"{data}"}, env={"TOLD": "it's"})
+    (work := tmp_path / "work").mkdir()
+    assert ended(Job(work / "jobs" / "1", "slurm", "name", command, f"{tmp_path}", spec), 0, "RUNNING",
+                 run=True)[2].splitlines() == [f"False {mounted.format(tmp_path)} {data}:/data {work} {tmp_path}",
+                                               "0 of 1: it's", f"{tmp_path}"]
