@@ -90,7 +90,7 @@ def test_steps_are_scaled_by_the_kind_of_parameter(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_steps_of_all_families_are_scaled(name):
-    for family in reference.FAMILIES | reference.EXPERTS:
+    for family in ("alternating", "deepseek_v3") if name == "muon" else reference.FAMILIES | reference.EXPERTS:
         check_steps(name, family, 1)
 
 
@@ -193,3 +193,38 @@ def test_a_base_that_is_none_is_refused(keys, message):
 def test_a_base_can_be_given_on_the_command_line():
     words = {"model.mup_base.embed_dim": "8", "model.mup_base.num_heads": "2"}
     assert jt.make_config({}, words).model.mup_base == {"embed_dim": 8, "num_heads": 2}
+
+
+@functools.cache
+def losses_by_rate(width, transfer):
+    """Mean losses of the last 10 of 60 steps at learning rates of 2^-10 to 2^-4, of a Llama that learns a text."""
+    keys = dict(model__embed_dim=width, model__num_heads=width // 8, model__num_kv_heads=width // 8, model__head_dim=8,
+                model__mlp_dim=2 * width, model__mup_base={"embed_dim": 32, "num_heads": 4} if transfer else {})
+    run = reference.build("llama", **keys)
+    batches = jax.tree.map(lambda *x: np.stack(x), *(reference.batch(n, rows=16) for n in range(60)))
+
+    def mean(params, batch):
+        loss, weight, _ = run.objective.loss(params, batch)
+        return loss / weight
+
+    @jax.jit
+    def last_losses(params, rate):
+        optimizer = make_optimizer(OptimizerConfig(weight_decay=0.0), lambda count: rate, run.layout.axes,
+                                   run.config.model.growth)
+
+        def step(carry, batch):
+            loss, grads = jax.value_and_grad(mean)(carry[0], batch)
+            steps, state = optimizer.update(grads, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], steps), state), loss
+        return jax.lax.scan(step, (params, optimizer.init(params)), batches)[1][-10:].mean()
+
+    return [float(last_losses(run.init().params, 2.0**-power)) for power in range(10, 3, -1)]
+
+
+@pytest.mark.slow
+def test_the_best_learning_rate_is_that_of_a_narrow_model():
+    """Of a model that is 8 times as wide; without muP it is lower by a factor of 2 at least."""
+    best = {name: int(np.argmin(losses_by_rate(*of))) for name, of in (
+        ("narrow", (32, False)), ("wide", (256, True)), ("wide without", (256, False)))}
+    assert best["wide"] == best["narrow"] > best["wide without"], best
+    assert min(losses_by_rate(256, True)) < min(losses_by_rate(32, False))  # wider is better
