@@ -18,6 +18,9 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
     "launch": ("jaxtrain.launch", "Submit a run to this machine, Slurm, Kubernetes or Ray, or write it for others."),
     "jobs": ("jaxtrain.launch.jobs", "See jobs, and pause, resume and cancel them, on whatever engine they are."),
     "plan": ("jaxtrain.plan", "Rank meshes for given hardware: which fit, how fast they train, what they cost."),
+    "scaling": ("jaxtrain.plan.scaling_laws",
+                "Fit a scaling law to finished runs: what loss larger models and more tokens reach, and the best size "
+                "for a budget."),
     "bench": ("jaxtrain.bench", "Measure how fast a config trains on the devices here, and where the time goes."),
     "coordinates": ("jaxtrain.bench.coordinates",
                     "Check whether activations grow with the width of a model as it learns: the coordinate check of "

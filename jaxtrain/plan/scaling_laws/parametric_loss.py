@@ -1,7 +1,8 @@
 """A scaling law: the loss of a model of N parameters after D tokens, E + A / N^alpha + B / D^beta, fitted to runs.
 
 It is fitted as approach 3 of Hoffmann et al. (arXiv 2203.15556) does it: the Huber loss between logarithms is minimised
-by L-BFGS from a grid of starts, of which the best are tried. The runs are drawn again, with replacement, for bands.
+from a grid of starts, of which the best are tried; by BFGS, which finds the minima that L-BFGS does. For bands the runs
+are drawn again, with replacement.
 """
 
 import itertools
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import logsumexp
 
 from jaxtrain.errors import UserError
 
@@ -111,29 +111,32 @@ def _law(x: np.ndarray, middle: np.ndarray) -> Law:
     return Law(math.exp(e), math.exp(a + alpha * middle[0]), math.exp(b + beta * middle[1]), alpha, beta)
 
 
-def _objective(x: np.ndarray, table: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return the Huber loss, in units of its threshold squared so that the optimizer sees numbers near 1; its slope."""
-    a, b, e, alpha, beta = x
-    terms = np.stack([a - alpha * table[:, 0], b - beta * table[:, 1], np.full(len(table), e)])
-    total = logsumexp(terms, axis=0)
+def _objective(x: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the Huber loss, in units of its threshold squared so that the optimizer sees numbers near 1; its slope.
+
+    `x`: log A, log B, log E, alpha and beta in its last dimension.
+    """
+    a, b, e, alpha, beta = np.moveaxis(x, -1, 0)[..., None]
+    terms = np.stack([a - alpha * table[:, 0], b - beta * table[:, 1], e + 0 * table[:, 0]])
+    top = terms.max(0)
+    total = top + np.log(np.exp(terms - top).sum(0))
     errors = (total - table[:, 2]) / HUBER
     small = np.abs(errors) <= 1
-    value = np.where(small, errors**2 / 2, np.abs(errors) - 0.5).sum()
+    value = np.where(small, errors**2 / 2, np.abs(errors) - 0.5).sum(-1)
     pull = np.where(small, errors, np.sign(errors)) / HUBER
     a, b, e = np.exp(terms - total) * pull
-    slope = np.array([a.sum(), b.sum(), e.sum(), -(a * table[:, 0]).sum(), -(b * table[:, 1]).sum()])
-    return float(value), slope
+    slope = np.stack([part.sum(-1) for part in (a, b, e, -a * table[:, 0], -b * table[:, 1])], -1)
+    return value, slope
 
 
 def _starts(table: np.ndarray, middle: np.ndarray) -> list[np.ndarray]:
     """Return the points of the grid where the loss is least."""
     grid = np.array(list(itertools.product(*GRID)), float)
     grid[:, :2] -= grid[:, 3:] * middle[:2]
-    losses = [_objective(x, table)[0] for x in grid]
-    return list(grid[np.argsort(losses, kind="stable")[:STARTS]])
+    return list(grid[np.argsort(_objective(grid, table)[0], kind="stable")[:STARTS]])
 
 
 def _fitted(table: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
-    found = [minimize(_objective, start, args=(table,), method="L-BFGS-B", jac=True,
-                      options={"maxiter": 3000, "ftol": 1e-10}) for start in starts]
+    found = [minimize(_objective, start, args=(table,), method="BFGS", jac=True, options={"gtol": 1e-3})
+             for start in starts]
     return min(found, key=lambda one: one.fun).x
