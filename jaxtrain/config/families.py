@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
 from jaxtrain.errors import UserError, nearest
 
-
 # The keys of `mup_base`, and the logical axes whose sizes they are.
 WIDTHS = {"embed_dim": ("embed", "expert_embed", "ahead", "norm"), "mlp_dim": ("mlp", "expert_mlp"),
           "num_heads": ("heads",), "num_kv_heads": ("kv_heads",), "head_dim": ("head_dim",),
@@ -32,7 +31,7 @@ class ModelConfig:
     window: int = 0  # sliding attention window in tokens; 0: none
     norm_eps: float = 1e-5  # added to the variance in LayerNorm and RMSNorm
     tied_embeddings: bool = True  # whether the output projection is the embedding table
-    # muP: the widths of a narrower model whose best optimizer.learning_rate is to be this one's; none: docs/scaling.md
+    # muP: widths of a narrow model whose best learning rate is then this one's, such as {"embed_dim": 64, "num_heads": 4}
     mup_base: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     # No fields (they have no annotation): what a family without such a field has.
@@ -270,6 +269,7 @@ class DeepseekV3Config(ExpertsConfig):
 
     name: str = "deepseek_v3"
     q_rank: int = 0  # width of the queries' latent; 0: none
+    # pyrefly: ignore[bad-override]
     kv_rank: int = 0  # width of the keys' and values' latent
     # pyrefly: ignore[bad-override]
     rope_head_dim: int = 0  # how much of a head turns with positions, beside head_dim that does not

@@ -90,7 +90,7 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
         section = published_config.model_section(adapter_files.base_of(folder) if adapted else folder)
         theirs = FAMILIES[section["name"]](**section)
         if published_config.has_multipliers(run.config.model):
-            raise UserError("model.mup_base", "it multiplies scores, logits or embeddings of the published model, which "
+            raise UserError("model.mup_base", "it multiplies scores, logits or embeddings of the published model that "
                             f"{KEY} names", "leave it out, or begin with random parameters")
         what = f"adapters in {folder} and the parameters in {adapter_files.base_of(folder)}" if adapted else (
             f"parameters in {folder}")

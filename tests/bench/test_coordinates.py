@@ -29,7 +29,8 @@ def test_it_tells_what_grows_with_width(flags, tmp_path, capsys):
             assert coordinates.main([*flags, *more, *said]) == status == 0
         except SystemExit as stop:
             assert stop.code == status == 1
-        slopes[name] = {key: both["change"] for key, both in json.loads((tmp_path / name).read_text())["slopes"].items()}
+        found = json.loads((tmp_path / name).read_text())["slopes"]
+        slopes[name] = {key: both["change"] for key, both in found.items()}
         assert ("grows with width" in capsys.readouterr().out) == bool(status)
     assert slopes["without"]["logits"] > 0.3 and slopes["without"]["layer 1 residual"] > 0.3
     assert all(abs(slope) < 0.3 for slope in slopes["with"].values()), slopes["with"]
@@ -48,8 +49,8 @@ def test_activations_are_those_that_the_model_computes(family):
     x, _ = model.through(model.begin(batch["tokens"], batch["positions"]), batch["segments"], batch["positions"])
     layers = run.config.model.num_layers
     np.testing.assert_allclose(found[f"layer {layers - 1} residual"], x, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(found["logits"], model(batch["tokens"], batch["segments"], batch["positions"]), rtol=1e-4,
-                               atol=1e-5)
+    logits = model(batch["tokens"], batch["segments"], batch["positions"])
+    np.testing.assert_allclose(found["logits"], logits, rtol=1e-4, atol=1e-5)
     if family not in ("gemma3", "gpt2"):  # Gemma normalises what it adds
         before = found["layer 0 residual"] + found["layer 1 attention"] + found["layer 1 mlp"]
         np.testing.assert_allclose(before, found["layer 1 residual"], rtol=1e-4, atol=1e-5)

@@ -55,7 +55,7 @@ def step(c, path: str, optimizer: str, shape: tuple[int, ...]) -> float:
     reads, writes = sides(c, path)
     if optimizer == "sgd":
         return writes / reads
-    if shape and optimizer == "muon":  # 0.2 sqrt(larger side) here and in the base; what should be: sqrt(outputs/inputs)
+    if shape and optimizer == "muon":  # its norm is 0.2 sqrt(larger side), and should grow as sqrt(outputs / inputs)
         here, there = max(shape), max(shape[0] / reads, shape[1] / writes)
         return np.sqrt(writes / reads) * np.sqrt(there / here)
     return 1 / reads

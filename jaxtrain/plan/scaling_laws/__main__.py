@@ -1,8 +1,8 @@
 """Fit a scaling law to finished runs: what loss larger models and more tokens reach, and the best size for a budget.
 
-    jaxtrain scaling runs/narrow runs/wide runs/long --save=scaling.json
-    jaxtrain scaling sweeps/sizes/results.jsonl --flops=1e21 --html=scaling.html
-    jaxtrain plan --config=configs/gpt.py:124m --target=h100x8 --tokens=3e9 --scaling=scaling.json
+    jaxtrain scaling WORKDIR WORKDIR WORKDIR ... --save=FILE
+    jaxtrain scaling SWEEP/results.jsonl --flops=1e21 --html=FILE
+    jaxtrain plan --config=configs/gpt.py:124m --target=h100x8 --tokens=3e9 --scaling=FILE
 
 The loss is E + A / N^alpha + B / D^beta, where N is how many parameters a token is multiplied by and D how many tokens
 a run was trained on, so that training takes 6 N D FLOPs, and those of attention. Bands are the 5th and the 95th

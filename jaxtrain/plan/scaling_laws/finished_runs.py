@@ -90,5 +90,5 @@ def _of_workdir(folder: Path, metric: str, size: Any) -> Point | None:
 
 def _loss(value: float, folder: Path) -> float:
     if not 0 < value < float("inf"):
-        raise UserError("RUNS", f"{folder} ended with a loss of {value}, of which there is no logarithm", "leave it out")
+        raise UserError("RUNS", f"{folder} ended with a loss of {value}, which has no logarithm", "leave it out")
     return value

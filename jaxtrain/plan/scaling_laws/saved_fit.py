@@ -17,8 +17,9 @@ _FORM = {"law": _LAW, "samples": [_LAW],
 
 def save(fit: Fit, path: str | Path, metric: str) -> None:
     """Write a fit, whole or not at all."""
-    atomic_files.write_json(Path(path), {"metric": metric, "law": asdict(fit.law), "runs": list(map(asdict, fit.points)),
-                                         "samples": list(map(asdict, fit.samples))})
+    atomic_files.write_json(Path(path), {
+        "metric": metric, "law": asdict(fit.law), "runs": list(map(asdict, fit.points)),
+        "samples": list(map(asdict, fit.samples))})
 
 
 def load(path: str | Path) -> Fit:

@@ -27,7 +27,7 @@ from jaxtrain.train_step.optimizers.matrices import Dimensions, by_path
 from jaxtrain.train_step.optimizers.muon import muon_dimensions
 
 Growth = Mapping[str, float]  # of each logical axis; those that it lacks have the same size in all widths
-_GROWTH: ContextVar[Growth] = ContextVar("growth", default={})
+_GROWTH: ContextVar[Growth | None] = ContextVar("growth", default=None)
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def growing(growth: Growth) -> Iterator[None]:
 
 def initial_factor(names: tuple) -> float:
     """Return what the initial deviation of a parameter with these logical names is multiplied by."""
-    inputs, outputs = _fans(names, _GROWTH.get())
+    inputs, outputs = _fans(names, _GROWTH.get() or {})
     return 1 / inputs if outputs == 1 else inputs**-0.5
 
 

@@ -144,7 +144,8 @@ def off(family, number, mesh=(1, 1, 1), **keys):
     value, grads = run.value_and_grad(reference.start_from(run, params), batch)
     want, slopes = jax.jit(jax.value_and_grad(lambda p: reference.loss(run.config.model, p, batch)))(params)
     slopes = jax.tree_util.tree_map_with_path(  # that of a router's bias is its experts' excess of load
-        lambda path, g, s: g if "['router']['bias']" in jax.tree_util.keystr(path) else s, jax.device_get(grads), slopes)
+        lambda path, g, s: g if "['router']['bias']" in jax.tree_util.keystr(path) else s,
+        jax.device_get(grads), slopes)
     return abs(float(value) / float(want) - 1), reference.worst(grads, slopes, 1e-3 * float(reference.norm_of(slopes)))
 
 
@@ -195,12 +196,16 @@ def test_a_base_can_be_given_on_the_command_line():
     assert jt.make_config({}, words).model.mup_base == {"embed_dim": 8, "num_heads": 2}
 
 
-@functools.cache
-def losses_by_rate(width, transfer):
-    """Mean losses of the last 10 of 60 steps at learning rates of 2^-10 to 2^-4, of a Llama that learns a text."""
+# The learning rates that are tried: these powers of two, and the family that is trained.
+GRIDS = {"adamw": ("llama", range(-10, -3)), "muon": ("llama", range(-11, -4)), "sgd": ("gpt2", range(-4, 3))}
+
+
+def losses_by_rate(optimizer, width, transfer):
+    """Mean losses of the last 10 of 60 steps at each learning rate, of a model that learns a text."""
+    family, powers = GRIDS[optimizer]
     keys = dict(model__embed_dim=width, model__num_heads=width // 8, model__num_kv_heads=width // 8, model__head_dim=8,
                 model__mlp_dim=2 * width, model__mup_base={"embed_dim": 32, "num_heads": 4} if transfer else {})
-    run = reference.build("llama", **keys)
+    run = reference.build(family, **keys)
     batches = jax.tree.map(lambda *x: np.stack(x), *(reference.batch(n, rows=16) for n in range(60)))
 
     def mean(params, batch):
@@ -209,22 +214,25 @@ def losses_by_rate(width, transfer):
 
     @jax.jit
     def last_losses(params, rate):
-        optimizer = make_optimizer(OptimizerConfig(weight_decay=0.0), lambda count: rate, run.layout.axes,
-                                   run.config.model.growth)
+        made = make_optimizer(OptimizerConfig(name=optimizer, weight_decay=0.0), lambda count: rate, run.layout.axes,
+                              run.config.model.growth)
 
         def step(carry, batch):
             loss, grads = jax.value_and_grad(mean)(carry[0], batch)
-            steps, state = optimizer.update(grads, carry[1], carry[0])
+            steps, state = made.update(grads, carry[1], carry[0])
             return (optax.apply_updates(carry[0], steps), state), loss
-        return jax.lax.scan(step, (params, optimizer.init(params)), batches)[1][-10:].mean()
+        return jax.lax.scan(step, (params, made.init(params)), batches)[1][-10:].mean()
 
-    return [float(last_losses(run.init().params, 2.0**-power)) for power in range(10, 3, -1)]
+    params = run.init().params
+    return np.nan_to_num([float(last_losses(params, 2.0**power)) for power in powers], nan=np.inf)
 
 
-@pytest.mark.slow
-def test_the_best_learning_rate_is_that_of_a_narrow_model():
+@pytest.mark.parametrize("optimizer", [
+    pytest.param(name, marks=pytest.mark.slow if name == "adamw" else pytest.mark.exhaustive) for name in GRIDS])
+def test_the_best_learning_rate_is_that_of_a_narrow_model(optimizer):
     """Of a model that is 8 times as wide; without muP it is lower by a factor of 2 at least."""
-    best = {name: int(np.argmin(losses_by_rate(*of))) for name, of in (
+    found = {name: losses_by_rate(optimizer, *of) for name, of in (
         ("narrow", (32, False)), ("wide", (256, True)), ("wide without", (256, False)))}
-    assert best["wide"] == best["narrow"] > best["wide without"], best
-    assert min(losses_by_rate(256, True)) < min(losses_by_rate(32, False))  # wider is better
+    best = {name: int(np.argmin(losses)) for name, losses in found.items()}
+    assert best["wide"] == best["narrow"] > best["wide without"], found
+    assert 0 < best["narrow"] < len(GRIDS[optimizer][1]) - 1, found  # the grid has both sides of it
