@@ -19,12 +19,10 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
     "jobs": ("jaxtrain.launch.jobs", "See jobs, and pause, resume and cancel them, on whatever engine they are."),
     "plan": ("jaxtrain.plan", "Rank meshes for given hardware: which fit, how fast they train, what they cost."),
     "scaling": ("jaxtrain.plan.scaling_laws",
-                "Fit a scaling law to finished runs: what loss larger models and more tokens reach, and the best size "
-                "for a budget."),
+                "Fit a scaling law to finished runs: the loss of larger ones, and a budget's best size."),
     "bench": ("jaxtrain.bench", "Measure how fast a config trains on the devices here, and where the time goes."),
     "coordinates": ("jaxtrain.bench.coordinates",
-                    "Check whether activations grow with the width of a model as it learns: the coordinate check of "
-                    "muP."),
+                    "Check whether activations grow with width: the coordinate check of muP."),
     "doctor": ("jaxtrain.doctor", "Find out why training would not work on this machine, or be slow."),
     "generate": ("jaxtrain.hub.generate_texts", "Continue prompts, or answer them, with what a run has trained."),
     "evaluate": ("jaxtrain.hub.evaluate_tasks", "Evaluate what a run has trained on tasks of lm-evaluation-harness."),

@@ -1,12 +1,12 @@
-"""Check whether activations grow with the width of a model as it learns: the coordinate check of muP.
+"""Check whether activations grow with width: the coordinate check of muP.
 
     jaxtrain coordinates --config=FILE --widths=64,128,256,512
     jaxtrain coordinates --config=FILE --config.model.mup_base.embed_dim=64 --config.model.mup_base.num_heads=4
 
 Trains the config for some steps at several widths, on one device and at a constant learning rate, and tells how large
 the activations of each layer are: the mean of their absolute values, on one batch, and how far they have come from
-where they began. A size that goes with width to the power of s has the slope s. Where a learning rate is to serve all widths,
-no slope of a change may be far above 0.
+where they began. A size that goes with width to the power of s has the slope s. Where a learning rate is to serve all
+widths, no slope of a change may be far above 0.
 
 Exit status 0; 1: something grows with width; 2: a user error, reported in one line.
 """

@@ -31,7 +31,7 @@ class ModelConfig:
     window: int = 0  # sliding attention window in tokens; 0: none
     norm_eps: float = 1e-5  # added to the variance in LayerNorm and RMSNorm
     tied_embeddings: bool = True  # whether the output projection is the embedding table
-    # muP: widths of a narrow model whose best learning rate is then this one's, such as {"embed_dim": 64, "num_heads": 4}
+    # muP: widths of a narrow model whose best learning rate this one then has, as {"embed_dim": 64, "num_heads": 4}
     mup_base: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     # No fields (they have no annotation): what a family without such a field has.

@@ -1,4 +1,4 @@
-"""Fit a scaling law to finished runs: what loss larger models and more tokens reach, and the best size for a budget.
+"""Fit a scaling law to finished runs: the loss of larger ones, and a budget's best size.
 
     jaxtrain scaling WORKDIR WORKDIR WORKDIR ... --save=FILE
     jaxtrain scaling SWEEP/results.jsonl --flops=1e21 --html=FILE
