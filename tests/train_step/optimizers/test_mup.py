@@ -150,7 +150,7 @@ def off(family, number, mesh=(1, 1, 1), **keys):
 
 
 @pytest.mark.parametrize(("family", "number", "mesh", "keys"), [
-    pytest.param("gpt2", 1, (1, 1, 1), {}, marks=pytest.mark.slow),
+    pytest.param("gpt2", 0, (1, 1, 1), {}, marks=pytest.mark.slow),
     *(pytest.param(family, n % 2, (2, 2, 2), {"optimizer__zero_stage": 3}, marks=pytest.mark.slow)
       for n, family in enumerate(("llama", "qwen3", "gemma3", "mixtral", "deepseek_v3", "gpt_oss"))),
     pytest.param("gpt2", 1, (2, 1, 2), {"mesh__stage": 2, "train__accumulation": 2}, marks=pytest.mark.slow),
