@@ -98,14 +98,15 @@ def measured(config: Any, steps: int) -> dict[str, Sizes]:
     import jax
 
     import jaxtrain as jt
+    from jaxtrain.train_step import given_params
 
     run = jt.build(config, devices=jax.devices()[:1])
-    state, batch = run.init(), run.batch(0)
+    state, batch = run.init(), jax.device_get(run.batch(0))
     look = jax.jit(lambda params, batch: activations(run.model.merge(run.cast(params)), batch))
-    first = jax.device_get(look(state.all_params, batch))
-    found = {}
+    found, first = {}, {}
     for step in range(steps + 1):
-        seen = jax.device_get(look(state.all_params, batch))
+        seen = jax.device_get(look(given_params.on_one_device(state.all_params), batch))
+        first = first or seen
         found[str(step)] = {name: {"size": float(abs(x).mean()), "change": float(abs(x - first[name]).mean())}
                             for name, x in seen.items()}
         state, _ = run.step(state, run.batch(step))

@@ -44,7 +44,7 @@ def test_activations_are_those_that_the_model_computes(family):
     """The last residual is what the model has before its last norm, and logits are its own."""
     run = reference.build(family)
     batch = reference.batch(0)
-    model = run.model.merge(run.init().all_params)
+    model = run.module(run.init())
     found = jax.jit(coordinates.activations)(model, batch)
     x, _ = model.through(model.begin(batch["tokens"], batch["positions"]), batch["segments"], batch["positions"])
     layers = run.config.model.num_layers

@@ -12,7 +12,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.config.schema import READ_BY, OptimizerConfig
-from jaxtrain.train_step.optimizers import make_optimizer
+from jaxtrain.train_step.optimizers import make_optimizer, mup
 from jaxtrain.train_step.optimizers.matrices import Dimensions
 from jaxtrain.train_step.optimizers.muon import muon_dimensions
 from tests.numerics import plain_mup, reference
@@ -81,8 +81,23 @@ def check_steps(name, family, number, **keys):
         np.testing.assert_allclose(scaled[path], step * np.float32(factor), rtol=1e-6, atol=1e-9, err_msg=path)
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name == "adamw" else pytest.mark.slow) for name in READ_BY])
+@pytest.mark.parametrize(("names", "initial", "adamw", "sgd"), [
+    (("vocab", "embed"), 1, 1, 4), (("norm",), 1, 1, 4), (("layers", "heads", "head_dim"), 1, 1, 4),
+    (("layers", "embed", "heads", "head_dim"), 1 / 2, 1 / 4, 1),
+    (("layers", "heads", "head_dim", "embed"), 1 / 2, 1 / 4, 1),
+    (("experts", "expert_embed", "expert_mlp"), 1 / 4, 1 / 4, 1 / 4), (("embed", "router"), 1 / 4, 1 / 4, 1 / 4),
+    (("embed", "vocab"), 1 / 4, 1 / 4, 1 / 4), (("embed", None), 1 / 4, 1 / 4, 1 / 4), (("lora", "embed"), 1, 1, 4),
+    (("heads", "head_dim", "lora"), 1 / 4, 1 / 4, 1 / 4)])
+def test_factors_of_each_kind_of_parameter(names, initial, adamw, sgd):
+    growth = {"embed": 4.0, "expert_embed": 4.0, "expert_mlp": 1.0, "norm": 4.0, "heads": 2.0, "head_dim": 2.0}
+    with mup.growing(growth):
+        found = mup.initial_factor(names)
+    assert found == initial
+    assert [mup.step_factor(name, names, (8,) * len(names), growth) for name in ("adamw", "sgd")] == [adamw, sgd]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READ_BY)
 def test_steps_are_scaled_by_the_kind_of_parameter(name):
     check_steps(name, "llama", 0)
 
