@@ -212,7 +212,7 @@ def test_a_base_can_be_given_on_the_command_line():
 
 
 # The learning rates that are tried: these powers of two, and the family that is trained.
-GRIDS = {"adamw": ("llama", range(-10, -3)), "muon": ("llama", range(-11, -4)), "sgd": ("gpt2", range(-4, 3))}
+GRIDS = {"adamw": ("llama", range(-10, -3)), "muon": ("llama", range(-11, -4)), "sgd": ("gpt2", range(-8, -1))}
 
 
 def losses_by_rate(optimizer, width, transfer):
