@@ -59,7 +59,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     schedule = None
     if optimizer is None:
         schedule = optimizers.make_schedule(config.optimizer, config.train.steps)
-        optimizer = optimizers.make_optimizer(config.optimizer, schedule, axes)
+        optimizer = optimizers.make_optimizer(config.optimizer, schedule, axes, config.model.growth)
     optimizer = optimizers.with_update_rules(optimizer, partition.like(model.metadata("update"), axes),
                                              config.model.router_bias_rate)
     abstract = _abstract(config, model, goal, frozen, optimizer, compute)

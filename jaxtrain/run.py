@@ -216,8 +216,8 @@ class Run:
         def optimizer_of(axes, updates):
             c = self.config
             assert self.schedule, "an optimizer of one's own cannot be offloaded"
-            return optimizers.with_update_rules(optimizers.make_optimizer(c.optimizer, self.schedule, axes), updates,
-                                           c.model.router_bias_rate)
+            made = optimizers.make_optimizer(c.optimizer, self.schedule, axes, c.model.growth)
+            return optimizers.with_update_rules(made, updates, c.model.router_bias_rate)
 
         return make_step(self._gradient, self.optimizer, self.layout, clip_norm=self.config.optimizer.clip_norm,
                          schedule=self.schedule, describe=self.objective.metrics,

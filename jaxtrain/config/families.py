@@ -3,10 +3,16 @@
 JAX is not imported here, so that a mistake in a config is told at once.
 """
 
+import dataclasses
 from dataclasses import dataclass, fields
 
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest
+
+# The keys of `mup_base`, and the logical axes whose sizes they are.
+WIDTHS = {"embed_dim": ("embed", "expert_embed", "ahead", "norm"), "mlp_dim": ("mlp", "expert_mlp"),
+          "num_heads": ("heads",), "num_kv_heads": ("kv_heads",), "head_dim": ("head_dim",),
+          "kv_rank": ("latent", "rank")}
 
 
 @dataclass(frozen=True)
@@ -25,10 +31,13 @@ class ModelConfig:
     window: int = 0  # sliding attention window in tokens; 0: none
     norm_eps: float = 1e-5  # added to the variance in LayerNorm and RMSNorm
     tied_embeddings: bool = True  # whether the output projection is the embedding table
+    # muP: widths of a narrow model whose best learning rate this one then has, as {"embed_dim": 64, "num_heads": 4}
+    mup_base: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     # No fields (they have no annotation): what a family without such a field has.
     rope_head_dim = 0
     value_head_dim = 0
+    kv_rank = 0
     num_experts = 0
     experts_per_token = 0
     expert_mlp_dim = 0
@@ -57,6 +66,31 @@ class ModelConfig:
                             f"model.num_heads={self.num_heads}", "choose a divisor of it")
         if self.head_dim % 2:
             raise UserError("model.head_dim", f"{self.head_dim} is odd", "rotary positions need an even head_dim")
+        self._check_base()
+
+    def _check_base(self):
+        base = self.mup_base
+        for key, value in base.items():
+            if not getattr(self, key, 0) or key not in WIDTHS:
+                raise UserError(f"model.mup_base.{key}", "it is not a width of this model",
+                                nearest(key, [width for width in WIDTHS if getattr(self, width)]))
+            if type(value) is not int or value < 1:
+                raise UserError(f"model.mup_base.{key}", f"{value!r} is not a width", "give a whole number above 0")
+        if base and not {"embed_dim", "num_heads"} <= base.keys():
+            raise UserError("model.mup_base", f"{base} does not say how wide the narrower model is and how many heads "
+                            "it has", "give its embed_dim and num_heads")
+
+    @property
+    def growth(self) -> dict[str, float]:
+        """How many times as wide as in `mup_base` each logical axis is that grows with the model; {} without one.
+
+        What it does not name grows like embed_dim, but all heads together do so, and num_kv_heads like num_heads.
+        """
+        if not self.mup_base:
+            return {}
+        times = {key: getattr(self, key) / value for key, value in self.mup_base.items()}
+        times = {"head_dim": times["embed_dim"] / times["num_heads"], "num_kv_heads": times["num_heads"]} | times
+        return {axis: times.get(key, times["embed_dim"]) for key, axes in WIDTHS.items() for axis in axes}
 
     @property
     def windows(self) -> dict[int, int]:
@@ -235,6 +269,7 @@ class DeepseekV3Config(ExpertsConfig):
 
     name: str = "deepseek_v3"
     q_rank: int = 0  # width of the queries' latent; 0: none
+    # pyrefly: ignore[bad-override]
     kv_rank: int = 0  # width of the keys' and values' latent
     # pyrefly: ignore[bad-override]
     rope_head_dim: int = 0  # how much of a head turns with positions, beside head_dim that does not
@@ -246,6 +281,9 @@ class DeepseekV3Config(ExpertsConfig):
         not_negative(self, "model", "q_rank kv_rank rope_head_dim value_head_dim")
         if not self.kv_rank:
             raise UserError("model.kv_rank", "deepseek_v3 needs a latent", "give its width, such as 512")
+        if "kv_rank" in self.mup_base and not self.q_rank:
+            raise UserError("model.mup_base.kv_rank", "queries without a latent grow with embed_dim, and they have the "
+                            "latents' logical axis", "leave it out, so that the latent grows like embed_dim")
         if self.rope_head_dim < 2 or self.rope_head_dim % 2:
             raise UserError("model.rope_head_dim", f"{self.rope_head_dim} is not a width that rotates",
                             "give an even number, such as 64")
@@ -274,6 +312,9 @@ class Gemma3Config(ModelConfig):
         positive(self, "model", "window global_every rope_theta local_rope_theta rope_factor")
         not_negative(self, "model", "query_scale")
         derive(self, "query_scale", self.head_dim)
+        if self.growth.get("head_dim", 1) != 1 and self.query_scale != self.head_dim:
+            raise UserError("model.query_scale", f"{self.query_scale} does not grow with heads that grow by "
+                            "model.mup_base", "leave it 0, or keep head_dim")
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
         if entry and (section, table) in _TABLES:
             before = sections[section].get(table, {})
             sections[section][table] = {**(before if isinstance(before, dict) else {}),
-                                        entry: value if section == "train" else str(value)}
+                                        entry: _ENTRIES.get(section, _literal)(value)}
         elif section == "data" and name.startswith("mixture."):
             sections[section]["mixture"] = _mixed(sections[section].get("mixture", {}), key, name.split(".")[1:], value)
         else:
@@ -180,7 +180,9 @@ def _literal(text: Any) -> Any:
         return str(text)
 
 
-_TABLES = {("mesh", "overrides"), ("train", "compiler_options")}  # keys whose entries can be given one by one
+# Keys whose entries can be given one by one, and how the text of an entry is read where that is not as a literal.
+_TABLES = {("mesh", "overrides"), ("train", "compiler_options"), ("model", "mup_base")}
+_ENTRIES = {"mesh": str, "train": lambda value: value}
 _FRACTIONS = (("optimizer", "warmup_steps"), ("train", "eval_every"), ("checkpoint", "every"))
 _KIND = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", dict: "a mapping",
          list: "a list"}

@@ -263,6 +263,12 @@ def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
     return found
 
 
+def has_multipliers(c: ModelConfig) -> bool:
+    """Return whether muP multiplies embeddings, scores or logits, which no published model does."""
+    times = c.growth or {"embed": 1, "head_dim": 1}
+    return times["head_dim"] != 1 or (times["embed"] != 1 and (c.tied_embeddings or isinstance(c, Gemma3Config)))
+
+
 def _published_rotary(c: RotaryConfig) -> Keys:
     plain = {"rope_theta": c.rope_theta, "rope_scaling": None}
     if c.rope_scaling == 1:
@@ -288,6 +294,8 @@ def _check(c: ModelConfig, kind: str, written: Mapping[str, Any]) -> None:
                         "keep it in jaxtrain's format") from None
     if c.num_experts and not c.dense_layers and c.experts_every == 1:
         free.add("mlp_dim")  # which no layer has
+    if not has_multipliers(c):
+        free.add("mup_base")  # it has shaped training only
     for key in c.__dataclass_fields__.keys() - free:
         same = c.rope_type == "ntk" if isinstance(c, RotaryConfig) and key.startswith("rope_") else False
         if getattr(c, key) != getattr(back, key) and not same:

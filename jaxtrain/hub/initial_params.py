@@ -89,6 +89,9 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
         adapted = adapter_files.is_adapter_folder(folder)
         section = published_config.model_section(adapter_files.base_of(folder) if adapted else folder)
         theirs = FAMILIES[section["name"]](**section)
+        if published_config.has_multipliers(run.config.model):
+            raise UserError("model.mup_base", "it multiplies scores, logits or embeddings of the published model that "
+                            f"{KEY} names", "leave it out, or begin with random parameters")
         what = f"adapters in {folder} and the parameters in {adapter_files.base_of(folder)}" if adapted else (
             f"parameters in {folder}")
         say(f"begins with the published {what}{_otherwise(theirs, run)}")

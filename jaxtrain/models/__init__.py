@@ -7,6 +7,8 @@ from flax import nnx
 from jaxtrain.config.families import ModelConfig
 from jaxtrain.config.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.models.attention.mla import LatentAttention
+from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.deepseek_v3 import deepseek_v3
 from jaxtrain.models.gemma3 import gemma3
@@ -17,6 +19,7 @@ from jaxtrain.models.lora import adapt
 from jaxtrain.models.qwen2 import qwen2
 from jaxtrain.models.qwen3 import qwen3
 from jaxtrain.models.scalar_head import REWARD, ScalarHead
+from jaxtrain.train_step.optimizers import mup
 
 FAMILIES: dict[str, Callable[..., Decoder]] = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
     "gemma3": gemma3, "mixtral": llama, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss}
@@ -30,13 +33,25 @@ def make_model(config: ModelConfig, compute: Compute | None = None, lora: LoraCo
     """
     if config.name not in FAMILIES:
         raise UserError("model.name", f"there is no model {config.name!r}", nearest(config.name, FAMILIES))
-    model = FAMILIES[config.name](config, compute or Compute(), rngs=rngs)
-    if lora is not None and lora.rank:
-        adapt(model, lora, rngs)
-    if scalar_head:
-        setattr(model, scalar_head, ScalarHead(scalar_head, config.embed_dim, rngs=rngs))
-        model.output = None if scalar_head == REWARD else model.output
+    with mup.growing(config.growth):
+        model = FAMILIES[config.name](config, compute or Compute(), rngs=rngs)
+        if lora is not None and lora.rank:
+            adapt(model, lora, rngs)
+        if scalar_head:
+            setattr(model, scalar_head, ScalarHead(scalar_head, config.embed_dim, rngs=rngs))
+            model.output = None if scalar_head == REWARD else model.output
+    _set_multipliers(model, config)
     return model
+
+
+def _set_multipliers(model: Decoder, config: ModelConfig) -> None:
+    """Set what a model that is wider than its `mup_base` multiplies logits and attention's scores by."""
+    growth = config.growth
+    if config.tied_embeddings and growth:
+        model.logit_factor = 1 / growth["embed"]
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, Attention | LatentAttention) and growth:
+            node.score_factor *= growth["head_dim"] ** -0.5
 
 
 __all__ = ["FAMILIES", "Compute", "Decoder", "make_model"]

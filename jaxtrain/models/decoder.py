@@ -64,6 +64,7 @@ class Decoder(nnx.Module):
     STACKS = ("first_blocks", "blocks")  # parameters that can be split over pipeline stages, in order
     reward_head: ScalarHead | None = None  # in place of the output projection, where `make_model` gives it one
     value_head: ScalarHead | None = None  # likewise, beside the output projection
+    logit_factor = 1.0  # of the output projection; `make_model` sets another
 
     def __init__(self, embed: Embed, block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, norm: nnx.Module, *,
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
@@ -133,7 +134,8 @@ class Decoder(nnx.Module):
         if self.reward_head is not None:
             raise UserError("model", "it is a reward model, with a reward head in place of the output projection",
                             "give a language model")
-        return (self.embed if self.output is None else self.output).head()
+        w_DV = (self.embed if self.output is None else self.output).head()
+        return w_DV if self.logit_factor == 1 else (w_DV * self.logit_factor).astype(w_DV.dtype)
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,
                  positions_BT: jax.Array | None = None) -> jax.Array:

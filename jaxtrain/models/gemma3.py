@@ -27,11 +27,18 @@ Angles = tuple[jax.Array, jax.Array]
 
 
 class ScaledEmbed(Embed):
-    """Token embeddings times the square root of their width, which is rounded to their dtype as in the original."""
+    """Token embeddings times the square root of their width, which is rounded to their dtype as in the original.
+
+    `base`: the width in place of theirs, where `mup_base` says that activations are to be as large as in that width.
+    """
+
+    def __init__(self, vocab: int, dim: int, base: int = 0, *, rngs: nnx.Rngs):
+        super().__init__(vocab, dim, rngs=rngs)
+        self.factor = math.sqrt(base or dim)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         x_BTD = super().__call__(tokens_BT)
-        return x_BTD * jnp.asarray(math.sqrt(x_BTD.shape[-1]), x_BTD.dtype)
+        return x_BTD * jnp.asarray(self.factor, x_BTD.dtype)
 
 
 class ShiftedRMSNorm(nnx.Module):
@@ -112,8 +119,9 @@ class Gemma3Block(nnx.Module):
 def gemma3(c: Gemma3Config, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
     """Return a decoder in the style of Gemma 3."""
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
+    embed = ScaledEmbed(c.vocab_size, c.embed_dim, c.mup_base.get("embed_dim", 0), rngs=rngs)
     return Decoder(
-        ScaledEmbed(c.vocab_size, c.embed_dim, rngs=rngs), lambda rngs: Gemma3Block(c, compute, out_std, rngs),
-        c.num_layers, ShiftedRMSNorm(c.embed_dim, c.norm_eps, rngs=rngs), rotary=BothRotaries(c),
+        embed, lambda rngs: Gemma3Block(c, compute, out_std, rngs), c.num_layers,
+        ShiftedRMSNorm(c.embed_dim, c.norm_eps, rngs=rngs), rotary=BothRotaries(c),
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs), numbered=True,
         compute=compute, rngs=rngs)

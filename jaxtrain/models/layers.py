@@ -25,6 +25,7 @@ from jaxtrain.sharding import products
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import Names
 from jaxtrain.train_step import quantization
+from jaxtrain.train_step.optimizers import mup
 
 RESIDUAL: Names = ("batch", "block_seq", "act_embed")  # between blocks
 INSIDE: Names = ("batch", "seq", "act_embed")  # at the inputs of attention and MLP
@@ -38,7 +39,7 @@ def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Names, std: float = 0.02
         compute_dtype: the dtype it is cast to for computing, regardless of train.precision.
         update: the rule of `optim.UPDATE_RULES` that updates it instead of the optimizer.
     """
-    weight = bell(rngs.params(), shape, std) if std else jnp.full(shape, value, jnp.float32)
+    weight = bell(rngs.params(), shape, std * mup.initial_factor(axes)) if std else jnp.full(shape, value, jnp.float32)
     return nnx.Param(weight, axes=axes, compute_dtype=compute_dtype, update=update)
 
 

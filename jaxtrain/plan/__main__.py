@@ -2,6 +2,7 @@
 
     jaxtrain plan --config=configs/llama3_8b.py --target=h100x8
     jaxtrain plan --config=configs/gpt.py:tiny --target=h100x8 --config.mesh.data=2 --config.mesh.fsdp=4 --explain
+    jaxtrain plan --config=configs/gpt.py:124m --target=h100x8 --tokens=3e9 --scaling=FILE --dollars=1000
 
 Exit status 0; 1: nothing fits; 2: a user error, reported in one line.
 """
@@ -37,6 +38,11 @@ def parser() -> argparse.ArgumentParser:
                       help=f"also rank these precisions, besides the config's own: {', '.join(PRECISIONS)}")
     made.add_argument("--top", type=int, default=10, help="how many layouts to show; default: 10")
     made.add_argument("--html", metavar="FILE", help="also write the ranking as a page, with memory and time drawn")
+    made.add_argument("--scaling", metavar="FILE",
+                      help="also say what loss the run reaches, by the fit that jaxtrain scaling --save wrote")
+    made.add_argument("--flops", type=float,
+                      help="with --scaling: a budget, and what it gets at best; default: the run's")
+    made.add_argument("--dollars", type=float, help="with --scaling: the same in money, at the first layout's speed")
     made.add_argument("--explain", action="store_true", help="explain only the layout of the config")
     made.add_argument("--verify", type=int, default=0, metavar="K", help="compile the best K for the real target")
     made.add_argument("--roofline", action="store_true",

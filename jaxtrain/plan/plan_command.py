@@ -4,6 +4,7 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import PRECISIONS
@@ -46,6 +47,15 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
                         "for", "add --verify=1")
     if flags.timeline:
         html.writable(flags.timeline, "--timeline")
+    law = None
+    if flags.scaling:
+        from jaxtrain.plan.scaling_laws import saved_fit
+
+        law = saved_fit.load(flags.scaling)
+        saved_fit.budget(flags, 0.0)  # reports mistakes before the search
+    elif flags.flops is not None or flags.dollars is not None:
+        raise UserError("--flops" if flags.flops is not None else "--dollars", "it is read with --scaling only",
+                        "give that too, or leave it out")
     if flags.verify:
         from jaxtrain.plan.compiler import devices_of
 
@@ -63,10 +73,26 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
         if flags.html:
             html.write(found, flags.html, flags.config, flags.top, flags.tokens)
         chosen = [choice.estimate for choice in found.fitting]
+    if law and chosen:
+        print(f"\n{reached(law, chosen[0], flags)}")
     for rank, guess in enumerate(chosen[:flags.verify]):
         print(verified(guess, flags.roofline, flags.timeline if rank == 0 else None))
     if not chosen or not chosen[0].fits:
         raise SystemExit(1)
+
+
+def reached(law: Any, guess: Estimate, flags: argparse.Namespace) -> str:
+    """Return the loss that a layout's run reaches by a scaling law, and what its budget gets at best, as text."""
+    from jaxtrain.plan.scaling_laws import saved_fit
+    from jaxtrain.plan.scaling_laws.finished_runs import parameters
+
+    size = parameters(guess.config)
+    own = 6 * size * flags.tokens
+    flops = saved_fit.budget(flags, own / guess.cost(flags.tokens) if guess.target.price else 0.0) or own
+    said = f"{flops:.3g} FLOPs" + (f", ${flags.dollars:,.0f}," if flags.dollars else ", as many,"
+                                   if flops == own else "")
+    return (f"by {flags.scaling}, the loss is {saved_fit.predicted(law, size, flags.tokens)}\n"
+            f"{said} get at best {saved_fit.at_best(law, flops)}")
 
 
 def place(flags: argparse.Namespace) -> tuple[targets.Target, int]:

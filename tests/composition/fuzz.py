@@ -4,8 +4,8 @@
 
 draws meshes of all six axes, rules, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions,
 optimizers and the dtypes of their moments, averages of parameters, offloading, frozen parameters, adapters, packing,
-rows without a valid token, model families, tied and untied tables, scanned and unrolled layers; training, and of some
-evaluation and `value_and_grad`.
+rows without a valid token, model families, tied and untied tables, muP, scanned and unrolled layers; training, and of
+some evaluation and `value_and_grad`.
 What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.validation documents. A case
 fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it
 again.
@@ -102,7 +102,18 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= {"data.cross_document_attention": True}
     rng = random.Random(f"{sorted(keys.items())}")  # its own numbers: what follows changes no other draw
     keys |= remat_of(keys, rng) | lora_of(keys, rng)
-    return keys | ({"train.ema_decay": 0.75} if rng.random() < 0.3 else {})
+    keys |= {"train.ema_decay": 0.75} if rng.random() < 0.3 else {}
+    return keys | mup_of(keys, rng)
+
+
+def mup_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """A narrower base model in some of the cases, whose heads, latents or MLPs are in proportion or not."""
+    if rng.random() < 0.75:
+        return {}
+    base = {"embed_dim": rng.choice((8, 20)), "num_heads": 4}
+    base |= rng.choice(({}, {"head_dim": 2}, {"mlp_dim": 16}, {"num_kv_heads": 8}))
+    base |= {"kv_rank": 24} if keys["family"] == "deepseek_v3" and rng.random() < 0.5 else {}
+    return {"model.mup_base": base} | ({"model.query_scale": 0} if keys["family"] == "gemma3" else {})
 
 
 def remat_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:

@@ -141,3 +141,14 @@ def test_weights_that_are_not_safetensors_are_not_passed_over(tmp_path):
 def test_a_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(jt.UserError, match=r"--config: there is no .*config.json; give a folder in Hugging"):
         jt.load_config(f"hf:{tmp_path}")
+
+
+def test_a_model_whose_mup_is_in_its_weights_is_published_and_one_with_multipliers_is_not():
+    base = {"embed_dim": 16, "num_heads": 8}
+    untied = reference.tiny("llama", model__mup_base=base).model
+    assert config_json(untied) == config_json(reference.tiny("llama").model)
+    for family, more, changes in (("gpt2", {"head_dim": 4}, {}), ("llama", {"head_dim": 2}, {}),
+                                  ("gemma3", {"head_dim": 4}, {"model__tied_embeddings": False})):
+        model = reference.tiny(family, model__mup_base=base | more, **changes).model
+        with pytest.raises(jt.UserError, match=r"model.mup_base: .* cannot be published as"):
+            config_json(model)

@@ -15,7 +15,7 @@ import jaxtrain as jt
 from jaxtrain.sharding.mesh import AXES
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import TrainState
-from tests.numerics import plain_experts, plain_rotary
+from tests.numerics import plain_experts, plain_mup, plain_rotary
 
 VOCAB, SEQ, BATCH, STEPS, LAYERS = 64, 16, 32, 20, 2
 TOLERANCE = 1e-5
@@ -191,7 +191,7 @@ def through(c, p, b, told):
     if c.name == "gpt2":
         x = x + p["positions"]["table"][b["positions"]]
     if c.name == "gemma3":
-        x = x * np.float32(np.sqrt(c.embed_dim))
+        x = x * np.float32(np.sqrt(c.mup_base.get("embed_dim", c.embed_dim)))
     for layer in range(c.num_layers):
         w = layer_of(c, p, layer)
         x = gemma3_block(c, w, x, b, layer) if c.name == "gemma3" else block(c, w, x, b, told, window_of(c, layer))
@@ -232,7 +232,8 @@ def block(c, w, x, b, told, window):
         q, k = rms_norm(a["q_norm"], q, eps), rms_norm(a["k_norm"], k, eps)
     if not gpt2 and not latent:
         q, k = (rotate(y, b["positions"], *plain_rotary.frequencies(c, c.head_dim)) for y in (q, k))
-    y = jnp.tensordot(attention(q, k, v, b["segments"], window, a.get("sinks")), a["out"]["kernel"], 2)
+    heads = attention(q * plain_mup.scores(c), k, v, b["segments"], window, a.get("sinks"))
+    y = jnp.tensordot(heads, a["out"]["kernel"], 2)
     x = x + y + a["out"].get("bias", 0)
     h = norm(w["mlp_norm"], x, eps)
     if gpt2:
@@ -257,7 +258,8 @@ def gemma3_block(c, w, x, b, layer):
     turn = dict(positions=b["positions"] if local else b["positions"] / c.rope_factor,
                 frequencies=(c.local_rope_theta if local else c.rope_theta) ** (-np.arange(0, 1, 2 / c.head_dim)))
     q, k = rotate(gemma3_norm(a["q_norm"], q, eps), **turn), rotate(gemma3_norm(a["k_norm"], k, eps), **turn)
-    scaled = q / math.sqrt(c.query_scale) * math.sqrt(c.head_dim)  # `attention` divides by the latter
+    # `attention` divides by the root of the width.
+    scaled = q / math.sqrt(c.query_scale) * math.sqrt(c.head_dim) * plain_mup.scores(c)
     y = jnp.tensordot(attention(scaled, k, v, b["segments"], c.window if local else 0), a["out"]["kernel"], 2)
     x = x + gemma3_norm(w["attention_out_norm"], y, eps)
     h = gemma3_norm(w["mlp_norm"], x, eps)
@@ -285,7 +287,7 @@ def last_norm(c, p, x):
 
 def entropy(c, p, x, targets, weights, z_loss=0.0):
     """The sum over tokens of weight x (cross-entropy + z-loss)."""
-    logits = x @ (p["embed"]["table"].T if c.tied_embeddings else p["output"]["kernel"])
+    logits = x @ (p["embed"]["table"].T if c.tied_embeddings else p["output"]["kernel"]) * plain_mup.logits(c)
     top = logits.max(-1)
     log_partition = top + jnp.log(jnp.exp(logits - top[..., None]).sum(-1))
     correct = (logits * (targets[..., None] == np.arange(logits.shape[-1]))).sum(-1)

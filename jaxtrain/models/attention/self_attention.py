@@ -39,6 +39,7 @@ class Attention(nnx.Module):
     """Multi-head or grouped-query self-attention, with optional biases, qk-norm and rotary positions."""
 
     shared_by = ("act_heads", "act_kv_heads")  # output dimensions of its first matmuls
+    score_factor = 1.0  # of scores, beside 1 / sqrt(head_dim); `make_model` sets another
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, out_std: float, rngs: nnx.Rngs,
                  qkv_bias: bool = False, out_bias: bool = False, qk_norm: Callable[[], nnx.Module] | None = None,
@@ -60,7 +61,7 @@ class Attention(nnx.Module):
         q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+        return q if self.score_factor == 1 else (q * self.score_factor).astype(q.dtype), k, v
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles=None,
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:

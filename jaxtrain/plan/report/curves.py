@@ -18,22 +18,22 @@ def curves(title: str, xs: list[int], series: dict[str, dict[int, float]], perce
                      for name, points in series.items())
     lines = [f'<svg class="curves" viewBox="-56 -24 {PLOT + 60} {TALL + 104}" role="img" '
              f'aria-label="{escape(f"{title} by number of devices. {said}")}">',
-             _text(-56, -10, title), f'<path class="axis" d="M0 0V{TALL}H{PLOT}"/>']
+             text(-56, -10, title), f'<path class="axis" d="M0 0V{TALL}H{PLOT}"/>']
     marks = ticks(most)
     if marks[-1] < most:
         marks.append(marks[-1] + marks[1])
     top = marks[-1]
-    lines += [_text(-6, TALL - TALL * tick / top + 4, f"{tick:.0%}" if percent else f"{tick:,g}", "end")
+    lines += [text(-6, TALL - TALL * tick / top + 4, f"{tick:.0%}" if percent else f"{tick:,g}", "end")
               for tick in marks]
-    lines += [_text(step * (i + 0.5), TALL + 18, f"{x:,}", "middle") for i, x in enumerate(xs)]
-    lines.append(_text(PLOT / 2, TALL + 36, "devices", "middle"))
+    lines += [text(step * (i + 0.5), TALL + 18, f"{x:,}", "middle") for i, x in enumerate(xs)]
+    lines.append(text(PLOT / 2, TALL + 36, "devices", "middle"))
     for i, (name, points) in enumerate(series.items()):
         places = [(step * (xs.index(x) + 0.5), TALL - TALL * value / top) for x, value in points.items()]
         drawn = f'class="line{i}" stroke-dasharray="{DASHES[i] or 0}"'
         joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         lines += [f'<polyline points="{joined}" {drawn}/>',
                   *(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{3 + 2 * i}" class="line{i}"/>' for x, y in places),
-                  f'<path d="M0 {TALL + 52 + 18 * i}H30" {drawn}/>', _text(38, TALL + 56 + 18 * i, name)]
+                  f'<path d="M0 {TALL + 52 + 18 * i}H30" {drawn}/>', text(38, TALL + 56 + 18 * i, name)]
     return "\n".join([*lines, "</svg>"])
 
 
@@ -45,5 +45,6 @@ def ticks(most: float) -> list[float]:
     return [round(step * i, 12) for i in range(math.floor(most / step) + 1)]
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+def text(x: float, y: float, words: str, anchor: str = "start") -> str:
+    """Return words that begin, end or have their middle at a place."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

@@ -1,6 +1,6 @@
 """Optimizers, learning-rate schedules, and which parameters have weight decay; made of optax's parts and our own."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.config.schema import OptimizerConfig
-from jaxtrain.train_step.optimizers import moments
+from jaxtrain.train_step.optimizers import moments, mup
 from jaxtrain.train_step.optimizers.adafactor import scale_by_adafactor
 from jaxtrain.train_step.optimizers.matrices import is_matrix, map_names
 from jaxtrain.train_step.optimizers.muon import scale_by_muon
@@ -59,26 +59,29 @@ def _balance_load(rate: float) -> optax.GradientTransformation:
 UPDATE_RULES = {"balance_load": _balance_load}
 
 
-def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> optax.GradientTransformation:
+def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any,
+                   growth: Mapping[str, float] | None = None) -> optax.GradientTransformation:
     """Return the optimizer for parameters with logical names `axes` (a tree of tuples, structured like the parameters).
+
+    `growth`: how many times as wide each logical axis is as where the learning rate was found (`model.mup_base`).
     """
-    made = _named(c, schedule, axes)
+    made = _named(c, schedule, axes, mup.scale_by_width(c.name, axes, growth or {}))
     return made if c.moment_dtype == "float32" else moments.rounded(made, c.moment_dtype, axes)
 
 
-def _named(c: OptimizerConfig, schedule: optax.Schedule, axes: Any) -> optax.GradientTransformation:
-    decays = map_names(is_matrix, axes)
-    decay = dict(weight_decay=c.weight_decay, mask=decays)
-    if c.name == "adamw":
-        return optax.adamw(schedule, b1=c.b1, b2=c.b2, eps=c.eps, **decay)
-    if c.name == "lion":
-        return optax.lion(schedule, b1=c.b1, b2=c.b2, **decay)
+def _named(c: OptimizerConfig, schedule: optax.Schedule, axes: Any,
+           by_width: list[optax.GradientTransformation]) -> optax.GradientTransformation:
+    decay = optax.add_decayed_weights(c.weight_decay, map_names(is_matrix, axes))
     if c.name == "sgd":
-        return optax.chain(optax.add_decayed_weights(c.weight_decay, decays), optax.sgd(schedule, momentum=c.b1))
-    scaled = scale_by_adafactor(axes) if c.name == "adafactor" else scale_by_muon(c, axes)
-    # Like AdamW's, decay is scaled by the learning rate.
-    return optax.chain(scaled, optax.add_decayed_weights(c.weight_decay, decays),
-                       optax.scale_by_learning_rate(schedule))
+        return optax.chain(*by_width, decay, optax.sgd(schedule, momentum=c.b1))
+    scaled = {
+        "adamw": lambda: optax.scale_by_adam(c.b1, c.b2, c.eps),
+        "lion": lambda: optax.scale_by_lion(c.b1, c.b2),
+        "adafactor": lambda: scale_by_adafactor(axes),
+        "muon": lambda: scale_by_muon(c, axes),
+    }[c.name]()
+    # Decay is scaled by the learning rate, but not by width: what a step takes off a weight is the same in all widths.
+    return optax.chain(scaled, *by_width, decay, optax.scale_by_learning_rate(schedule))
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -23,7 +23,7 @@ class Dimensions:
         if not is_matrix(names):
             return cls(stacked)
         own = [i for i in range(len(names)) if i not in stacked]
-        side = next((i for i in own if names[i] in ("embed", "expert_embed", "rank")), own[0])
+        side = next((i for i in own if names[i] in ("embed", "expert_embed", "rank", "lora")), own[0])
         others = tuple(i for i in own if i != side)
         return cls(stacked, *(((side,), others) if side == own[0] else (others, (side,))))
 

@@ -14,8 +14,8 @@ from jaxtrain.train_step.optimizers.matrices import Dimensions, is_matrix, map_n
 
 def scale_by_muon(c: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
     """Return the transformation of gradients into steps for parameters with logical names `axes`."""
-    dimensions = map_names(_dimensions, axes)
-    matrices = map_names(lambda names: _dimensions(names) is not None, axes)
+    dimensions = map_names(muon_dimensions, axes)
+    matrices = map_names(lambda names: muon_dimensions(names) is not None, axes)
 
     def orthogonal(momentum, dimensions):
         if dimensions is None or isinstance(momentum, optax.MaskedNode):
@@ -32,7 +32,7 @@ def scale_by_muon(c: OptimizerConfig, axes: Any) -> optax.GradientTransformation
             orthogonal, momenta, dimensions, is_leaf=lambda x: isinstance(x, optax.MaskedNode))))  # with_update_rules
 
 
-def _dimensions(names: tuple) -> Any:
+def muon_dimensions(names: tuple) -> Any:
     """Return how a parameter is orthogonalized (hidden matrices, heads flattened), or None to use Adam."""
     if not is_matrix(names) or "vocab" in names or "positions" in names:
         return None

@@ -1,0 +1,1 @@
+"""Fit a scaling law to finished runs, and say what other runs reach by it."""

@@ -1,0 +1,97 @@
+"""Fit a scaling law to finished runs: the loss of larger ones, and a budget's best size.
+
+    jaxtrain scaling WORKDIR WORKDIR WORKDIR ... --save=FILE
+    jaxtrain scaling SWEEP/results.jsonl --flops=1e21 --html=FILE
+    jaxtrain plan --config=configs/gpt.py:124m --target=h100x8 --tokens=3e9 --scaling=FILE
+
+The loss is E + A / N^alpha + B / D^beta, where N is how many parameters a token is multiplied by and D how many tokens
+a run was trained on, so that training takes 6 N D FLOPs, and those of attention. Bands are the 5th and the 95th
+percentile of fits to runs that are drawn again. The runs need at least three sizes and three numbers of tokens.
+
+Exit status 0; 2: a user error, reported in one line.
+"""
+
+import argparse
+import sys
+from html import escape
+from pathlib import Path
+
+from jaxtrain.errors import UserError
+from jaxtrain.flags import command, parser_of
+
+
+@command()
+def main(argv: list[str] | None) -> None:
+    """Fit, print, and save what was asked for."""
+    flags = parser().parse_args(argv)
+    for name in ("save", "html"):
+        if (path := getattr(flags, name)) and not Path(path).absolute().parent.is_dir():
+            raise UserError(f"--{name}", f"there is no folder {Path(path).parent}", "make it first")
+    if not 2 <= flags.samples <= 10_000:
+        raise UserError("--samples", f"{flags.samples} is not a number of samples", "give 2 to 10000, such as 200")
+    from jaxtrain.plan.scaling_laws import saved_fit  # imports SciPy, for which --help does not wait
+    from jaxtrain.plan.scaling_laws.finished_runs import points
+    from jaxtrain.plan.scaling_laws.parametric_loss import fit
+
+    asked = saved_fit.budget(flags, 0.0)
+    found = fit(points(flags.runs, flags.metric), flags.samples, flags.seed)
+    most = max(6 * point.parameters * point.tokens for point in found.points)
+    budgets = [asked] if asked else [most, 10 * most, 100 * most]
+    print(table(found, budgets))
+    if flags.save:
+        saved_fit.save(found, flags.save, flags.metric)
+    if flags.html:
+        Path(flags.html).write_text(page(found, budgets))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = parser_of("scaling", __doc__)
+    made.add_argument("runs", nargs="+", metavar="RUNS", action="store",
+                      help="workdirs of runs, and the results.jsonl of sweeps")
+    made.add_argument("--metric", default="eval_loss", help="the loss, by its key in metrics.jsonl; default: eval_loss")
+    made.add_argument("--samples", type=int, default=200, help="of the runs, for the bands; default: 200")
+    made.add_argument("--seed", type=int, default=0, help="of the samples; default: 0")
+    made.add_argument("--flops", type=float, help="a budget to spend on training: the best size for it")
+    made.add_argument("--save", metavar="FILE", help="write the fit, for jaxtrain plan --scaling=FILE")
+    made.add_argument("--html", metavar="FILE", help="draw the runs, the fit and the best sizes, as a page")
+    made.set_defaults(dollars=None)
+    return made
+
+
+def table(found, budgets: list[float]) -> str:
+    """Return the runs beside the fit, its constants, and the best sizes for some budgets, as text."""
+    from jaxtrain.plan.scaling_laws.saved_fit import at_best, described, short
+
+    law = found.law
+    lines = [f"{'parameters':>12}{'tokens':>9}{'loss':>9}{'fit':>9}   run"]
+    lines += [f"{short(p.parameters):>12}{short(p.tokens):>9}{p.loss:>9.4f}{law.loss(p.parameters, p.tokens):>9.4f}"
+              f"   {p.name}" for p in sorted(found.points, key=lambda p: (p.parameters, p.tokens))]
+    lines += ["", f"loss = E + A / N^alpha + B / D^beta, of {len(found.points)} runs:", *described(found), "",
+              "the best that a budget gets:"]
+    lines += [f"  {flops:.3g} FLOPs: {at_best(found, flops)}" for flops in budgets]
+    return "\n".join(lines)
+
+
+def page(found, budgets: list[float]) -> str:
+    """Return the runs and the fit over the tokens, and the best size over the budget, as a page."""
+    import numpy as np
+
+    from jaxtrain.plan.report.log_log import log_log, page_of
+
+    law, charts = found.law, []
+    for size in sorted({point.parameters for point in found.points}):
+        runs = sorted((p.tokens, p.loss) for p in found.points if p.parameters == size)
+        across = np.geomspace(runs[0][0], runs[-1][0] * 2, 20)
+        charts.append(log_log(f"loss of {size:,.0f} parameters", "tokens", {
+            "runs": runs, "fit": [(float(d), law.loss(size, float(d))) for d in across]}, joined=False))
+    spent = [6 * point.parameters * point.tokens for point in found.points]
+    flops = [float(c) for c in np.geomspace(min(spent), max(*budgets, *spent), 12)]
+    charts.append(log_log("best number of parameters", "FLOPs", {
+        "runs": [(6 * p.parameters * p.tokens, p.parameters) for p in found.points],
+        "best": [(c, law.optimum(c)[0]) for c in flops]}, joined=False))
+    return page_of("Scaling law", charts, f"<pre>{escape(table(found, budgets))}</pre>")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
