@@ -183,10 +183,10 @@ def test_a_cpu_changes_the_cache_in_place(family, keys, monkeypatch):
     """By one update of each array for a token; none is copied, converted or taken out of a stack."""
     run, slots = build(family, **keys), 52  # no other array has this dimension before the last
     programs = decoding(run)
-    go_on = programs._go_on
+    go_on = programs.go_on_program
     held = programs.start(state(run, family, **keys).all_params, np.ones((3, 20), np.int32), np.zeros(3, int),
                           slots - 20)
-    monkeypatch.setitem(programs.__dict__, "_go_on", lambda *args: go_on.lower(*args).compile().as_text())
+    monkeypatch.setitem(programs.__dict__, "go_on_program", lambda *args: go_on.lower(*args).compile().as_text())
     text = programs.go_on(state(run, family, **keys).all_params, held, 5, programs.place(np.full(3, 9, np.int32)),
                           np.full(1, -1, np.int32), programs.place(np.zeros((3, 2), np.uint32)), Sampling(), 64)
     arrays = jax.tree.leaves(held["entries"])
