@@ -265,10 +265,8 @@ def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
 
 def multipliers(c: ModelConfig) -> tuple[float, float, float]:
     """Return what muP multiplies embeddings, scores and logits by. Those of published models are 1."""
-    times = c.growth or {"embed": 1.0, "head_dim": 1.0}
-    embed = times["embed"]
-    return (embed**-0.5 if isinstance(c, Gemma3Config) else 1.0, times["head_dim"]**-0.5,
-            1 / embed if c.tied_embeddings else 1.0)
+    embed, head = (c.growth.get(axis, 1.0) for axis in ("embed", "head_dim"))
+    return embed**-0.5 if isinstance(c, Gemma3Config) else 1.0, head**-0.5, 1 / embed if c.tied_embeddings else 1.0
 
 
 def _published_rotary(c: RotaryConfig) -> Keys:

@@ -129,9 +129,8 @@ def _otherwise(theirs: ModelConfig, run: Run) -> str:
 def _check_multipliers(theirs: ModelConfig, run: Run) -> None:
     """Refuse parameters that another model would have with them: muP multiplies by other numbers than theirs."""
     if published_config.multipliers(theirs) != published_config.multipliers(run.config.model):
-        raise UserError("model.mup_base", "by it scores, logits or embeddings are not multiplied by what they are in "
-                        f"the model that {KEY} names", f"set it to {theirs.mup_base}, as there" if theirs.mup_base else
-                        "leave it out, or begin with random parameters")
+        raise UserError("model.mup_base", f"scores, logits or embeddings of {KEY} are multiplied by other numbers",
+                        f"set it to {theirs.mup_base}, as there" if theirs.mup_base else "leave it out, as there")
 
 
 def source_and_step(source: str) -> tuple[Path, int | None]:
