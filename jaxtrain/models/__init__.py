@@ -38,8 +38,7 @@ def make_model(config: ModelConfig, compute: Compute | None = None, lora: LoraCo
         if lora is not None and lora.rank:
             adapt(model, lora, rngs)
         if scalar_head:
-            setattr(model, scalar_head, ScalarHead(
-                scalar_head, config.embed_dim, config.mup_base.get("embed_dim", 0), rngs=rngs))
+            setattr(model, scalar_head, ScalarHead(scalar_head, config.embed_dim, rngs=rngs))
             model.output = None if scalar_head == REWARD else model.output
     _set_multipliers(model, config)
     return model

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxtrain.models.layers import param
 from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step.optimizers import mup
 
 REWARD, VALUE = HEADS = "reward_head", "value_head"  # attributes of a decoder, and so the paths of their parameters
 
@@ -17,12 +18,11 @@ class ScalarHead(nnx.Module):
 
     The weights of a reward head begin with the deviation 1 / sqrt(dim + 1), as in Stiennon et al. (arXiv 2009.01325);
     those of a value head begin at 0, so that nothing is expected at first.
-
-    `base`: the width in place of `dim` in that formula, where `mup_base` says how the deviation goes with width.
     """
 
-    def __init__(self, kind: str, dim: int, base: int = 0, *, rngs: nnx.Rngs):
-        std = ((base or dim) + 1) ** -0.5 if kind == REWARD else 0.0
+    def __init__(self, kind: str, dim: int, *, rngs: nnx.Rngs):
+        base = dim * mup.initial_factor(("embed", None))  # the width of the model that this one is relative to
+        std = (base + 1) ** -0.5 if kind == REWARD else 0.0
         self.kernel = param(rngs, (dim, 1), ("embed", None), std, compute_dtype="float32")
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
