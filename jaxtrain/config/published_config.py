@@ -263,10 +263,10 @@ def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
     return found
 
 
-def has_multipliers(c: ModelConfig) -> bool:
-    """Return whether muP multiplies embeddings, scores or logits, which no published model does."""
-    times = c.growth or {"embed": 1, "head_dim": 1}
-    return times["head_dim"] != 1 or (times["embed"] != 1 and (c.tied_embeddings or isinstance(c, Gemma3Config)))
+def multipliers(c: ModelConfig) -> tuple[float, float, float]:
+    """Return what muP multiplies embeddings, scores and logits by. Those of published models are 1."""
+    embed, head = (c.growth.get(axis, 1.0) for axis in ("embed", "head_dim"))
+    return embed**-0.5 if isinstance(c, Gemma3Config) else 1.0, head**-0.5, 1 / embed if c.tied_embeddings else 1.0
 
 
 def _published_rotary(c: RotaryConfig) -> Keys:
@@ -294,7 +294,7 @@ def _check(c: ModelConfig, kind: str, written: Mapping[str, Any]) -> None:
                         "keep it in jaxtrain's format") from None
     if c.num_experts and not c.dense_layers and c.experts_every == 1:
         free.add("mlp_dim")  # which no layer has
-    if not has_multipliers(c):
+    if multipliers(c) == (1, 1, 1):
         free.add("mup_base")  # it has shaped training only
     for key in c.__dataclass_fields__.keys() - free:
         same = c.rope_type == "ntk" if isinstance(c, RotaryConfig) and key.startswith("rope_") else False

@@ -89,9 +89,7 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
         adapted = adapter_files.is_adapter_folder(folder)
         section = published_config.model_section(adapter_files.base_of(folder) if adapted else folder)
         theirs = FAMILIES[section["name"]](**section)
-        if published_config.has_multipliers(run.config.model):
-            raise UserError("model.mup_base", "it multiplies scores, logits or embeddings of the published model that "
-                            f"{KEY} names", "leave it out, or begin with random parameters")
+        _check_multipliers(theirs, run)
         what = f"adapters in {folder} and the parameters in {adapter_files.base_of(folder)}" if adapted else (
             f"parameters in {folder}")
         say(f"begins with the published {what}{_otherwise(theirs, run)}")
@@ -128,6 +126,13 @@ def _otherwise(theirs: ModelConfig, run: Run) -> str:
     return said
 
 
+def _check_multipliers(theirs: ModelConfig, run: Run) -> None:
+    """Refuse parameters that another model would have with them: muP multiplies by other numbers than theirs."""
+    if published_config.multipliers(theirs) != published_config.multipliers(run.config.model):
+        raise UserError("model.mup_base", f"scores, logits or embeddings of {KEY} are multiplied by other numbers",
+                        f"set it to {theirs.mup_base}, as there" if theirs.mup_base else "leave it out, as there")
+
+
 def source_and_step(source: str) -> tuple[Path, int | None]:
     """Return the folder and the step that a `train.init_from` names; no step: the newest."""
     folder, at, step = source.rpartition("@")
@@ -150,6 +155,7 @@ def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
     if not (folder / "config.json").is_file():
         raise UserError(KEY, f"{folder} has checkpoints and no config.json", "bring it back from where the run was")
     before = load_config(folder / "config.json")
+    _check_multipliers(before.model, run)
     adapters = before.lora
     if adapters.rank and adapters != run.config.lora:
         raise UserError(KEY, f"{folder} has adapters (lora.rank={adapters.rank}), and this run has others or none",

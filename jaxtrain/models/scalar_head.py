@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxtrain.models.layers import param
 from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step.optimizers import mup
 
 REWARD, VALUE = HEADS = "reward_head", "value_head"  # attributes of a decoder, and so the paths of their parameters
 
@@ -20,7 +21,8 @@ class ScalarHead(nnx.Module):
     """
 
     def __init__(self, kind: str, dim: int, *, rngs: nnx.Rngs):
-        std = (dim + 1) ** -0.5 if kind == REWARD else 0.0
+        base = dim * mup.initial_factor(("embed", None))  # the width of the model that this one is relative to
+        std = (base + 1) ** -0.5 if kind == REWARD else 0.0
         self.kernel = param(rngs, (dim, 1), ("embed", None), std, compute_dtype="float32")
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

@@ -29,7 +29,7 @@ from jaxtrain.run import Run
 from jaxtrain.train_step.report import total
 
 LAYING_OUT, PROMPTS, DECODING, VALUES = "laying out weights", "prompts", "decoding", "values"
-COPIES = {"cuda": 1.0, "cpu": 1.5}  # of a cache in which each head has its own keys: XLA turns it around for the loop
+COPIES = {"cuda": 1.0}  # of a cache in which each head has its own keys: XLA turns it around for the loop
 SCORED = 64  # texts that are given values at once
 
 
@@ -94,17 +94,23 @@ def memory_by_phase(run: Run, target: Target, held: Counter) -> dict[str, Counte
     for phase in phases(run):
         block = reader.read(phase.traced.jaxpr, dict(run.mesh.shape), target.platform, target.rings,
                             windows=run.config.model.windows, returned=phase.name == LAYING_OUT)
-        _as_compiled(block)
+        apart = target.platform == "cpu"  # each layer has weights and entries of its own in a loop
+        _as_compiled(block, apart)
         kept = len(jax.tree.leaves(phase.state))
         others = block.inputs[kept:len(block.inputs) - len(jax.tree.leaves(phase.weights))]
         parts = Counter(held)
         parts[COPY] = total(phase.copy)
         parts[CACHE] = total(phase.state and phase.state["entries"])
         parts[LOGITS] = total(phase.state and (phase.state["logits"], phase.state["seen"]))
-        parts["working memory"] = sum(value.bytes for value in (*block.inputs[:kept], *others)) - (
-            parts[CACHE] + parts[LOGITS])
+        if apart and phase.name == PROMPTS:  # they are results, which have memory from the start
+            entries = phase.traced.out_info["entries"]
+            shapes = {leaf.shape for leaf in jax.tree.leaves(entries)}
+            block.outputs = [value for value in block.outputs if value.shape not in shapes]
+            parts[CACHE] = total(entries)
+        parts["working memory"] = sum(value.bytes for value in (*block.inputs[:kept], *others)) - total(
+            phase.state and (phase.state["entries"], phase.state["logits"], phase.state["seen"]))
         parts.update(named(memory.peak(block, kept), phase.weights, _names(phase), (CACHE, LOGITS, "working memory")))
-        if phase.state and target.platform == "cpu" and not phase.copy:  # there layers are taken apart before the loop
+        if phase.state and apart:  # a copy of them, before the loop
             parts["gathered weights"] += total([phase.whole[name] for name in phase.whole.keys() & set(Decoder.STACKS)])
         if phase.state and jax.tree.leaves(phase.state["entries"])[0].shape[-3] == run.config.model.num_heads:
             parts[CACHE] += int(COPIES.get(target.platform, 0) * total(phase.state["entries"]))
@@ -112,20 +118,38 @@ def memory_by_phase(run: Run, target: Target, held: Counter) -> dict[str, Counte
     return found
 
 
-def _as_compiled(block: Block) -> None:
+def _as_compiled(block: Block, apart: bool) -> None:
     """Change a program as compilers do: arrays are padded together, and what is the same for each token is gathered
-    before the loop over tokens.
+    before the loop over tokens. Where layers are `apart`, padded arrays are read by all of them.
     """
     pads = [op for op in block.ops if op.name == "pad"]
     for op in pads:
         op.beside = [value for other in pads for value in other.inputs]
+        op.made = "real" if apart else op.made
     for at, loop in enumerate(block.ops):
         if loop.name == "while":
             before = _unchanging(loop.bodies[0], len(loop.bodies[0].inputs) - loop.carried)
             loop.bodies[0].ops = [op for op in loop.bodies[0].ops if op not in before]
+            if apart:
+                _stay_apart(loop.bodies[0])
             made = [value for op in before for value in op.outputs]
             block.ops[at:at + 1], loop.beside = [*before, loop], [value for value in made if value.op]
             return
+
+
+def _stay_apart(body: Block) -> None:
+    """Change the body of a loop that stacks its layers, loops over them, and takes the stack of results apart.
+
+    XLA does neither, and changes entries where they are.
+    """
+    for op in body.ops:
+        if op.name == "stack":
+            op.made = "view"
+        if op.name == "scan":
+            written = [value for inner in op.bodies[0].ops if inner.name == "dynamic_update_slice"
+                       for value in inner.outputs]
+            for value in (*op.outputs[op.carried:], *written):
+                value.bytes = 0
 
 
 def _unchanging(body: Block, consts: int) -> list[Op]:

@@ -14,14 +14,14 @@ from jaxtrain.plan.scaling_laws.parametric_loss import Point
 from jaxtrain.train_step.report import matmul_parameters
 
 _NUMBER = int | float
-_TRIAL = {"workdir": str, "state": str, "value": _NUMBER | None, "tokens": _NUMBER}
+_TRIAL = {"workdir": str, "state": str}
 
 
 def points(sources: Sequence[str | Path], metric: str = "eval_loss") -> list[Point]:
     """Return a point for each finished run of these workdirs and of the trials in these results.jsonl.
 
     Args:
-        metric: the key of metrics.jsonl whose last value counts; of a trial it is the value that its sweep compares.
+        metric: the key of metrics.jsonl whose last value counts; of a trial too, whatever its sweep compares.
     """
     sizes: dict[Any, float] = {}
 
@@ -32,15 +32,16 @@ def points(sources: Sequence[str | Path], metric: str = "eval_loss") -> list[Poi
             sizes[key] = parameters(config)
         return sizes[key]
 
-    found = []
+    found: list[Point] = []
     for source in map(Path, sources):
         if source.is_file():
-            found += _trials(source, size)
+            workdirs = _trials(source)
         elif not (source / "config.json").is_file():
             raise UserError("RUNS", f"{source} is neither a run's workdir nor a sweep's results.jsonl",
                             "give folders with a config.json, or such files")
-        elif (point := _of_workdir(source, metric, size)) is not None:
-            found.append(point)
+        else:
+            workdirs = [source]
+        found += filter(None, (_of_workdir(folder, metric, size) for folder in workdirs))
     return found
 
 
@@ -55,11 +56,12 @@ def parameters(config: Config) -> float:
     return matmul_parameters(run.abstract, run.layout, config.model, run.objective.frozen_axes)
 
 
-def _trials(path: Path, size: Any) -> list[Point]:
+def _trials(path: Path) -> list[Path]:
+    """Return the workdirs of the trials that ended."""
     lines = list(json_lines(path, _TRIAL))
     if not lines:
         raise UserError("RUNS", f"{path} has no line of a trial", "give the results.jsonl of a sweep")
-    ended = [line for line in lines if line["state"] == "complete" and line["value"] is not None]
+    ended = [line for line in lines if line["state"] == "complete"]
     if len(ended) < len(lines):
         say(f"{path}: {len(lines) - len(ended)} of {len(lines)} trials did not end, and are left out")
     found = []
@@ -69,7 +71,7 @@ def _trials(path: Path, size: Any) -> list[Point]:
         if not (folder / "config.json").is_file():
             raise UserError("RUNS", f"the trial in {folder}, which {path} names, has no config.json",
                             "bring its folder back")
-        found.append(Point(size(folder), line["tokens"], _loss(line["value"], folder), f"{folder}"))
+        found.append(folder)
     return found
 
 

@@ -46,15 +46,21 @@ class Law:
 
     def loss(self, parameters: float, tokens: float) -> float:
         """Return the loss of a model of so many parameters after so many tokens."""
-        return self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta
+        with np.errstate(over="ignore"):  # laws of samples may have any powers
+            return float(self.E + self.A * np.float64(parameters)**-self.alpha
+                         + self.B * np.float64(tokens)**-self.beta)
 
     def optimum(self, flops: float) -> tuple[float, float]:
         """Return the parameters and the tokens of the least loss that 6 N D = `flops` can reach."""
         if not (self.alpha > 0 and self.beta > 0 and self.A > 0 and self.B > 0):
             return math.nan, math.nan
-        balance = (self.alpha * self.A / (self.beta * self.B)) ** (1 / (self.alpha + self.beta))
-        parameters = balance * (flops / 6) ** (self.beta / (self.alpha + self.beta))
-        return parameters, flops / 6 / parameters
+        half = math.log(flops / 6) / 2
+        balance = math.log(self.alpha / self.beta) + math.log(self.A) - math.log(self.B)
+        more = (balance + (self.beta - self.alpha) * half) / (self.alpha + self.beta)
+        try:
+            return math.exp(half + more), math.exp(half - more)
+        except OverflowError:
+            return math.nan, math.nan
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,10 @@ def fit(points: Sequence[Point], samples: int = 200, seed: int = 0) -> Fit:
         rows = table[rng.integers(len(table), size=len(table))]
         if min(len(np.unique(rows[:, i])) for i in (0, 1)) > 1:  # else a power has no value
             laws.append(_law(_fitted(rows, [best]), middle))
-    return Fit(_law(best, middle), laws, tuple(points))
+    if (law := _law(best, middle)) is None:
+        raise UserError("RUNS", "no law with constants that are numbers fits them: what they differ by is mostly noise",
+                        "add runs, of sizes and numbers of tokens that are further apart")
+    return Fit(law, [sample for sample in laws if sample is not None], tuple(points))
 
 
 def check(points: Sequence[Point]) -> None:
@@ -106,9 +115,13 @@ def check(points: Sequence[Point]) -> None:
                             f"add runs, to have {SIZES} or more")
 
 
-def _law(x: np.ndarray, middle: np.ndarray) -> Law:
+def _law(x: np.ndarray, middle: np.ndarray) -> Law | None:
+    """Return the law with these constants; None: they are beyond all numbers."""
     a, b, e, alpha, beta = map(float, x)
-    return Law(math.exp(e), math.exp(a + alpha * middle[0]), math.exp(b + beta * middle[1]), alpha, beta)
+    try:
+        return Law(math.exp(e), math.exp(a + alpha * middle[0]), math.exp(b + beta * middle[1]), alpha, beta)
+    except OverflowError:
+        return None
 
 
 def _objective(x: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

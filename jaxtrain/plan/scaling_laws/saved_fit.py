@@ -1,5 +1,6 @@
 """A fitted scaling law as a file, and in words: what loss a run should reach, and what a budget gets at best."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ def load(path: str | Path) -> Fit:
     found = user_json(path, _FORM, "--scaling", fix)
     if found is None or not found["runs"]:
         raise UserError("--scaling", f"{path} {'is not there' if found is None else 'has no runs'}", fix)
+    if not all(run["parameters"] > 0 and run["tokens"] > 0 for run in found["runs"]) or not all(
+            math.isfinite(one) for one in found["law"].values()):
+        raise UserError("--scaling", f"{path} has numbers that no fit has", fix)
     return Fit(Law(**found["law"]), [Law(**one) for one in found["samples"]],
                [Point(**one) for one in found["runs"]])
 

@@ -51,8 +51,8 @@ def test_a_run_is_its_size_its_tokens_and_its_last_loss(runs):
 
 @pytest.mark.slow
 def test_the_trials_of_a_sweep_are_runs(runs, tmp_path, capsys):
-    line = {"trial": 0, "keys": {}, "seed": 0, "steps": STEPS}
-    lines = [line | {"workdir": point.name, "state": "complete", "value": point.loss, "tokens": point.tokens}
+    line = {"trial": 0, "keys": {}, "seed": 0, "steps": STEPS}  # of a sweep that compares accuracies
+    lines = [line | {"workdir": point.name, "state": "complete", "value": 0.5, "tokens": point.tokens}
              for point in runs.values()]
     lines += [line | {"workdir": "gone", "state": "failed", "value": None, "tokens": 0}]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
@@ -86,12 +86,14 @@ def test_the_planner_says_what_loss_a_run_reaches(fit_file, capsys):
     (["--dollars=5"], "--dollars: it is read with --scaling only"),
     (["--scaling={tmp}/none"], "--scaling: {tmp}/none is not there; give the file that jaxtrain scaling --save wrote"),
     (["--scaling={tmp}/bad"], "--scaling: {tmp}/bad is not of the form expected: it has no 'law'"),
+    (["--scaling={tmp}/empty"], "--scaling: {tmp}/empty has numbers that no fit has"),
     (["--scaling={tmp}/good", "--flops=0"], "--flops: 0.0 is not a budget; give a number above 0"),
     (["--scaling={tmp}/good", "--flops=1e9", "--dollars=3"], "--dollars: --flops is a budget already"),
 ])
 def test_what_the_planner_cannot_use_is_told_in_one_line(flags, message, tmp_path, capsys):
     (tmp_path / "bad").write_text("{}")
     saved_fit.save(Fit(LAW, [LAW], [Point(1.0, 2.0, 3.0)]), tmp_path / "good", "eval_loss")
+    saved_fit.save(Fit(LAW, [LAW], [Point(0.0, 2.0, 3.0)]), tmp_path / "empty", "eval_loss")
     words = ["--config=configs/gpt.py:tiny", "--target=h100x1", *(flag.format(tmp=tmp_path) for flag in flags)]
     assert plan.main(words) == 2
     assert capsys.readouterr().err.startswith(message.format(tmp=tmp_path))

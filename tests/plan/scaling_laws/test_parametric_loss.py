@@ -8,7 +8,7 @@ from scipy.optimize import minimize_scalar
 
 import jaxtrain as jt
 from jaxtrain.plan.scaling_laws import parametric_loss
-from jaxtrain.plan.scaling_laws.parametric_loss import Law, Point, fit
+from jaxtrain.plan.scaling_laws.parametric_loss import Fit, Law, Point, fit
 
 CHINCHILLA = Law(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)  # Hoffmann et al., arXiv 2203.15556, equation 10
 
@@ -50,6 +50,22 @@ def test_one_run_that_failed_hardly_counts():
     points = runs()
     points[5] = Point(points[5].parameters, points[5].tokens, 2 * points[5].loss)
     assert fit(points, samples=0).law.alpha == pytest.approx(0.34, abs=0.01)
+
+
+def test_powers_beyond_all_numbers_are_no_traceback():
+    """Of a few noisy runs, samples have them; such a law of all runs is refused."""
+    rng = np.random.default_rng(11)
+    points = [Point(10.0**(7 + i % 3), 10.0**(9 + (i // 3 + i) % 3), rng.lognormal(1, 0.1)) for i in range(6)]
+    assert all(np.isfinite(law.A) and np.isfinite(law.B) for law in fit(points, samples=25, seed=11).samples)
+    steep = Law(E=1.0, A=1.0, B=1.0, alpha=-40.0, beta=0.3)
+    assert steep.loss(1e12, 1e12) == float("inf") and np.isnan(steep.optimum(1e20)[0])
+    assert Fit(CHINCHILLA, [steep, CHINCHILLA], points).band(lambda law: law.loss(1e12, 1e12)) == (
+        pytest.approx(CHINCHILLA.loss(1e12, 1e12)),) * 2
+    assert np.isnan(Law(E=1.0, A=1e300, B=1e-300, alpha=0.1, beta=0.1).optimum(1e20)[0])
+    step = [Point(n, d, 5.0 if n < 1e12 else 1.0) for n in (1e12 * (1 - 1e-6), 1e12, 1e12 * (1 + 1e-6))
+            for d in (1e9, 1e10, 1e11)]
+    with pytest.raises(jt.UserError, match="RUNS: no law with constants that are numbers fits them"):
+        fit(step, samples=0)
 
 
 def test_the_optimum_is_the_published_one():

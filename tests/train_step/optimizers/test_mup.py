@@ -2,6 +2,7 @@
 """
 
 import functools
+import json
 import math
 
 import jax
@@ -9,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.config.schema import READ_BY, OptimizerConfig
-from jaxtrain.train_step.optimizers import make_optimizer, mup
+from jaxtrain.models import make_model
+from jaxtrain.train_step.optimizers import global_norm, make_optimizer, mup
 from jaxtrain.train_step.optimizers.matrices import Dimensions
 from jaxtrain.train_step.optimizers.muon import muon_dimensions
 from tests.numerics import plain_mup, reference
@@ -52,6 +55,25 @@ def check_initial(family, number, **keys):
 @pytest.mark.parametrize("family", [*reference.FAMILIES, *reference.EXPERTS])
 def test_initial_values_are_scaled_by_the_kind_of_parameter(family):
     check_initial(family, number=1)
+
+
+def test_a_reward_head_is_as_many_times_smaller_as_the_model_is_wide():
+    """Than that of the base: its own formula has the width in it."""
+    keys = {"model__embed_dim": 512, "model__num_heads": 4, "model__mlp_dim": 8, "model__vocab_size": 8}
+    c = reference.tiny("gpt2", model__mup_base={"embed_dim": 32, "num_heads": 4}, **keys).model
+    head = jax.jit(lambda: nnx.state(make_model(c, scalar_head="reward_head", rngs=nnx.Rngs(0)))["reward_head"])()
+    assert float(jnp.std(head["kernel"].get_value())) == pytest.approx(33**-0.5 / 16, rel=0.1)
+
+
+def test_parameters_that_another_model_multiplies_otherwise_are_refused(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for theirs, ours, fix in ((BASES[0], {}, "set it to {'embed_dim': 8, 'num_heads': 4}, as there"),
+                              ({}, BASES[0], "leave it out, as there")):
+        config = reference.tiny("gpt2", model__mup_base=theirs)
+        (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+        run = reference.build("gpt2", model__mup_base=ours, train__init_from=str(tmp_path))
+        with pytest.raises(jt.UserError, match=f"model.mup_base: .* multiplied by other numbers; {fix}"):
+            run.init()
 
 
 def updates(name, axes, params, growth=None, **keys):
@@ -148,6 +170,19 @@ def test_a_model_as_wide_as_its_base_is_the_same_program():
     assert texts[0] == texts[1]
     init = [reference.build("gpt2", **keys).compiled_init.lower(jax.random.key(0)).as_text() for keys in ({}, same)]
     assert init[0] == init[1]
+
+
+@pytest.mark.slow
+def test_gradients_of_heads_go_with_the_root_of_the_width():
+    """So clipping by the norm of all gradients is not the same in all widths, which SGD's steps show."""
+    for family, path, power in (("gpt2_untied", "output", 0.5), ("gpt2", "embed", -0.5)):
+        sizes = []
+        for width in (32, 512):
+            run = reference.build(family, model__embed_dim=width, model__num_heads=width // 8, model__mlp_dim=64,
+                                  model__mup_base={"embed_dim": 32, "num_heads": 4, "mlp_dim": 64})
+            _, grads = run.value_and_grad(run.init(), reference.batch(0))
+            sizes.append(float(global_norm(grads[path])))
+        assert math.log(sizes[1] / sizes[0], 16) == pytest.approx(power, abs=0.05)
 
 
 def off(family, number, mesh=(1, 1, 1), **keys):
