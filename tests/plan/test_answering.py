@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxtrain as jt
@@ -136,6 +137,8 @@ def test_near_what_the_compiler_of_cpus_says(config, mesh, gathered):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_near_what_compilers_of_accelerators_say(name):
+    if "DeepSeek" in name and jax.__version_info__ < (0, 11):
+        pytest.skip("before JAX 0.11 kernels of grouped products are not used")
     guess = bench_plan.predicted(CASES[name]).answering
     assert guess.keys() == KEPT[name].keys()
     for phase, size in KEPT[name].items():
