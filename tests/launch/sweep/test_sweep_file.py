@@ -83,6 +83,8 @@ def test_ranges():
     points = [*search_space.random_points(ranges, 3)]
     assert len(points) == 24 == len({repr(point) for point in points}) == search_space.size(ranges)
     assert points == [*search_space.random_points(ranges, 3)] != [*search_space.random_points(ranges, 4)]
+    last = [*search_space.random_points({"a": Range(low=1, high=1000, int=True)}, 0)]
+    assert len(last) == 1000 == len({point["a"] for point in last}), "the last ones are seldom drawn"
     first = [*search_space.grid({"a": Range((1, 2)), "b": Range(("x", "y"))})]
     assert first == [{"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"}]
     drawn = [point["a"] for _, point in zip(range(2000), search_space.random_points({"a": Range(
