@@ -39,10 +39,13 @@ def so_far(job: Job) -> str:
     """
     if not (price := _of_a_node(job.spec)):
         return ""
-    counted = [_node_hours(each) for each in all_of(job.workdir)]
+    made = all_of(job.workdir)
+    counted = [_node_hours(each) for each in made]
     if counted and None not in counted:
-        hours = math.fsum(filter(None, counted))
-        return f"${price * hours:,.2f} for {hours:,.2f} hours of a node, by {job.engine}'s accounts" if hours else ""
+        hours = [each or 0.0 for each in counted]
+        paid = math.fsum(each * _of_a_node(one.spec) for each, one in zip(hours, made, strict=True))
+        return (f"${paid:,.2f} for {math.fsum(hours):,.2f} hours of a node, by {job.engine}'s accounts"
+                if any(hours) else "")
     from jaxtrain.plan.cost import spending
 
     starts = incarnations(job.workdir)

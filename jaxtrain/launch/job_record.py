@@ -55,7 +55,7 @@ class Job:
 class Status:
     """What an engine says of a job."""
 
-    state: str  # waiting, running, paused, done, saved, failed, cancelled or unknown
+    state: str  # waiting, running, paused, done, failed, cancelled or unknown
     detail: str = ""  # in the engine's words: why it waits, how it ended
     nodes: str = ""
 

@@ -1,6 +1,5 @@
 """Jobs in Slurm: submitted with sbatch, seen with squeue and sacct, held and released with scontrol."""
 
-import itertools
 import math
 import re
 import shutil
@@ -13,11 +12,14 @@ from jaxtrain.launch.job_record import Job, Status, quoted
 from jaxtrain.launch.slurm_script import ranged, script
 
 SCRIPT = "job.sh"
+PREEMPTED = "PREEMPTED"  # by a cluster that cancels what it preempts; otherwise the job waits again
 _STATES = {"PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting", "REQUEUE_HOLD": "paused",
            "RUNNING": "running", "COMPLETING": "running", "SIGNALING": "running", "RESIZING": "running",
            "STAGE_OUT": "running", "SUSPENDED": "paused", "STOPPED": "paused", "COMPLETED": "done",
            "CANCELLED": "cancelled", "FAILED": "failed", "TIMEOUT": "failed", "NODE_FAIL": "failed",
-           "OUT_OF_MEMORY": "failed", "BOOT_FAIL": "failed", "DEADLINE": "failed", "PREEMPTED": "waiting"}
+           "OUT_OF_MEMORY": "failed", "BOOT_FAIL": "failed", "DEADLINE": "failed", "LAUNCH_FAILED": "failed",
+           "RECONFIG_FAIL": "failed", PREEMPTED: "failed", "REVOKED": "cancelled", "SPECIAL_EXIT": "paused",
+           "RESV_DEL_HOLD": "paused", "POWER_UP_NODE": "waiting", "REQUEUE_FED": "waiting", "EXPEDITING": "waiting"}
 _REASONS = {  # of waiting, in words for those who do not run the cluster
     "Priority": "jobs of a higher priority wait too, and come first",
     "Resources": "it is the next one, and waits until enough nodes are free",
@@ -31,7 +33,8 @@ _REASONS = {  # of waiting, in words for those who do not run the cluster
     "PartitionDown": "its partition takes no jobs now", "PartitionInactive": "its partition starts no jobs now",
     "InvalidAccount": "its account does not exist", "InvalidQOS": "its QoS does not exist or is not allowed",
     "Licenses": "it waits for a licence", "Reservation": "its reservation has not begun",
-    "job requeued in held state": "it is paused: jaxtrain jobs resume WORKDIR"}
+    "job requeued in held state": "it is paused: jaxtrain jobs resume WORKDIR",
+    "launch failed requeued held": "a node could not start it; to try again: jaxtrain jobs resume WORKDIR"}
 _PARTS = (  # of limits: who has them, by the first letters, and what they limit
     ("Grp(?!.*Run).*Minutes|GrpWall", "its {} has used up all the time that it was given"),
     ("Grp", "running jobs of its {} use up what these may have together"),
@@ -54,6 +57,13 @@ class SlurmEngine:
                             "leave it out, and set queue or priority")
         if wrong := next((v for v, where in job.spec.secrets.items() if not where.startswith("file:")), None):
             raise UserError(f"secrets.{wrong}", "Slurm keeps no secrets", "give file:PATH, which all nodes can read")
+        if wrong := next((letter for letter in "\\\n" if letter in f"{job.workdir}"), None):
+            raise UserError("--workdir", f"Slurm writes no output into a folder with {wrong!r} in its name",
+                            "give another")
+        own = [f"{job.workdir}", job.directory] if job.spec.image else []
+        if wrong := next((path for path in own if re.search("[:,]", path)), None):
+            raise UserError("image", f"apptainer cannot mount {wrong!r}, which has a colon or a comma",
+                            "use another folder")
         for path, what in job.spec.mounts.items():
             if not what.startswith("/") or ":" in what + path:
                 raise UserError(f"mounts.{path}", f"{what!r} is not a folder that nodes have", "give /PATH")
@@ -76,9 +86,10 @@ class SlurmEngine:
         known = _STATES.get(state, "unknown")
         if state == "COMPLETING" and reason.startswith("job requeued"):  # the script ends, the run has
             known = "waiting"
-        if known == "waiting" and reason.startswith(("JobHeld", "job requeued in held")):
+        if known == "waiting" and "held" in reason.lower():
             known = "paused"
-        return Status(_unless_cancelled(known, job), "" if reason == "None" else reason, nodes)
+        said = reason if reason != "None" else state if known == "failed" else ""
+        return Status(_unless_cancelled(known, job), said, nodes)
 
     def _past(self, job: Job) -> Status:
         """Return what the accounting, or the log of ended jobs, knows of a job that squeue has forgotten."""
@@ -94,7 +105,7 @@ class SlurmEngine:
         status = self.status(job)
         if status.state not in ("waiting", "paused"):
             return f"it is {status.state}" + (f" ({status.detail})" if status.detail else "")
-        known = _REASONS.get(status.detail) or _limit(status.detail) or "Slurm says only this"
+        known = _REASONS.get(status.detail.partition(",")[0]) or _limit(status.detail) or "Slurm says only this"
         return f"{known} ({status.detail})" + (self._ahead(job) if status.detail == "Priority" else "")
 
     def _ahead(self, job: Job) -> str:
@@ -102,15 +113,16 @@ class SlurmEngine:
         queue = [f"--partition={job.spec.queue}"] if job.spec.queue else []
         lines = _run("squeue", "--noheader", "--states=PENDING", "--sort=-p,i", *queue, "--format=%i %a %q",
                      missing="").splitlines()
-        before = [line.split(" ", 1) for line in itertools.takewhile(lambda line: line.split()[0] != job.id, lines)]
-        named = ", ".join(f"{number} (account and QoS: {whose})" for number, whose in before[:3])
+        numbers = [line.split()[0] for line in lines]
+        before = lines[:numbers.index(job.id)] if job.id in numbers else []  # by now it may have begun
+        named = ", ".join("{} (account and QoS: {})".format(*line.split(" ", 1)) for line in before[:3])
         return f"; {len(before)} before it: {named}" if before else ""
 
     def node_hours(self, job: Job) -> float | None:
         """Return for how many hours a job has held how many nodes, in all its starts; None: nobody counts here."""
         since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(job.submitted - 60))  # numbers are used again
-        found = _run("sacct", "--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={job.id}",
-                     f"--starttime={since}", "--format=ElapsedRaw,NNodes", missing="").split()
+        found = _run("sacct", "--allocations", "--duplicates", "--noheader", "--noconvert", "--parsable2",
+                     f"--jobs={job.id}", f"--starttime={since}", "--format=ElapsedRaw,NNodes", missing="").split()
         return sum(math.prod(map(int, line.split("|"))) for line in found) / 3600 if found else None
 
     def pause(self, job: Job) -> None:

@@ -4,6 +4,7 @@ It maps exit statuses to what Slurm does next: 75 and 76 start the job again, un
 does so `retries` times; 0, 2, 77 and 130 end it. No setting of the cluster is needed.
 """
 
+import re
 import shlex
 from pathlib import Path
 
@@ -102,8 +103,15 @@ def options(job: Job) -> list[str]:
              "mem": f"{spec.memory_gb * 1000:.0f}M" if spec.memory_gb else "",
              "time": _duration(spec.seconds), "partition": spec.queue, "account": spec.account, "qos": spec.priority,
              "mail-user": spec.notify, "mail-type": "END,FAIL" if spec.notify else "",
-             "signal": f"TERM@{spec.grace_s}", "output": f"{job.output}", "open-mode": "append", "export": "NIL"}
-    return [f"--{name}={value}" for name, value in found.items() if value != ""] + ["--requeue", *spec.extra]
+             "signal": f"TERM@{spec.grace_s}", "output": f"{job.output}".replace("%", "%%"), "open-mode": "append",
+             "export": "NIL"}
+    return [f"--{name}={_escaped(f'{value}')}" for name, value in found.items() if value != ""] + [
+        "--requeue", *spec.extra]
+
+
+def _escaped(text: str) -> str:
+    """Return a text as sbatch reads it in a line of a script, which is not quite how a shell does."""
+    return '"' + re.sub(r'["\\]', r"\\\g<0>", text) + '"' if re.search(r"""[\s'"#\\]""", text) else text
 
 
 def ranged(spec: JobSpec) -> bool:

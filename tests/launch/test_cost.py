@@ -35,6 +35,9 @@ def test_the_accounts_of_all_jobs_of_a_workdir_are_added_up(tmp_path, monkeypatc
     hours = {"1": 3.0, "2": 1.5}
     monkeypatch.setattr(SlurmEngine, "node_hours", lambda self, job: hours[job.id])
     assert cost.so_far(job) == "$108.00 for 4.50 hours of a node, by slurm's accounts"
+    recorded(tmp_path, 3, JobSpec(accelerators_per_node=1, accelerator="a100"))
+    hours["3"] = 10.0
+    assert cost.so_far(job) == "$128.00 for 14.50 hours of a node, by slurm's accounts", "each at its own price"
     hours["1"] = None  # not known: the ledger says it for all
     assert cost.so_far(job) == "$48.00 for 1.00 h at $48.00 an hour"
 

@@ -42,6 +42,7 @@ WRONG = [  # the engine, the spec, how its line begins, and a part of the rest
     ("local", 'image = "i"', "image", "does not read it"),
     ("local", 'secrets = {A = "secret:hub/token"}', "secrets.A", "Kubernetes"),
     ("slurm", 'secrets = {A = "secret:hub/token"}', "secrets.A", "Slurm keeps no secrets"),
+    ("slurm", 'image = "a"\nmounts = {"/b:c" = "/d"}', "mounts./b:c", "is not a folder that nodes have"),
     ("slurm", PODS, "mounts.{workdir}", "is not a folder that nodes have"),
     ("nomad", "", "--on", "no engine that jaxtrain knows"),
     ("kubernetes", "", "image", "there is none"),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.launch.job_record import Job
+from jaxtrain.launch import slurm_engine
+from jaxtrain.launch.job_record import Job, Status
 from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.launch.slurm_script import script
 
@@ -73,6 +74,29 @@ def test_a_run_uses_as_many_of_its_nodes_as_its_mesh_can(tmp_path, given, counts
               JobSpec(nodes=4, min_nodes=2, processes_per_node=2), {"node_counts": counts})
     assert f"--nodes={used} --ntasks={2 * used} " in ended(job, 0, "RUNNING", given)[2]
     assert "export JAXTRAIN_FULL_PROCESSES=8\n" in script(job)
+
+
+def test_sbatch_reads_any_workdir():
+    """What Slurm 22.05 was seen to read; tests/launch/slurm has a job in such a folder."""
+    lines = [line for line in script(Job(Path("""/a b/c's "d" #5%j/jobs/1"""), "slurm", "name", ["true"], "/",
+                                         JobSpec())).splitlines() if "--output" in line]
+    assert lines == ['#SBATCH --output="/a b/c\'s \\"d\\" #5%%j/jobs/1/output.log"']
+
+
+@pytest.mark.parametrize("said, state, detail, why", [
+    ("PREEMPTED|None|", "failed", "PREEMPTED", "it is failed (PREEMPTED)"),
+    ("PENDING|launch failed requeued held|", "paused", "launch failed requeued held", "a node could not start it"),
+    ("PENDING|ReqNodeNotAvail, UnavailableNodes:n1|", "waiting", "ReqNodeNotAvail, UnavailableNodes:n1",
+     "nodes that it asks for are down"),
+    ("PENDING|Priority|", "waiting", "Priority", "jobs of a higher priority wait too, and come first (Priority)")])
+def test_what_squeue_says(tmp_path, monkeypatch, said, state, detail, why):
+    """The last one has begun when it is looked for among those who wait."""
+    monkeypatch.setattr(slurm_engine, "_run", lambda *words, missing=None: f"{said}\n" if "--states=all" in words else
+                        "5 research research\n")
+    job = Job(tmp_path / "jobs" / "1", "slurm", "name", ["true"], "/", JobSpec(), id="7")
+    engine = slurm_engine.SlurmEngine()
+    assert engine.status(job) == Status(state, detail) and engine.why(job).startswith(why)
+    assert "before it" not in engine.why(job)
 
 
 @pytest.mark.parametrize("image, mounted", [("registry.example/jaxtrain:1", "docker://registry.example/jaxtrain:1"),

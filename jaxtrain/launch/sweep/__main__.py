@@ -28,6 +28,7 @@ from jaxtrain.launch.sweep.config_process import check_metric, values_of
 from jaxtrain.launch.sweep.sweep_file import CONFIG, Sweep, check_form, read_content, shown, sweep_of
 from jaxtrain.launch.sweep.sweeper import Sweeper
 from jaxtrain.launch.sweep.trials import RESULTS, points_of, read
+from jaxtrain.redaction import redacted
 
 RECORD = "sweep.json"
 _FORM = {"content": dict, "values": dict, "directory": str, "began": float}
@@ -51,11 +52,14 @@ def main(argv: list[str] | None = None) -> None:
     if flags.report:
         if begun is None:
             raise UserError("--report", f"{root} has no sweep", "begin it with --on=local")
-        report(sweep_of(content, begun["values"]), root)
+        report(sweep_of(begun["content"], begun["values"]), root)
         return
     if flags.on not in ENGINES[:4]:
         raise UserError("--on", f"{flags.on!r} runs no trials", f"give {', '.join(ENGINES[:4])}")
     content, values = (json.loads(json.dumps(each, default=str)) for each in (content, values_of(content["config"])))
+    if redacted([content, values]) != [content, values]:
+        raise UserError("config", "a URL in it has a password or a query, which would stand in files of the sweep",
+                        "give what it says by a variable, from a file that job.secrets names")
     sweep = sweep_of(content, values)
     if begun is None:
         check_metric(sweep)

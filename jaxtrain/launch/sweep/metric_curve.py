@@ -14,7 +14,7 @@ class MetricCurve:
         self._forget()
 
     def _forget(self) -> None:
-        self._size, self.values, self.tokens = 0, dict[int, float](), dict[int, int]()
+        self._size, self._last, self.values, self.tokens = 0, b"", dict[int, float](), dict[int, int]()
 
     @property
     def steps(self) -> int:
@@ -24,11 +24,13 @@ class MetricCurve:
     def look(self) -> None:
         """Read what is new; a run that resumes takes lines back, and all is read again."""
         try:
-            if self._path.stat().st_size < self._size:
+            lines = lines_with_ends(self._path, self._size - len(self._last))
+            if self._last and next(lines, (b"", 0))[0] != self._last:
                 self._forget()
-            for line, end in lines_with_ends(self._path, self._size):
+                lines = lines_with_ends(self._path)
+            for line, end in lines:
                 self._add(line)
-                self._size = end
+                self._size, self._last = end, line
         except OSError:
             return
 

@@ -10,7 +10,7 @@ from typing import Any
 from jaxtrain.errors import UserError, nearest
 
 Point = dict[str, Any]  # a value for each key that is searched
-_ATTEMPTS = 1000  # draws that were there before, until all points count as drawn
+_ATTEMPTS = 1000  # draws that were there before, until the others are taken in order
 FIELDS = ("values", "low", "high", "log", "int")
 
 
@@ -72,7 +72,7 @@ def range_of(key: str, said: Any) -> Range:
 
 def grid(ranges: Mapping[str, Range]) -> Iterator[Point]:
     """Yield all points, the last key changing fastest."""
-    for values in itertools.product(*(one.values for one in ranges.values())):
+    for values in itertools.product(*(one.values or range(int(one.low), int(one.high) + 1) for one in ranges.values())):
         yield dict(zip(ranges, values, strict=True))
 
 
@@ -86,6 +86,8 @@ def random_points(ranges: Mapping[str, Range], seed: int) -> Iterator[Point]:
             if repr(point) not in seen:
                 break
         else:
+            if size(ranges) < math.inf:
+                yield from (point for point in grid(ranges) if repr(point) not in seen)
             return
         seen.add(repr(point))
         yield point

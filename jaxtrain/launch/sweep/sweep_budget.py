@@ -17,7 +17,8 @@ def spent(sweep: Sweep, trials: Sequence[Trial], began: float) -> str:
     if sweep.tokens and (tokens := sum(trial.tokens() for trial in trials)) >= sweep.tokens:
         return f"{tokens:,} tokens of {sweep.tokens:,.0f} are spent"
     if sweep.dollars:
-        dollars = dollars_an_hour(sweep.job) / 3600 * sum(trial.seconds() for trial in trials)
+        dollars = dollars_an_hour(sweep.job) / 3600 * sum(
+            trial.ended["seconds"] if trial.ended else trial.seconds() for trial in trials)
         if dollars >= sweep.dollars:
             return f"${dollars:,.2f} of ${sweep.dollars:,.2f} are spent"
     if sweep.seconds and time.time() - began >= sweep.seconds:
@@ -26,16 +27,22 @@ def spent(sweep: Sweep, trials: Sequence[Trial], began: float) -> str:
 
 
 def at_most(sweep: Sweep) -> list[str]:
-    """Return what the sweep costs if nothing is stopped or fails, a sentence each."""
-    points, seconds = size(sweep.ranges), sweep.job.seconds
+    """Return what the sweep costs if nothing is stopped or fails, a sentence each.
+
+    The trials that run when a budget is spent go on to their end.
+    """
+    points, each = size(sweep.ranges), max(tokens_of(sweep.config_of(point)) for point in sweep.examples())
     trials = min(points * sweep.runs, sweep.trials or float("inf"))
-    tokens = min(trials * tokens_of(sweep.config_of(sweep.example())), sweep.tokens or float("inf"))
-    dollars = trials * dollars_an_hour(sweep.job) * seconds / 3600 if seconds and dollars_an_hour(sweep.job) else 0
+    tokens = min(trials * each, sweep.tokens + sweep.parallel * each if sweep.tokens else float("inf"))
     lines = [f"{trials:,} trials" + (f" of {points:,} points" if points < float("inf") else "")
              if trials < float("inf") else "any number of trials"]
     lines += [f"about {tokens:,.0f} tokens at most"] if tokens < float("inf") else []
-    if dollars or sweep.dollars:
-        lines.append(f"about ${min(dollars or sweep.dollars, sweep.dollars or dollars):,.2f} at most")
+    if each := dollars_an_hour(sweep.job) * sweep.job.seconds / 3600:
+        dollars = min(trials * each, sweep.dollars + sweep.parallel * each if sweep.dollars else float("inf"))
+        lines += [f"about ${dollars:,.2f} at most, if no trial takes longer than {sweep.job.time}"] * (
+            dollars < float("inf"))
+    elif sweep.dollars:
+        lines.append(f"about ${sweep.dollars:,.2f}, and what the trials that run by then take to their end")
     return lines
 
 

@@ -103,10 +103,14 @@ class Sweep:
             return error
         return None
 
+    def examples(self) -> Iterator[Point]:
+        """Yield some points that the config takes."""
+        points = itertools.islice(search_space.random_points(self.ranges, self.seed), _SAMPLE)
+        return (point for point in points if not self.refused(point))
+
     def example(self) -> Point:
         """Return a point that the config takes."""
-        points = itertools.islice(search_space.random_points(self.ranges, self.seed), _SAMPLE)
-        return next(point for point in points if not self.refused(point))
+        return next(self.examples())
 
     def points(self) -> list[Point]:
         """Return all points of a grid or a random search, at most those within the budget; none for a sampler."""
@@ -263,9 +267,10 @@ def _check_values(sweep: Sweep) -> None:
                             f"set {key} under fixed, or take another such as loss")
     if first >= train.steps:
         raise UserError("stop.first", f"a trial has {train.steps} steps", "give fewer")
-    if "first" in sweep.stop and sweep.metric.startswith("eval_") and train.eval_every > first:
-        raise UserError("stop.first", f"no trial is evaluated before step {train.eval_every}",
-                        "give that many, or a smaller train.eval_every under fixed")
+    key = "eval_every" if sweep.metric.startswith("eval_") else "log_every"
+    if "first" in sweep.stop and (every := getattr(train, key)) > first:
+        raise UserError("stop.first", f"no trial has {sweep.metric} before step {every}",
+                        f"give that many, or a smaller train.{key} under fixed")
 
 
 def shown(point: Mapping[str, Any]) -> str:

@@ -4,10 +4,12 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from jaxtrain.launch.job_record import quoted
 from jaxtrain.launch.sweep import findings
 from jaxtrain.launch.sweep.search_space import Range
 from jaxtrain.launch.sweep.sweep_file import Sweep
 from jaxtrain.launch.sweep.trials import Tried
+from jaxtrain.plan.report.curves import text
 from jaxtrain.plan.report.page_parts import document, html_table, paragraph
 
 _WIDE, _TALL, _MARGIN = 720, 260, 60
@@ -28,8 +30,8 @@ def page(sweep: Sweep, tried: Sequence[Tried]) -> str:
     parts = [_LINES, f"<h1>{escape(title)}</h1>", paragraph(f"{counts}. {sweep.metric}, "
              f"{'higher' if sweep.maximise else 'lower'} is better. Workdirs: {sweep.workdir}", "soft")]
     if done:
-        parts += ['<section class="card"><h3>The best point</h3>', '<pre class="command">' + escape(" ".join(
-            f"--config.{key}={value}" for key, value in sweep.overrides(done[0].keys, None).items())) + "</pre>",
+        parts += ['<section class="card"><h3>The best point</h3>', '<pre class="command">' + escape(quoted([
+            f"--config.{key}={value}" for key, value in sweep.overrides(done[0].keys, None).items()])) + "</pre>",
             paragraph(f"{sweep.metric} {findings.value_of(done[0]):.6g}, {done[0].trials[0].workdir}"), "</section>"]
     head, rows = findings.rows(sweep, tried)
     parts += ["<h2>All points, the best first</h2>", html_table(head, rows, 2)]
@@ -63,8 +65,8 @@ def coordinates(sweep: Sweep, done: Sequence[Tried]) -> str:
                            f"trial {point.trials[0].number}"))
     for i, (name, axis) in enumerate(axes):
         x, anchor = _MARGIN + step * i, "start" if i == 0 else "end" if i == len(axes) - 1 else "middle"
-        lines += [f'<path class="axis" d="M{x:.1f} 0V{_TALL}"/>', _text(x, -24, name, anchor)]
-        lines += [_text(x, 16 + (_TALL - 22) * (1 - axis.place(mark)), findings.text_of(mark), anchor)
+        lines += [f'<path class="axis" d="M{x:.1f} 0V{_TALL}"/>', text(x, -24, name, anchor)]
+        lines += [text(x, 16 + (_TALL - 22) * (1 - axis.place(mark)), findings.text_of(mark), anchor)
                   for mark in axis.marks()]
     return "\n".join([*lines, "</svg>"])
 
@@ -112,8 +114,8 @@ def curves(points: Sequence[Tried], sign: int) -> str:
                            place, len(drawn), ""))
     top, bottom = (high, low) if sign > 0 else (-low, -high)
     lines += [f'<path class="axis" d="M{_MARGIN} 0V{_TALL}H{_WIDE - _MARGIN}"/>',
-              _text(_MARGIN - 6, 10, f"{top:.4g}", "end"), _text(_MARGIN - 6, _TALL, f"{bottom:.4g}", "end"),
-              _text(_WIDE - _MARGIN, _TALL + 18, f"{steps:,} steps", "end")]
+              text(_MARGIN - 6, 10, f"{top:.4g}", "end"), text(_MARGIN - 6, _TALL, f"{bottom:.4g}", "end"),
+              text(_WIDE - _MARGIN, _TALL + 18, f"{steps:,} steps", "end")]
     return "\n".join([*lines, "</svg>"])
 
 
@@ -125,7 +127,3 @@ def _line(places: Sequence[tuple[float, float]], place: int, count: int, title: 
     kind = ' class="best"' if place == 0 else ' class="good"' if place < count / 5 else ""
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     return f'<path d="{path}"{kind}>' + (f"<title>{escape(title)}</title>" if title else "") + "</path>"
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -17,6 +17,7 @@ from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.local_job import ENDED
+from jaxtrain.launch.slurm_engine import PREEMPTED
 from jaxtrain.launch.sweep import device_slots, halving, optuna_points, sweep_budget
 from jaxtrain.launch.sweep.metric_curve import MetricCurve
 from jaxtrain.launch.sweep.search_space import Point
@@ -41,6 +42,7 @@ class Sweeper:
         self._submitted = False
         self._told: set[str] = set()  # what is said once
         self._reports: dict[tuple[int, int], float] = {}
+        self._stopped: set[Path] = set()  # jobs that were told so
         self._forgotten: dict[int, float] = {}  # since when the engine does not know the job of a trial
 
     def check(self) -> None:
@@ -170,8 +172,9 @@ class Sweeper:
             write_results(self.root, self.trials)
             say(f"trial {trial.number} {trial.state}: {self.sweep.metric} {trial.ended['value']} after "
                 f"{trial.ended['steps']} steps ({shown(trial.keys)})")
-        elif status == "running" and self.sweep.stop and not job.pause_file.exists() and self._stops(trial):
+        elif status == "running" and self.sweep.stop and self._is_to_stop(trial, job):
             say(f"trial {trial.number}: stopped at step {trial.curve.steps}; it saves first")
+            self._stopped.add(job.folder)
             try:
                 engine_of(job.engine).cancel(job, now=False)
             except UserError as error:  # it has ended meanwhile
@@ -180,10 +183,11 @@ class Sweeper:
     def _status(self, trial: Trial, job: jobs.Job) -> str:
         """Return the state of a trial's job; submits it again where it was stopped by what is not its own fault."""
         try:
-            state = engine_of(job.engine).status(job).state
+            status = engine_of(job.engine).status(job)
         except UserError as error:
             self._once(f"{error}")
             return "unknown"
+        state = status.state
         if state == "unknown":
             since = self._forgotten.setdefault(trial.number, time.monotonic())
             gone = time.monotonic() - since > _FORGOTTEN_S
@@ -191,7 +195,8 @@ class Sweeper:
         self._forgotten.pop(trial.number, None)
         here, number = job.engine == "local", int(job.folder.name)
         killed = here and state == "failed" and not (job.folder / ENDED).exists() and number <= job.spec.retries
-        if killed or state == "saved" or (here and state == "paused" and not job.pause_file.exists()):
+        preempted = state == "failed" and status.detail == PREEMPTED
+        if killed or preempted or (here and state == "paused" and not job.pause_file.exists()):
             trial.job = number + 1
             trial.record()
             return "waiting"
@@ -200,6 +205,12 @@ class Sweeper:
     def _finished(self, trial: Trial) -> bool:
         trial.curve.look()
         return trial.curve.steps >= trial.length
+
+    def _is_to_stop(self, trial: Trial, job: jobs.Job) -> bool:
+        """Return whether to stop a trial that runs. A sweeper that was killed may have decided so and told nobody."""
+        if job.folder in self._stopped:
+            return False
+        return job.pause_file.read_text() == "cancel" if job.pause_file.exists() else self._stops(trial)
 
     def _stops(self, trial: Trial) -> bool:
         """Return whether a trial that runs is to stop now."""
@@ -272,6 +283,7 @@ class Sweeper:
     def _submit(self, trial: Trial) -> None:
         seed = "" if trial.seed is None else f", seed {trial.seed}"
         self._once(f"trial {trial.number}, job {trial.job}: {shown(trial.keys)}{seed}")
+        trial.devices = ""
         if self._gpus:
             taken = [other.devices for other in self.running() if other is not trial]
             trial.devices = device_slots.assigned(self._gpus, taken, self.sweep.job.accelerators_per_node)

@@ -65,11 +65,13 @@ def test_a_mistake_does_not_start_again(begun):
     assert not (workdir / "began-1-0").exists()
 
 
-def test_cancelling_saves_first(begun):
-    workdir = begun("--nodes=2")
+def test_cancelling_saves_first(begun, tmp_path):
+    """In a folder whose name sbatch has to be told carefully."""
+    workdir = begun("--nodes=2", workdir=tmp_path / """it's 5%j of "all" #1""")
     told("cancel", workdir)
     until(workdir, lambda status: status.state == "cancelled")
     assert len(list(workdir.glob("saved-0-*"))) == 2 and not (workdir / "began-1-0").exists()
+    assert (workdir / "jobs" / "1" / "output.log").is_file()
 
 
 def test_a_job_of_a_higher_priority_comes_first_and_the_other_goes_on_after_it(begun, tmp_path):

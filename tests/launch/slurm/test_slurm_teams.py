@@ -35,19 +35,16 @@ def teams(cluster):
     return me
 
 
-SAID: set[str] = set()  # by jaxtrain jobs why, whichever jobs it names
-
-
-def whichever(said: str) -> str:
-    return re.sub(r"\d+ \(account and QoS: \w+", "JOB (account and QoS: TEAM", said)
+STOPPED = "it was stopped and put back; Slurm starts such jobs after a pause, of two minutes by default (BeginTime)"
+SHARE_USED = "running jobs of its QoS use up what these may have together (QOSGrpNodeLimit)"
+NEXT = "it is the next one, and waits until enough nodes are free (Resources)"
+FIRST = "jobs of a higher priority wait too, and come first (Priority); "
 
 
 def why(workdir: Path, capsys) -> str:
     capsys.readouterr()
     assert jobs_command.main(["why", f"{workdir}"]) == 0
-    said = capsys.readouterr().out.strip()
-    SAID.add(whichever(said))
-    return said
+    return capsys.readouterr().out.strip()
 
 
 def waits(workdir: Path, reason: str) -> None:
@@ -74,18 +71,17 @@ def test_a_job_with_what_is_idle_gives_way_and_goes_on(forgotten, begun, cluster
     own = begun("--nodes=2", *RESEARCH, *WHOLE, workdir=tmp_path / "own")
     assert len(list(spare.glob("saved-0-*"))) == 4
     waits(spare, "BeginTime")
-    assert why(spare, capsys).startswith("it was stopped and put back")
+    assert why(spare, capsys) == STOPPED
     more = begun("--nodes=1", *RESEARCH, *WHOLE, workdir=tmp_path / "more", wait=False)
     waits(more, "QOSGrpNodeLimit")
-    assert why(more, capsys) == "running jobs of its QoS use up what these may have together (QOSGrpNodeLimit)"
+    assert why(more, capsys) == SHARE_USED
     waits(spare, "Resources")
-    assert why(spare, capsys) == "it is the next one, and waits until enough nodes are free (Resources)"
+    assert why(spare, capsys) == NEXT
     late = begun("--nodes=4", *SPARE, *WHOLE, workdir=tmp_path / "late", wait=False)
     waits(late, "Priority")
     first, second = jobs.newest(more).id, jobs.newest(spare).id
     assert why(late, capsys) == (
-        "jobs of a higher priority wait too, and come first (Priority); 2 before it: "
-        f"{first} (account and QoS: research research), {second} (account and QoS: product spare)")
+        f"{FIRST}2 before it: {first} (account and QoS: research research), {second} (account and QoS: product spare)")
     assert jobs_command.main(["cancel", f"{late}"]) == 0
     (own / "end").write_text("0")
     event(more / "began-0-0")
@@ -174,13 +170,15 @@ def test_of_those_who_wait_the_team_that_has_used_less_comes_first(begun, cluste
     first, second = (begun("--nodes=4", f"--account={team}", "--priority=spare", *WHOLE, workdir=tmp_path / team,
                            wait=False) for team in (more, less))
     waits(first, "Priority")
-    assert f"1 before it: {jobs.newest(second).id} (account and QoS: {less} spare)" in why(first, capsys)
+    assert why(first, capsys) == f"{FIRST}1 before it: {jobs.newest(second).id} (account and QoS: {less} spare)"
 
 
-def test_the_guide_says_what_was_said_and_what_slurm_needs(cluster):
-    """After the tests above, to which it was said."""
+def test_the_guide_says_what_is_said_and_what_slurm_needs(cluster):
+    """The tests above read the same sentences."""
     guide = (ROOT / "docs" / "launch-teams.md").read_text().partition("## Kubernetes")[0]
     rows = re.findall(r"^\| .* \| (.* \([A-Z]\w+\).*) \|$", guide, re.M)
-    assert len(rows) == 7 and {whichever(row) for row in rows} <= SAID
+    said = [STOPPED, SHARE_USED, NEXT, *(f"{words} ({reason})" for *_, reason, words in LIMITS)]
+    assert len(rows) == 7 and [row for row in rows if row not in said] == [
+        f"{FIRST}1 before it: 7 (account and QoS: product spare)"]
     (settings,) = re.findall(r"```ini\n(.*?)```", guide, re.S)
     assert set(settings.split()) <= set((cluster.folder / "slurm.conf").read_text().split())

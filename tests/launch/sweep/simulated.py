@@ -91,7 +91,7 @@ def described(machine: Machine, **said) -> Sweep:
     return sweep_of(content, VALUES)
 
 
-def swept(machine: Machine, monkeypatch, pace: int = 9, **said) -> list[dict]:
+def swept(machine: Machine, monkeypatch, pace: int = 9, on: str = "local", **said) -> list[dict]:
     """Run a sweep to its end, and return the lines of results.jsonl."""
     sweep = described(machine, **said)
     monkeypatch.setattr(sweeper_module, "engine_of", lambda name: machine)
@@ -100,7 +100,7 @@ def swept(machine: Machine, monkeypatch, pace: int = 9, **said) -> list[dict]:
     monkeypatch.setattr(sweeper_module.time, "sleep", lambda seconds: machine.passes(pace))
     machine.root.mkdir(exist_ok=True)
     (machine.root / CONFIG).write_text(json.dumps(VALUES))
-    made = Sweeper(sweep, machine.root, "local", 0.0)
+    made = Sweeper(sweep, machine.root, on, 0.0)
     made.check()
     made.run()
     assert all(trial.ended for trial in read(sweep, machine.root))

@@ -1,17 +1,21 @@
 """What is told of a sweep: the order of its points, what its keys explain, and the page."""
 
+import html
 import json
 import math
 import random
 import re
+import shlex
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
 from jaxtrain.launch.sweep import findings, sweep_page
 from jaxtrain.launch.sweep.findings import explained
+from jaxtrain.launch.sweep.metric_curve import MetricCurve
 from jaxtrain.launch.sweep.search_space import Range
-from jaxtrain.launch.sweep.trials import points_of, read
+from jaxtrain.launch.sweep.trials import Trial, points_of, read
 from tests.launch.sweep.simulated import RATE, Machine, described
 
 KEYS = {RATE: {"low": 1e-4, "high": 1.0, "log": True}, "optimizer.weight_decay": [0.0, 0.1], "model.num_layers": [1, 2]}
@@ -98,6 +102,21 @@ def test_the_page_needs_nothing_and_draws_all_points(found, monkeypatch):
             if path.get("class") != "axis"]
     assert ends[-1] > 200 > min(ends), "the lower, the lower"
     assert {word.text for word in lines.iter("text")} >= {*KEYS, "eval_loss", "0.0001", "1", "0", "0.1"}
+
+
+def test_what_a_page_says_is_text_and_its_command_a_command(tmp_path):
+    machine, odd = Machine(tmp_path / "it's <b>"), ["a 'b' <i>", "$c"]
+    sweep = replace(described(machine), ranges={'data.x<">': Range(tuple(odd))}, metric="loss<b>")
+    curve = MetricCurve(machine.root, "loss<b>")
+    curve.values = {1: 2.0, 5: 1.0}
+    tried = points_of([Trial(machine.root, 0, {'data.x<">': odd[0]}, None, 5, curve, ended={
+        "state": "complete", "value": 1.0, "seconds": 1.0, "tokens": 5, "dollars": None})], 1)
+    text = sweep_page.page(sweep, tried)
+    ElementTree.fromstring(re.sub(r"<!DOCTYPE.*?>|<(meta|link)[^>]*>", "", text).replace(" class=text", "")
+                           .replace(" class=soft", ""))
+    (command,) = re.findall(r'<pre class="command">(.*?)</pre>', text)
+    assert shlex.split(html.unescape(command)) == [f"""--config.data.x<">={odd[0]}"""]
+    assert "<b>" not in text and "<i>" not in text
 
 
 def test_a_page_of_nothing(tmp_path):

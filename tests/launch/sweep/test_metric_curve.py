@@ -23,3 +23,5 @@ def test_a_curve_follows_its_file(tmp_path):
     assert math.isnan(written(*first, {"step": 2, "eval_loss": 2.0}, {"step": 3, "eval_loss": None})[3])
     assert (curve.at(1), curve.at(2)) == (3.0, 2.0) and math.isnan(curve.at(7))
     assert written(*first) == {1: 3.0} and curve.steps == 2, "a run that resumes takes lines back"
+    again = {"step": 1, "tokens": 5}, {"step": 1, "eval_loss": 4.0}, {"step": 2, "tokens": 10, "step_time_s": 0.5}
+    assert written(*again, {"step": 2, "eval_loss": 2.0}) == {1: 4.0, 2: 2.0}, "and writes more before anybody looks"

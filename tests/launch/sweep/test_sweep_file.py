@@ -53,6 +53,7 @@ WRONG = [  # what is said otherwise, how the line begins, and a part of the rest
     ({"stop": {"first": 1, "factor": 1}}, "stop.factor", "give 2 or more"),
     ({"stop": {"first": 81}}, "stop.first", "a trial has 81 steps"),
     ({"stop": {"first": 1}, "fixed": {"train.eval_every": 9}}, "stop.first", "before step 9"),
+    ({"stop": {"first": 1}, "fixed": {"train.log_every": 5}, "objective": {"metric": "loss"}}, "stop.first", "step 5"),
     ({"stop": {"first": 9}, "seeds": 2}, "stop", "no mean over its seeds"),
     ({"job": {"nodez": 1}}, "job.nodez", "did you mean 'nodes'"),
 ]
@@ -82,6 +83,8 @@ def test_ranges():
     points = [*search_space.random_points(ranges, 3)]
     assert len(points) == 24 == len({repr(point) for point in points}) == search_space.size(ranges)
     assert points == [*search_space.random_points(ranges, 3)] != [*search_space.random_points(ranges, 4)]
+    last = [*search_space.random_points({"a": Range(low=1, high=1000, int=True)}, 0)]
+    assert len(last) == 1000 == len({point["a"] for point in last}), "the last ones are seldom drawn"
     first = [*search_space.grid({"a": Range((1, 2)), "b": Range(("x", "y"))})]
     assert first == [{"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"}]
     drawn = [point["a"] for _, point in zip(range(2000), search_space.random_points({"a": Range(
@@ -95,9 +98,17 @@ def test_what_it_costs_at_most():
     made = sweep_of({**BASE, "job": job, "budget": {"trials": 3}, "keys": {RATE: [0.1, 0.01, 0.2, 0.3]}}, VALUES)
     hour = cost.dollars_an_hour(made.job)
     tokens = 3 * 81 * made.config_of({}).data.seq_len * made.config_of({}).data.global_batch_size
-    assert sweep_budget.at_most(made)[1:] == [f"about {tokens:,} tokens at most", f"about ${6 * hour:,.2f} at most"]
-    capped = sweep_of({**BASE, "keys": WIDE, "job": job, "budget": {"tokens": 5e3, "dollars": 9}}, VALUES)
-    assert sweep_budget.at_most(capped) == ["any number of trials", "about 5,000 tokens at most", "about $9.00 at most"]
+    assert sweep_budget.at_most(made)[1:] == [f"about {tokens:,} tokens at most",
+                                              f"about ${6 * hour:,.2f} at most, if no trial takes longer than 2:00:00"]
+    capped = {**BASE, "keys": WIDE, "job": job, "parallel": 2, "budget": {"tokens": 5e3, "dollars": 9}}
+    most = f"about ${9 + 4 * hour:,.2f} at most, if no trial takes longer than 2:00:00"  # two go on to their end
+    assert sweep_budget.at_most(sweep_of(capped, VALUES)) == [
+        "any number of trials", f"about {5000 + 2 * tokens // 3:,} tokens at most", most]
+    del job["time"]
+    assert sweep_budget.at_most(sweep_of(capped, VALUES))[-1].startswith("about $9.00, and what the trials that run by")
+    steps = {"train.steps": [10, 81]}
+    assert sweep_budget.at_most(sweep_of({**BASE, "keys": steps}, VALUES))[1] == (
+        f"about {2 * tokens // 3:,} tokens at most"), "of which one has fewer"
 
 
 @pytest.mark.slow
@@ -148,6 +159,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert said(lines, "--report")[2].startswith("--report: ")
     job = "[job]\nnodes = 2\n"
     assert said(lines + job, "--on=local")[2] == "nodes: there are not 2 machines here; set nodes=1\n"
+    word = "data.mixture.a.source = 's3://me:hunter2@host/a'\n"
+    assert said(lines + "[fixed]\n" + word, "--on=local")[2].startswith("config: a URL in it has a password")
     assert not (tmp_path / "root").exists()
     (tmp_path / "root").mkdir()
     begun = {"content": {"config": "base", "workdir": "root", "keys": {RATE: [0.2]}}, "values": VALUES,

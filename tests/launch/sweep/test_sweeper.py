@@ -7,6 +7,7 @@ import pytest
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.launch import job_record
+from jaxtrain.launch.job_record import Status
 from jaxtrain.launch.sweep import sweeper as sweeper_module
 from tests.launch.sweep.plain_halving import RUNGS, STEPS, published
 from tests.launch.sweep.simulated import RATE, Killed, Machine, described, loss, swept
@@ -116,6 +117,45 @@ def test_halving_stops_most_and_finds_the_best(tmp_path, monkeypatch, capsys):
     assert again and "goes on: it is among the best at step" in capsys.readouterr().err
     stopped = [line for line in found if line["state"] == "stopped"]
     assert all(line["steps"] in range(9, 30) and line["value"] for line in stopped)
+
+
+def test_a_trial_that_a_killed_sweeper_decided_to_stop_is_told_by_the_next(tmp_path, monkeypatch):
+    machine, told = Machine(tmp_path), []
+    cancel = machine.cancel
+
+    def killed_before_it_is_told(job, now):
+        job.pause_file.write_text("cancel")
+        raise Killed
+
+    def telling(job, now):
+        told.append(job.workdir.name)
+        cancel(job, now)
+
+    said = {"stop": {"first": 9}, "budget": {"trials": 3}}
+    machine.cancel = killed_before_it_is_told
+    with pytest.raises(Killed):
+        swept(machine, monkeypatch, **said)
+    machine.cancel = telling
+    assert [line["state"] for line in swept(machine, monkeypatch, **said)].count("stopped") >= 1
+    assert told[0] == "trial-0000" and told.count("trial-0000") == machine.begun.count("trial-0000")
+
+
+def test_a_trial_that_a_cluster_has_preempted_for_good_is_submitted_again(tmp_path, monkeypatch):
+    machine, before = Machine(tmp_path), []
+    status = machine.status
+
+    def preempted(job):
+        if status(job).state == "running" and job.workdir.name == "trial-0001" and not before:
+            before.append(job)
+            machine.jobs[f"{job.folder}"] = "failed"
+            machine.locks.pop(job.workdir).close()
+            return Status("failed", "PREEMPTED")
+        return status(job)
+
+    machine.status = preempted
+    found = swept(machine, monkeypatch, on="slurm", budget={"trials": 2})
+    assert machine.begun == ["trial-0000", "trial-0001", "trial-0001"]
+    assert [line["steps"] for line in found] == [81, 81]
 
 
 @pytest.mark.slow
