@@ -78,7 +78,9 @@ class SlurmEngine:
             known = "waiting"
         if known == "waiting" and reason.startswith(("JobHeld", "job requeued in held")):
             known = "paused"
-        return Status(_unless_cancelled(known, job), "" if reason == "None" else reason, nodes)
+        if known == "cancelled" or reason == "None":  # Slurm still says why a cancelled one waited
+            reason = ""
+        return Status(_unless_cancelled(known, job), reason, nodes)
 
     def _past(self, job: Job) -> Status:
         """Return what the accounting, or the log of ended jobs, knows of a job that squeue has forgotten."""
@@ -115,6 +117,7 @@ class SlurmEngine:
 
     def pause(self, job: Job) -> None:
         """Have a job save, stop and hold."""
+        self._refuse(job, "done", "failed", "cancelled")
         job.pause_file.write_text("pause")
         if self.status(job).state == "running":
             _run("scancel", "--signal=TERM", job.id)
@@ -123,11 +126,18 @@ class SlurmEngine:
 
     def resume(self, job: Job, nodes: int | None) -> str:
         """Let a paused job go on, under the same number."""
+        self._refuse(job, "done", "failed", "cancelled", *(() if job.pause_file.exists() else ("running",)))
         if nodes is not None:
             self._resize(job, nodes)
         _run("scontrol", "release", job.id)
         job.pause_file.unlink(missing_ok=True)
         return job.id
+
+    def _refuse(self, job: Job, *states: str) -> None:
+        """Refuse a job in one of these states."""
+        if (state := self.status(job).state) in states:
+            raise UserError("WORKDIR", f"its job is {state}", "pause it first" if state == "running" else
+                            "to go on from its last checkpoint, launch another job with this workdir")
 
     def _resize(self, job: Job, nodes: int) -> None:
         """Ask for another number of nodes; where Slurm refuses it, for as many as before."""
