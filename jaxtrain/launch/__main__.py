@@ -148,7 +148,8 @@ def _refuse_second(job: jobs.Job) -> None:
         return
     state = engine_of(before.engine).status(before).state
     if state in ("waiting", "running", "paused") and (state, before.engine) != ("paused", "local"):
-        raise UserError("--workdir", f"{job.workdir} has a job that is {state} ({before.id} on {before.engine})",
+        number = before.id.partition(":")[0]
+        raise UserError("--workdir", f"{job.workdir} has a job that is {state} ({number} on {before.engine})",
                         f"see it: jaxtrain jobs show {job.workdir}")
 
 

@@ -13,6 +13,7 @@ from jaxtrain.launch.job_record import Job, Status, quoted
 from jaxtrain.launch.slurm_script import ranged, script
 
 SCRIPT = "job.sh"
+_FORGOTTEN = "Invalid job id"
 _STATES = {"PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting", "REQUEUE_HOLD": "paused",
            "RUNNING": "running", "COMPLETING": "running", "SIGNALING": "running", "RESIZING": "running",
            "STAGE_OUT": "running", "SUSPENDED": "paused", "STOPPED": "paused", "COMPLETED": "done",
@@ -69,7 +70,12 @@ class SlurmEngine:
 
     def status(self, job: Job) -> Status:
         """Return what became of a job."""
-        found = _run("squeue", "--noheader", "--states=all", f"--jobs={job.id}", "--format=%T|%r|%N", missing="")
+        found = ""
+        try:
+            found = _run("squeue", "--noheader", "--states=all", f"--jobs={job.id}", "--format=%T|%r|%N")
+        except UserError as error:
+            if _FORGOTTEN not in error.reason:  # Slurm does not answer, which says nothing about the job
+                raise
         if not found.strip():
             return self._past(job)
         state, reason, nodes = found.strip().splitlines()[0].split("|")
@@ -88,7 +94,8 @@ class SlurmEngine:
             found = _run(*words, "--noheader", "--parsable2", f"--jobs={job.id}", "--format=JobID,State", missing="")
             states = [line.split("|")[1].split()[0] for line in found.splitlines() if line.split("|")[0] == job.id]
             if states:
-                return Status(_unless_cancelled(_STATES.get(states[-1], "unknown"), job), states[-1])
+                known = _STATES.get(states[-1], "unknown")
+                return Status(_unless_cancelled(known, job), "" if known in ("done", "cancelled") else states[-1])
         return Status("unknown", "Slurm does not know it any more")
 
     def why(self, job: Job) -> str:

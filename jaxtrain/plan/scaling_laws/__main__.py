@@ -39,7 +39,7 @@ def main(argv: list[str] | None) -> None:
     budgets = [asked] if asked else [most, 10 * most, 100 * most]
     print(table(found, budgets))
     if flags.save:
-        saved_fit.save(found, flags.save, flags.metric)
+        saved_fit.save(found, flags.save, flags.metric or "eval_loss")
     if flags.html:
         Path(flags.html).write_text(page(found, budgets))
 
@@ -48,8 +48,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = parser_of("scaling", __doc__)
     made.add_argument("runs", nargs="+", metavar="RUNS", action="store",
-                      help="workdirs of runs, and the results.jsonl of sweeps")
-    made.add_argument("--metric", default="eval_loss", help="the loss, by its key in metrics.jsonl; default: eval_loss")
+                      help="workdirs of runs, and folders of sweeps or their results.jsonl")
+    made.add_argument("--metric", help="the loss, by its key in metrics.jsonl; default: what a sweep "
+                                          "compares, and eval_loss of other runs")
     made.add_argument("--samples", type=int, default=200, help="of the runs, for the bands; default: 200")
     made.add_argument("--seed", type=int, default=0, help="of the samples; default: 0")
     made.add_argument("--flops", type=float, help="a budget to spend on training: the best size for it")
@@ -61,14 +62,14 @@ def parser() -> argparse.ArgumentParser:
 
 def table(found, budgets: list[float]) -> str:
     """Return the runs beside the fit, its constants, and the best sizes for some budgets, as text."""
-    from jaxtrain.plan.scaling_laws.saved_fit import at_best, described, short
+    from jaxtrain.plan.scaling_laws.saved_fit import at_best, described, short, vague
 
     law = found.law
     lines = [f"{'parameters':>12}{'tokens':>9}{'loss':>9}{'fit':>9}   run"]
     lines += [f"{short(p.parameters):>12}{short(p.tokens):>9}{p.loss:>9.4f}{law.loss(p.parameters, p.tokens):>9.4f}"
               f"   {p.name}" for p in sorted(found.points, key=lambda p: (p.parameters, p.tokens))]
-    lines += ["", f"loss = E + A / N^alpha + B / D^beta, of {len(found.points)} runs:", *described(found), "",
-              "the best that a budget gets:"]
+    lines += ["", f"loss = E + A / N^alpha + B / D^beta, of {len(found.points)} runs:", *described(found), *vague(law),
+              "", "the best that a budget gets:"]
     lines += [f"  {flops:.3g} FLOPs: {at_best(found, flops)}" for flops in budgets]
     return "\n".join(lines)
 

@@ -13,15 +13,16 @@ from jaxtrain.plan.estimate import change
 from jaxtrain.plan.scaling_laws.parametric_loss import Point
 from jaxtrain.train_step.report import matmul_parameters
 
+RESULTS = "results.jsonl"  # in the folder of a sweep, a line for each trial
 _NUMBER = int | float
 _TRIAL = {"workdir": str, "state": str, "value": _NUMBER | None, "tokens": _NUMBER}
 
 
-def points(sources: Sequence[str | Path], metric: str = "eval_loss") -> list[Point]:
-    """Return a point for each finished run of these workdirs and of the trials in these results.jsonl.
+def points(sources: Sequence[str | Path], metric: str | None = None) -> list[Point]:
+    """Return a point for each finished run of these workdirs, and of the trials of these sweeps or results.jsonl.
 
     Args:
-        metric: the key of metrics.jsonl whose last value counts; of a trial it is the value that its sweep compares.
+        metric: the key of metrics.jsonl whose last value counts; None: what a sweep compares, or eval_loss of a workdir.
     """
     sizes: dict[Any, float] = {}
 
@@ -32,16 +33,17 @@ def points(sources: Sequence[str | Path], metric: str = "eval_loss") -> list[Poi
             sizes[key] = parameters(config)
         return sizes[key]
 
-    found = []
+    found: list[Point | None] = []
     for source in map(Path, sources):
+        source = results if (results := source / RESULTS).is_file() else source
         if source.is_file():
-            found += _trials(source, size)
+            found += _trials(source, metric, size)
         elif not (source / "config.json").is_file():
-            raise UserError("RUNS", f"{source} is neither a run's workdir nor a sweep's results.jsonl",
-                            "give folders with a config.json, or such files")
-        elif (point := _of_workdir(source, metric, size)) is not None:
-            found.append(point)
-    return found
+            raise UserError("RUNS", f"{source} is neither a run's workdir nor a sweep's folder",
+                            f"give folders with a config.json or {RESULTS}")
+        else:
+            found.append(_of_workdir(source, metric or "eval_loss", size))
+    return [point for point in found if point is not None]
 
 
 def parameters(config: Config) -> float:
@@ -55,21 +57,22 @@ def parameters(config: Config) -> float:
     return matmul_parameters(run.abstract, run.layout, config.model, run.objective.frozen_axes)
 
 
-def _trials(path: Path, size: Any) -> list[Point]:
+def _trials(path: Path, metric: str | None, size: Any) -> list[Point | None]:
     lines = list(json_lines(path, _TRIAL))
     if not lines:
         raise UserError("RUNS", f"{path} has no line of a trial", "give the results.jsonl of a sweep")
     ended = [line for line in lines if line["state"] == "complete" and line["value"] is not None]
     if len(ended) < len(lines):
         say(f"{path}: {len(lines) - len(ended)} of {len(lines)} trials did not end, and are left out")
-    found = []
+    found: list[Point | None] = []
     for line in ended:
         folder = Path(line["workdir"])
         folder = folder if folder.is_dir() else path.parent / folder.name  # the sweep may have moved
         if not (folder / "config.json").is_file():
             raise UserError("RUNS", f"the trial in {folder}, which {path} names, has no config.json",
                             "bring its folder back")
-        found.append(Point(size(folder), line["tokens"], _loss(line["value"], folder), f"{folder}"))
+        found.append(_of_workdir(folder, metric, size) if metric else Point(
+            size(folder), line["tokens"], _loss(line["value"], folder), f"{folder}"))
     return found
 
 
