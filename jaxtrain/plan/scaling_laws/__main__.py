@@ -1,7 +1,7 @@
 """Fit a scaling law to finished runs: the loss of larger ones, and a budget's best size.
 
     jaxtrain scaling WORKDIR WORKDIR WORKDIR ... --save=FILE
-    jaxtrain scaling SWEEP/results.jsonl --flops=1e21 --html=FILE
+    jaxtrain scaling SWEEP --flops=1e21 --html=FILE
     jaxtrain plan --config=configs/gpt.py:124m --target=h100x8 --tokens=3e9 --scaling=FILE
 
 The loss is E + A / N^alpha + B / D^beta, where N is how many parameters a token is multiplied by and D how many tokens

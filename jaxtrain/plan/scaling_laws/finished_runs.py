@@ -22,7 +22,7 @@ def points(sources: Sequence[str | Path], metric: str | None = None) -> list[Poi
     """Return a point for each finished run of these workdirs, and of the trials of these sweeps or results.jsonl.
 
     Args:
-        metric: the key of metrics.jsonl whose last value counts; None: what a sweep compares, or eval_loss of a workdir.
+        metric: the key of metrics.jsonl whose last value counts; None: what a sweep compares, of a workdir eval_loss.
     """
     sizes: dict[Any, float] = {}
 
