@@ -103,6 +103,8 @@ class SlurmEngine:
         status = self.status(job)
         if status.state not in ("waiting", "paused"):
             return f"it is {status.state}" + (f" ({status.detail})" if status.detail else "")
+        if not status.detail:
+            return "it waits, and Slurm does not say yet for what" if status.state == "waiting" else "it is paused"
         known = _REASONS.get(status.detail) or _limit(status.detail) or "Slurm says only this"
         return f"{known} ({status.detail})" + (self._ahead(job) if status.detail == "Priority" else "")
 

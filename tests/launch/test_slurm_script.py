@@ -98,6 +98,8 @@ def test_what_has_ended_is_neither_paused_nor_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm_engine, "_run", lambda *words, **_: (said.append(words), answer)[1])
     answer = "CANCELLED|BeginTime|"
     assert engine.status(job) == Status("cancelled")  # why it had waited counts no more
+    answer = "PENDING|None|"
+    assert engine.why(job) == "it waits, and Slurm does not say yet for what"
     for answer, ask, line in (
             ("CANCELLED|BeginTime|", engine.pause, "its job is cancelled; to go on from its last checkpoint, launch"),
             ("COMPLETED|None|n1", lambda job: engine.resume(job, None), "its job is done; to go on"),
