@@ -112,10 +112,10 @@ def test_what_has_ended_is_neither_paused_nor_resumed(tmp_path, monkeypatch):
 
     reason = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     monkeypatch.setattr(slurm_engine, "_run", silent)
+    monkeypatch.setattr(engine, "_past", lambda job: Status("unknown"))
     with pytest.raises(UserError, match="Unable to contact"):  # which says nothing about the job
         engine.status(job)
     reason = "slurm_load_jobs error: Invalid job id specified"
-    monkeypatch.setattr(engine, "_past", lambda job: Status("unknown"))
     assert engine.status(job) == Status("unknown")
     monkeypatch.setattr(slurm_engine, "_run", lambda *words, **_: (said.append(words), answer)[1])
     job.pause_file.write_text("pause")  # it is told to pause, and still saves
