@@ -175,6 +175,8 @@ def table(found: dict[int, dict[str, Sizes]], slopes: dict[str, dict[str, float]
         changes = "".join(f"{sizes[name]['change']:>10.3g}" for sizes in last.values())
         lines.append(f"{name:<20}{changes}{both['change']:>8.2f}{both['size']:>15.2f}"
                      + "  grows with width" * (both["change"] > GROWS))
+    if not any(both["change"] > GROWS for both in slopes.values()):
+        lines.append(f"nothing grows with width: no slope is above {GROWS}")
     return "\n".join(lines)
 
 

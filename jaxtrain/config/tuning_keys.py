@@ -180,7 +180,7 @@ def _check_reinforce(config: Any) -> None:
     if config.preference.loss:
         raise UserError("preference.loss", "a run learns from preferences or from rewards", "leave out one of them")
     if data.global_batch_size % c.group_size:
-        raise UserError("data.global_batch_size", f"{data.global_batch_size} answers are no groups of "
+        raise UserError("data.global_batch_size", f"{data.global_batch_size} answers are not whole groups of "
                         f"reinforce.group_size={c.group_size}", f"make it a multiple of {c.group_size}")
     if c.max_new_tokens >= data.seq_len:
         raise UserError("reinforce.max_new_tokens", f"{c.max_new_tokens} leaves no room for a prompt in data.seq_len="

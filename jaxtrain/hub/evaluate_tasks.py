@@ -119,6 +119,9 @@ class Tasks:
         except (ValueError, TypeError) as error:  # the harness's own checks of its settings
             raise UserError("--tasks", f"the harness refuses this ({error})", "check --num_fewshot and --gen_kwargs"
                             ) from error
+        except OSError as error:
+            raise UserError("--tasks", f"their data cannot be read ({error})", "check the network, or the paths in the "
+                            "task's YAML file, which begin in the folder where this command is started") from error
         assert found is not None
         return found
 

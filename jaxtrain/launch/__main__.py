@@ -37,8 +37,9 @@ def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     words, own = (words[:words.index("--")], words[words.index("--") + 1:]) if "--" in words else (words, [])
     parser = parser_of("launch", __doc__)
-    parser.add_argument("config", nargs="?", help="a config file such as configs/gpt.py, or configs/gpt.py:124m; "
-                                                  "--config.SECTION.KEY=VALUE overrides its keys")
+    parser.add_argument("--config", help=argparse.SUPPRESS)  # as the other commands have it
+    parser.add_argument("config", nargs="?", default=argparse.SUPPRESS, help="a config file such as "
+                        "configs/gpt.py, or configs/gpt.py:124m; --config.SECTION.KEY=VALUE overrides its keys")
     parser.add_argument("--on", required=True, help=f"the engine: {', '.join(ENGINES)}")
     parser.add_argument("--workdir", required=True, help="of the run, where all machines see it")
     parser.add_argument("--job", metavar="FILE", help="what the job needs, in TOML (docs/launch.md)")
@@ -147,7 +148,8 @@ def _refuse_second(job: jobs.Job) -> None:
         return
     state = engine_of(before.engine).status(before).state
     if state in ("waiting", "running", "paused") and (state, before.engine) != ("paused", "local"):
-        raise UserError("--workdir", f"{job.workdir} has a job that is {state} ({before.id} on {before.engine})",
+        number = before.id.partition(":")[0]
+        raise UserError("--workdir", f"{job.workdir} has a job that is {state} ({number} on {before.engine})",
                         f"see it: jaxtrain jobs show {job.workdir}")
 
 

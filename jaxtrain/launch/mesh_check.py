@@ -36,7 +36,8 @@ def check_mesh(config: Config, spec: JobSpec) -> list[int]:
     if given % asked if -1 in sizes else given != asked:
         raise UserError("nodes", f"{spec.nodes} x {spec.accelerators_per_node} accelerators are {given} devices, and "
                         f"the mesh ({elastic.words(tuple(sizes))}) asks for {'a multiple of ' * (-1 in sizes)}{asked}",
-                        f"set nodes={asked // each}" if asked % each == 0 else "set one mesh axis to -1, or others")
+                        f"set nodes={asked // each}" if asked % each == 0 else
+                        "set other mesh axes" if -1 in sizes else "set one mesh axis to -1, or others")
     return []
 
 

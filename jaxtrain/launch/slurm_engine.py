@@ -13,6 +13,7 @@ from jaxtrain.launch.slurm_script import ranged, script
 
 SCRIPT = "job.sh"
 PREEMPTED = "PREEMPTED"  # by a cluster that cancels what it preempts; otherwise the job waits again
+_FORGOTTEN = "Invalid job id"
 _STATES = {"PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting", "REQUEUE_HOLD": "paused",
            "RUNNING": "running", "COMPLETING": "running", "SIGNALING": "running", "RESIZING": "running",
            "STAGE_OUT": "running", "SUSPENDED": "paused", "STOPPED": "paused", "COMPLETED": "done",
@@ -79,7 +80,12 @@ class SlurmEngine:
 
     def status(self, job: Job) -> Status:
         """Return what became of a job."""
-        found = _run("squeue", "--noheader", "--states=all", f"--jobs={job.id}", "--format=%T|%r|%N", missing="")
+        found = ""
+        try:
+            found = _run("squeue", "--noheader", "--states=all", f"--jobs={job.id}", "--format=%T|%r|%N")
+        except UserError as error:
+            if _FORGOTTEN not in error.reason:  # Slurm does not answer, which says nothing about the job
+                raise
         if not found.strip():
             return self._past(job)
         state, reason, nodes = found.strip().splitlines()[0].split("|")
@@ -88,8 +94,9 @@ class SlurmEngine:
             known = "waiting"
         if known == "waiting" and "held" in reason.lower():
             known = "paused"
-        said = reason if reason != "None" else state if known == "failed" else ""
-        return Status(_unless_cancelled(known, job), said, nodes)
+        if known == "cancelled" or reason == "None":  # Slurm still says why a cancelled one waited
+            reason = state if known == "failed" else ""
+        return Status(_unless_cancelled(known, job), reason, nodes)
 
     def _past(self, job: Job) -> Status:
         """Return what the accounting, or the log of ended jobs, knows of a job that squeue has forgotten."""
@@ -97,7 +104,8 @@ class SlurmEngine:
             found = _run(*words, "--noheader", "--parsable2", f"--jobs={job.id}", "--format=JobID,State", missing="")
             states = [line.split("|")[1].split()[0] for line in found.splitlines() if line.split("|")[0] == job.id]
             if states:
-                return Status(_unless_cancelled(_STATES.get(states[-1], "unknown"), job), states[-1])
+                known = _STATES.get(states[-1], "unknown")
+                return Status(_unless_cancelled(known, job), "" if known in ("done", "cancelled") else states[-1])
         return Status("unknown", "Slurm does not know it any more")
 
     def why(self, job: Job) -> str:
@@ -105,6 +113,8 @@ class SlurmEngine:
         status = self.status(job)
         if status.state not in ("waiting", "paused"):
             return f"it is {status.state}" + (f" ({status.detail})" if status.detail else "")
+        if not status.detail:
+            return "it waits, and Slurm does not say yet for what" if status.state == "waiting" else "it is paused"
         known = _REASONS.get(status.detail.partition(",")[0]) or _limit(status.detail) or "Slurm says only this"
         return f"{known} ({status.detail})" + (self._ahead(job) if status.detail == "Priority" else "")
 
@@ -127,6 +137,7 @@ class SlurmEngine:
 
     def pause(self, job: Job) -> None:
         """Have a job save, stop and hold."""
+        self._refuse(job, "done", "failed", "cancelled")
         job.pause_file.write_text("pause")
         if self.status(job).state == "running":
             _run("scancel", "--signal=TERM", job.id)
@@ -135,11 +146,18 @@ class SlurmEngine:
 
     def resume(self, job: Job, nodes: int | None) -> str:
         """Let a paused job go on, under the same number."""
+        self._refuse(job, "done", "failed", "cancelled", *(() if job.pause_file.exists() else ("running",)))
         if nodes is not None:
             self._resize(job, nodes)
         _run("scontrol", "release", job.id)
         job.pause_file.unlink(missing_ok=True)
         return job.id
+
+    def _refuse(self, job: Job, *states: str) -> None:
+        """Refuse a job in one of these states."""
+        if (state := self.status(job).state) in states:
+            raise UserError("WORKDIR", f"its job is {state}", "pause it first" if state == "running" else
+                            "to go on from its last checkpoint, launch another job with this workdir")
 
     def _resize(self, job: Job, nodes: int) -> None:
         """Ask for another number of nodes; where Slurm refuses it, for as many as before."""

@@ -50,6 +50,8 @@ def tasks(tmp_path_factory):
             ("roll", "loglikelihood_rolling", "", LONG, "bits_per_byte", "bits_per_byte", "")):
         (folder / f"{name}.yaml").write_text(TASK.format(name=name, kind=kind, records=records, text=text,
                                                          target=target, metric=metric, mean=mean, more=more))
+    (folder / "moved.yaml").write_text(TASK.format(name="moved", kind="generate_until", records="moved.jsonl", text="a",
+                                                   target="b", metric="exact_match", mean="mean", more=""))
     return folder
 
 
@@ -172,6 +174,7 @@ def test_a_conversation_is_asked_as_the_template_has_it(workdir):
     (["--tasks=choose", "--step=7"], "--step: "),
     (["--tasks=choose", "--limit=-1"], "--limit: -1.0 is of no use; give a number above 0"),
     (["--tasks=choose", "--gen_kwargs=temperature"], "--gen_kwargs: 'temperature' is of no use; give KEY=VALUE,..."),
+    (["--tasks=moved"], "--tasks: their data cannot be read (Unable to find "),
     (["--tasks=choose", "--num_fewshot=100"], "--tasks: the harness refuses this ("),
     (["--tasks=choose", "--chat_template=plain"], "--chat_template: 'plain' is of no use; add --chat"),
     (["--tasks=go_on", "--gen_kwargs=max_gen_toks=64"], "max_gen_toks: 64 leaves no room for a prompt in model.max_"),

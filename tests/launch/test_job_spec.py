@@ -85,6 +85,7 @@ def test_a_wrong_job_is_refused_in_a_line(tmp_path, capsys, engine, text, key, p
 @pytest.mark.parametrize("flags, key", [
     (["--nodes=two"], "nodes"), (["--memory_gb=inf"], "memory_gb"), (["--preemptible=maybe"], "preemptible"),
     (["--setup=ls"], "command line"), (["--job=/nowhere.toml"], "--job"), (["configs/gpt.py"], "command line"),
+    (["--config=configs/gpt.py"], "command line"),
     (["--", "curl", "s3://user:pass@host/x"], "s3://")])
 def test_wrong_flags_are_refused_in_a_line(tmp_path, capsys, flags, key):
     words = flags if "--" in flags else [*flags, "--", "true"]

@@ -23,6 +23,8 @@ def checked(spec: dict, **keys) -> list[int]:
      "devices, and the mesh (data=-1,tensor=4) asks for a multiple of 4; set nodes=2"),
     ({"nodes": 1, "accelerators_per_node": 8}, {"mesh_data": 3}, "nodes: 1 x 8 accelerators are 8 devices, and the "
      "mesh (data=3) asks for 3; set one mesh axis to -1, or others"),
+    ({"nodes": 1, "accelerators_per_node": 8}, {"mesh_data": -1, "mesh_tensor": 3}, "nodes: 1 x 8 accelerators are 8 "
+     "devices, and the mesh (data=-1,tensor=3) asks for a multiple of 3; set other mesh axes"),
     ({"nodes": 1, "accelerators_per_node": 4, "accelerator": "tpu7x"}, {"mesh_data": 4},
      "nodes: 1 x 4 accelerators are 8 devices, ")])
 def test_other_numbers_of_devices_than_the_mesh_asks_for_are_refused(spec, keys, said):

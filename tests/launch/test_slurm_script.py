@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.errors import UserError
 from jaxtrain.launch import slurm_engine
 from jaxtrain.launch.job_record import Job, Status
 from jaxtrain.launch.job_spec import JobSpec
@@ -113,3 +114,33 @@ def test_a_run_in_a_container_has_its_folders_and_variables(tmp_path, image, mou
     assert ended(Job(work / "jobs" / "1", "slurm", "name", command, f"{tmp_path}", spec), 0, "RUNNING",
                  run=True)[2].splitlines() == [f"False {mounted.format(tmp_path)} {data}:/data {work} {tmp_path}",
                                                "0 of 1: it's", f"{tmp_path}"]
+
+
+def test_what_has_ended_is_neither_paused_nor_resumed(tmp_path, monkeypatch):
+    job, engine, said = Job(tmp_path, "slurm", "a", ["true"], "/", JobSpec(), id="7"), slurm_engine.SlurmEngine(), []
+    monkeypatch.setattr(slurm_engine, "_run", lambda *words, **_: (said.append(words), answer)[1])
+    answer = "CANCELLED|BeginTime|"
+    assert engine.status(job) == Status("cancelled")  # why it had waited counts no more
+    answer = "PENDING|None|"
+    assert engine.why(job) == "it waits, and Slurm does not say yet for what"
+    for answer, ask, line in (
+            ("CANCELLED|BeginTime|", engine.pause, "its job is cancelled; to go on from its last checkpoint, launch"),
+            ("COMPLETED|None|n1", lambda job: engine.resume(job, None), "its job is done; to go on"),
+            ("RUNNING|None|n1", lambda job: engine.resume(job, None), "its job is running; pause it first")):
+        with pytest.raises(UserError, match=f"^WORKDIR: {line}"):
+            ask(job)
+    assert {words[0] for words in said} == {"squeue"} and not job.pause_file.exists()
+    def silent(*words, **_):
+        raise UserError("squeue", reason, "see")
+
+    reason = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    monkeypatch.setattr(slurm_engine, "_run", silent)
+    monkeypatch.setattr(engine, "_past", lambda job: Status("unknown"))
+    with pytest.raises(UserError, match="Unable to contact"):  # which says nothing about the job
+        engine.status(job)
+    reason = "slurm_load_jobs error: Invalid job id specified"
+    assert engine.status(job) == Status("unknown")
+    monkeypatch.setattr(slurm_engine, "_run", lambda *words, **_: (said.append(words), answer)[1])
+    job.pause_file.write_text("pause")  # it is told to pause, and still saves
+    engine.resume(job, None)
+    assert said[-1] == ("scontrol", "release", "7") and not job.pause_file.exists()

@@ -105,6 +105,7 @@ def test_weights_are_not_gathered_where_their_copy_does_not_fit(monkeypatch):
     assert copied.worst[0] == LAYING_OUT and rests.bytes < 0.85 * copied.bytes
     target = small((rests.bytes + 9 * copied.bytes) / 10)
     tight = dataclasses.replace(copied, target=target)
+    assert "time of a step, without making the answers that it is trained on: " in explained(tight)
     assert "answers do not fit: use reinforce.gather_weights=False, with which it takes" in explained(tight)
     nearest = search.beside(config, target, 8)
     assert nearest.estimate.fits and not nearest.estimate.config.reinforce.gather_weights

@@ -145,7 +145,7 @@ def test_advantages():
     pytest.param(dict(reward="big"), "reinforce.reward: it gives 1e+300 for the answer ", marks=pytest.mark.slow),
     (dict(reward="fails"), "reinforce.reward: it fails on the answer "),
     (dict(reinforce__prompts="none.jsonl"), "reinforce.prompts: none.jsonl cannot be read "),
-    (dict(reinforce__group_size=3), "data.global_batch_size: 8 answers are no groups of reinforce.group_size=3; make"),
+    (dict(reinforce__group_size=3), "data.global_batch_size: 8 answers are not whole groups of reinforce.group_size"),
     (dict(reinforce__group_size=1), "reinforce.group_size: 1 answers cannot be compared with each other; give 2 or"),
     (dict(reinforce__staleness=-1), "reinforce.staleness: -1 is negative; give 0 or more"),
     (dict(reinforce__max_new_tokens=20), "reinforce.max_new_tokens: 20 leaves no room for a prompt in data.seq_len=20"),

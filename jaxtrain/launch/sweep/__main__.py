@@ -55,7 +55,8 @@ def main(argv: list[str] | None = None) -> None:
         report(sweep_of(begun["content"], begun["values"]), root)
         return
     if flags.on not in ENGINES[:4]:
-        raise UserError("--on", f"{flags.on!r} runs no trials", f"give {', '.join(ENGINES[:4])}")
+        raise UserError("--on", f"{flags.on!r} runs no trials" if flags.on else "nothing says where trials run",
+                        f"give {', '.join(ENGINES[:4])}")
     content, values = (json.loads(json.dumps(each, default=str)) for each in (content, values_of(content["config"])))
     if redacted([content, values]) != [content, values]:
         raise UserError("config", "a URL in it has a password or a query, which would stand in files of the sweep",

@@ -8,7 +8,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.launch.sweep import optuna_points
 from jaxtrain.launch.sweep.search_space import Range
 from jaxtrain.launch.sweep.sweep_file import Sweep
-from jaxtrain.launch.sweep.trials import Tried
+from jaxtrain.launch.sweep.trials import Trial, Tried
 
 _GROUPS = 4
 _ENOUGH = 10  # points, for Optuna's measure
@@ -27,8 +27,9 @@ def ranked(sweep: Sweep, tried: Sequence[Tried]) -> list[Tried]:
 
 
 def value_of(point: Tried) -> float | None:
-    """Return the mean over the seeds of a complete point, or the last value of one that was stopped."""
-    values = [trial.ended["value"] for trial in point.trials if trial.ended and trial.ended["value"] is not None]
+    """Return the mean over the seeds of a complete point, or the newest value of one that was stopped or runs."""
+    values = [value for trial in point.trials if (
+        value := trial.ended["value"] if trial.ended else trial.curve.at(trial.curve.steps)) is not None]
     return point.value if point.state == "complete" else mean(values) if values else None
 
 
@@ -50,7 +51,9 @@ def _row(sweep: Sweep, point: Tried, dollars: bool) -> list[str]:
 
 
 def _sum(point: Tried, what: str) -> float:
-    return sum(trial.ended[what] or 0 for trial in point.trials if trial.ended)
+    now = {"tokens": Trial.tokens, "seconds": Trial.seconds}  # of one that has not ended
+    return sum((trial.ended[what] or 0) if trial.ended else now[what](trial) if what in now else 0
+               for trial in point.trials)
 
 
 def text_of(value: object) -> str:

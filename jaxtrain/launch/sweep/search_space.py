@@ -42,7 +42,8 @@ def range_of(key: str, said: Any) -> Range:
     if isinstance(said, list):
         said = {"values": said}
     if not isinstance(said, dict):
-        raise UserError(f"keys.{key}", f"{said!r} is one value", "put it under fixed, or give several: values = [...]")
+        raise UserError(f"keys.{key}", f"{said!r} is one value", "put it under fixed, or give several: [1, 2], or "
+                        "{low = 1, high = 2}")
     if unknown := next((name for name in said if name not in FIELDS), None):
         raise UserError(f"keys.{key}.{unknown}", "a range has no such key", nearest(unknown, FIELDS))
     if "values" in said:

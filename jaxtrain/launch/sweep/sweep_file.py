@@ -15,6 +15,7 @@ A TOML file, or a Python file whose `get_sweep()` returns the same as a dict.
 
 import contextlib
 import itertools
+import math
 import runpy
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -197,7 +198,9 @@ def _check(section: str, said: Any, form: Mapping[str, Any]) -> None:
     """Refuse a key that a section does not know, or one of another type."""
     known = [name.removesuffix("?") for name in form]
     if isinstance(said, dict) and (unknown := next((name for name in said if name not in known), None)):
-        raise UserError(f"{section}.{unknown}".lstrip("."), "a sweep has no such key", nearest(unknown, known))
+        home = "" if section else next((name for name, keys in _FORMS.items() if f"{unknown}?" in keys), "")
+        raise UserError(f"{section}.{unknown}".lstrip("."), "a sweep has no such key",
+                        f"write it below [{home}]" if home else nearest(unknown, known))
     if wrong := misfit(said, dict(form), section):
         key, _, rest = wrong.partition(" ")
         raise UserError("SWEEP" if key == "it" else key, rest, "see docs/sweep.md")
@@ -218,6 +221,8 @@ def _check_numbers(sweep: Sweep) -> None:
     if sweep.trials % sweep.runs:
         raise UserError("budget.trials", f"{sweep.trials} trials do not give every point {sweep.runs} seeds",
                         f"give a multiple of {sweep.runs}")
+    if wide := next((key for key, one in sweep.ranges.items() if sweep.method == "grid" and not one.values), None):
+        raise UserError(f"keys.{wide}", "a grid needs values", 'list them, or set method="random"')
     if not (sweep.trials or sweep.tokens or sweep.dollars or sweep.seconds or search_space.size(sweep.ranges) < MOST):
         raise UserError("budget", "nothing ends the sweep", "set budget.trials, or tokens, dollars or time")
     if sweep.dollars and not dollars_an_hour(sweep.job):
@@ -238,8 +243,6 @@ def _check_keys(sweep: Sweep) -> None:
         raise UserError(f"fixed.{both}", "it is searched too", "leave one of the two out")
     if both := next((key for key in SEEDS if sweep.seeds and {key} & {*sweep.ranges, *sweep.fixed}), None):
         raise UserError(both, "it is set for every trial by seeds", "leave one of the two out")
-    if wide := next((key for key, one in sweep.ranges.items() if sweep.method == "grid" and not one.values), None):
-        raise UserError(f"keys.{wide}", "a grid needs values", 'list them, or set method="random"')
     if sweep.method in OWN and sweep.options:
         raise UserError(f"method.{next(iter(sweep.options))}", f"{sweep.method} has no options", "leave it out")
 
@@ -248,6 +251,11 @@ def _check_values(sweep: Sweep) -> None:
     """Refuse values that the config refuses, and a metric that its runs do not have."""
     points = sweep.points()[:None if sweep.method == "grid" else _CHECKED] or list(itertools.islice(
         search_space.random_points(sweep.ranges, sweep.seed), _SAMPLE))
+    for key, one in sweep.ranges.items():
+        error = None if one.values or one.int else sweep.refused({**points[0], key: one.at(1 / math.e)})
+        if error and error.key == key and "is not a whole number" in error.reason:
+            raise UserError(f"keys.{key}", "it takes whole numbers, and its range has others too",
+                            "write int = true in the range")
     for point in points if sweep.method in OWN else []:
         if error := sweep.refused(point):
             raise UserError(error.key, f"{error.reason} (in the point {shown(point)})", error.fix)

@@ -121,8 +121,9 @@ def table(found: Found, top: int = 10, tokens: float = 1e12) -> str:
             lines.append(_row(f"{number}{'*' if id(choice) in pareto else ''}", str(choice), gigabytes(e.bytes),
                               f"{e.seconds:.3g} s", f"{e.tokens_per_second:,.0f}", _mfu(e),
                               f"{e.days(tokens):,.1f}", f"${e.cost(tokens):,.0f}"))
-        lines += ["", f"days and cost: of {tokens:.3g} tokens, at ${found.target.price:g} a device and hour. *: no "
-                  "other is both faster and smaller. The first:", "", f"  {keys(found, found.fitting[0])}", "",
+        without = ", without the time in which answers are made" if found.config.reinforce.prompts else ""
+        lines += ["", f"days and cost: of {tokens:.3g} tokens, at ${found.target.price:g} a device and hour{without}. "
+                  "*: no other is both faster and smaller. The first:", "", f"  {keys(found, found.fitting[0])}", "",
                   explained(found.fitting[0].estimate)]
     if found.fitting and found.otherwise:
         e = found.otherwise.estimate
@@ -159,7 +160,8 @@ def explained(e: Estimate) -> str:
         lines += [f"  ({other}: {gigabytes(size.total())} GB)" for other, size in e.answering.items() if other != phase]
     if e.worst[0] and not e.fits:
         lines.append(f"answers do not fit: {room_for_answers(e)}")
-    lines.append(f"time of a step: {e.seconds:.4g} s, {e.tokens_per_second:,.0f} tokens/s" +
+    without = ", without making the answers that it is trained on" if e.answering else ""
+    lines.append(f"time of a step{without}: {e.seconds:.4g} s, {e.tokens_per_second:,.0f} tokens/s" +
                  (f", MFU {_mfu(e)}" if _mfu(e) else ""))
     lines += [f"  {name:<40}{milliseconds(seconds):>10} ms" for name, seconds in e.time.parts.most_common()
               if seconds > 0.002 * e.seconds]

@@ -1,7 +1,7 @@
 """Fit a scaling law to finished runs: the loss of larger ones, and a budget's best size.
 
     jaxtrain scaling WORKDIR WORKDIR WORKDIR ... --save=FILE
-    jaxtrain scaling SWEEP/results.jsonl --flops=1e21 --html=FILE
+    jaxtrain scaling SWEEP --flops=1e21 --html=FILE
     jaxtrain plan --config=configs/gpt.py:124m --target=h100x8 --tokens=3e9 --scaling=FILE
 
 The loss is E + A / N^alpha + B / D^beta, where N is how many parameters a token is multiplied by and D how many tokens
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = parser_of("scaling", __doc__)
     made.add_argument("runs", nargs="+", metavar="RUNS", action="store",
-                      help="workdirs of runs, and the results.jsonl of sweeps")
+                      help="workdirs of runs, and folders of sweeps or their results.jsonl")
     made.add_argument("--metric", default="eval_loss", help="the loss, by its key in metrics.jsonl; default: eval_loss")
     made.add_argument("--samples", type=int, default=200, help="of the runs, for the bands; default: 200")
     made.add_argument("--seed", type=int, default=0, help="of the samples; default: 0")
@@ -61,14 +61,14 @@ def parser() -> argparse.ArgumentParser:
 
 def table(found, budgets: list[float]) -> str:
     """Return the runs beside the fit, its constants, and the best sizes for some budgets, as text."""
-    from jaxtrain.plan.scaling_laws.saved_fit import at_best, described, short
+    from jaxtrain.plan.scaling_laws.saved_fit import at_best, described, short, vague
 
     law = found.law
     lines = [f"{'parameters':>12}{'tokens':>9}{'loss':>9}{'fit':>9}   run"]
     lines += [f"{short(p.parameters):>12}{short(p.tokens):>9}{p.loss:>9.4f}{law.loss(p.parameters, p.tokens):>9.4f}"
               f"   {p.name}" for p in sorted(found.points, key=lambda p: (p.parameters, p.tokens))]
-    lines += ["", f"loss = E + A / N^alpha + B / D^beta, of {len(found.points)} runs:", *described(found), "",
-              "the best that a budget gets:"]
+    lines += ["", f"loss = E + A / N^alpha + B / D^beta, of {len(found.points)} runs:", *described(found), *vague(law),
+              "", "the best that a budget gets:"]
     lines += [f"  {flops:.3g} FLOPs: {at_best(found, flops)}" for flops in budgets]
     return "\n".join(lines)
 

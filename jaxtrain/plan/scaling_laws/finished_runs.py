@@ -13,12 +13,13 @@ from jaxtrain.plan.estimate import change
 from jaxtrain.plan.scaling_laws.parametric_loss import Point
 from jaxtrain.train_step.report import matmul_parameters
 
+RESULTS = "results.jsonl"  # in the folder of a sweep, a line for each trial
 _NUMBER = int | float
 _TRIAL = {"workdir": str, "state": str}
 
 
 def points(sources: Sequence[str | Path], metric: str = "eval_loss") -> list[Point]:
-    """Return a point for each finished run of these workdirs and of the trials in these results.jsonl.
+    """Return a point for each finished run of these workdirs, and of the trials of these sweeps or results.jsonl.
 
     Args:
         metric: the key of metrics.jsonl whose last value counts; of a trial too, whatever its sweep compares.
@@ -34,11 +35,12 @@ def points(sources: Sequence[str | Path], metric: str = "eval_loss") -> list[Poi
 
     found: list[Point] = []
     for source in map(Path, sources):
+        source = results if (results := source / RESULTS).is_file() else source
         if source.is_file():
             workdirs = _trials(source)
         elif not (source / "config.json").is_file():
-            raise UserError("RUNS", f"{source} is neither a run's workdir nor a sweep's results.jsonl",
-                            "give folders with a config.json, or such files")
+            raise UserError("RUNS", f"{source} is neither a run's workdir nor a sweep's folder",
+                            f"give folders with a config.json or {RESULTS}")
         else:
             workdirs = [source]
         found += filter(None, (_of_workdir(folder, metric, size) for folder in workdirs))

@@ -10,6 +10,7 @@ from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.plan.scaling_laws.parametric_loss import Fit, Law, Point
 
+STEEP = 1.0  # an exponent above this is that of no law: twice the size would more than halve what is left of the loss
 _NUMBER = int | float
 _LAW = dict.fromkeys(("E", "A", "B", "alpha", "beta"), _NUMBER)
 _FORM = {"law": _LAW, "samples": [_LAW],
@@ -69,6 +70,13 @@ def described(fit: Fit) -> list[str]:
         low, high = fit.band(lambda law, name=name: getattr(law, name))
         lines.append(f"  {name:<7}{value:>12.5g}   {low:.5g} to {high:.5g}")
     return lines
+
+
+def vague(law: Law) -> list[str]:
+    """Return a warning, as lines, where the constants say that the runs do not determine them."""
+    steep = [f"{name}={value:.3g}" for name, value in (("alpha", law.alpha), ("beta", law.beta)) if value > STEEP]
+    return [f"warning: {' and '.join(steep)}: so steep a law means that these runs do not determine it; give it more "
+            "runs, larger and longer ones, each with a good learning rate"] if steep else []
 
 
 def budget(flags: Any, flops_for_a_dollar: float) -> float | None:

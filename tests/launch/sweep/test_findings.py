@@ -50,6 +50,9 @@ def test_the_best_comes_first(found):
     head, rows = findings.rows(sweep, tried)
     assert head == ["trial", "state", "eval_loss", "steps", "tokens", "time, s", *KEYS]
     assert rows[0][:2] == [f"{order[0].number}", "complete"] and rows[-1][:3] == ["7", "failed", ""]
+    tried[0].trials[0].ended = None  # it runs, and the table says how far it is
+    (runs,) = (row for row in findings.rows(sweep, points_of([tried[0].trials[0]], 1))[1])
+    assert runs[1] == "runs" and runs[2] == rows[[row[0] for row in rows].index("0")][2] and runs[3] == "81"
     upside_down = described(Machine(sweep.workdir), keys=KEYS, objective={"goal": "maximise"}, stop={"first": 9})
     assert [point.number for point in findings.ranked(upside_down, tried)][:31] == [
         point.number for point in reversed(order[:31])]

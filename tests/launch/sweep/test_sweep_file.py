@@ -33,7 +33,11 @@ WRONG = [  # what is said otherwise, how the line begins, and a part of the rest
     ({"keys": {"model.num_heads": [4, 3]}}, "model.num_heads", "in the point model.num_heads=3"),
     ({"keys": {"model.num_heads": {"low": -1, "high": 2, "int": True}}, "method": "tpe"}, "model.num_heads", "-1"),
     ({"fixed": {RATE: 1.0}}, f"fixed.{RATE}", "searched too"), ({"fixed": {"train.stepz": 1}}, "train.stepz", "steps"),
-    ({"method": "grid", "keys": WIDE}, f"keys.{RATE}", "a grid needs values"),
+    ({"method": "grid", "keys": WIDE, "budget": {}}, f"keys.{RATE}", "a grid needs values"),
+    ({"trials": 3}, "trials", "write it below [budget]"),
+    ({"keys": {RATE: {"min": 0.1, "max": 1}}}, f"keys.{RATE}.min", "or {low = 1, high = 2}"),
+    ({"keys": {"model.num_layers": {"low": 1, "high": 4}}}, "keys.model.num_layers", "int = true"),
+    ({"keys": {"model.num_layers": {"low": 1, "high": 4}}, "method": "tpe"}, "keys.model.num_layers", "int = true"),
     ({"method": {"name": "grid", "size": 3}}, "method.size", "has no options"),
     ({"objective": {"metrik": "loss"}}, "objective.metrik", "did you mean 'metric'"),
     ({"objective": {"goal": "best"}}, "objective.goal", "neither minimise nor maximise"),
@@ -154,7 +158,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         "SWEEP: s.py raised ZeroDivisionError: division by zero; fix it\n")
     assert said("a = ", "--on=local")[2].startswith("SWEEP: sweep.toml cannot be read (")
     assert said("pass", "--on=local", name="s.py")[2].startswith("SWEEP: s.py has no get_sweep() that returns a dict")
-    assert said(lines)[2].startswith("--on: None runs no trials; give local, slurm")
+    assert said(lines)[2].startswith("--on: nothing says where trials run; give local")
     assert said(lines, "--on=skypilot")[2].startswith("--on: 'skypilot' runs no trials")
     assert said(lines, "--report")[2].startswith("--report: ")
     job = "[job]\nnodes = 2\n"

@@ -101,7 +101,7 @@ def test_what_the_planner_cannot_use_is_told_in_one_line(flags, message, tmp_pat
 
 def test_runs_that_are_none_are_told(tmp_path, capsys):
     (tmp_path / "file").write_text("nothing\n")
-    for given, message in ((tmp_path, "is neither a run's workdir nor a sweep's results.jsonl"),
+    for given, message in ((tmp_path, "is neither a run's workdir nor a sweep's folder"),
                            (tmp_path / "file", "has no line of a trial")):
         assert scaling.main([str(given)]) == 2
         assert message in capsys.readouterr().err
@@ -112,12 +112,18 @@ def test_runs_that_are_none_are_told(tmp_path, capsys):
     assert f"{short}: it is at step 19 of 20, and is left out" in capsys.readouterr().err
     with pytest.raises(jt.UserError, match=r"--metric: .*lacking/metrics.jsonl has no accuracy at step 20"):
         finished_runs.points([lacking], "accuracy")
+    trial = {"workdir": f"{lacking}", "state": "complete", "value": 3.0, "tokens": 100}
+    (tmp_path / "results.jsonl").write_text(json.dumps(trial) + "\n")
+    assert finished_runs.points([tmp_path]) == finished_runs.points([lacking])  # whatever the sweep compares
 
 
 def test_numbers_are_said_in_short():
     assert [saved_fit.short(x) for x in (12, 1.5e3, 7e10, 1.4e12)] == ["12", "1.5k", "70B", "1.4T"]
     fit = Fit(LAW, [LAW], [Point(1e6, 1e7, 3.0)])
     assert "20 times as much as in any run of the fit" in saved_fit.predicted(fit, 2e7, 1e7)
+    assert saved_fit.vague(LAW) == []
+    (line,) = saved_fit.vague(Law(E=1.5, A=40.0, B=60.0, alpha=20.6, beta=0.35))
+    assert line.startswith("warning: alpha=20.6: so steep a law")
     assert "times" not in saved_fit.predicted(fit, 1e6, 1e7)
     flat = Law(E=1.5, A=40.0, B=60.0, alpha=0.0, beta=0.35)
     assert saved_fit.at_best(Fit(flat, [flat], fit.points), 1e20).startswith("not known")
