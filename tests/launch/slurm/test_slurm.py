@@ -104,8 +104,8 @@ def test_what_slurm_refuses_is_told_in_a_line_and_leaves_nothing(cluster, tmp_pa
 
 
 def test_a_run_saves_before_its_time_is_over_and_goes_on(begun):
-    """Slurm looks at limits every half minute, and sends the signal up to a minute early."""
-    workdir = begun("--time=0:01:00", "--grace_s=45")
+    """Slurm sends the signal up to a minute early; in the first seconds there would be no run to get it."""
+    workdir = begun("--time=0:02:00", "--grace_s=45")
     event(workdir / "saved-0-0")
     event(workdir / "began-1-0")
 
