@@ -61,6 +61,9 @@ class SlurmEngine:
         if wrong := next((letter for letter in "\\\n" if letter in f"{job.workdir}"), None):
             raise UserError("--workdir", f"Slurm writes no output into a folder with {wrong!r} in its name",
                             "give another")
+        if wrong := next((one for one in job.spec.extra if re.search(r"^:$|hetjob|het-group|\*\d", one)), None):
+            raise UserError("extra", f"{wrong!r} asks for machines of several kinds, on which a mesh would be uneven",
+                            "ask for one kind")
         own = [f"{job.workdir}", job.directory] if job.spec.image else []
         if wrong := next((path for path in own if re.search("[:,]", path)), None):
             raise UserError("image", f"apptainer cannot mount {wrong!r}, which has a colon or a comma",

@@ -44,6 +44,7 @@ WRONG = [  # the engine, the spec, how its line begins, and a part of the rest
     ("slurm", 'secrets = {A = "secret:hub/token"}', "secrets.A", "Slurm keeps no secrets"),
     ("slurm", 'image = "a"\nmounts = {"/b:c" = "/d"}', "mounts./b:c", "is not a folder that nodes have"),
     ("slurm", PODS, "mounts.{workdir}", "is not a folder that nodes have"),
+    ("slurm", 'extra = ["--constraint=[a*2&b*2]"]', "extra", "machines of several kinds"),
     ("nomad", "", "--on", "no engine that jaxtrain knows"),
     ("kubernetes", "", "image", "there is none"),
     ("kubernetes", 'image = "i"', "--workdir", "is not on a mount"),
