@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config.schema import AXES
 from jaxtrain.errors import UserError
 from jaxtrain.flags import command, overrides_of, parser_of
 
@@ -87,7 +88,7 @@ def wider(config: Any, width: int, grow: str = "heads") -> dict[str, Any]:
             raise UserError("--widths", f"{width} makes model.{key}={getattr(model, key)} into {size:g}",
                             f"give multiples of model.embed_dim={model.embed_dim}, or a config that divides")
         grown[key] = int(size)
-    one = dict.fromkeys((f"mesh.{axis}" for axis in ("data", "fsdp", "stage", "context", "expert", "tensor")), 1)
+    one = dict.fromkeys((f"mesh.{axis}" for axis in AXES), 1)
     return {f"model.{key}": size for key, size in grown.items()} | {
         f"model.{key}": getattr(model, key) for key in kept} | one | {
             "train.remat": "none", "mesh.auto": False, "optimizer.warmup_steps": 0, "optimizer.schedule": "constant"}
@@ -176,7 +177,7 @@ def table(found: dict[int, dict[str, Sizes]], slopes: dict[str, dict[str, float]
         lines.append(f"{name:<20}{changes}{both['change']:>8.2f}{both['size']:>15.2f}"
                      + "  grows with width" * (both["change"] > GROWS))
     if not any(both["change"] > GROWS for both in slopes.values()):
-        lines.append(f"nothing grows with width: no slope is above {GROWS}")
+        lines.append(f"no slope is above {GROWS}: one learning rate can serve these widths")
     return "\n".join(lines)
 
 

@@ -206,7 +206,7 @@ def _tell(flags: argparse.Namespace, results: dict[str, Any], record: dict[str, 
 
     from jaxtrain.files import atomic_files
 
-    print(f"{adapter}:" if adapter else "", make_table(results), sep="\n" if adapter else "")
+    print((f"{adapter}:\n" if adapter else "") + make_table(results))
     path = _results_path(flags, step, adapter)
     if path is None:
         return

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from jaxtrain.plan.report.curves import DASHES, PLOT, TALL, text
-from jaxtrain.plan.report.style import STYLE
+from jaxtrain.plan.report.page_parts import document
 
 Points = Sequence[tuple[float, float]]
 
@@ -47,10 +47,7 @@ def log_log(title: str, across: str, series: Mapping[str, Points], joined: bool 
 
 def page_of(title: str, charts: Sequence[str], body: str = "") -> str:
     """Return a page with drawings side by side, and HTML below them."""
-    return (f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-            f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-            f'<style>{STYLE}</style></head><body><h1>{escape(title)}</h1><div class="pair">{"".join(charts)}</div>'
-            f"{body}</body></html>\n")
+    return document(title, [f'<h1>{escape(title)}</h1><div class="pair">{"".join(charts)}</div>{body}'])
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
