@@ -29,6 +29,13 @@ def event(path: Path) -> None:
     wait_for(path.exists, told)
 
 
+def all_began(workdir: Path, attempt: int = 0) -> None:
+    """Wait for all processes of the program: one that is told to stop before it can save only ends."""
+    event(first := workdir / f"began-{attempt}-0")
+    for rank in range(int(first.read_text().split()[0])):
+        event(workdir / f"began-{attempt}-{rank}")
+
+
 def status_of(workdir: Path) -> job_record.Status:
     """Return what the engine says of the job of a workdir."""
     job = job_record.newest(workdir)

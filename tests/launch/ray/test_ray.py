@@ -18,7 +18,7 @@ from jaxtrain.launch import ray_driver
 from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.launch.ray_engine import RayEngine
 from tests.launch.ray import raylets
-from tests.launch.waiting import event, until
+from tests.launch.waiting import all_began, event, until
 from tests.tiny import tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[3]
@@ -82,7 +82,7 @@ def begun(cluster, tmp_path):
                             f"{PROGRAM}", f"{workdir}"]) == 0
         made.append(workdir)
         if wait:
-            event(workdir / "began-0-0")
+            all_began(workdir)
         return workdir
 
     yield begin
@@ -118,7 +118,7 @@ def test_a_run_pauses_and_goes_on_with_other_nodes(begun, capsys):
     workdir = begun("--nodes=2")
     assert (workdir / "began-0-0").read_text().startswith("2 ")
     told("requeue", workdir)
-    event(workdir / "began-1-0")
+    all_began(workdir, 1)
     assert len(list(workdir.glob("saved-0-*"))) == 2 and not jobs.newest(workdir).pause_file.exists()
     told("pause", workdir)
     until(workdir, lambda status: status.state == "paused")
@@ -137,7 +137,6 @@ def test_a_run_pauses_and_goes_on_with_other_nodes(begun, capsys):
 @pytest.mark.slow
 def test_a_lost_node_starts_all_again_when_there_are_enough(begun, cluster, capsys):
     workdir = begun("--nodes=2", "--grace_s=5", "--retries=1")
-    event(workdir / "began-0-1")
     first = [number_of(workdir / f"began-0-{rank}") for rank in (0, 1)]
     cluster.kill("second")
     status = until(workdir, lambda status: status.state == "waiting")
@@ -148,7 +147,7 @@ def test_a_lost_node_starts_all_again_when_there_are_enough(begun, cluster, caps
 
     worker = Path(f"/proc/{number_of(workdir / 'began-1-1')}/stat").read_text().rpartition(")")[2].split()[1]
     os.kill(int(worker), signal.SIGKILL)
-    event(workdir / "began-2-1")  # the first crash: a lost machine is none
+    all_began(workdir, 2)  # the first crash: a lost machine is none
     told("logs", workdir)
     assert "was lost with its machine" in (said := capsys.readouterr().out) and "was lost with its worker" in said
     told("cancel", workdir)

@@ -9,7 +9,7 @@ import pytest
 from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record as jobs
 from tests.launch.slurm.cluster import Cluster
-from tests.launch.waiting import event, until
+from tests.launch.waiting import all_began, until
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests" / "launch" / "program.py"
@@ -40,7 +40,7 @@ def begun(cluster, tmp_path):
                             sys.executable, f"{PROGRAM}", f"{workdir}"]) == 0
         made.append(workdir)
         if wait:
-            event(workdir / "began-0-0")
+            all_began(workdir)
         return workdir
 
     yield begin
