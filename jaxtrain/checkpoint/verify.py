@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxtrain.checkpoint import fingerprint
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import LARGE, opened, parsed, read, read_json, reason
 from jaxtrain.files.safe_names import parts_of
@@ -189,6 +188,8 @@ def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], b
 
     With the whole share the sums are compared with those saved; otherwise the caller adds up all shares and compares.
     """
+    from jaxtrain.checkpoint import fingerprint  # imports JAX, which listing a run's checkpoints does without
+
     try:
         for name in ("_CHECKPOINT_METADATA", "meta/metadata", "state/_METADATA", "state/_sharding"):
             _read(folder / name)
@@ -228,6 +229,8 @@ def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], b
 
 def compare_words(saved: dict[str, tuple[str, str]], shares: list[dict[str, tuple[int, int]]]) -> Problems:
     """Return which arrays differ from those that were saved; all shares together must cover every array."""
+    from jaxtrain.checkpoint import fingerprint
+
     found = fingerprint.total(shares)
     return [f"array {path} has other content than when it was saved" for path, (_, was) in saved.items()
             if found.get(path) != was]

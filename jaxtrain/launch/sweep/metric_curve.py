@@ -2,19 +2,17 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
-from jaxtrain.files.bounded_files import lines_with_ends, parsed
+from jaxtrain.files.log_tail import LogTail
 
 
 class MetricCurve:
     """A metric by step, its tokens, and the newest step; reads only what was added to metrics.jsonl since."""
 
     def __init__(self, workdir: Path, metric: str):
-        self._path, self._metric = workdir / "metrics.jsonl", metric
-        self._forget()
-
-    def _forget(self) -> None:
-        self._size, self._last, self.values, self.tokens = 0, b"", dict[int, float](), dict[int, int]()
+        self._log, self._metric = LogTail(workdir / "metrics.jsonl", {"step": int, "tokens?": int}), metric
+        self.values, self.tokens = dict[int, float](), dict[int, int]()
 
     @property
     def steps(self) -> int:
@@ -23,22 +21,12 @@ class MetricCurve:
 
     def look(self) -> None:
         """Read what is new; a run that resumes takes lines back, and all is read again."""
-        try:
-            lines = lines_with_ends(self._path, self._size - len(self._last))
-            if self._last and next(lines, (b"", 0))[0] != self._last:
-                self._forget()
-                lines = lines_with_ends(self._path)
-            for line, end in lines:
-                self._add(line)
-                self._size, self._last = end, line
-        except OSError:
-            return
+        if self._log.shrunk():
+            self.values, self.tokens = {}, {}
+        for line in self._log.added():
+            self._add(line)
 
-    def _add(self, line: bytes) -> None:
-        try:
-            said = parsed(line, {"step": int, "tokens?": int})
-        except ValueError:
-            return
+    def _add(self, said: dict[str, Any]) -> None:
         step = said["step"]
         if "tokens" in said:
             self.tokens[step] = said["tokens"]

@@ -1,0 +1,1 @@
+"""What the folders of runs say, while these run and afterwards."""

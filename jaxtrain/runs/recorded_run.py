@@ -1,0 +1,108 @@
+"""Read the folder of a run: its config, metrics, events, time and checkpoints, now and again as they grow."""
+
+import math
+import time
+from array import array
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.checkpoint import verify
+from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import user_json
+from jaxtrain.files.log_tail import LogTail
+from jaxtrain.observe import goodput
+
+SILENT = 30.0  # seconds without a sign of life, which a run gives every five, after which it is taken for dead
+_FIX = "bring the run's records back"
+
+
+class Columns:
+    """Lines of numbers by key: the value of every line, NaN where it has none or one that is not finite."""
+
+    def __init__(self):
+        self._values: dict[str, array] = {}
+        self._count = 0
+        self.last: dict[str, Any] = {}  # the newest line as it is written
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add a line; what is not a number is left out."""
+        for key, value in line.items():
+            if (isinstance(value, int | float) and not isinstance(value, bool)) or value is None:
+                column = self._values.setdefault(key, array("d"))
+                column.extend([math.nan] * (self._count - len(column)))
+                column.append(math.nan if value is None else value)
+        self._count, self.last = self._count + 1, dict(line)
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        column = self._values.get(key, array("d"))
+        return np.concatenate([np.array(column), np.full(self._count - len(column), math.nan)])
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return self._count
+
+
+class RecordedRun:
+    """A run as its folder tells of it; `look` brings it up to date, and reads only what was added."""
+
+    def __init__(self, workdir: str | Path):
+        """Read the folder of a run, which has trained, or has begun to.
+
+        Raises:
+            UserError: it is not one.
+        """
+        self.workdir = Path(workdir)
+        self._metrics = LogTail(self.workdir / "metrics.jsonl", {"step": int})
+        self._events = LogTail(self.workdir / "events.jsonl", {"kind": str})
+        self.events: list[dict[str, Any]] = []
+        self.steps, self.evaluations = Columns(), Columns()
+        self.look()
+        if not self.config:
+            raise UserError("WORKDIR", f"{workdir} has no config.json", "give the workdir of a run")
+
+    def look(self) -> None:
+        """Read what is new."""
+        self.config: dict[str, dict[str, Any]] = user_json(
+            self.workdir / "config.json", {str: dict}, "WORKDIR", _FIX) or {}
+        self.run: dict[str, Any] = user_json(self.workdir / "run.json", dict, "WORKDIR", _FIX) or {}
+        if self._metrics.shrunk():  # a run that resumes takes lines back
+            self.steps, self.evaluations = Columns(), Columns()
+        for line in self._metrics.added():
+            (self.evaluations if "eval_loss" in line else self.steps).add(line)
+        if self._events.shrunk():
+            self.events = []
+        self.events += self._events.added()
+        starts = goodput.incarnations(self.workdir)
+        self.account: goodput.Account | None = goodput.account(starts) if starts else None
+
+    @property
+    def last_step(self) -> int:
+        """The step at which it ends; 0: it says no number."""
+        return self.config.get("train", {}).get("steps", 0)
+
+    @property
+    def step(self) -> int:
+        """The newest step of metrics.jsonl."""
+        return int(self.steps["step"][-1]) if len(self.steps) else 0
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps of its whole checkpoints."""
+        return verify.steps(self.workdir / "checkpoints")
+
+    def state(self, now: float | None = None) -> str:
+        """Return "running", "finished", "stopped" (by a signal), "failed", "silent" (killed, or hung) or "new"."""
+        if self.account is None:
+            return "new"
+        newest = self.account.incarnations[-1]
+        if newest.ended:
+            return newest.ended
+        return "running" if (time.time() if now is None else now) - newest.sign < SILENT else "silent"

@@ -1,0 +1,45 @@
+"""What the folder of a run says, read again as it grows and as lines are taken back."""
+
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+
+from jaxtrain.errors import UserError
+from jaxtrain.runs.recorded_run import RecordedRun
+
+
+def test_a_run_is_read_as_it_grows(tmp_path):
+    def wrote(*lines, end="\n"):
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + end)
+        run.look()
+
+    def start(number, **said):
+        (tmp_path / "ledger" / f"{number:04}.json").write_text(json.dumps(
+            {"began": now - 100, "seconds": {"step": 95}, "resumed": 0, "reached": [2, 90], "last_step": 9} | said))
+        run.look()
+        return run.state()
+
+    now = time.time()
+    with pytest.raises(UserError, match=r"WORKDIR: .* has no config.json; give the workdir of a run"):
+        RecordedRun(tmp_path)
+    (tmp_path / "config.json").write_text('{"train": {"steps": 9}}')
+    (tmp_path / "ledger").mkdir()
+    run = RecordedRun(tmp_path)
+    assert (run.step, run.last_step, run.state(), run.checkpoints) == (0, 9, "new", [])
+    first = {"step": 1, "loss": 3.0, "goodput": 0.5}, {"step": 1, "eval_loss": 2.5}, {"step": 2, "loss": None, "mfu": 1}
+    wrote(*first, {"step": 3}, end="")
+    assert run.steps["step"].tolist() == [1, 2] and run.evaluations["eval_loss"].tolist() == [2.5]
+    np.testing.assert_array_equal(run.steps["loss"], [3.0, math.nan])
+    np.testing.assert_array_equal(run.steps["mfu"], [math.nan, 1.0])
+    np.testing.assert_array_equal(run.steps["goodput"], [0.5, math.nan])
+    assert run.steps.last == first[-1] and set(run.steps) == {"step", "loss", "goodput", "mfu"}
+    wrote(first[0], {"step": 2, "loss": 2.0}, {"step": 3, "loss": 1.0})
+    assert run.steps["loss"].tolist() == [3.0, 2.0, 1.0] and not len(run.evaluations), "lines were taken back"
+    (tmp_path / "events.jsonl").write_text('{"kind": "hang"}\n{"kind')
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    assert start(1, seconds={"step": 60}) == "silent" and start(1) == "running"
+    assert run.events == [{"kind": "hang"}] and run.checkpoints == [2] and run.account.step == 2
+    assert start(1, ended="failed") == "failed" and start(2, ended="finished") == "finished"
