@@ -201,8 +201,7 @@ def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], b
     except (OSError, ValueError) as error:
         return {}, [f"{_inside(folder, error)} {reason(error)}"]
     words: dict[str, tuple[int, int]] = {}
-    problems = []
-    turn = itertools.count()
+    problems, turn = [], itertools.count()
     for path, (what, _) in saved.items():
         try:
             array = _patiently(lambda path=path: _open(folder / "state", path))
