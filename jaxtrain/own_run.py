@@ -33,10 +33,10 @@ _COUNT = {
     "mesh": {*AXES, "rules", "overrides"},
     "optimizer": {"clip_norm", "zero_stage"},
     "data": {"prefetch"},
-    "train": {"steps", "accumulation", "precision", "ema_decay", "log_every", "progress", "tensorboard"},
+    "train": {"steps", "accumulation", "precision", "ema_decay", "log_every", "progress"},
     "checkpoint": {"every", "keep", "keep_every", "best", "verify", "mtbf_hours", "mirror",
                    "local_checkpoint_every", "local_dir"},
-    "resilience": None,  # all of them
+    "resilience": None, "observe": None,  # all of them
 }
 
 

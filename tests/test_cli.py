@@ -37,7 +37,7 @@ STEP = ["step", "cross_entropy", "perplexity", "grad_norm", "grad_norm_z", "lear
 def flags(tmp_path_factory):
     keys = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32",
             "data.global_batch_size=8", "train.steps=4", "train.eval_every=2", "train.sample_tokens=8",
-            "train.tensorboard=true", "checkpoint.every=2"]
+            "observe.trackers=tensorboard", "checkpoint.every=2"]
     return tiny_flags(tmp_path_factory, keys)
 
 

@@ -159,8 +159,8 @@ def _coerce(key: str, value: Any, wanted: Any) -> Any:
     else:
         if isinstance(value, _Text) and not (wanted is float and "," in value):
             value = _literal(value)
-        if wanted is list and isinstance(value, tuple):
-            value = list(value)
+        if wanted is list and isinstance(value, tuple | str):
+            value = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
         if wanted is float and type(value) is int:
             return float(value)
         if wanted is int and type(value) is float and value.is_integer():

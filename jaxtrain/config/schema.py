@@ -9,6 +9,7 @@ from typing import Any
 from jaxtrain.config import remat_policies, tuning_keys
 from jaxtrain.config.families import Gpt2Config, ModelConfig
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
+from jaxtrain.config.observe_keys import ObserveConfig
 from jaxtrain.config.tuning_keys import LoraConfig, PreferenceConfig, ReinforceConfig
 from jaxtrain.errors import UserError
 from jaxtrain.redaction import redacted
@@ -178,7 +179,6 @@ class TrainConfig:
     eval_batches: int = 8  # of each evaluation
     sample_tokens: int = 0  # length of the text sampled at the end
     progress: bool = True  # show a progress line
-    tensorboard: bool = False  # write TensorBoard files too
     freeze: list[str] = field(default_factory=list, hash=False)  # paths with wildcards, or logical axes, of parameters
     trainable: list[str] = field(default_factory=list, hash=False)  # the same, of the only ones that are trained
     frozen_dtype: str = ""  # in which frozen parameters rest; "": as the others
@@ -282,6 +282,7 @@ class Config:
     reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     def __post_init__(self):
         if self.data.seq_len > self.model.max_seq_len:

@@ -22,12 +22,12 @@ from jaxtrain.observe.versions import git_commit, version_of
 
 # What a resumed run may change: where and how fast the same mathematics is done, and what is told about it.
 _FREE: dict[str, Set[str] | None] = {
-    "mesh": None, "pipeline": None, "checkpoint": None, "resilience": None,  # all of their keys
+    "mesh": None, "pipeline": None, "checkpoint": None, "resilience": None, "observe": None,  # all of their keys
     # The same text elsewhere is the same data: the manifest's hash tells. Rows that are not lost stay where they were.
     "data": {"cache_dir", "cache_bytes", "corrupt", "prefetch", "source"},
     "optimizer": {"zero_stage", "offload"}, "reinforce": {"reward_timeout_s"},
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
-              "eval_batches", "sample_tokens", "progress", "tensorboard", "check_memory", "expert_exchange",
+              "eval_batches", "sample_tokens", "progress", "check_memory", "expert_exchange",
               "grouped_matmul", "expert_buffer", "deterministic", "compiler_options",
               "init_from"},  # what has a checkpoint of its own goes on from that
 }

@@ -12,8 +12,8 @@ def summary_writer() -> Any:
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
-        raise UserError("train.tensorboard", "the package tensorboardX is not installed",
-                        f"{install_extra('tensorboard')}, or set it to false") from None
+        raise UserError("observe.trackers", "the package tensorboardX is not installed",
+                        f"{install_extra('tensorboard')}, or leave it out") from None
     return SummaryWriter
 
 

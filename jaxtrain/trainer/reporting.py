@@ -44,7 +44,7 @@ def sinks(run: Run, session: Session, start: int) -> list[observe.Sink]:
         found.append(Completions(session.observers))
     if t.progress and t.steps:
         found.append(observe.Progress(t.steps, start_step=start))
-    if t.tensorboard:
+    if "tensorboard" in run.config.observe.trackers:
         found.append(observe.TensorBoard(session.workdir / "tensorboard", start_step=start))
     return found
 

@@ -265,7 +265,7 @@ def test_tensorboard_missing(tmp_path, monkeypatch):
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"^train.tensorboard: .*\.\[tensorboard\]"):
+    with pytest.raises(UserError, match=r"^observe.trackers: .*\.\[tensorboard\]"):
         TensorBoard(tmp_path)
 
 
