@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxtrain.api import build, plan
+    from jaxtrain.api import build, plan, show
     from jaxtrain.checkpoint import CheckpointManager
     from jaxtrain.compile_cache import enable_compilation_cache
     from jaxtrain.config.load import load_config, make_config
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from jaxtrain.trainer.observers import Observer
 
 _NAMES = {  # module: what it gives
-    "api": ["build", "plan"],
+    "api": ["build", "plan", "show"],
     "checkpoint": ["CheckpointManager"],
     "compile_cache": ["enable_compilation_cache"],
     "config.load": ["load_config", "make_config"],
@@ -69,8 +69,8 @@ __all__ = [  # imported when first used, so that `import jaxtrain` is quick
     "BatchFunction", "BatchSource", "CheckpointManager", "Config", "Generated", "MetricsWriter", "NextToken",
     "Objective", "Observer", "Rules", "Run", "TrainState", "TrainStep", "UserError", "Weighted", "build",
     "constrain", "cross_entropy", "distillation", "enable_compilation_cache", "generate", "load_config",
-    "load_model", "make_config", "make_mesh", "make_model", "make_train_step", "plan", "rules", "sample", "train",
-    "with_adapters",
+    "load_model", "make_config", "make_mesh", "make_model", "make_train_step", "plan", "rules", "sample", "show",
+    "train", "with_adapters",
 ]
 
 

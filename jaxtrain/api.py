@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxtrain import builder, own_run
 from jaxtrain.config.schema import Config
@@ -13,9 +14,13 @@ from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
 from jaxtrain.hub.initial_params import with_initial_params
 from jaxtrain.objectives import MakeObjective, configured
+from jaxtrain.pages.picture import Picture
+from jaxtrain.parallel.schedules import drawing
+from jaxtrain.parallel.schedules.schedule import Schedule
 from jaxtrain.plan import preflight, search
 from jaxtrain.plan import targets as accelerators
 from jaxtrain.run import Run
+from jaxtrain.sharding import pictures
 from jaxtrain.sharding.rules import AnyMesh
 from jaxtrain.tuning.model_batches import with_model_batches
 
@@ -56,8 +61,33 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
                                                                 objective=objective, optimizer=optimizer, data=data)))
 
 
-def plan(config: Config, target: str, *, targets: str | Path | None = None,
-         precisions: Sequence[str] = ()) -> search.Found:
+def show(what: Any, names: Sequence[Any] = ()) -> Picture:
+    """Draw a mesh, which devices hold which part of an array, or a pipeline schedule; a notebook shows the picture.
+
+    Args:
+        what: a mesh, an array or a shape with a sharding, or one of `run.schedules`. A run and a plan show themselves.
+        names: of the array's dimensions, such as its logical axis names.
+    """
+    if isinstance(what, Mesh | AbstractMesh):
+        return pictures.of_mesh(what)
+    if isinstance(what, Schedule):
+        return Picture(drawing.svg(what), drawing.text(what))
+    if getattr(what, "sharding", None) is not None:
+        return pictures.of_array(what, names)
+    raise UserError("what", f"{type(what).__name__} has no picture",
+                    "give a mesh, an array that has a sharding, or a schedule of run.schedules")
+
+
+class Plan(search.Found):
+    """The layouts of a config on a target: a table when printed, and a page in a notebook."""
+
+    def _repr_html_(self) -> str:
+        from jaxtrain.plan.report.html import in_notebook
+
+        return in_notebook(self)
+
+
+def plan(config: Config, target: str, *, targets: str | Path | None = None, precisions: Sequence[str] = ()) -> Plan:
     """Rank the layouts of a config on a target such as "h100x256", fastest first; print the result for a table.
 
     Args:
@@ -66,4 +96,4 @@ def plan(config: Config, target: str, *, targets: str | Path | None = None,
         targets: a JSON file with accelerators of your own, or with what was measured of them.
         precisions: further values of `train.precision` to be ranked as well.
     """
-    return search.search(config, *accelerators.parse(target, targets), precisions=precisions)
+    return Plan(**vars(search.search(config, *accelerators.parse(target, targets), precisions=precisions)))

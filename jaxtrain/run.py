@@ -374,6 +374,13 @@ class Run:
         lines = [report(self.abstract, self.layout), *([f"pipeline: {self.pipeline}"] if self.schedules else [])]
         print("\n".join(lines), file=file or sys.stdout)
 
+    def _repr_html_(self) -> str:
+        from jaxtrain.sharding.pictures import of_placement
+        from jaxtrain.train_step.report import HEAD, placements, totals
+
+        said = {"model": self.name, **totals(self.abstract, self.layout), "pipeline": self.pipeline}
+        return of_placement(self.mesh, said, HEAD, placements(self.abstract, self.layout))
+
     @property
     def pipeline(self) -> str:
         """The pipeline in words; nothing without one."""

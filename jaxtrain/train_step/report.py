@@ -12,10 +12,21 @@ from jaxtrain.train_step.optimizers.matrices import is_matrix
 from jaxtrain.train_step.quantized_kernels import as_floats
 from jaxtrain.train_step.state import Layout, TrainState
 
+HEAD = ("parameter", "shape", "logical names", "partition spec", "bytes/device")
+
 
 def report(abstract: TrainState, layout: Layout) -> str:
     """Return one line per parameter (path, shape, logical names, partition spec, bytes per device), then totals."""
-    rows = [("parameter", "shape", "logical names", "partition spec", "bytes/device")]
+    rows = [HEAD, *placements(abstract, layout)]
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4].rjust(widths[4])]) for row in rows]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join([*lines, *(f"{name}: {value}" for name, value in totals(abstract, layout).items())])
+
+
+def placements(abstract: TrainState, layout: Layout) -> list[tuple[str, str, str, str, str]]:
+    """Return for each parameter what HEAD names."""
+    rows = []
     for tree, tree_axes, note in ((abstract.params, layout.axes, ""),
                                   (abstract.frozen, layout.frozen_axes, " (frozen)")):
         names = jax.tree.structure(tree).flatten_up_to(tree_axes)
@@ -24,20 +35,22 @@ def report(abstract: TrainState, layout: Layout) -> str:
                 jax.tree_util.keystr(path, simple=True, separator="/") + note, "x".join(map(str, leaf.shape)),
                 ", ".join(str(name) for name in axes) if axes else "-",
                 ", ".join(_entry(entry) for entry in leaf.sharding.spec) or "-", f"{bytes_per_device(leaf):,}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4].rjust(widths[4])]) for row in rows]
-    lines.insert(1, "-" * len(lines[0]))
+    return rows
+
+
+def totals(abstract: TrainState, layout: Layout) -> dict[str, str]:
+    """Return the mesh and the bytes on a device, in words."""
     mesh = " x ".join(f"{axis}={size}" for axis, size in layout.mesh.shape.items() if size > 1) or "one device"
     count, frozen = (sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(as_floats(tree)))
                      for tree in (abstract.params, abstract.frozen))
-    lines += [f"mesh: {mesh}",
-              f"parameters: {count:,} in {len(jax.tree.leaves(abstract.params))} arrays, {total(abstract.params):,} "
-              "bytes per device",
-              *([f"frozen: {frozen:,} parameters, {total(abstract.frozen):,} bytes per device"] if frozen else []),
-              f"optimizer state: {total(abstract.opt_state):,} bytes per device" + (
-                  f", {hosts:,} of them in its host's memory" if (hosts := in_hosts(abstract.opt_state)) else ""),
-              f"whole state: {total(abstract):,} bytes per device"]
-    return "\n".join(lines)
+    hosts = in_hosts(abstract.opt_state)
+    return {"mesh": mesh,
+            "parameters": f"{count:,} in {len(jax.tree.leaves(abstract.params))} arrays, {total(abstract.params):,} "
+            "bytes per device",
+            **({"frozen": f"{frozen:,} parameters, {total(abstract.frozen):,} bytes per device"} if frozen else {}),
+            "optimizer state": f"{total(abstract.opt_state):,} bytes per device" + (
+                f", {hosts:,} of them in its host's memory" if hosts else ""),
+            "whole state": f"{total(abstract):,} bytes per device"}
 
 
 def bytes_per_device(leaf: Any) -> int:

@@ -9,8 +9,8 @@ from jaxtrain.launch.sweep import findings
 from jaxtrain.launch.sweep.search_space import Range
 from jaxtrain.launch.sweep.sweep_file import Sweep
 from jaxtrain.launch.sweep.trials import Tried
+from jaxtrain.pages.page_parts import document, html_table, paragraph
 from jaxtrain.plan.report.curves import text
-from jaxtrain.plan.report.page_parts import document, html_table, paragraph
 
 _WIDE, _TALL, _MARGIN = 720, 260, 60
 _MOST_LINES, _MOST_PLACES = 100, 200

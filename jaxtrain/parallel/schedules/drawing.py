@@ -41,8 +41,8 @@ def _boxes(schedule: Schedule) -> Iterator[tuple[int, float, float, Op]]:
                 yield tick, stage + i / len(cell), 1 / len(cell), op
 
 
-def write_svg(schedule: Schedule, path: str | Path) -> None:
-    """Write an SVG with one square per stage and tick, which several operations share."""
+def svg(schedule: Schedule) -> str:
+    """Return an SVG with one square per stage and tick, which several operations share."""
     width, height = schedule.length * SIDE, schedule.stages * SIDE
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {width + 2} {height + 2}" width="{width + 2}" '
              f'font-family="sans-serif" font-size="10" text-anchor="middle">',
@@ -52,7 +52,12 @@ def write_svg(schedule: Schedule, path: str | Path) -> None:
         x, y, tall = tick * SIDE, top * SIDE, tall * SIDE
         lines += [f'<rect x="{x}" y="{y:g}" width="{SIDE}" height="{tall:g}" fill="{_shade(FILL, op)}" stroke="#fff"/>',
                   f'<text x="{x + SIDE / 2:g}" y="{y + tall / 2 + 3.5:g}">{op}</text>']
-    _write(path, ("\n".join([*lines, "</svg>"]) + "\n").encode())
+    return "\n".join([*lines, "</svg>"])
+
+
+def write_svg(schedule: Schedule, path: str | Path) -> None:
+    """Write that drawing into a file."""
+    _write(path, f"{svg(schedule)}\n".encode())
 
 
 def write_png(schedule: Schedule, path: str | Path) -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
+from jaxtrain.pages.page_parts import document, facts, fragment, html_table, paragraph
 from jaxtrain.plan.cost.time import said
 from jaxtrain.plan.estimate import Estimate, gigabytes
 from jaxtrain.plan.report import scaling
 from jaxtrain.plan.report.bars import Bar, Look, chart
 from jaxtrain.plan.report.command import command
 from jaxtrain.plan.report.curves import curves
-from jaxtrain.plan.report.page_parts import document, html_table, paragraph
 from jaxtrain.plan.report.reasons import duration, reasons
-from jaxtrain.plan.report.table import Found, shown
+from jaxtrain.plan.report.table import Found, keys, shown
 
 HIDDEN = "hidden: the same collective, at no cost"
 
@@ -44,8 +44,9 @@ def page(found: Found, source: str, base: Config, top: int = 10, tokens: float =
     parts = [f"<h1>Training plan: {escape(name)}</h1>", paragraph(
         f"Steps of {data.global_batch_size:,} rows of {data.seq_len:,} tokens, config {source}. Predicted from the "
         f"traced step and the target's figures ({target.source}); nothing was run.", "soft"),
-        *_winner(found, source, base, tokens), "<h2>Layouts that fit, fastest first</h2>", _ranking(found, tokens),
-        *_time(found, top), *_memory(found, top), *_efficiency(found), *_others(found)]
+        *_winner(found, command(found.best, source, base) if found.best else "", tokens),
+        "<h2>Layouts that fit, fastest first</h2>", _ranking(found, tokens), *_time(found, top), *_memory(found, top),
+        *_efficiency(found), *_others(found)]
     return document(f"Training plan: {name}", parts)
 
 
@@ -55,25 +56,31 @@ def communication(guess: Estimate) -> dict[str, float]:
     return {name: seconds for name, seconds in guess.time.parts.items() if name in names}
 
 
-def _winner(found: Found, source: str, base: Config, tokens: float) -> list[str]:
+def in_notebook(found: Found, top: int = 5, tokens: float = 1e12) -> str:
+    """Return the same for a cell of a notebook, without what did not fit."""
+    best = keys(found, found.best) if found.best else ""
+    return fragment([*_winner(found, best, tokens), "<h2>Layouts that fit, fastest first</h2>", _ranking(found, tokens),
+                     *_time(found, top), *_memory(found, top)])
+
+
+def _winner(found: Found, use: str, tokens: float) -> list[str]:
+    """`use`: the command or the keys that choose the best layout."""
     if found.best is None:
         least = f" {found.least[1]} alone need {found.least[0]} devices." if found.least else ""
         return ["<h2>Nothing fits</h2>", paragraph(f"No layout fits {found.devices} × {found.target.name}.{least}")]
     e = found.best.estimate
     exposed = sum(communication(e).values())
-    facts = {"time of a step": duration(e.seconds), "tokens/s": f"{e.tokens_per_second:,.0f}",
+    figures = {"time of a step": duration(e.seconds), "tokens/s": f"{e.tokens_per_second:,.0f}",
              **({} if e.target.platform == "cpu" else {"MFU": f"{e.mfu:.1%}"}),
              "memory of a device": f"{gigabytes(e.bytes)} of {gigabytes(e.target.room)} GB",
              "computation": f"{1 - exposed / e.seconds:.1%}", "exposed communication": f"{exposed / e.seconds:.1%}",
              f"{tokens:.3g} tokens take": f"{e.days(tokens):,.1f} days",
              f"at ${e.target.price:g} a device and hour": f"${e.cost(tokens):,.0f}"}
     if e.host:
-        facts["in the hosts, for each device"] = f"{gigabytes(e.host)} GB"
-    return ['<section class="card">', f'<p class="layout">{escape(f"{found.best}")}</p>', '<dl class="facts">',
-            *(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in facts.items()), "</dl>",
-            "<h3>Train with it</h3>", f'<pre class="command">{escape(command(found.best, source, base))}</pre>',
-            "<h3>Why this one</h3>", '<ul class="reasons">',
-            *(f"<li>{escape(reason)}</li>" for reason in reasons(found)), "</ul></section>"]
+        figures["in the hosts, for each device"] = f"{gigabytes(e.host)} GB"
+    return ['<section class="card">', f'<p class="layout">{escape(f"{found.best}")}</p>', facts(figures),
+            "<h3>Train with it</h3>", f'<pre class="command">{escape(use)}</pre>', "<h3>Why this one</h3>",
+            '<ul class="reasons">', *(f"<li>{escape(reason)}</li>" for reason in reasons(found)), "</ul></section>"]
 
 
 def _ranking(found: Found, tokens: float) -> str:

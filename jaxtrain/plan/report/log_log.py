@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from jaxtrain.pages.page_parts import document
 from jaxtrain.plan.report.curves import DASHES, PLOT, TALL, text
-from jaxtrain.plan.report.page_parts import document
 
 Points = Sequence[tuple[float, float]]
 

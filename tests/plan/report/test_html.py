@@ -12,10 +12,11 @@ import jaxtrain as jt
 from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
 from jaxtrain.flags import overrides_of
+from jaxtrain.pages import style
 from jaxtrain.plan import targets
 from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.estimate import change, estimate
-from jaxtrain.plan.report import bars, html, scaling, style
+from jaxtrain.plan.report import bars, html, scaling
 from jaxtrain.plan.report.command import command
 from jaxtrain.plan.report.reasons import duration, reasons
 from jaxtrain.plan.report.table import Choice, Found, shown

@@ -1,9 +1,9 @@
 """The parts that self-contained pages have in common: the document around them, tables and paragraphs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from jaxtrain.plan.report.style import STYLE
+from jaxtrain.pages.style import STYLE
 
 
 def document(title: str, parts: Iterable[str]) -> str:
@@ -12,6 +12,18 @@ def document(title: str, parts: Iterable[str]) -> str:
                       '<meta name="viewport" content="width=device-width,initial-scale=1">',
                       f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>",
                       *parts, "</main></body></html>\n"])
+
+
+def fragment(parts: Iterable[str]) -> str:
+    """Return the same within a notebook, whose own style stays as it is."""
+    style = STYLE.replace(":root{", ":scope{").replace("body{", ":scope{")
+    return "\n".join([f'<div class="jaxtrain"><style>@scope (.jaxtrain){{{style}}}</style>', *parts, "</div>"])
+
+
+def facts(named: Mapping[str, str]) -> str:
+    """Return figures with their names, as many beside each other as there is room for."""
+    return "\n".join(['<dl class="facts">', *(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"
+                                               for key, value in named.items()), "</dl>"])
 
 
 def html_table(head: Sequence[str], rows: Sequence[Iterable[str]], words: int) -> str:

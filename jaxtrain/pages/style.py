@@ -1,4 +1,4 @@
-"""The look of the planner's page: readable on a phone and on a wide screen, in light and dark mode, and in print."""
+"""The look of the pages: readable on a phone and on a wide screen, in light and dark mode, and in print."""
 
 STYLE = """
 :root{color-scheme:light dark;--text:#1d2129;--soft:#596273;--surface:#fff;--card:#f3f5f8;--edge:#d4d9e1;
@@ -37,6 +37,8 @@ flex-wrap:wrap;flex:none;box-shadow:inset -1px 0 var(--surface)}
 .bar .mark1{border-left-style:dotted}
 .legend .mark{width:0;background:none;border-radius:0;border-left:2px solid var(--text)}
 .legend .mark1{border-left-style:dotted}
+.scroll{overflow-x:auto;margin:.6rem 0}.grid{width:auto}.grid td{text-align:center;border:1px solid var(--surface)}
+.grid small{display:block;color:var(--soft)}.grid caption{text-align:left}
 details{font-size:.85rem;color:var(--soft)}details table{max-width:34rem;color:var(--text)}summary{cursor:pointer}
 .pair{display:flex;flex-wrap:wrap;gap:1rem 2rem;margin:.8rem 0}
 .curves{flex:1 1 18rem;max-width:26rem;height:auto;font:12px system-ui,sans-serif;fill:var(--text)}

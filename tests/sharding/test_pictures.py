@@ -1,0 +1,65 @@
+"""What a notebook shows: who holds which part of an array, meshes, schedules, runs and plans."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxtrain as jt
+from jaxtrain.sharding import pictures
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P(None, ("fsdp", "tensor")), P(("tensor", "data"), "fsdp"),
+                                  P("tensor", "fsdp", "data"), P(None, None, ("data", "tensor"))])
+def test_parts_on_an_abstract_mesh_are_those_of_jax(spec):
+    """Devices that are not there hold what JAX says that devices at the same places hold."""
+    real = jt.make_mesh(data=2, fsdp=2, tensor=2)
+    shape, there = (8, 16, 4), {device.id: place for place, device in enumerate(real.devices.flat)}
+    held = [pictures._held(jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec)))
+            for mesh in (jt.make_mesh(data=2, fsdp=2, tensor=2, devices=8), real)]
+    assert held[0] == {part: sorted(there[device] for device in devices) for part, devices in held[1].items()}
+
+
+def test_an_array_is_drawn_with_its_parts_bytes_and_copies():
+    mesh = jt.make_mesh(data=2, fsdp=2, tensor=2, devices=8)
+    kernel = jax.ShapeDtypeStruct((3, 64, 256), np.float32, sharding=NamedSharding(mesh, P(None, "fsdp", "tensor")))
+    shown = jt.show(kernel, ("layers", "embed", "<mlp>"))
+    assert f"{shown}".splitlines() == [
+        "float32[3, 64, 256], 196,608 bytes; 49,152 bytes a device in 4 parts; 2 copies of each; embed over fsdp; "
+        "<mlp> over tensor", "[0:3, 0:32, 0:128] on 0, 4", "[0:3, 0:32, 128:256] on 1, 5",
+        "[0:3, 32:64, 0:128] on 2, 6", "[0:3, 32:64, 128:256] on 3, 7"]
+    html = shown._repr_html_()
+    assert html.count("<td style") == 4 and "&lt;mlp&gt; 128:256" in html and "<mlp>" not in html
+    assert ">2, 6<small>49,152 B</small>" in html and "@scope (.jaxtrain)" in html
+    assert "dimension 2 over tensor" in f"{jt.show(kernel)}"
+    whole = jt.show(jax.device_put(np.zeros(4), SingleDeviceSharding(jax.devices()[3])))
+    assert f"{whole}" == "float32[4], 16 bytes; whole on every device\n[0:4] on 3"
+
+
+@pytest.mark.parametrize("sizes, grids, cells, more", [
+    ({}, 1, 1, 0), ({"fsdp": 8}, 1, 8, 0), ({"fsdp": 2048}, 1, 512, 1536), ({"data": 3, "tensor": 2}, 1, 6, 0),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, 2, 8, 0), ({"data": 16, "fsdp": 64, "tensor": 8}, 1, 512, 7680)])
+def test_a_mesh_is_drawn_as_far_as_there_is_room(sizes, grids, cells, more):
+    count = int(np.prod([*sizes.values()]))
+    html = jt.show(jt.make_mesh(**sizes, devices=count))._repr_html_()
+    assert (html.count("<table"), html.count("<td style")) == (grids, cells)
+    assert (f"and {more:,} more" in html) == bool(more)
+
+
+def test_a_run_and_its_schedule_show_themselves():
+    config = jt.load_config("configs/gpt.py:tiny", {"mesh.stage": 2, "mesh.fsdp": 2, "train.accumulation": 4})
+    run = jt.build(config, devices=4)
+    html = run._repr_html_()
+    assert "blocks/layer/mlp/up/kernel" in html and "whole state" in html and " ticks, " in html
+    schedule = jt.show(run.schedules[0])
+    assert "<svg" in schedule._repr_html_() and f"{schedule}".startswith("stage 0  F0")
+    with pytest.raises(jt.UserError, match=r"what: int has no picture; give a mesh"):
+        jt.show(3)
+
+
+@pytest.mark.slow
+def test_a_plan_shows_itself():
+    found = jt.plan(jt.load_config("configs/gpt.py:tiny"), "h100x2")
+    page = found._repr_html_()
+    assert f"{found.best}" in page and "Where the time of a step goes" in page and f"{found}".startswith("    layout")
