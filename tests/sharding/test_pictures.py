@@ -56,10 +56,3 @@ def test_a_run_and_its_schedule_show_themselves():
     assert "<svg" in schedule._repr_html_() and f"{schedule}".startswith("stage 0  F0")
     with pytest.raises(jt.UserError, match=r"what: int has no picture; give a mesh"):
         jt.show(3)
-
-
-@pytest.mark.slow
-def test_a_plan_shows_itself():
-    found = jt.plan(jt.load_config("configs/gpt.py:tiny"), "h100x2")
-    page = found._repr_html_()
-    assert f"{found.best}" in page and "Where the time of a step goes" in page and f"{found}".startswith("    layout")

@@ -3,6 +3,7 @@
 import shlex
 from collections import Counter
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
 from jaxtrain.flags import overrides_of
 from jaxtrain.pages import style
-from jaxtrain.plan import targets
+from jaxtrain.plan import search, targets
 from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.estimate import change, estimate
-from jaxtrain.plan.report import bars, html, scaling
+from jaxtrain.plan.report import bars, html, scaling, table
 from jaxtrain.plan.report.command import command
 from jaxtrain.plan.report.reasons import duration, reasons
 from jaxtrain.plan.report.table import Choice, Found, shown
@@ -232,6 +233,15 @@ def test_where_nothing_fits_it_says_why(found):
     nothing = Found(found.config, found.target, 8, too_large=found.too_large)
     page = Page(html.page(nothing, "large", found.config))
     assert found.why(found.too_large[0]) in texts(page, "td") and "None." in texts(page, "p")
+
+
+def test_a_notebook_shows_the_same_with_the_keys_in_place_of_a_command(found, monkeypatch):
+    monkeypatch.setattr(search, "search", lambda *_, **__: found)
+    plan = jt.plan(found.config, "h100x8")
+    assert f"{plan}" == f"{found}" and plan.best is found.best
+    shown = plan._repr_html_()
+    assert shown.startswith('<div class="jaxtrain">') and "python -m" not in shown and "a &lt; b" not in shown
+    assert escape(table.keys(found, found.best)) in shown and "Where the memory of a device goes" in shown
 
 
 def test_a_file_that_cannot_be_written(found, tmp_path):
