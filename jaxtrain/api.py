@@ -81,6 +81,9 @@ def show(what: Any, names: Sequence[Any] = ()) -> Picture:
 class Plan(search.Found):
     """The layouts of a config on a target: a table when printed, and a page in a notebook."""
 
+    def __repr__(self) -> str:
+        return f"{self}"
+
     def _repr_html_(self) -> str:
         from jaxtrain.plan.report.html import in_notebook
 

@@ -47,7 +47,7 @@ def extras_of(config: Config) -> Extras:
     return {**history, ema.NAME: ema.begin} if config.train.ema_decay else history
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Run:
     """One training run: what it is, where it lives, and its compiled functions."""
 
@@ -373,6 +373,10 @@ class Run:
 
         lines = [report(self.abstract, self.layout), *([f"pipeline: {self.pipeline}"] if self.schedules else [])]
         print("\n".join(lines), file=file or sys.stdout)
+
+    def __repr__(self) -> str:
+        sizes = " ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
+        return f"{type(self).__name__}({self.name}, {sizes})"
 
     def _repr_html_(self) -> str:
         from jaxtrain.sharding.pictures import of_placement

@@ -17,7 +17,8 @@ from nbclient import NotebookClient
 from tests.tiny import QUICKLY
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOK = ROOT / "examples/mesh_shapes.ipynb"
+NOTEBOOKS = {path.stem: path for path in (ROOT / "examples").glob("*.ipynb")}
+NOTEBOOK = NOTEBOOKS["mesh_shapes"]
 
 
 class ThisInterpreter(KernelSpecManager):
@@ -98,13 +99,19 @@ def kinds(cell) -> list:
 
 
 @pytest.mark.slow
-def test_notebook(tmp_path):
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+@pytest.mark.parametrize("name, said", [("mesh_shapes", "mesh: fsdp=2048"), ("embed_step", "60 steps; accuracy"),
+                                        ("text_to_model", "eval_loss")])
+def test_notebook(name, said, tmp_path):
+    notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
     shipped = [kinds(cell) for cell in notebook.cells]
-    printed = execute(notebook, NOTEBOOK.parent, tmp_path)
-    assert [kinds(cell) for cell in notebook.cells] == shipped, "its outputs are not those of these cells: run it again"
-    assert "mesh: data=2 x fsdp=2 x tensor=2" in printed
-    assert "mesh: fsdp=2048" in printed
+    printed = execute(notebook, ROOT / "examples", tmp_path)
+    assert [kinds(cell) for cell in notebook.cells] == shipped, (
+        f"its outputs are not those of these cells: python tools/run_notebooks.py {name}")
+    assert said in printed
+
+
+def test_every_notebook_is_executed():
+    assert NOTEBOOKS.keys() == {"mesh_shapes", "embed_step", "text_to_model"}
 
 
 @pytest.mark.parametrize("folder", [".", pytest.param("examples", marks=pytest.mark.slow)])
@@ -115,15 +122,17 @@ def test_notebook_finds_the_configs(folder, tmp_path):
     assert execute(notebook, ROOT / folder, tmp_path).split() == [str(ROOT / "configs"), sys.executable]
 
 
-def test_notebook_is_shipped_with_its_pictures():
+@pytest.mark.parametrize("name, pictures", [("mesh_shapes", 7), ("embed_step", 2), ("text_to_model", 2)])
+def test_notebook_is_shipped_with_its_pictures(name, pictures):
     """As it comes from one run from top to bottom, without warnings, and small enough for a diff."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run all cells in a new kernel"
     outputs = [output for cell in code for output in cell.outputs]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
-    assert all(output.output_type == "display_data" or output.get("name") == "stdout" for output in outputs)
-    text = NOTEBOOK.read_text()
-    assert len(text) < 100_000 and "/home/" not in text and "/tmp/" not in text
+    assert sum(bool({"image/png", "text/html"} & {*output.get("data", {})}) for output in outputs) == pictures
+    assert all("data" in output or output.get("name") == "stdout" for output in outputs)
+    assert all(len(output.get("data", {}).get("text/plain", "")) < 5000 for output in outputs)
+    text = NOTEBOOKS[name].read_text()
+    assert len(text) < 130_000 and "/home/" not in text and "/tmp/" not in text
     assert notebook.metadata.kernelspec.name == "python3"

@@ -57,10 +57,10 @@ def communication(guess: Estimate) -> dict[str, float]:
 
 
 def in_notebook(found: Found, top: int = 5, tokens: float = 1e12) -> str:
-    """Return the same for a cell of a notebook, without what did not fit."""
+    """Return the same for a cell of a notebook: of the first `top` layouts, without those that do not fit."""
     best = keys(found, found.best) if found.best else ""
-    return fragment([*_winner(found, best, tokens), "<h2>Layouts that fit, fastest first</h2>", _ranking(found, tokens),
-                     *_time(found, top), *_memory(found, top)])
+    return fragment([*_winner(found, best, tokens), "<h2>Layouts that fit, fastest first</h2>",
+                     _ranking(found, tokens, top), *_time(found, top), *_memory(found, top)])
 
 
 def _winner(found: Found, use: str, tokens: float) -> list[str]:
@@ -83,10 +83,10 @@ def _winner(found: Found, use: str, tokens: float) -> list[str]:
             '<ul class="reasons">', *(f"<li>{escape(reason)}</li>" for reason in reasons(found)), "</ul></section>"]
 
 
-def _ranking(found: Found, tokens: float) -> str:
+def _ranking(found: Found, tokens: float, top: int | None = None) -> str:
     pareto = {id(choice) for choice in found.pareto()}
     rows = []
-    for number, choice in enumerate(found.fitting, 1):
+    for number, choice in enumerate(found.fitting[:top], 1):
         e = choice.estimate
         exposed = sum(communication(e).values())
         rows.append((f"{number}{'*' if id(choice) in pareto else ''}", f"{choice}", gigabytes(e.bytes),
