@@ -93,7 +93,7 @@ class OwnLoss:
         return None
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class OwnRun(Run):
     """A run of one's own model: all that the loop wants of a run, from a `TrainStep` and its parameters at step 0."""
 
