@@ -15,6 +15,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.files.log_tail import LogTail
 from jaxtrain.observe import goodput
+from jaxtrain.redaction import redacted
 
 SILENT = 30.0  # seconds without a sign of life, which a run gives every five, after which it is taken for dead
 _TOGETHER = 1000  # lines
@@ -87,16 +88,16 @@ class RecordedRun:
 
     def look(self) -> None:
         """Read what is new."""
-        self.config: dict[str, dict[str, Any]] = user_json(
-            self.workdir / "config.json", {str: dict}, "WORKDIR", _FIX) or {}
-        self.run: dict[str, Any] = user_json(self.workdir / "run.json", dict, "WORKDIR", _FIX) or {}
+        self.config: dict[str, dict[str, Any]] = redacted(user_json(
+            self.workdir / "config.json", {str: dict}, "WORKDIR", _FIX) or {})
+        self.run: dict[str, Any] = redacted(user_json(self.workdir / "run.json", dict, "WORKDIR", _FIX) or {})
         if self._metrics.shrunk():  # a run that resumes takes lines back
             self.steps, self.evaluations = Columns(), Columns()
         for line in self._metrics.added():
             (self.evaluations if "eval_loss" in line else self.steps).add(line)
         if self._events.shrunk():
             self.events = []
-        self.events += self._events.added()
+        self.events += map(redacted, self._events.added())
         starts = goodput.incarnations(self.workdir)
         self.account: goodput.Account | None = goodput.account(starts) if starts else None
 
