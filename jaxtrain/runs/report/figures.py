@@ -22,7 +22,7 @@ POINTS = 2000  # of a curve; with more than four runs fewer
 COLOURS = ("#1f5f99", "#b8480a", "#00795a", "#a3498f", "#7a6a00", "#2a8fb5", "#555c68", "#c02f2f")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up")
-_MARKS = {"restart": "dot", "rollback": "dash", "spike": "dashdot"}
+_MARKS = {"restart": ("dot", -1), "rollback": ("dash", 7), "spike": ("dashdot", 4)}  # a dash and a colour
 _MOST_MARKS = 300
 _TALL = 280  # pixels of a chart in a notebook
 
@@ -85,9 +85,10 @@ def _traces(chart: Chart, one: RunCurves, number: int, count: int) -> list[Any]:
     points = POINTS if count <= 4 else max(200, 4 * POINTS // count)
     made = []
     for place, curve in enumerate(curves):
-        colour, dash = (place, place) if count == 1 else (number, number // len(COLOURS) + place)
-        name = curve.key if count == 1 else f"{one.name}{f' {curve.key}' if len(chart.keys) > 1 else ''}"
-        made += _curve(curve, html.escape(name), colour, dash, points)
+        colour, dash = (place, place) if count == 1 else (number, number + place * (not curve.key.startswith("eval_")))
+        name, group = (curve.key, curve.key) if count == 1 else (f"{one.name}{f' {curve.key}' * (place > 0)}", one.name)
+        keys = {"name": html.escape(name), "legendgroup": html.escape(group), "showlegend": count == 1 or place == 0}
+        made += _curve(curve, keys, colour, dash, points)
     finite = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves] or [np.empty(0)])
     if not len(finite):
         finite = np.ones(1)
@@ -98,7 +99,7 @@ def _traces(chart: Chart, one: RunCurves, number: int, count: int) -> list[Any]:
     return made
 
 
-def _curve(curve: Curve, name: str, colour: int, dash: int, points: int) -> list[Any]:
+def _curve(curve: Curve, named: dict[str, Any], colour: int, dash: int, points: int) -> list[Any]:
     """Return the traces of a curve: as it is, its means to be smoothed, and where it is not finite."""
     scatter = graph_objects().Scatter
     of_evaluation = curve.key.startswith("eval_")
@@ -106,18 +107,18 @@ def _curve(curve: Curve, name: str, colour: int, dash: int, points: int) -> list
     rows = np.union1d(thinning.extremes(curve.values, points), broken[-_MOST_MARKS:])
     line = {"color": COLOURS[colour % len(COLOURS)], "dash": _DASHES[dash % len(_DASHES)]}
     role = "line" if of_evaluation or curve.key == TAKEN_BACK else "raw"
-    keys = {"name": name, "line": line, "legendgroup": name, "connectgaps": False}
+    keys = {**named, "line": line, "connectgaps": False}
     made = [scatter(**keys, **_places(curve.at(rows), role, colour), y=_compact(curve.values[rows]),
                     mode="lines+markers" if of_evaluation or len(rows) == 1 else "lines",
                     marker={"symbol": _SYMBOLS[dash % len(_SYMBOLS)], "size": 7})]
     if role == "raw":
         axes = {axis: thinning.averages(places, points) for axis, places in curve.axes.items()}
         made.append(scatter(**keys, **_places(axes, "mean", colour), y=_compact(
-            thinning.averages(curve.values, points)), mode="lines", visible=False, showlegend=False))
+            thinning.averages(curve.values, points)), mode="lines", visible=False))
     if len(broken):
         finite = curve.values[np.isfinite(curve.values)]
         top = finite.max() if len(finite) else 1.0
-        made.append(scatter(name=f"{name}: not finite", legendgroup=name, mode="markers",
+        made.append(scatter(name=f"{named['name']}: not finite", legendgroup=named["legendgroup"], mode="markers",
                             **_places(curve.at(broken[-_MOST_MARKS:]), "mark", -1),
                             y=_compact(np.full(len(broken[-_MOST_MARKS:]), top)), hovertemplate="not finite",
                             marker={"symbol": "x", "size": 9, "color": COLOURS[7]}))
@@ -128,8 +129,9 @@ def _lines(axes: dict[str, np.ndarray], name: str, kind: str, values: np.ndarray
     """Return vertical lines over the range of some values, as one trace."""
     three = {axis: np.stack([places, places, np.full(len(places), np.nan)], 1).ravel() for axis, places in axes.items()}
     y = np.tile([values.min(), values.max(), np.nan], len(axes["step"]))
-    return graph_objects().Scatter(name=name, mode="lines", **_places(three, "mark", -1), y=_compact(y),
-                                   hoverinfo="skip", line={"color": COLOURS[6], "width": 1.2, "dash": _MARKS[kind]})
+    dash, colour = _MARKS[kind]
+    return graph_objects().Scatter(name=name, mode="lines", **_places(three, "mark", colour), y=_compact(y), hoverinfo="skip",
+                                   line={"color": COLOURS[colour], "width": 1.2, "dash": dash})
 
 
 def _band(group: Group) -> Any:
@@ -137,7 +139,7 @@ def _band(group: Group) -> Any:
     return graph_objects().Scatter(
         name=html.escape(f"{group.name}: mean of {len(group.runs)}, 95 %"), mode="lines+markers", y=_compact(group.means),
         error_y={"type": "data", "array": _compact(group.margins), "thickness": 1.5, "width": 4},
-        **_places(group.runs[0].at(group.steps), "line", -2), line={"color": "#1d2129", "width": 2.5},
+        **_places(group.runs[0].at(group.steps), "line", -2), line={"color": "#1d2129", "width": 1.8},
         marker={"symbol": "cross", "size": 8})
 
 

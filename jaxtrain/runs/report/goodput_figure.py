@@ -68,8 +68,12 @@ def spans(run: RecordedRun) -> list[tuple[str, float, float, str]]:
 def said(event: dict[str, Any]) -> str:
     """Return what an event says besides its time, kind, process and host."""
     rest = {key: value for key, value in event.items() if key not in ("time", "kind", "process", "host")}
-    text = ", ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in rest.items())
+    text = ", ".join(f"{key}={_text(value)}" for key, value in rest.items())
     return text if len(text) <= _TEXT else f"{text[:_TEXT]} …"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:.5g}" if isinstance(value, float) else json.dumps(value)
 
 
 def clock(seconds: Any) -> str:
@@ -89,7 +93,7 @@ def _events(one: RunCurves, alone: bool) -> list[Any]:
         name=kind if alone else html.escape(one.name), showlegend=False, mode="markers", x=[1000 * event["time"] for event in events],
         y=[kind if alone else html.escape(one.name)] * len(events), text=[html.escape(said(event)) for event in events],
         hovertemplate=f"{kind.replace('%', '&#37;')}<br>%{{x}}<br>%{{text}}<extra></extra>",
-        marker={"symbol": "diamond", "size": 9, "line": {"width": 1}}, meta={"role": "event", "colour": 1})
+        marker={"symbol": "diamond", "size": 9, "line": {"width": 1}}, meta={"role": "event", "colour": -2})
         for kind, events in kinds.items()]
 
 

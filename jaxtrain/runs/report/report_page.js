@@ -30,7 +30,7 @@ function looked(trace, colour, axis, share) {  // the trace as the controls want
   const own = place >= 0 ? colour(`--line${place}`) : colour(role === "mark" ? "--soft" : "--text");
   const made = {...trace};
   if (role === "bar") return {...made, marker: {...trace.marker, color: own, line: {width: 0},
-    pattern: {...trace.marker.pattern, fgcolor: colour("--surface")}}};
+    pattern: {...trace.marker.pattern, fgcolor: own, bgcolor: colour("--surface"), solidity: 0.5}}};
   if (role === "event") return {...made, marker: {...trace.marker, color: own,
     line: {width: 1, color: colour("--surface")}}};
   if (axis !== "step") made.x = x[axis];
@@ -38,7 +38,7 @@ function looked(trace, colour, axis, share) {  // the trace as the controls want
   if (trace.marker) made.marker = {...trace.marker, color: trace.mode === "markers" ? colour("--line7") : own};
   if (role === "raw" && share) Object.assign(made, {opacity: 0.35, hoverinfo: "skip", showlegend: false,
     line: {...made.line, width: 1, dash: "solid"}});
-  if (role === "mean") Object.assign(made, {visible: share > 0, showlegend: true,
+  if (role === "mean") Object.assign(made, {visible: share > 0,
     y: share ? smoothed(numbers(trace.y), share) : trace.y});
   return made;
 }

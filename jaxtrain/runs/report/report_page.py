@@ -64,7 +64,7 @@ class ReportPage:
             css=(_HERE / "report_page.css").read_text(), script="" if bare else (_HERE / "report_page.js").read_text(),
             plotly="" if bare else _plotly(), live=live, axes=AXES, palette=_PALETTE, runs=runs, single=single,
             facts=run_facts, groups=groups, usual=usual, others=[chart for chart in shown if chart not in usual],
-            made=clock(time.time()), points=figures.POINTS,
+            rows=len({row for trace in drawn["timeline"].data for row in trace.y}), made=clock(time.time()), points=figures.POINTS,
             data={name: json.loads(figure.to_json()) for name, figure in drawn.items()})
 
 

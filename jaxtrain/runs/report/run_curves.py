@@ -34,7 +34,8 @@ CHARTS = (
     Chart("learning_rate", "Learning rate", "", ("learning_rate",)),
     Chart("throughput", "Throughput", "tokens a second", ("tokens_per_s",)),
     Chart("mfu", "Model FLOPs utilization (MFU)", "share of the peak", ("mfu", "mfu_full")),
-    Chart("step_time", "Time of a step", "seconds", ("step_time_s", "data_wait_s")),
+    Chart("step_time", "Time of a step", "seconds", ("step_time_s",)),
+    Chart("data_wait", "Wait for the data of a step", "seconds", ("data_wait_s",)),
     Chart("goodput", "Goodput", "share of the run's life", ("goodput",)),
 )
 

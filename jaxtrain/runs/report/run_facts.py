@@ -120,7 +120,7 @@ def mixture(run: RecordedRun) -> Table:
             share = stage.weights[source.name] / sum(stage.weights.values())
             shares.append(f"{share:.1%}" + f" from step {stage.start:,}" * (len(stages) > 1))
             read += share * max(0, min(run.step, end) - stage.start) * stage.seq_len * stage.batch
-        rows.append([source.name or source.source, source.source, ", ".join(shares), f"{read:,.0f}"])
+        rows.append([source.name or "all", source.source, ", ".join(shares), f"{read:,.0f}"])
     return ["source", "text", "share of the rows", "tokens so far, about"], rows
 
 
@@ -140,8 +140,8 @@ def happened(runs: Sequence[RunCurves]) -> Table:
     found = [(event, one.name) for one in runs for event in one.run.events]
     found.sort(key=lambda pair: pair[0]["time"] if isinstance(pair[0].get("time"), int | float) else 0, reverse=True)
     named = ["run"] if len(runs) > 1 else []
-    return ["time (UTC)", *named, "kind", "process", "what"], [
-        [clock(event.get("time")), *([name] if named else []), event["kind"], f"{event.get('process', '')}", said(event)]
+    return ["time (UTC)", *named, "kind", "what", "process"], [
+        [clock(event.get("time")), *([name] if named else []), event["kind"], said(event), f"{event.get('process', '')}"]
         for event, name in found[:_MOST_ROWS]]
 
 
