@@ -1,10 +1,10 @@
-"""Write one or several runs as one HTML page that needs no network: curves, time, events, config.
+"""Write one or several runs as one HTML page, or serve it while they go on.
 
     jaxtrain report runs/first
     jaxtrain report runs/seed-0 runs/seed-1 --to=seeds.html
     jaxtrain report runs/first --live
 
-It reads the workdirs of runs, whether these still train or not, and imports no JAX. With several runs curves lie over
+The page has curves, where the time went, events, checkpoints, samples and the config, and needs no network. With several runs curves lie over
 each other, and runs that differ in seeds alone have a mean and an interval.
 """
 

@@ -3,6 +3,7 @@
 import html
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ COLOURS = ("#1f5f99", "#b8480a", "#00795a", "#a3498f", "#7a6a00", "#2a8fb5", "#5
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 _MARKS = {"restart": ("dot", -1), "rollback": ("dash", 7), "spike": ("dashdot", 4)}  # a dash and a colour
-_MOST_MARKS = 300
+_MOST_MARKS, _MOST_MARKERS = 300, 100
 _TALL = 280  # pixels of a chart in a notebook
 
 
@@ -48,11 +49,19 @@ def figure(chart: Chart, runs: Sequence[RunCurves], groups: Sequence[Group] = ()
     return made
 
 
-def plot(workdir: str | Path, *more: str | Path) -> "Figure":
-    """Return the usual curves of one or several runs as a Plotly figure, which a notebook shows.
+@dataclass(frozen=True)
+class Plot:
+    """Curves of runs that a notebook shows, without the network; `figure` is Plotly's, to change or to save."""
 
-    Needs the extra `report`.
-    """
+    figure: "Figure"
+
+    def _repr_html_(self) -> str:
+        return self.figure.to_html(full_html=False, include_plotlyjs=True)
+
+
+def plot(workdir: str | Path, *more: str | Path) -> Plot:
+    """Return the usual curves of one or several runs, which a notebook shows; needs the extra `report`."""
+    graph_objects()
     from plotly.subplots import make_subplots
 
     runs = [RunCurves(RecordedRun(one), Path(one).name) for one in (workdir, *more)]
@@ -68,7 +77,7 @@ def plot(workdir: str | Path, *more: str | Path) -> "Figure":
             seen.add(trace.name)
             made.add_trace(trace, row, 1)
         made.update_yaxes(title=chart.unit, row=row, col=1)
-    return made.update_layout(height=_TALL * len(shown), hovermode="x", template="plotly_white")
+    return Plot(made.update_layout(height=_TALL * len(shown), hovermode="x", template="plotly_white"))
 
 
 def _layout(unit: str) -> dict[str, Any]:
@@ -109,7 +118,7 @@ def _curve(curve: Curve, named: dict[str, Any], colour: int, dash: int, points: 
     role = "line" if of_evaluation or curve.key == TAKEN_BACK else "raw"
     keys = {**named, "line": line, "connectgaps": False}
     made = [scatter(**keys, **_places(curve.at(rows), role, colour), y=_compact(curve.values[rows]),
-                    mode="lines+markers" if of_evaluation or len(rows) == 1 else "lines",
+                    mode="lines+markers" if len(rows) == 1 or of_evaluation and len(rows) <= _MOST_MARKERS else "lines",
                     marker={"symbol": _SYMBOLS[dash % len(_SYMBOLS)], "size": 7})]
     if role == "raw":
         axes = {axis: thinning.averages(places, points) for axis, places in curve.axes.items()}

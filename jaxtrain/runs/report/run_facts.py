@@ -26,11 +26,8 @@ _MOST_ROWS, _MOST_SAMPLES, _ALTERNATIVE_ROWS = 500, 8, 8
 def summary(one: RunCurves) -> dict[str, str]:
     """Return the figures by which a run is known at first sight."""
     run = one.run
-    facts = {"state": run.state(), "step": f"{run.step:,} of {run.last_step:,}"}
-    if len(run.steps) and (tokens := run.steps.last.get("tokens")):
-        facts["tokens"] = f"{tokens:,}"
-    if len(run.steps):
-        facts["loss"] = number(run.steps.last.get("loss"))
+    facts = {"state": run.state(), "step": f"{run.step:,} of {number(run.last_step)}"}
+    facts |= {key: number(run.steps.last[key]) for key in ("tokens", "loss") if key in run.steps.last}
     if (found := seed_statistics.best(one)) and found[0] != "loss":
         facts[f"best {found[0]}"] = f"{found[1]:.4f} at step {found[2]:,}"
     for title, key, form in (("tokens a second", "tokens_per_s", "{:,.0f}"), ("MFU", "mfu", "{:.1%}")):
@@ -42,7 +39,7 @@ def summary(one: RunCurves) -> dict[str, str]:
                   f"{run.account.failures} failed"}
         if (left := run.account.left) and run.state() == "running":
             facts["to go, about"] = duration(left)
-    if sizes := {axis: size for axis, size in run.run.get("mesh", {}).items() if isinstance(size, int)}:
+    if sizes := _mesh(run):
         shape = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         facts["devices"] = f"{math.prod(sizes.values())} {run.run.get('device_kind', '')}" + f" ({shape})" * bool(shape)
     return facts
@@ -50,8 +47,13 @@ def summary(one: RunCurves) -> dict[str, str]:
 
 def cost(run: RecordedRun) -> str:
     """Return what a run has cost; "" where no price of its devices is known."""
-    sizes = [size for size in run.run.get("mesh", {}).values() if isinstance(size, int)]
-    return spending.of_run(run.account, f"{run.run.get('device_kind', '')}", math.prod(sizes)) if run.account else ""
+    devices = math.prod(_mesh(run).values())
+    return spending.of_run(run.account, f"{run.run.get('device_kind', '')}", devices) if run.account else ""
+
+
+def _mesh(run: RecordedRun) -> dict[str, int]:
+    mesh = run.run.get("mesh")
+    return {axis: size for axis, size in mesh.items() if isinstance(size, int)} if isinstance(mesh, dict) else {}
 
 
 def compared(runs: Sequence[RunCurves]) -> Table:
@@ -98,8 +100,8 @@ def config_differences(runs: Sequence[RunCurves]) -> Table:
 
 def changes(run: RecordedRun) -> Table:
     """Return what changed in a run on purpose, as run.json has it."""
-    entries = [entry for kind in ("config_changes", "data_changes")
-               for entry in run.run.get(kind, []) if isinstance(entry, dict)]
+    entries = [entry for kind in ("config_changes", "data_changes") if isinstance(found := run.run.get(kind), list)
+               for entry in found if isinstance(entry, dict)]
     return ["key", "from", "to", "at step"], [
         [f"{entry.get('key', '')}", value_text(entry.get("before")), value_text(entry.get("after")),
          value_text(entry.get("step"))] for entry in entries]
