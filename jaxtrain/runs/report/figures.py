@@ -12,7 +12,7 @@ import numpy as np
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.runs.recorded_run import RecordedRun
 from jaxtrain.runs.report import thinning
-from jaxtrain.runs.report.run_curves import CHARTS, TAKEN_BACK, Chart, Curve, RunCurves, charts
+from jaxtrain.runs.report.run_curves import CHARTS, TAKEN_BACK, Chart, Curve, RunCurves, charts, names
 from jaxtrain.runs.report.seed_statistics import Group
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def plot(workdir: str | Path, *more: str | Path) -> Plot:
     graph_objects()
     from plotly.subplots import make_subplots
 
-    runs = [RunCurves(RecordedRun(one), Path(one).name) for one in (workdir, *more)]
+    workdirs = [*map(Path, (workdir, *more))]
+    runs = [RunCurves(RecordedRun(one), name) for one, name in zip(workdirs, names(workdirs), strict=True)]
     shown = [chart for chart in charts(runs) if chart in CHARTS]
     made = make_subplots(max(1, len(shown)), 1, subplot_titles=[chart.title for chart in shown],
                          vertical_spacing=0.3 / max(1, len(shown)))

@@ -30,9 +30,14 @@ def server(page: ReportPage, port: int = 0) -> ThreadingHTTPServer:
             elif self.path not in ("/", "/now"):
                 self.send_error(404)
             else:
-                with lock:
-                    page.look()
-                    self._answer(page.render(live=True, bare=self.path == "/now").encode())
+                try:
+                    with lock:
+                        page.look()
+                        content = page.render(live=True, bare=self.path == "/now").encode()
+                except UserError as mistake:  # a file of the run is damaged now
+                    self.send_error(500, explain=str(mistake))
+                else:
+                    self._answer(content)
 
         def _answer(self, content: bytes) -> None:
             self.send_response(200)

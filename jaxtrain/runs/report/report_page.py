@@ -14,11 +14,10 @@ from typing import Any
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.plan.report.page_parts import html_table
 from jaxtrain.plan.report.style import STYLE
-from jaxtrain.redaction import redacted
 from jaxtrain.runs.recorded_run import RecordedRun
 from jaxtrain.runs.report import figures, goodput_figure, run_facts, seed_statistics
 from jaxtrain.runs.report.goodput_figure import clock
-from jaxtrain.runs.report.run_curves import AXES, CHARTS, RunCurves, charts
+from jaxtrain.runs.report.run_curves import AXES, CHARTS, RunCurves, charts, names
 
 _HERE = Path(__file__).parent
 _PALETTE = len(figures.COLOURS)
@@ -41,9 +40,9 @@ class ReportPage:
 
     def look(self) -> None:
         """Read what was added to the folders."""
-        self.runs = [RunCurves(one.run, one.name) for one in self.runs]
         for one in self.runs:
             one.run.look()
+        self.runs = [RunCurves(one.run, one.name) for one in self.runs]
 
     def render(self, *, live: bool = False, bare: bool = False) -> str:
         """Return the page.
@@ -66,16 +65,6 @@ class ReportPage:
             facts=run_facts, groups=groups, usual=usual, others=[chart for chart in shown if chart not in usual],
             rows=len({row for trace in drawn["timeline"].data for row in trace.y}), made=clock(time.time()), points=figures.POINTS,
             data={name: json.loads(figure.to_json()) for name, figure in drawn.items()})
-
-
-def names(workdirs: Sequence[Path]) -> list[str]:
-    """Return what to call runs: the last parts of their paths, as many as tell them apart."""
-    parts = [[part for part in workdir.absolute().parts if part != workdir.anchor] for workdir in workdirs]
-    for count in range(1, max(map(len, parts)) + 1):
-        short = ["/".join(one[-count:]) for one in parts]
-        if len(set(short)) == len(short):
-            break
-    return redacted(short)
 
 
 @functools.cache

@@ -4,10 +4,12 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from jaxtrain.files.bounded_files import json_lines
+from jaxtrain.redaction import redacted
 from jaxtrain.runs.recorded_run import Columns, RecordedRun
 
 AXES = {"step": "step", "tokens": "tokens", "hours": "hours of training"}
@@ -113,6 +115,16 @@ class RunCurves:
         again = np.flatnonzero(np.diff(steps) < 0) + 1  # taken back another time: not one curve
         values = np.insert(np.array([line["loss"] for line in lines], float), again, math.nan)
         return Curve(TAKEN_BACK, values, self.at(np.insert(steps, again, steps[again])))
+
+
+def names(workdirs: Sequence[Path]) -> list[str]:
+    """Return what to call runs: the last parts of their paths, as many as tell them apart."""
+    parts = [[part for part in workdir.absolute().parts if part != workdir.anchor] for workdir in workdirs]
+    for count in range(1, max(map(len, parts)) + 1):
+        short = ["/".join(one[-count:]) for one in parts]
+        if len(set(short)) == len(short):
+            break
+    return redacted(short)
 
 
 def charts(runs: Sequence[RunCurves]) -> list[Chart]:
