@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxtrain.objectives.distillation import distillation
     from jaxtrain.observe import MetricsWriter
     from jaxtrain.run import Run
+    from jaxtrain.runs.report.figures import plot
     from jaxtrain.sharding.mesh import make_mesh
     from jaxtrain.sharding.rules import Rules, constrain, rules
     from jaxtrain.train_step.standalone import TrainStep, Weighted, make_train_step
@@ -56,6 +57,7 @@ _NAMES = {  # module: what it gives
     "objectives.distillation": ["distillation"],
     "observe": ["MetricsWriter"],
     "run": ["Run"],
+    "runs.report.figures": ["plot"],
     "sharding.mesh": ["make_mesh"],
     "sharding.rules": ["Rules", "constrain", "rules"],
     "train_step.standalone": ["TrainStep", "Weighted", "make_train_step"],
@@ -69,7 +71,7 @@ __all__ = [  # imported when first used, so that `import jaxtrain` is quick
     "BatchFunction", "BatchSource", "CheckpointManager", "Config", "Generated", "MetricsWriter", "NextToken",
     "Objective", "Observer", "Rules", "Run", "TrainState", "TrainStep", "UserError", "Weighted", "build",
     "constrain", "cross_entropy", "distillation", "enable_compilation_cache", "generate", "load_config",
-    "load_model", "make_config", "make_mesh", "make_model", "make_train_step", "plan", "rules", "sample", "show",
+    "load_model", "make_config", "make_mesh", "make_model", "make_train_step", "plan", "plot", "rules", "sample", "show",
     "train", "with_adapters",
 ]
 

@@ -142,7 +142,7 @@ def misfit(value: Any, form: Any, at: str = "") -> str:
         if missing := [name for name in named if not name.endswith("?") and name not in value]:
             return f"{what} has no {missing[0]!r}"
         parts = [(key, value[key], part) for name, part in named.items() if (key := name.removesuffix("?")) in value]
-        parts += [(key, part, form[str]) for key, part in value.items() if str in form]  # pyrefly: ignore[missing-attribute]
+        parts += [(key, part, form[str]) for key, part in (value.items() if str in form else ())]  # pyrefly: ignore
     else:
         parts = [(i, part, form[i if isinstance(form, tuple) else 0]) for i, part in enumerate(value)]
     return next(filter(None, (misfit(part, wanted, f"{at}.{key}".lstrip(".")) for key, part, wanted in parts)), "")

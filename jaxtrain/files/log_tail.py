@@ -1,10 +1,12 @@
 """Follow a log of JSON lines that grows: what was added since the last look, and whether lines were taken back."""
 
+import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.files.bounded_files import lines_with_ends, parsed
+from jaxtrain.files.bounded_files import PART, lines_with_ends, misfit, parsed
 
 
 class LogTail:
@@ -29,12 +31,40 @@ class LogTail:
     def added(self) -> Iterator[Any]:
         """Yield what whole lines that nobody has read hold, without damaged ones; none, if the file cannot be read."""
         try:
-            for line, end in lines_with_ends(self._path, self._size):
-                self._size, self._last = end, line
-                try:
-                    value = parsed(line, self._form)
-                except ValueError:
-                    continue
-                yield value
+            for part in _parts(lines_with_ends(self._path, self._size)):
+                for (line, self._size), value in zip(part, _values([line for line, _ in part]), strict=True):
+                    self._last = line
+                    if value is not None and not misfit(value, self._form):
+                        yield value
         except OSError:
             return
+
+
+def _parts(lines: Iterator[tuple[bytes, int]]) -> Iterator[list[tuple[bytes, int]]]:
+    """Yield so many lines at a time as are read well together."""
+    part, size = [], 0
+    for line, end in lines:
+        part.append((line, end))
+        size += len(line)
+        if size > PART:
+            yield part
+            part, size = [], 0
+    yield part
+
+
+def _values(lines: list[bytes]) -> list[Any]:
+    """Return what lines hold, None for a damaged one; those without nested values are parsed as one list, for speed."""
+    if all(line.startswith(b"{") and line.endswith(b"}\n") and line.count(b"{") == 1 and b"[" not in line
+           for line in lines):
+        with contextlib.suppress(ValueError):
+            values = json.loads(b"[" + b",".join(lines) + b"]")
+            if len(values) == len(lines):  # no brace is within a text then, so each line is an object of its own
+                return values
+    return list(map(_value, lines))
+
+
+def _value(line: bytes) -> Any:
+    try:
+        return parsed(line)
+    except ValueError:
+        return None

@@ -111,20 +111,23 @@ class Account:
 
 def account(incarnations: Sequence[Incarnation]) -> Account:
     """Add up the starts of a run, given in order."""
-    total = dict.fromkeys(CATEGORIES, 0.0)
-    resumed = None
-    for one in reversed(incarnations):
-        for category, seconds in one.seconds.items():
-            total[category] += seconds
-        if resumed is not None:
-            lost = one.lost(resumed)
-            total["step"] -= lost
-            total["lost_work"] += lost
-        if one.resumed is not None:
-            resumed = one.resumed if resumed is None else min(resumed, one.resumed)
+    starts = settled(incarnations)
+    total = {category: sum(seconds[category] for seconds in starts) for category in CATEGORIES}
     for one, after in itertools.pairwise(incarnations):  # between machines the clocks may disagree
         total["idle" if one.ended in _CLEAN else "restart_gap"] += max(0.0, after.began - one.sign)
     return Account(total, incarnations, sum(one.ended not in _CLEAN for one in incarnations[:-1]))
+
+
+def settled(incarnations: Sequence[Incarnation]) -> list[dict[str, float]]:
+    """Return the seconds of each start by category, with the steps that a later start did again as lost work."""
+    found, resumed = [], None
+    for one in reversed(incarnations):
+        lost = 0.0 if resumed is None else one.lost(resumed)
+        found.append(one.seconds | {"step": one.seconds["step"] - lost,
+                                    "lost_work": one.seconds["lost_work"] + lost})
+        if one.resumed is not None:
+            resumed = one.resumed if resumed is None else min(resumed, one.resumed)
+    return found[::-1]
 
 
 def incarnations(workdir: str | Path) -> list[Incarnation]:

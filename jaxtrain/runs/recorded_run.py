@@ -1,5 +1,6 @@
 """Read the folder of a run: its config, metrics, events, time and checkpoints, now and again as they grow."""
 
+import itertools
 import math
 import time
 from array import array
@@ -14,8 +15,11 @@ from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.files.log_tail import LogTail
 from jaxtrain.observe import goodput
+from jaxtrain.redaction import redacted
 
 SILENT = 30.0  # seconds without a sign of life, which a run gives every five, after which it is taken for dead
+_TOGETHER = 1000  # lines
+_NUMBERS = {int, float, type(None)}
 _FIX = "bring the run's records back"
 
 
@@ -24,30 +28,44 @@ class Columns:
 
     def __init__(self):
         self._values: dict[str, array] = {}
-        self._count = 0
-        self.last: dict[str, Any] = {}  # the newest line as it is written
+        self._count = 0  # of lines in these
+        self._lines: list[Mapping[str, Any]] = []  # that are not in these yet: many at once are quicker
+        self.last: Mapping[str, Any] = {}  # the newest line as it is written
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line; what is not a number is left out."""
-        for key, value in line.items():
-            if (isinstance(value, int | float) and not isinstance(value, bool)) or value is None:
-                column = self._values.setdefault(key, array("d"))
-                column.extend([math.nan] * (self._count - len(column)))
-                column.append(math.nan if value is None else value)
-        self._count, self.last = self._count + 1, dict(line)
+        self._lines.append(line)
+        self.last = line
+        if len(self._lines) >= _TOGETHER:
+            self._settle()
+
+    def _settle(self) -> dict[str, array]:
+        """Return the columns with every line in them."""
+        for keys, lines in itertools.groupby(self._lines, tuple):
+            rows = [line.values() for line in lines]
+            for key, values in zip(keys, zip(*rows, strict=True), strict=True):
+                if (kinds := set(map(type, values))) & _NUMBERS:
+                    column = self._values.setdefault(key, array("d"))
+                    column.extend([math.nan] * (self._count - len(column)))
+                    if not kinds <= _NUMBERS:
+                        values = [value if type(value) in _NUMBERS else None for value in values]
+                    column.frombytes(np.array(values, float).tobytes())  # None becomes NaN
+            self._count += len(rows)
+        self._lines = []
+        return self._values
 
     def __getitem__(self, key: str) -> np.ndarray:
-        column = self._values.get(key, array("d"))
+        column = self._settle().get(key, array("d"))
         return np.concatenate([np.array(column), np.full(self._count - len(column), math.nan)])
 
     def __contains__(self, key: str) -> bool:
-        return key in self._values
+        return key in self._settle()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return iter(self._settle())
 
     def __len__(self) -> int:
-        return self._count
+        return self._count + len(self._lines)
 
 
 class RecordedRun:
@@ -70,16 +88,16 @@ class RecordedRun:
 
     def look(self) -> None:
         """Read what is new."""
-        self.config: dict[str, dict[str, Any]] = user_json(
-            self.workdir / "config.json", {str: dict}, "WORKDIR", _FIX) or {}
-        self.run: dict[str, Any] = user_json(self.workdir / "run.json", dict, "WORKDIR", _FIX) or {}
+        self.config: dict[str, dict[str, Any]] = redacted(user_json(
+            self.workdir / "config.json", {str: dict}, "WORKDIR", _FIX) or {})
+        self.run: dict[str, Any] = redacted(user_json(self.workdir / "run.json", dict, "WORKDIR", _FIX) or {})
         if self._metrics.shrunk():  # a run that resumes takes lines back
             self.steps, self.evaluations = Columns(), Columns()
         for line in self._metrics.added():
             (self.evaluations if "eval_loss" in line else self.steps).add(line)
         if self._events.shrunk():
             self.events = []
-        self.events += self._events.added()
+        self.events += map(redacted, self._events.added())
         starts = goodput.incarnations(self.workdir)
         self.account: goodput.Account | None = goodput.account(starts) if starts else None
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtrain import errors, observe
 from jaxtrain.config import data_stages
 from jaxtrain.data.loading.batches import epochs, packing
+from jaxtrain.observe import events
 from jaxtrain.plan.cost import spending
 from jaxtrain.run import Run
 from jaxtrain.train_step.quantized_kernels import as_floats
@@ -78,8 +79,11 @@ def end_of_run(run: Run, session: Session, state: TrainState, start: int) -> str
         return cost
     from jaxtrain.hub.generate import sample
 
-    return f"{cost}\na sample:\n".lstrip() + sample(run, state, length=t.sample_tokens, seed=t.seed,
-                                   tokenizer=session.workdir / "tokenizer" if run.on_policy else "")
+    text = sample(run, state, length=t.sample_tokens, seed=t.seed,
+                  tokenizer=session.workdir / "tokenizer" if run.on_policy else "")
+    if jax.process_index() == 0:
+        events.record(session.workdir, "sample", step=t.steps, text=text)
+    return f"{cost}\na sample:\n{text}".lstrip()
 
 
 def summary(run: Run, workdir: Path) -> str:

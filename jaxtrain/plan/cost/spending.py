@@ -7,7 +7,6 @@ machine that is taken back, comes with a warning: the run saves, and loses that 
 
 import re
 
-from jaxtrain.checkpoint.save_policy import PROCESS_MTBF, lost
 from jaxtrain.observe.goodput import Account, duration
 from jaxtrain.plan.targets import TARGETS
 
@@ -35,6 +34,8 @@ def outlook(life: Account, rate: float, every: int, mtbf_hours: float = 0.0, pro
         mtbf_hours: the time between failures that was expected (checkpoint.mtbf_hours).
         processes: of the run; without mtbf_hours they say how often it is expected to fail.
     """
+    from jaxtrain.checkpoint.save_policy import PROCESS_MTBF, lost  # imports JAX, which listing runs does without
+
     done = life.step - min((one.resumed for one in life.incarnations if one.resumed is not None), default=0)
     steps = life.incarnations[-1].last_step - life.step
     if done <= 0 or steps <= 0:

@@ -1,0 +1,1 @@
+"""Runs as one self-contained page: curves, time, events, config and statistics over seeds."""

@@ -1,0 +1,59 @@
+"""Write one or several runs as one HTML page, or serve it while they go on.
+
+    jaxtrain report runs/first
+    jaxtrain report runs/seed-0 runs/seed-1 --to=seeds.html
+    jaxtrain report runs/first --live
+
+The page has curves, where the time went, events, checkpoints, samples and the config, and needs no network. With several runs curves lie over
+each other, and runs that differ in seeds alone have a mean and an interval.
+"""
+
+import sys
+from pathlib import Path
+
+from jaxtrain.errors import UserError
+from jaxtrain.flags import command, parser_of
+
+_NAME = "report.html"
+
+
+@command()
+def main(argv: list[str] | None = None) -> None:
+    """Write the page, or serve it until Ctrl-C."""
+    parser = parser_of("report", __doc__)
+    parser.add_argument("workdirs", metavar="WORKDIR", nargs="+", action="store", help="the workdir of a run")
+    parser.add_argument("--to", metavar="FILE", help=f"write the page here; default: {_NAME} in the workdir, or, of "
+                                                     "several runs, in this folder")
+    parser.add_argument("--live", action="store_true", help="serve the page on this machine alone (127.0.0.1), and renew "
+                                                            "it while runs go on, until Ctrl-C")
+    parser.add_argument("--port", type=int, default=0, help="of --live; default: one that is free")
+    flags = parser.parse_args(argv)
+    if flags.live and flags.to:
+        raise UserError("--to", "--live writes no file", "leave one of them out")
+    if flags.port and not flags.live:
+        raise UserError("--port", "it is read with --live only", "add --live")
+    from jaxtrain.runs.report.report_page import ReportPage
+
+    page = ReportPage(flags.workdirs)
+    if flags.live:
+        from jaxtrain.runs.report import live_page
+
+        live_page.serve(page, flags.port)
+    else:
+        print(write(page, Path(flags.to or (Path(flags.workdirs[0], _NAME) if len(page.runs) == 1 else _NAME))))
+
+
+def write(page, file: Path) -> Path:
+    """Write the page into a file at once, and return it."""
+    from jaxtrain.files import atomic_files
+
+    try:
+        with atomic_files.written(file, durable=False) as out:
+            out.write(page.render().encode())
+    except OSError as error:
+        raise UserError("--to", f"{file} cannot be written ({error.strerror})", "give --to=FILE") from None
+    return file
+
+
+if __name__ == "__main__":
+    sys.exit(main())

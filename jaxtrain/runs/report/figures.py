@@ -1,0 +1,167 @@
+"""Figures of runs: a chart of curves, and `jt.plot`, which shows the usual charts in a notebook."""
+
+import html
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxtrain.errors import UserError, install_extra
+from jaxtrain.runs.recorded_run import RecordedRun
+from jaxtrain.runs.report import thinning
+from jaxtrain.runs.report.run_curves import CHARTS, TAKEN_BACK, Chart, Curve, RunCurves, charts, names
+from jaxtrain.runs.report.seed_statistics import Group
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+POINTS = 2000  # of a curve; with more than four runs fewer
+# Distinguishable with any colour vision (after Okabe and Ito); the page has other shades of them in dark mode.
+COLOURS = ("#1f5f99", "#b8480a", "#00795a", "#a3498f", "#7a6a00", "#2a8fb5", "#555c68", "#c02f2f")
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up")
+_MARKS = {"restart": ("dot", -1), "rollback": ("dash", 7), "spike": ("dashdot", 4)}  # a dash and a colour
+_MOST_MARKS, _MOST_MARKERS = 300, 100
+_TALL = 280  # pixels of a chart in a notebook
+
+
+def graph_objects() -> Any:
+    """Return the module plotly.graph_objects; raises a `UserError` that names the extra if it is missing."""
+    try:
+        return importlib.import_module("plotly.graph_objects")
+    except ImportError:
+        raise UserError("report", "the package plotly is not installed", install_extra("report")) from None
+
+
+def figure(chart: Chart, runs: Sequence[RunCurves], groups: Sequence[Group] = ()) -> "Figure":
+    """Return a chart of runs over steps.
+
+    `meta` of each trace has what the page draws it by: `x`, its places on other axes; `colour`, the number of its
+    colour; `role`, "raw", "mean" (which the page smooths), "line" or "mark".
+    """
+    made = graph_objects().Figure(layout=_layout(chart.unit))
+    made.add_traces([trace for number, one in enumerate(runs) for trace in _traces(chart, one, number, len(runs))])
+    if chart.name == "loss":
+        made.add_traces([_band(group) for group in groups])
+    return made
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Curves of runs that a notebook shows, without the network; `figure` is Plotly's, to change or to save."""
+
+    figure: "Figure"
+
+    def _repr_html_(self) -> str:
+        return self.figure.to_html(full_html=False, include_plotlyjs=True)
+
+
+def plot(workdir: str | Path, *more: str | Path) -> Plot:
+    """Return the usual curves of one or several runs, which a notebook shows; needs the extra `report`."""
+    graph_objects()
+    from plotly.subplots import make_subplots
+
+    workdirs = [*map(Path, (workdir, *more))]
+    runs = [RunCurves(RecordedRun(one), name) for one, name in zip(workdirs, names(workdirs), strict=True)]
+    shown = [chart for chart in charts(runs) if chart in CHARTS]
+    made = make_subplots(max(1, len(shown)), 1, subplot_titles=[chart.title for chart in shown],
+                         vertical_spacing=0.3 / max(1, len(shown)))
+    seen = set()
+    for row, chart in enumerate(shown, 1):
+        for trace in figure(chart, runs).data:
+            if trace.meta["role"] == "mean":
+                continue
+            trace.update(showlegend=trace.name not in seen, legendgroup=trace.name, meta=None)
+            seen.add(trace.name)
+            made.add_trace(trace, row, 1)
+        made.update_yaxes(title=chart.unit, row=row, col=1)
+    return Plot(made.update_layout(height=_TALL * len(shown), hovermode="x", template="plotly_white"))
+
+
+def _layout(unit: str) -> dict[str, Any]:
+    return {"template": "none", "hovermode": "x unified", "margin": {"l": 60, "r": 12, "t": 12, "b": 44},
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+            "xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": unit}}}
+
+
+def _traces(chart: Chart, one: RunCurves, number: int, count: int) -> list[Any]:
+    """Return what a chart shows of one run, the number-th of `count`."""
+    curves = [curve for key in chart.keys if (curve := one.curve(key))]
+    if chart.name == "loss" and (gone := one.taken_back()):
+        curves.append(gone)
+    points = POINTS if count <= 4 else max(200, 4 * POINTS // count)
+    made = []
+    for place, curve in enumerate(curves):
+        colour, dash = (place, place) if count == 1 else (number, number + place * (not curve.key.startswith("eval_")))
+        name, group = (curve.key, curve.key) if count == 1 else (f"{one.name}{f' {curve.key}' * (place > 0)}", one.name)
+        keys = {"name": html.escape(name), "legendgroup": html.escape(group), "showlegend": count == 1 or place == 0}
+        made += _curve(curve, keys, colour, dash, points)
+    finite = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves] or [np.empty(0)])
+    if not len(finite):
+        finite = np.ones(1)
+    if chart.name in ("loss", "reward", "grad_norm"):
+        prefix = "" if count == 1 else f"{one.name} "
+        for kind, steps in one.marks().items():
+            made.append(_lines(one.at(steps[-_MOST_MARKS:]), html.escape(f"{prefix}{kind}"), kind, finite))
+    return made
+
+
+def _curve(curve: Curve, named: dict[str, Any], colour: int, dash: int, points: int) -> list[Any]:
+    """Return the traces of a curve: as it is, its means to be smoothed, and where it is not finite."""
+    scatter = graph_objects().Scatter
+    of_evaluation = curve.key.startswith("eval_")
+    broken = np.flatnonzero(~np.isfinite(curve.values))
+    rows = np.union1d(thinning.extremes(curve.values, points), broken[-_MOST_MARKS:])
+    line = {"color": COLOURS[colour % len(COLOURS)], "dash": _DASHES[dash % len(_DASHES)]}
+    role = "line" if of_evaluation or curve.key == TAKEN_BACK else "raw"
+    keys = {**named, "line": line, "connectgaps": False}
+    made = [scatter(**keys, **_places(curve.at(rows), role, colour), y=_compact(curve.values[rows]),
+                    mode="lines+markers" if len(rows) == 1 or of_evaluation and len(rows) <= _MOST_MARKERS else "lines",
+                    marker={"symbol": _SYMBOLS[dash % len(_SYMBOLS)], "size": 7})]
+    if role == "raw":
+        axes = {axis: thinning.averages(places, points) for axis, places in curve.axes.items()}
+        made.append(scatter(**keys, **_places(axes, "mean", colour), y=_compact(
+            thinning.averages(curve.values, points)), mode="lines", visible=False))
+    if len(broken):
+        finite = curve.values[np.isfinite(curve.values)]
+        top = finite.max() if len(finite) else 1.0
+        made.append(scatter(name=f"{named['name']}: not finite", legendgroup=named["legendgroup"], mode="markers",
+                            **_places(curve.at(broken[-_MOST_MARKS:]), "mark", -1),
+                            y=_compact(np.full(len(broken[-_MOST_MARKS:]), top)), hovertemplate="not finite",
+                            marker={"symbol": "x", "size": 9, "color": COLOURS[7]}))
+    return made
+
+
+def _lines(axes: dict[str, np.ndarray], name: str, kind: str, values: np.ndarray) -> Any:
+    """Return vertical lines over the range of some values, as one trace."""
+    three = {axis: np.stack([places, places, np.full(len(places), np.nan)], 1).ravel() for axis, places in axes.items()}
+    y = np.tile([values.min(), values.max(), np.nan], len(axes["step"]))
+    dash, colour = _MARKS[kind]
+    return graph_objects().Scatter(name=name, mode="lines", **_places(three, "mark", colour), y=_compact(y), hoverinfo="skip",
+                                   line={"color": COLOURS[colour], "width": 1.2, "dash": dash})
+
+
+def _band(group: Group) -> Any:
+    """Return the mean over seeds of the evaluations of a group, with its interval."""
+    return graph_objects().Scatter(
+        name=html.escape(f"{group.name}: mean of {len(group.runs)}, 95 %"), mode="lines+markers", y=_compact(group.means),
+        error_y={"type": "data", "array": _compact(group.margins), "thickness": 1.5, "width": 4},
+        **_places(group.runs[0].at(group.steps), "line", -2), line={"color": "#1d2129", "width": 1.8},
+        marker={"symbol": "cross", "size": 8})
+
+
+def _places(axes: dict[str, np.ndarray], role: str, colour: int) -> dict[str, Any]:
+    others = {axis: _compact(places) for axis, places in axes.items() if axis != "step"}
+    step = axes["step"]
+    whole = np.isfinite(step).all() and np.abs(step).max(initial=0) < 2**31
+    return {"x": step.astype(np.int32) if whole else step,
+            "meta": {"role": role, "colour": colour if colour < 0 else colour % len(COLOURS), "x": others}}
+
+
+def _compact(values: np.ndarray) -> np.ndarray:
+    """Return numbers as the page keeps them: seven digits."""
+    with np.errstate(over="ignore"):
+        return np.asarray(values, np.float32)

@@ -1,0 +1,143 @@
+"""The curves of a run: what charts there are, and each key of metrics.jsonl over steps, tokens and hours."""
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.files.bounded_files import json_lines
+from jaxtrain.redaction import redacted
+from jaxtrain.runs.recorded_run import Columns, RecordedRun
+
+AXES = {"step": "step", "tokens": "tokens", "hours": "hours of training"}
+TAKEN_BACK = "taken back"
+# Numbers that every line has unless they are not finite; elsewhere null says that nothing was measured.
+_ALWAYS = {"loss", "cross_entropy", "grad_norm", "eval_loss", "eval_loss_ema", "reward"}
+_OTHERS = 40  # charts at most of keys that have no chart of their own
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart: the keys that it shows, if a run has them."""
+
+    name: str
+    title: str
+    unit: str
+    keys: tuple[str, ...]
+
+
+CHARTS = (
+    Chart("loss", "Loss", "nats a token", ("loss", "eval_loss", "eval_loss_ema")),
+    Chart("reward", "Reward", "", ("reward",)),
+    Chart("grad_norm", "Gradient norm", "", ("grad_norm",)),
+    Chart("learning_rate", "Learning rate", "", ("learning_rate",)),
+    Chart("throughput", "Throughput", "tokens a second", ("tokens_per_s",)),
+    Chart("mfu", "Model FLOPs utilization (MFU)", "share of the peak", ("mfu", "mfu_full")),
+    Chart("step_time", "Time of a step", "seconds", ("step_time_s",)),
+    Chart("data_wait", "Wait for the data of a step", "seconds", ("data_wait_s",)),
+    Chart("goodput", "Goodput", "share of the run's life", ("goodput",)),
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One key of a run over its lines that have it."""
+
+    key: str
+    values: np.ndarray  # NaN: not finite
+    axes: dict[str, np.ndarray]  # by AXES
+
+    def at(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the places of these rows on each axis."""
+        return {axis: places[rows] for axis, places in self.axes.items()}
+
+
+class RunCurves:
+    """The curves of one run, as far as it has been read."""
+
+    def __init__(self, run: RecordedRun, name: str):
+        """`name`: what the run is called in charts."""
+        self.run, self.name = run, name
+        self._steps = self._axes(run.steps)
+
+    @property
+    def count_of_events(self) -> int:
+        """How many events the run has."""
+        return len(self.run.events)
+
+    def _axes(self, lines: Columns) -> dict[str, np.ndarray]:
+        """Return where lines of steps are on each axis; a step whose time was not measured counts as the others."""
+        step, each = lines["step"], lines["step_time_s"]
+        usual = np.nanmedian(each) if np.isfinite(each).any() else 0.0
+        hours = np.cumsum(np.where(np.isfinite(each), each, usual) * np.diff(step, prepend=0.0)) / 3600
+        return {"step": step, "tokens": lines["tokens"], "hours": hours}
+
+    def curve(self, key: str) -> Curve | None:
+        """Return the curve of a key; None: no line has a value of it."""
+        of_steps = key not in self.run.evaluations
+        lines = self.run.steps if of_steps else self.run.evaluations
+        if key not in lines:
+            return None
+        values, axes = lines[key], self._steps if of_steps else self.at(lines["step"])
+        if key not in _ALWAYS:
+            rows = np.isfinite(values)
+            values, axes = values[rows], {axis: places[rows] for axis, places in axes.items()}
+        return Curve(key, values, axes) if len(values) else None
+
+    def at(self, steps: Iterable[float]) -> dict[str, np.ndarray]:
+        """Return where steps are on each axis."""
+        steps = np.asarray([*steps], float)
+        known = self._steps["step"]
+        return {axis: steps if axis == "step" or not len(known) else np.interp(steps, known, places)
+                for axis, places in self._steps.items()}
+
+    def marks(self) -> dict[str, list[int]]:
+        """Return the steps at which something happened to the run, by what it was."""
+        found: dict[str, list[int]] = {"restart": [], "rollback": [], "spike": []}
+        for start in self.run.account.incarnations[1:] if self.run.account else ():
+            found["restart"] += [start.resumed] if start.resumed is not None else []
+        for event in self.run.events:
+            kind = {"skip": "spike"}.get(event["kind"], event["kind"])
+            if kind in ("rollback", "spike") and isinstance(event.get("step"), int):
+                found[kind].append(event["step"])
+        return {kind: sorted(set(steps)) for kind, steps in found.items() if steps}
+
+    def taken_back(self) -> Curve | None:
+        """Return the loss of the steps that a restart or a rollback took back, which other steps replaced."""
+        lines = [line for line in json_lines(self.run.workdir / "metrics.rolled_back.jsonl", {"step": int})
+                 if isinstance(line.get("loss"), int | float)]
+        if not lines:
+            return None
+        steps = np.array([line["step"] for line in lines], float)
+        again = np.flatnonzero(np.diff(steps) < 0) + 1  # taken back another time: not one curve
+        values = np.insert(np.array([line["loss"] for line in lines], float), again, math.nan)
+        return Curve(TAKEN_BACK, values, self.at(np.insert(steps, again, steps[again])))
+
+
+def names(workdirs: Sequence[Path]) -> list[str]:
+    """Return what to call runs: the last parts of their paths, as many as tell them apart."""
+    parts = [[part for part in workdir.absolute().parts if part != workdir.anchor] for workdir in workdirs]
+    for count in range(1, max(map(len, parts)) + 1):
+        short = ["/".join(one[-count:]) for one in parts]
+        if len(set(short)) == len(short):
+            break
+    return redacted(short)
+
+
+def charts(runs: Sequence[RunCurves]) -> list[Chart]:
+    """Return the charts of which some run has something to show: the usual ones, then all other keys that vary."""
+    usual = [chart for chart in CHARTS if any(one.curve(key) for one in runs for key in chart.keys)]
+    known = {"step", "tokens", *(key for chart in CHARTS for key in chart.keys)}
+    keys = dict.fromkeys(key for one in runs for lines in (one.run.steps, one.run.evaluations) for key in lines)
+    others = [key for key in keys if key not in known and any(_varies(one.curve(key)) for one in runs)]
+    memory = tuple(key for key in others if "memory" in key)
+    found = [Chart("memory", "Memory", "", memory)] if memory else []
+    return usual + found + [Chart(f"other{i}", html.escape(key), "", (key,))
+                            for i, key in enumerate(key for key in others if key not in memory)][:_OTHERS]
+
+
+def _varies(curve: Curve | None) -> bool:
+    return curve is not None and np.nanmin(curve.values) < np.nanmax(curve.values)

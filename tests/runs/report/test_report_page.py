@@ -1,0 +1,174 @@
+"""The page of runs: what it shows, that no text of a run becomes markup, and that nothing secret is in it."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from base64 import b64decode
+
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.errors import UserError
+from jaxtrain.runs.report import figures, run_facts
+from jaxtrain.runs.report.__main__ import main
+from jaxtrain.runs.report.report_page import ReportPage
+from tests.runs.report.recorded import BEGAN, recorded
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>%{x}"
+SECRET = "s3://key:hunter2@bucket/corpus?token=sesame"
+
+
+def parts(page: str) -> tuple[str, dict]:
+    """What is seen of a page, and the data of its figures."""
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    return re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.S), json.loads(data)
+
+
+def numbers(packed) -> np.ndarray:
+    return np.frombuffer(b64decode(packed["bdata"]), packed["dtype"]) if isinstance(packed, dict) else np.array(packed)
+
+
+@pytest.fixture
+def eventful(tmp_path):
+    workdir = tmp_path / "run<b>"
+    events = ({"time": BEGAN + 50, "kind": "checkpoint", "process": 0, "step": 10, "blocked_s": 0.5},
+              {"time": BEGAN + 60, "kind": "rollback", "process": 0, "step": 21, "restores_at_most": 10},
+              {"time": BEGAN + 70, "kind": HOSTILE, "process": 0, "why": f"{HOSTILE} at {SECRET}"},
+              {"time": "never", "kind": "sample", "step": 30, "text": f"Once {HOSTILE} {SECRET}"})
+    recorded(workdir, events=events, starts=2, bad=(7,), overrides={"data.source": SECRET, "data.cache_dir": HOSTILE})
+    (workdir / "checkpoints" / "10").mkdir(parents=True)
+    (workdir / "metrics.rolled_back.jsonl").write_text("".join(
+        json.dumps({"step": step, "loss": 9.0}) + "\n" for step in (16, 17, 11, 12)))
+    return workdir
+
+
+def test_a_page_has_everything_of_a_run_and_nothing_that_acts_or_is_secret(eventful):
+    page = ReportPage([eventful]).render()
+    seen, data = parts(page)
+    strings = json.dumps(data)
+    for word in ("hunter2", "sesame"):
+        assert word not in page, "a secret left the run"
+    assert "***" in seen and "Once" in seen
+    for text in (page, *re.findall(r'"((?:[^"\\]|\\.)*)"', strings)):
+        assert "<script>alert" not in text and "<img" not in text
+    assert "<b>" not in seen and not re.search(r'(?:src|href)=["\']?(?:https?:)?//', page), "it needs no network"
+    for text in ("2.4489 at step 30", "best eval_loss", "NVIDIA H100 80GB HBM3", "data 2 × tensor 4", "rollback", "restores_at_most=10",
+                 "the run has cost about $", "2, 1 failed", "data.source"):
+        assert text in seen, text
+    loss = {trace["name"]: trace for trace in data["loss"]["data"] if trace["meta"]["role"] != "mean"}
+    assert {"loss", "eval_loss", "taken back", "restart", "rollback", "loss: not finite"} <= set(loss)
+    assert numbers(loss["loss: not finite"]["x"]).tolist() == [7] and math.isnan(numbers(loss["loss"]["y"])[6])
+    gone = numbers(loss["taken back"]["y"])
+    assert len(gone) == 5 and math.isnan(gone[2]), "what was taken back twice is two curves"
+    restart = loss["restart"]
+    assert numbers(restart["x"])[:2].tolist() == [15, 15]
+    np.testing.assert_allclose(numbers(restart["meta"]["x"]["tokens"])[0], 64 * 15)
+    np.testing.assert_allclose(numbers(restart["meta"]["x"]["hours"])[0], 15 * 36 / 3600)  # the first step counts as the others
+
+
+def test_the_timeline_has_every_start_and_every_event_at_its_time(eventful):
+    page = ReportPage([eventful])
+    _, data = parts(page.render(bare=True))
+    events = [trace for trace in data["timeline"]["data"] if trace["meta"]["role"] == "event"]
+    assert sorted(trace["x"][0] for trace in events) == [1000 * (BEGAN + n) for n in (50, 60, 70)]
+    bars = {trace["name"]: trace for trace in data["timeline"]["data"] if trace["meta"]["role"] == "bar"}
+    starts = sorted((began, length) for bar in bars.values() for began, length in zip(bar["base"], bar["x"], strict=True))
+    ends = np.cumsum([0, *(length for _, length in starts)])
+    np.testing.assert_allclose([began - 1000 * BEGAN for began, _ in starts], ends[:-1], atol=1e-6)
+    # The first start went on to step 17, and the second began at 15: 2 of 17 steps are lost.
+    assert sum(bars["lost_work"]["x"]) / 1000 == pytest.approx(60 * 2 / 17)
+    assert bars["restart_gap"]["x"] == [pytest.approx(1000 * (200 - 95))]
+    assert [row[4] for row in run_facts.starts(page.runs[0].run)[1]] == ["17", "32"]
+
+
+def test_runs_lie_over_each_other(tmp_path):
+    workdirs = [recorded(tmp_path / name, overrides={"train.seed": seed}, shift=seed / 10)
+                for seed, name in enumerate(("zero", "one"))]
+    seen, data = parts(ReportPage(workdirs).render(bare=True))
+    named = {trace["name"] for trace in data["loss"]["data"]}
+    assert {"zero", "one", "zero eval_loss", "one eval_loss", "zero and 1 more: mean of 2, 95 %"} <= named
+    dashes = {trace["line"]["dash"] for trace in data["grad_norm"]["data"]}
+    assert len(dashes) == 2, "runs differ in more than colour"
+    assert "Over seeds" in seen and "Where configs differ" in seen and "train.seed" in seen
+
+
+def test_a_long_run_has_few_points_and_all_spikes(tmp_path):
+    _, data = parts(ReportPage([recorded(tmp_path / "run", steps=4_500, bad=(4_000,))]).render(bare=True))
+    raw = next(trace for trace in data["grad_norm"]["data"] if trace["meta"]["role"] == "raw")
+    mean = next(trace for trace in data["grad_norm"]["data"] if trace["meta"]["role"] == "mean")
+    assert len(numbers(raw["y"])) <= figures.POINTS + 2 and len(numbers(mean["y"])) == figures.POINTS // 2
+    assert numbers(raw["y"]).max() == 1.0 and numbers(mean["y"]).max() < 0.6
+
+
+def test_the_command(eventful, tmp_path, capsys, monkeypatch):
+    assert main([str(eventful)]) == 0
+    assert capsys.readouterr().out.strip() == str(eventful / "report.html") and (eventful / "report.html").stat().st_size < 3e6
+    monkeypatch.chdir(tmp_path)
+    other = recorded(tmp_path / "other")
+    assert main([str(eventful), str(other)]) == 0 and (tmp_path / "report.html").exists()
+    assert main([str(other), f"--to={tmp_path / 'none' / 'page.html'}"]) == 2
+    assert "--to: " in capsys.readouterr().err
+    for words, said in ((["nowhere"], "has no config.json"), ([str(other), "--live", "--to=x"], "--live writes no file"),
+                        ([str(other), "--port=1"], "read with --live only"), ([], "WORKDIR")):
+        assert main(words) == 2 and said in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    assert main([str(other)]) == 2 and "pip install -e '.[report]'" in capsys.readouterr().err
+
+
+def test_a_notebook_shows_the_same_curves_without_the_network(eventful):
+    plot = jt.plot(eventful)
+    shown = plot._repr_html_()
+    assert {"loss", "eval_loss", "restart"} <= {trace.name for trace in plot.figure.data}
+    assert not re.search(r'<script[^>]* src=', shown) and "<b>" not in "".join(trace.name for trace in plot.figure.data)
+
+
+@pytest.mark.slow
+def test_a_run_of_a_million_steps_is_a_small_page_in_seconds(tmp_path):
+    workdir = recorded(tmp_path / "run", steps=1_000_000)
+    began = time.process_time()
+    page = ReportPage([workdir]).render()
+    print(f"a million lines: {time.process_time() - began:.1f} s of processor time, {len(page) / 1e6:.1f} MB")
+    assert len(page) < 4e6
+
+
+@pytest.mark.slow
+def test_it_needs_no_jax(eventful):
+    code = "import sys; from jaxtrain.runs.report.__main__ import main; assert main(sys.argv[1:]) == 0; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(eventful)], capture_output=True, text=True, timeout=100)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+@pytest.mark.slow
+def test_whatever_a_file_holds_there_is_a_page_or_one_sentence(eventful):
+    """Values of any type in the place of others."""
+    rng = np.random.default_rng(0)
+    odd = [None, True, -1, 1e308, 10**400, "text", "", [], {}, [{}], {"a": 1}, "9" * 50]
+
+    def spoilt(value):
+        if isinstance(value, dict | list) and rng.random() < 0.9 and value:
+            keys = [*value] if isinstance(value, dict) else range(len(value))
+            key = keys[rng.integers(len(keys))]
+            value[key] = spoilt(value[key])
+            return value
+        return odd[rng.integers(len(odd))]
+
+    files = [eventful / name for name in ("config.json", "run.json", "ledger/0001.json", "ledger/0002.json")]
+    logs = [eventful / name for name in ("metrics.jsonl", "events.jsonl", "metrics.rolled_back.jsonl")]
+    before = {file: file.read_text() for file in (*files, *logs)}
+    pages = 0
+    for _ in range(150):
+        for file, text in before.items():
+            lines = [text] if file in files else text.splitlines()
+            place = rng.integers(len(lines))
+            if rng.random() < 0.4:
+                lines[place] = json.dumps(spoilt(json.loads(lines[place])))
+            file.write_text("\n".join(lines) + "\n")
+        try:
+            pages += bool(ReportPage([eventful]).render(bare=True))
+        except UserError:
+            continue
+    assert pages > 30
