@@ -3,9 +3,7 @@
 import contextlib
 import json
 import math
-import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +15,16 @@ from jaxtrain.checkpoint import verify
 from jaxtrain.checkpoint.local import pieces, snapshots
 from jaxtrain.checkpoint.local.snapshots import Taken
 from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.distributed import run_processes
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import misfit, read_json
 from jaxtrain.redaction import is_hidden
-from jaxtrain.resilience.watchdog import heartbeats
 
 _ASIDE = ".set_aside"
 _ENDINGS = {".damaged": "damaged: found by verification and not used", ".abandoned": "the run went back to before it",
             _ASIDE: "set aside by restore-to", ".fetching": "not complete: being fetched from the mirror",
             ".orbax-checkpoint-tmp": "not complete: being written, or the run ended meanwhile"}
-_ALIVE_S = 60  # a younger heartbeat may come from a run that is still alive
 _HIDDEN = " as --mirror=URL"
 _HEAD = ("step", "state", "where", "size", "age", "loss", "mesh")
 
@@ -203,25 +200,9 @@ def restore_to(workdir: str | Path, step: int, mirror_url: str = "") -> str:
     with locked(workdir, 0) as other:
         if other:
             raise UserError("WORKDIR", f"another run works in {workdir} ({other})", "stop it, then run this again")
-        for process, beat in heartbeats(workdir).items():  # some file systems lock only within a machine, or never
-            age = time.time() - (workdir / "heartbeats" / f"process-{process}").stat().st_mtime
-            if age < _ALIVE_S and beat.get("phase") != "ended" and not _is_dead(beat):
-                raise UserError("WORKDIR", f"process {process} of this run ({beat.get('host')}) was alive {_age(age)} "
-                                "ago", f"stop it, and run this again {_ALIVE_S} s later")
+        if living := run_processes.alive(workdir):
+            raise UserError("WORKDIR", living, f"stop it, and run this again {run_processes.ALIVE_S} s later")
         return _turn_back(workdir, directory, folder, step, mirror_url or _config(workdir).get("mirror", ""))
-
-
-def _is_dead(beat: dict[str, Any]) -> bool:
-    """Return whether the process that wrote this heartbeat is known to be dead (unknown on another machine)."""
-    if beat.get("host") != socket.gethostname():
-        return False
-    try:
-        os.kill(beat["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, KeyError, OverflowError):
-        return False
-    return False
 
 
 def _turn_back(workdir: Path, directory: Path, folder: Path, step: int, place: str) -> str:

@@ -7,7 +7,6 @@ machine that is taken back, comes with a warning: the run saves, and loses that 
 
 import re
 
-from jaxtrain.checkpoint.save_policy import PROCESS_MTBF, lost
 from jaxtrain.observe.goodput import Account, duration
 from jaxtrain.plan.targets import TARGETS
 
@@ -16,9 +15,14 @@ SPOT = 0.4  # of the price: an assumption, since spot prices change from day to 
 
 def of_run(life: Account, device_kind: str, devices: int) -> str:
     """Return what a run on devices that JAX calls so has cost; "": there is no price for them."""
-    kind = next((target for target in TARGETS.values() if target.platform != "cpu"
-                 and re.fullmatch(target.device_kind, device_kind)), None)
-    return f"the run has cost about {spent(kind.price * devices, life.lived)}" if kind else ""
+    rate = price(device_kind) * devices
+    return f"the run has cost about {spent(rate, life.lived)}" if rate else ""
+
+
+def price(device_kind: str) -> float:
+    """Return the dollars an hour of a device that JAX calls so; 0: it is not known."""
+    return next((target.price for target in TARGETS.values() if target.platform != "cpu"
+                 and re.fullmatch(target.device_kind, device_kind)), 0.0)
 
 
 def spent(rate: float, seconds: float) -> str:
@@ -35,6 +39,8 @@ def outlook(life: Account, rate: float, every: int, mtbf_hours: float = 0.0, pro
         mtbf_hours: the time between failures that was expected (checkpoint.mtbf_hours).
         processes: of the run; without mtbf_hours they say how often it is expected to fail.
     """
+    from jaxtrain.checkpoint.save_policy import PROCESS_MTBF, lost  # imports JAX, which listing runs does without
+
     done = life.step - min((one.resumed for one in life.incarnations if one.resumed is not None), default=0)
     steps = life.incarnations[-1].last_step - life.step
     if done <= 0 or steps <= 0:
