@@ -26,10 +26,11 @@ _LEFTOVERS = {  # in the names of folders of checkpoints
     step_folders.DAMAGED: "a checkpoint that verification found damaged",
     step_folders.ABANDONED: "a checkpoint that the run went back to before",
     step_folders.DELETED: "a checkpoint that was being deleted",
-    step_folders.TEMPORARY: "a checkpoint that was never complete", FETCHING: "a fetch from the mirror that was cut off"}
+    step_folders.TEMPORARY: "a checkpoint that was never complete",
+    FETCHING: "a fetch from the mirror that was cut off"}
 _ROLLED_BACK = "metrics.rolled_back.jsonl"
 _BARE = {"config.json", "run.json", "metrics.jsonl", "events.jsonl", "ledger", "heartbeats", "lock", "tokenizer",
-         "tensorboard", "checkpoints", _ROLLED_BACK}  # what a run makes before it has trained
+         "tensorboard", "checkpoints"}  # what a run makes before it has trained
 _CONFIG = {"checkpoint?": {"keep_every?": int, "best?": str}, "train?": {"steps?": int}}
 
 
@@ -132,7 +133,8 @@ def of_run(workdir: Path, keep: int, origins: set[tuple[Path, int]]) -> Iterator
     if run.state() == "finished":
         for step in _old(run, directory, keep):
             if (workdir.resolve(), step) not in origins:
-                yield Garbage(directory / str(step), "an old checkpoint of a finished run", size_of(directory / str(step)))
+                old = directory / str(step)
+                yield Garbage(old, "an old checkpoint of a finished run", size_of(old))
 
 
 def _never_trained(run: RecordedRun) -> bool:
@@ -166,9 +168,15 @@ def _is_whole(directory: Path, step: int) -> bool:
 
 
 def _origins(workdir: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the checkpoint of another run with which a run began."""
+    """Yield the checkpoints of other runs with which a run began, or that its config names, as a teacher say."""
     with contextlib.suppress(UserError):
         said = user_json(workdir / "run.json", {"init_from?": {"workdir?": str, "step?": int}}, "WORKDIR", "") or {}
         origin = said.get("init_from", {})
         if "workdir" in origin and "step" in origin:
             yield Path(origin["workdir"]).resolve(), origin["step"]
+    with contextlib.suppress(UserError):
+        config = user_json(workdir / "config.json", {str: dict}, "WORKDIR", "") or {}
+        for value in (value for keys in config.values() for value in keys.values() if isinstance(value, str)):
+            place, at, step = value.rpartition("@")
+            if at and step.isdecimal() and step.isascii():
+                yield Path(place).resolve(), int(step)

@@ -80,8 +80,8 @@ def workdirs(root: str | Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def _is_run(names: set[str]) -> bool:
-    return "run.json" in names and bool(names & {"config.json", "metrics.jsonl", "ledger"}) or {
-        "config.json", "metrics.jsonl"} <= names
+    return {"config.json", "metrics.jsonl"} <= names or (
+        "run.json" in names and bool(names & {"config.json", "metrics.jsonl", "ledger"}))
 
 
 def summary(workdir: str | Path, now: float | None = None) -> Summary:

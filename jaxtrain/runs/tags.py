@@ -28,7 +28,7 @@ def change(workdir: str | Path, names: Collection[str], remove: bool = False) ->
                             "use letters, digits, dots, dashes and underscores, at most 64, and begin with a letter")
     before = set(of(workdir))
     if remove and (unknown := sorted(set(names) - before)):
-        raise UserError("NAME", f"the run is not tagged {unknown[0]!r}", f"it has {', '.join(sorted(before)) or 'none'}")
+        raise UserError("NAME", f"the run is not tagged {unknown[0]!r}", f"it has {', '.join(of(workdir)) or 'none'}")
     after = sorted(before - set(names) if remove else before | set(names))
     try:
         atomic_files.write_json(workdir / FILE, {"tags": after})
