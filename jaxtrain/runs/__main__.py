@@ -21,6 +21,7 @@ from typing import Any
 
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import Parser, add_subcommand, command, parser_of
+from jaxtrain.observe.run_panel import plain
 from jaxtrain.runs import tags
 
 SORTS = ("time", "name", "step", "loss", "eval_loss", "goodput", "cost", "size")
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
              "compare WORKDIR WORKDIR": "show in what runs differ: config, loss, throughput, goodput and cost",
              "tag WORKDIR NAME": "give a run names by which `list --tag` finds it and `gc` spares it",
              "gc [ROOT]": "show what can be deleted of runs that ended, and delete it with --delete",
-             "reproduce WORKDIR": "compare what a run was trained with to what is here, and print how to train it again"}
+             "reproduce WORKDIR": "compare what a run was trained with to what is here; print how to train it again"}
     subs = {words.partition(" ")[0]: add_subcommand(commands, "runs", words, line) for words, line in lines.items()}
     for name in ("list", "gc"):
         subs[name].add_argument("root", nargs="?", default="runs", metavar="ROOT", help="default: runs")
@@ -182,11 +183,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a line for each row, with columns below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def plain(text: object) -> str:
-    """Return text that others may have written without what would move the cursor or break the line."""
-    return "".join(letter if letter.isprintable() else "?" for letter in f"{text}")
 
 
 def short(commit: str) -> str:
