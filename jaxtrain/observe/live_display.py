@@ -4,6 +4,7 @@ Drawn at most ten times a second, on the thread that writes metrics.
 """
 
 import contextlib
+import math
 import os
 import time
 from array import array
@@ -17,11 +18,12 @@ from rich.progress import BarColumn, Progress, TextColumn
 from jaxtrain.files.log_tail import LogTail
 from jaxtrain.observe.goodput import duration
 from jaxtrain.observe.metrics import Record
-from jaxtrain.observe.run_panel import Reading, figures_of, note, panel
+from jaxtrain.observe.run_panel import Reading, age, figures_of, note, panel
 
 WIDE, HIGH = 100, 20  # columns and lines of a terminal that has room for the panel
 _EVENTS = 2**16  # bytes of the newest events that are read
 _LOSSES = 2**20  # bytes of the newest lines of metrics that a run which goes on shows at once
+_KEPT = 2**12  # losses
 _LOOK_S = 1.0  # seconds between looks at events and memory
 
 
@@ -32,7 +34,7 @@ class LiveDisplay(Progress):
         """Begin to draw; `workdir` has the run's events."""
         self._record: Record = {}
         self._evaluation: Record = {}
-        self._losses = array("d")
+        self._losses, self._seen, self._every = array("d"), 0, 1
         self._workdir, self._looked = workdir, 0.0
         self._saved, self._note, self._memory = None, "", ""
         self._events = LogTail(workdir / "events.jsonl", {"kind": str}, _EVENTS) if workdir else None
@@ -66,8 +68,13 @@ class LiveDisplay(Progress):
         return Group(*self.get_renderables())
 
     def _keep(self, record: Record) -> None:
-        if isinstance(loss := record.get("loss"), int | float):
-            self._losses.append(loss)
+        """Add a loss to the curve, of which a long run keeps every second, fourth, ... one."""
+        loss = record.get("loss")
+        if self._seen % self._every == 0:
+            self._losses.append(loss if isinstance(loss, int | float) else math.nan)
+        self._seen += 1
+        if len(self._losses) == _KEPT:
+            self._losses, self._every = self._losses[::2], 2 * self._every
 
     def _reading(self) -> Reading:
         now = time.time()
@@ -81,7 +88,7 @@ class LiveDisplay(Progress):
             figures["eval_loss"] = f"{loss:.4f}"
         figures |= {"memory": self._memory} if self._memory else {}
         if self._saved:
-            figures["last save"] = f"step {self._saved[0]}, {duration(max(0.0, now - self._saved[1]))} ago"
+            figures["last save"] = f"step {self._saved[0]}, {age(now - self._saved[1])} ago"
         pace = record.get("step_time_s")
         return Reading(f"{self._workdir or 'training'}", step, last, losses=self._losses, figures=figures,
                        left=duration((last - step) * pace) if pace else "", notes=[self._note] if self._note else [])

@@ -33,8 +33,12 @@ def plain(text: object) -> str:
 
 
 def columns_of(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
-    """Return at most so many means of values in order, without those that are not finite; NaN where there are none."""
+    """Return at most so many means of values in order, without those that are not finite; NaN where there are none.
+
+    Fewer values than half of that are repeated.
+    """
     values = np.asarray(values, float)
+    values = np.repeat(values, max(1, width // max(1, len(values))))
     parts = np.array_split(values, min(width, len(values))) if len(values) else []
     return np.array([np.mean(finite) if len(finite := part[np.isfinite(part)]) else math.nan for part in parts])
 
@@ -48,6 +52,14 @@ def curve(means: np.ndarray, rows: int = 1) -> list[str]:
     heights = [0 if math.isnan(mean) else 1 + round((full - 1) * ((mean - low) / (high - low) if high > low else 0.5))
                for mean in means.tolist()]
     return ["".join(_BLOCKS[min(8, max(0, height - 8 * row))] for height in heights) for row in reversed(range(rows))]
+
+
+def age(seconds: float) -> str:
+    """Return how long ago something was, such as 3 h."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 def figures_of(line: Mapping[str, Any]) -> dict[str, str]:

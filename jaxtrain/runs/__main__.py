@@ -16,12 +16,13 @@ Exit status 0; 1: `reproduce` found a difference, or `gc` could not delete somet
 import argparse
 import dataclasses
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import Parser, add_subcommand, command, parser_of
-from jaxtrain.observe.run_panel import plain
+from jaxtrain.observe.run_panel import age, plain
 from jaxtrain.runs import tags
 
 SORTS = ("time", "name", "step", "loss", "eval_loss", "goodput", "cost", "size")
@@ -98,7 +99,7 @@ def _list(flags: argparse.Namespace) -> None:
 
 def listed(found: Sequence[Any], root: str) -> list[str]:
     """Return a line for each run, below a head; columns that say nothing of any run are left out."""
-    from jaxtrain.runs.run_index import age, in_bytes
+    from jaxtrain.runs.run_index import in_bytes
 
     def row(one: Any) -> dict[str, str]:
         name = one.place.removeprefix(root.rstrip("/")).lstrip("/") or one.place
@@ -107,7 +108,8 @@ def listed(found: Sequence[Any], root: str) -> list[str]:
         return {"RUN": plain(name), "STATE": one.state, "STEP": step, "LOSS": _decimal(one.loss),
                 "EVAL": _decimal(one.eval_loss), "GOODPUT": "" if one.goodput is None else f"{one.goodput:.1%}",
                 "COST": "" if one.cost is None else f"${one.cost:,.2f}", "SIZE": in_bytes(one.size),
-                "AGE": age(one.time), "CONFIG": plain(one.config_hash[:8]), "COMMIT": plain(short(one.commit)),
+                "AGE": age(time.time() - one.time) if one.time else "",
+                "CONFIG": plain(one.config_hash[:8]), "COMMIT": plain(short(one.commit)),
                 "TAGS": plain(", ".join(one.tags)), "NOTE": plain(one.problem)}
 
     rows = [row(one) for one in found]

@@ -10,9 +10,10 @@ import numpy as np
 from jaxtrain.checkpoint import verify
 from jaxtrain.errors import UserError
 from jaxtrain.observe.goodput import duration
+from jaxtrain.observe.run_panel import age
 from jaxtrain.runs import tags
 from jaxtrain.runs.recorded_run import RecordedRun
-from jaxtrain.runs.run_index import age, hourly, in_bytes, size_of, summary
+from jaxtrain.runs.run_index import hourly, in_bytes, size_of, summary
 
 
 def facts(workdir: str) -> dict[str, str]:
@@ -24,7 +25,7 @@ def facts(workdir: str) -> dict[str, str]:
         "state": run.state(), "step": f"{run.step} of {run.last_step}", **_figures(run),
         "starts": f"{len(run.account.incarnations)}, of which {run.account.failures} failed" if run.account else "",
         "to go": duration(run.account.left) if run.account and run.account.left and run.state() != "finished" else "",
-        "last sign": f"{age(brief.time)} ago", "tags": ", ".join(tags.of(workdir)),
+        "last sign": f"{age(time.time() - brief.time)} ago" if brief.time else "", "tags": ", ".join(tags.of(workdir)),
         "checkpoints": ", ".join(f"{step}{'' if step in good else ' (not verified)'}" for step in run.checkpoints),
         "size": f"{in_bytes(brief.size)}, of which checkpoints {in_bytes(size_of(run.workdir / 'checkpoints'))}",
         "config hash": brief.config_hash, "commit": brief.commit,

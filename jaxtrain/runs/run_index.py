@@ -3,7 +3,6 @@
 import math
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -212,17 +211,6 @@ def _mirrored(url: str) -> Summary | None:
     return Summary(url, "mirror", step=record["step"], last_step=_whole(meta.get("config", {}).get("train", {}).get(
         "steps")), loss=number(meta.get("loss")), goodput=number(meta.get("goodput")), size=size,
         config_hash=meta.get("config_hash", ""), commit=meta.get("git_commit") or "", time=number(meta.get("time")))
-
-
-def age(then: float | None) -> str:
-    """Return how long ago something was, such as 3 h."""
-    if then is None:
-        return ""
-    seconds = max(0.0, time.time() - then)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def in_bytes(size: float) -> str:
