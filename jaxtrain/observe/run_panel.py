@@ -44,13 +44,13 @@ def columns_of(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
 
 
 def curve(means: np.ndarray, rows: int = 1) -> list[str]:
-    """Return lines of blocks that draw a curve, a column for each value; one that is NaN is blank."""
+    """Return lines of blocks that draw a curve, a column for each value; one that is not finite is blank."""
     known = means[np.isfinite(means)]
     low, high = (known.min(), known.max()) if len(known) else (0.0, 0.0)
     full = 8 * rows
     # At least one eighth, so that the lowest value can be seen.
-    heights = [0 if math.isnan(mean) else 1 + round((full - 1) * ((mean - low) / (high - low) if high > low else 0.5))
-               for mean in means.tolist()]
+    heights = [1 + round((full - 1) * ((mean - low) / (high - low) if high > low else 0.5))
+               if math.isfinite(mean) else 0 for mean in means.tolist()]
     return ["".join(_BLOCKS[min(8, max(0, height - 8 * row))] for height in heights) for row in reversed(range(rows))]
 
 
@@ -101,7 +101,8 @@ def panel(reading: Reading, width: int, rows: int = 2, notes: int = 1) -> Any:
     lines += _columns(reading.figures, inside)
     shown = list(reading.notes)[-notes:] if notes else []
     lines += [Text(plain(line), style="dim", no_wrap=True, overflow="ellipsis") for line in shown]
-    title = Text(plain(reading.title), style="bold", no_wrap=True, overflow="ellipsis")
+    title, room = plain(reading.title), max(8, width - 8 - len(reading.state))
+    title = Text(title if len(title) <= room else f"…{title[1 - room:]}", "bold")
     if reading.state:
         title.append(f"  {reading.state}", STYLES.get(reading.state, ""))
     return Panel(Group(*lines), title=title, title_align="left", width=width)

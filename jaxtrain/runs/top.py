@@ -53,7 +53,8 @@ class Watched:
                 self.run = RecordedRun(self.workdir, RECENT)
             else:
                 self.run.look()
-            self.beats, self.problem = heartbeats(self.workdir), ""
+            self.beats = heartbeats(self.workdir)
+            self.problem = "" if self.run.config else "its config.json is gone"
         except UserError as error:
             self.problem = error.reason.removeprefix(f"{self.workdir}").strip("/ ")
 
