@@ -9,7 +9,7 @@ import os
 import time
 from array import array
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 from rich.console import Console, Group
@@ -30,8 +30,10 @@ _LOOK_S = 1.0  # seconds between looks at events and memory
 class LiveDisplay(Progress):
     """A progress line that becomes a panel on a wide terminal."""
 
-    def __init__(self, stream: TextIO, steps: int, start_step: int, workdir: Path | None = None):
-        """Begin to draw; `workdir` has the run's events."""
+    def __init__(self, stream: TextIO, steps: int, start_step: int, workdir: Path | None = None,
+                 interrupt: Any = None):
+        """Begin to draw; `workdir` has the run's events, the `signal` of `interrupt` is not 0 once it was asked to stop."""
+        self._interrupt = interrupt
         self._record: Record = {}
         self._evaluation: Record = {}
         self._losses, self._seen, self._every = array("d"), 0, 1
@@ -90,7 +92,8 @@ class LiveDisplay(Progress):
         if self._saved:
             figures["last save"] = f"step {self._saved[0]}, {age(now - self._saved[1])} ago"
         pace = record.get("step_time_s")
-        return Reading(f"{self._workdir or 'training'}", step, last, losses=self._losses, figures=figures,
+        state = "stopping after this step; Ctrl-C ends at once" if getattr(self._interrupt, "signal", 0) else ""
+        return Reading(f"{self._workdir or 'training'}", step, last, state, losses=self._losses, figures=figures,
                        left=duration((last - step) * pace) if pace else "", notes=[self._note] if self._note else [])
 
     def _look(self) -> None:

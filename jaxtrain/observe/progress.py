@@ -4,7 +4,7 @@ import contextlib
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from jaxtrain.observe.metrics import Record
 
@@ -16,7 +16,8 @@ class Progress:
     about every tenth of the run, and for every evaluation.
     """
 
-    def __init__(self, steps: int, *, start_step: int = 0, stream: TextIO | None = None, workdir: Path | None = None):
+    def __init__(self, steps: int, *, start_step: int = 0, stream: TextIO | None = None, workdir: Path | None = None,
+                 interrupt: Any = None):
         """Set up for a run of `steps` steps, of which `start_step` are complete.
 
         Args:
@@ -24,6 +25,7 @@ class Progress:
             start_step: those that are complete.
             stream: where it is shown; None: on stderr.
             workdir: the run's, for its events.
+            interrupt: its `signal` is not 0 once the run was asked to stop.
         """
         self._steps, self._stream = steps, stream or sys.stderr
         self._tenth, self._drawn = -1 if not start_step else 10 * start_step // steps, 0.0
@@ -31,7 +33,7 @@ class Progress:
         if self._stream.isatty():
             from jaxtrain.observe.live_display import LiveDisplay
 
-            self._live = LiveDisplay(self._stream, steps, start_step, workdir)
+            self._live = LiveDisplay(self._stream, steps, start_step, workdir, interrupt)
 
     def write(self, record: Record) -> None:
         """Show a line of metrics.jsonl."""

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,7 +78,8 @@ def test_panel_on_a_wide_terminal(terminal, tmp_path):
     shown = terminal(100, 20, tmp_path, start_step=5)
     assert "╭" in shown and "10/10  100.0%" in shown and "step 8, 5 min ago" in shown and "41.0%" in shown
     assert "spike[red] reason=?[2J" in shown and "9.75" in shown and "eval_loss 1.2500" in shown and "memory" in shown
-    assert "╭" in terminal(100, 20, tmp_path / "nowhere")
+    shown = terminal(100, 20, tmp_path / "nowhere", interrupt=SimpleNamespace(signal=15))
+    assert "nowhere  stopping after this step; Ctrl-C ends at once" in shown
 
 
 def test_a_long_run_keeps_few_losses(terminal, monkeypatch):
