@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from jaxtrain.distributed import run_processes
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import misfit, read_json
+from jaxtrain.files.work_progress import Work
 from jaxtrain.redaction import is_hidden
 
 _ASIDE = ".set_aside"
@@ -124,7 +126,8 @@ def verified(workdir: str | Path, steps: list[int]) -> Iterator[tuple[str, bool]
     if not there:
         raise UserError("WORKDIR", f"{workdir} has no checkpoints yet", "see what `list` shows")
     for step in steps or there:
-        problems = verify.verify(directory, step)
+        with Work(f"step {step}", _to_read(directory, step)) as work:
+            problems = verify.verify(directory, step, work.add)
         if problems:
             more = [f"\n  and {problem}" for problem in problems[1:]]
             yield f"step {step}: damaged: {problems[0]}{''.join(more)}", False
@@ -133,6 +136,14 @@ def verified(workdir: str | Path, steps: list[int]) -> Iterator[tuple[str, bool]
         marked = verify.good(directory, step) is not None
         yield (f"step {step}: good: {len(files)} files were read, and all is as it was saved"
                f"{'' if marked else ' (not verified before; the next start of the run marks it good)'}", True)
+
+
+def _to_read(directory: Path, step: int) -> int:
+    """Return the bytes that are read to verify a checkpoint: all of its files, and its arrays from them once more."""
+    record = verify.good(directory, step) or {}
+    arrays = [re.match(r"\D*(\d*)\w*\[(.*)\]", what) for what, _ in record.get("fingerprint", {}).values()]
+    return sum(size for size, _ in record.get("files", {}).values()) + sum(
+        int(found[1] or 8) * math.prod(map(int, re.findall(r"\d+", found[2]))) // 8 for found in arrays if found)
 
 
 # ---------------------------------------------------------------------------------------------------------- differences

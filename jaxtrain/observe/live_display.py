@@ -32,7 +32,7 @@ class LiveDisplay(Progress):
 
     def __init__(self, stream: TextIO, steps: int, start_step: int, workdir: Path | None = None,
                  interrupt: Any = None):
-        """Begin to draw; `workdir` has the run's events, the `signal` of `interrupt` is not 0 once it was asked to stop."""
+        """Begin to draw; the arguments are those of `Progress`."""
         self._interrupt = interrupt
         self._record: Record = {}
         self._evaluation: Record = {}
