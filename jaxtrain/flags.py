@@ -27,6 +27,8 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
     "doctor": ("jaxtrain.doctor", "Find out why training would not work on this machine, or be slow."),
     "generate": ("jaxtrain.hub.generate_texts", "Continue prompts, or answer them, with what a run has trained."),
     "evaluate": ("jaxtrain.hub.evaluate_tasks", "Evaluate what a run has trained on tasks of lm-evaluation-harness."),
+    "runs": ("jaxtrain.runs", "List, compare and tag runs, free what they no longer need, and reproduce one."),
+    "top": ("jaxtrain.runs.top", "Watch runs in the terminal: loss, throughput, time left, events and processes."),
     "checkpoint": ("jaxtrain.checkpoint", "List, verify and compare a run's checkpoints, or go back to one."),
     "goodput": ("jaxtrain.observe.goodput", "Account for a run's time across restarts: what share of it trained."),
     "report": ("jaxtrain.runs.report", "Write one or several runs as one HTML page, or serve it while they go on."),

@@ -194,6 +194,16 @@ def names(url: str) -> list[str]:
         return []
 
 
+def folders(url: str) -> list[str]:
+    """Return the names of the folders directly inside a folder's URL; empty if it does not exist."""
+    fs, plain = _filesystem(url)
+    try:
+        found = _tried(url, lambda: fs.ls(plain, detail=True))
+    except Gone:
+        return []
+    return sorted(_last(entry["name"].rstrip("/")) for entry in found if entry["type"] == "directory")
+
+
 def remove(url: str) -> None:
     """Delete a file, or a folder with its content; it need not exist."""
     fs, plain = _filesystem(url)

@@ -3,9 +3,8 @@
 import contextlib
 import json
 import math
-import os
+import re
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +16,17 @@ from jaxtrain.checkpoint import verify
 from jaxtrain.checkpoint.local import pieces, snapshots
 from jaxtrain.checkpoint.local.snapshots import Taken
 from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.distributed import run_processes
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import misfit, read_json
+from jaxtrain.files.work_progress import Work
 from jaxtrain.redaction import is_hidden
-from jaxtrain.resilience.watchdog import heartbeats
 
 _ASIDE = ".set_aside"
 _ENDINGS = {".damaged": "damaged: found by verification and not used", ".abandoned": "the run went back to before it",
             _ASIDE: "set aside by restore-to", ".fetching": "not complete: being fetched from the mirror",
             ".orbax-checkpoint-tmp": "not complete: being written, or the run ended meanwhile"}
-_ALIVE_S = 60  # a younger heartbeat may come from a run that is still alive
 _HIDDEN = " as --mirror=URL"
 _HEAD = ("step", "state", "where", "size", "age", "loss", "mesh")
 
@@ -127,7 +126,8 @@ def verified(workdir: str | Path, steps: list[int]) -> Iterator[tuple[str, bool]
     if not there:
         raise UserError("WORKDIR", f"{workdir} has no checkpoints yet", "see what `list` shows")
     for step in steps or there:
-        problems = verify.verify(directory, step)
+        with Work(f"step {step}", _to_read(directory, step)) as work:
+            problems = verify.verify(directory, step, work.add)
         if problems:
             more = [f"\n  and {problem}" for problem in problems[1:]]
             yield f"step {step}: damaged: {problems[0]}{''.join(more)}", False
@@ -136,6 +136,14 @@ def verified(workdir: str | Path, steps: list[int]) -> Iterator[tuple[str, bool]
         marked = verify.good(directory, step) is not None
         yield (f"step {step}: good: {len(files)} files were read, and all is as it was saved"
                f"{'' if marked else ' (not verified before; the next start of the run marks it good)'}", True)
+
+
+def _to_read(directory: Path, step: int) -> int:
+    """Return the bytes that are read to verify a checkpoint: all of its files, and its arrays from them once more."""
+    record = verify.good(directory, step) or {}
+    arrays = [re.match(r"\D*(\d*)\w*\[(.*)\]", what) for what, _ in record.get("fingerprint", {}).values()]
+    return sum(size for size, _ in record.get("files", {}).values()) + sum(
+        int(found[1] or 8) * math.prod(map(int, re.findall(r"\d+", found[2]))) // 8 for found in arrays if found)
 
 
 # ---------------------------------------------------------------------------------------------------------- differences
@@ -203,25 +211,9 @@ def restore_to(workdir: str | Path, step: int, mirror_url: str = "") -> str:
     with locked(workdir, 0) as other:
         if other:
             raise UserError("WORKDIR", f"another run works in {workdir} ({other})", "stop it, then run this again")
-        for process, beat in heartbeats(workdir).items():  # some file systems lock only within a machine, or never
-            age = time.time() - (workdir / "heartbeats" / f"process-{process}").stat().st_mtime
-            if age < _ALIVE_S and beat.get("phase") != "ended" and not _is_dead(beat):
-                raise UserError("WORKDIR", f"process {process} of this run ({beat.get('host')}) was alive {_age(age)} "
-                                "ago", f"stop it, and run this again {_ALIVE_S} s later")
+        if living := run_processes.alive(workdir):
+            raise UserError("WORKDIR", living, f"stop it, and run this again {run_processes.ALIVE_S} s later")
         return _turn_back(workdir, directory, folder, step, mirror_url or _config(workdir).get("mirror", ""))
-
-
-def _is_dead(beat: dict[str, Any]) -> bool:
-    """Return whether the process that wrote this heartbeat is known to be dead (unknown on another machine)."""
-    if beat.get("host") != socket.gethostname():
-        return False
-    try:
-        os.kill(beat["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, KeyError, OverflowError):
-        return False
-    return False
 
 
 def _turn_back(workdir: Path, directory: Path, folder: Path, step: int, place: str) -> str:

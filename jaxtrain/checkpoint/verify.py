@@ -56,8 +56,11 @@ def good(directory: str | Path, step: int) -> Record | None:
     return None
 
 
-def verify(directory: str | Path, step: int) -> Problems:
-    """Return everything wrong with a checkpoint, as phrases that name the file or array; reads all of it."""
+def verify(directory: str | Path, step: int, seen: Callable[[int], Any] = lambda size: None) -> Problems:
+    """Return everything wrong with a checkpoint, as phrases that name the file or array; reads all of it.
+
+    `seen` is called, from any thread, with the bytes of each file and of each piece of an array that was read.
+    """
     folder = Path(directory) / str(step)
     try:
         record = read_mark(directory, step)
@@ -66,8 +69,8 @@ def verify(directory: str | Path, step: int) -> Problems:
     except (OSError, ValueError) as error:
         return [f"{MARK} {reason(error)}"]
     listed = list_files(folder)
-    problems = listed[1] if record is None else compare_files(folder, record, *listed)
-    return problems or read_back(folder, step)[1]
+    problems = listed[1] if record is None else compare_files(folder, record, *listed, seen=seen)
+    return problems or read_back(folder, step, seen=seen)[1]
 
 
 def read_mark(directory: str | Path, step: int) -> Record:
@@ -135,7 +138,7 @@ def unseen(folder: Path, files: list[str]) -> str | None:
 
 
 def compare_files(folder: Path, record: Record, files: list[str], problems: Problems, *, share: Share = ALL,
-                  hashes: bool = True) -> Problems:
+                  hashes: bool = True, seen: Callable[[int], Any] = lambda size: None) -> Problems:
     """Return what is wrong with this share of the recorded files, by name, size and, with `hashes`, sha256."""
     recorded, problems = record["files"], list(problems)
     problems += [f"{name} does not belong to it" for name in files if name not in recorded]
@@ -149,6 +152,7 @@ def compare_files(folder: Path, record: Record, files: list[str], problems: Prob
                 return f"{name} has {found} bytes instead of {size}"
             if hashes and hash_file(folder / name)[1] != sha256:
                 return f"{name} has other content than when it was saved"
+            seen(size)
         except OSError as error:
             return f"{name} {reason(error)}"
         return None
@@ -183,7 +187,7 @@ def _read(path: Path, form: Any = dict) -> Any:
 
 
 def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], bool] = lambda: True,
-              ) -> tuple[dict[str, tuple[int, int]], Problems]:
+              seen: Callable[[int], Any] = lambda size: None) -> tuple[dict[str, tuple[int, int]], Problems]:
     """Read this share of a checkpoint's arrays, piece by piece; return the fingerprint sums, and what is wrong.
 
     With the whole share the sums are compared with those saved; otherwise the caller adds up all shares and compares.
@@ -217,6 +221,7 @@ def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], b
                     start = [part.start for part in piece]
                     words[path] = fingerprint.add(words.get(path, (0, 0)),
                                                   fingerprint.of_piece(content, start, array.shape))
+                    seen(content.nbytes)
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, InterruptedError):
                 raise

@@ -17,9 +17,9 @@ from pathlib import Path
 from jaxtrain import storage
 from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.open import read_manifest
-from jaxtrain.data.prepare.prepare_progress import Line
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
+from jaxtrain.files.work_progress import Line
 from jaxtrain.flags import command, parser_of
 from jaxtrain.redaction import redacted
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxtrain.distributed import exit_codes
-from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import say
 
 PATIENCE_S = 120.0  # how long to wait for a run that is ending, which may still be writing a checkpoint
@@ -27,6 +26,8 @@ def run_lock(workdir: str | Path) -> Iterator[None]:
     Raises:
         RunExit: another run held the lock for longer than `PATIENCE_S`; it may have ended by the next start.
     """
+    from jaxtrain.distributed.coordination import exchange  # imports JAX, which `locked` does without
+
     with contextlib.ExitStack() as held:
         other = exchange(None, lambda _: held.enter_context(locked(workdir, PATIENCE_S)))
         if other:

@@ -2,20 +2,33 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.files.bounded_files import PART, lines_with_ends, misfit, parsed
+from jaxtrain.files.bounded_files import LINE, PART, lines_with_ends, misfit, opened, parsed
 
 
 class LogTail:
     """The place up to which a log has been read."""
 
-    def __init__(self, path: str | Path, form: Any = dict):
-        """Begin before the first line of a file, which need not exist yet; lines of another form are left out."""
-        self._path, self._form = Path(path), form
+    def __init__(self, path: str | Path, form: Any = dict, last: int | None = None):
+        """Begin before the first line of a file, which need not exist yet; lines of another form are left out.
+
+        `last`: begin with the lines that end within so many last bytes; None: with all of them.
+        """
+        self._path, self._form, self._bytes = Path(path), form, last
+        self._begin()
+
+    def _begin(self) -> None:
         self._size, self._last = 0, b""
+        if self._bytes is not None:
+            with contextlib.suppress(OSError), opened(self._path) as file:
+                start = os.fstat(file.fileno()).st_size - self._bytes - 1
+                if start >= 0:  # what is left of the line there is not a line
+                    file.seek(start)
+                    self._size = start + len(file.readline(LINE))
 
     def shrunk(self) -> bool:
         """Return whether lines were taken back, as a run that resumes does; `added` then begins again."""
@@ -25,7 +38,7 @@ class LogTail:
                 return False
         except OSError:
             return False
-        self._size, self._last = 0, b""
+        self._begin()
         return True
 
     def added(self) -> Iterator[Any]:

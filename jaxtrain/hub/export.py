@@ -184,8 +184,13 @@ def nothing_left(folder: Path) -> Iterator[None]:
 def finish(partial: Path, to: Path, record: Mapping[str, Any]) -> None:
     """Write export.json, the record and the SHA-256 of every file, and give the folder its name."""
     from jaxtrain.files import atomic_files
+    from jaxtrain.files.work_progress import Work
 
-    hashes = {file.name: atomic_files.file_digest(file) for file in sorted(partial.iterdir()) if file.is_file()}
+    hashes, files = {}, [file for file in sorted(partial.iterdir()) if file.is_file()]
+    with Work("hashing weights", sum(file.stat().st_size for file in files)) as work:
+        for file in files:
+            hashes[file.name] = atomic_files.file_digest(file)
+            work.add(file.stat().st_size)
     atomic_files.write_json(partial / RECORD, {**record, "sha256": hashes})
     os.rename(partial, to)
     atomic_files.sync(to.absolute().parent)

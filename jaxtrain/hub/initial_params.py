@@ -14,6 +14,7 @@ from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
 from jaxtrain.files.atomic_files import file_digest
 from jaxtrain.files.bounded_files import user_json
+from jaxtrain.files.work_progress import Work
 from jaxtrain.hub import new_tokens
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.export import RECORD
@@ -59,8 +60,13 @@ def _hashes(folder: Path) -> dict[str, str]:
     names = (published_config.FILE, adapter_files.CONFIG, INDEX)
     paths = [path for path in (*(folder / name for name in names), *sorted(folder.glob("*.safetensors")))
              if path.is_file()]
-    with ThreadPoolExecutor(8) as threads:
-        found = {path.name: digest for path, digest in zip(paths, threads.map(file_digest, paths), strict=True)}
+    with ThreadPoolExecutor(8) as threads, Work("hashing weights", sum(path.stat().st_size for path in paths)) as work:
+        def hashed(path: Path) -> str:
+            digest = file_digest(path)
+            work.add(path.stat().st_size)
+            return digest
+
+        found = {path.name: digest for path, digest in zip(paths, threads.map(hashed, paths), strict=True)}
     said = user_json(folder / RECORD, {"sha256?": {str: str}}, KEY, "export the run again") or {}
     for name, digest in found.items():
         if said.get("sha256", {}).get(name, digest) != digest:

@@ -1,9 +1,10 @@
-"""The progress display: one live line on a terminal, or a few plain lines in a log."""
+"""The progress display: a live line or panel on a terminal (live_display.py), or a few plain lines in a log."""
 
 import contextlib
 import sys
 import time
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 from jaxtrain.observe.metrics import Record
 
@@ -11,15 +12,28 @@ from jaxtrain.observe.metrics import Record
 class Progress:
     """A sink that shows step, loss, throughput, time left and data wait.
 
-    On a terminal the line is redrawn at most ten times a second. Elsewhere a line is printed at the first step and
+    On a terminal it is redrawn at most ten times a second. Elsewhere a line is printed at the first step and
     about every tenth of the run, and for every evaluation.
     """
 
-    def __init__(self, steps: int, *, start_step: int = 0, stream: TextIO | None = None):
-        """Set up for a run of `steps` steps, of which `start_step` are complete; `stream` defaults to stderr."""
+    def __init__(self, steps: int, *, start_step: int = 0, stream: TextIO | None = None, workdir: Path | None = None,
+                 interrupt: Any = None):
+        """Set up for a run of `steps` steps, of which `start_step` are complete.
+
+        Args:
+            steps: of the whole run.
+            start_step: those that are complete.
+            stream: where it is shown; None: on stderr.
+            workdir: the run's, for its events.
+            interrupt: its `signal` is not 0 once the run was asked to stop.
+        """
         self._steps, self._stream = steps, stream or sys.stderr
         self._tenth, self._drawn = -1 if not start_step else 10 * start_step // steps, 0.0
-        self._live = _live(self._stream, steps, start_step) if self._stream.isatty() else None
+        self._live = None
+        if self._stream.isatty():
+            from jaxtrain.observe.live_display import LiveDisplay
+
+            self._live = LiveDisplay(self._stream, steps, start_step, workdir, interrupt)
 
     def write(self, record: Record) -> None:
         """Show a line of metrics.jsonl."""
@@ -31,29 +45,17 @@ class Progress:
                     print(text, file=self._stream, flush=True)
                 self._tenth = max(tenth, self._tenth)
         elif "eval_loss" in record:
-            self._live.console.print(text, highlight=False)
+            self._live.evaluated(record, text)
         else:
             now = time.monotonic()
             if now - self._drawn >= 0.1 or step == self._steps:
-                self._live.update(self._live.task_ids[0], completed=step, description=text)
-                self._live.refresh()
+                self._live.show(record, text)
                 self._drawn = now
 
     def close(self) -> None:
         """Stop redrawing, and leave the last line on the screen."""
         if self._live is not None:
             self._live.stop()
-
-
-def _live(stream: TextIO, steps: int, start_step: int):
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    live = Progress(BarColumn(bar_width=20), TextColumn("{task.description}"), auto_refresh=False,
-                    console=Console(file=stream))
-    live.add_task("compiling", total=steps, completed=start_step)
-    live.start()
-    return live
 
 
 def _text(record: Record, steps: int) -> str:

@@ -44,7 +44,7 @@ _RUN = {  # what is read of run.json
     "own_parts?": {"optimizer?": {"state": str, "update": {str: str}}},
     "data_changes?": [dict], "config_changes?": [dict],
 }
-_PACKAGES = {"jax": "jax", "jaxlib": "jaxlib", "flax": "flax", "optax": "optax", "orbax": "orbax-checkpoint",
+PACKAGES = {"jax": "jax", "jaxlib": "jaxlib", "flax": "flax", "optax": "optax", "orbax": "orbax-checkpoint",
              "grain": "grain", "numpy": "numpy"}
 
 
@@ -246,7 +246,7 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
         **(known or {}),
         "config_hash": hash_of(written),
         "git_commit": git_commit(),
-        "packages": {name: version_of(package) for name, package in _PACKAGES.items()},
+        "packages": {name: version_of(package) for name, package in PACKAGES.items()},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "mesh": dict(mesh_sizes),

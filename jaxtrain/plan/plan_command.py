@@ -2,13 +2,14 @@
 
 import argparse
 import math
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import PRECISIONS
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.files.work_progress import Work
 from jaxtrain.plan import targets
 from jaxtrain.plan.cost.time import said
 from jaxtrain.plan.estimate import Estimate, change, estimate
@@ -67,8 +68,9 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
         print(explained(chosen[0]))
     else:
         # With mesh=auto, search only what a run would: the config's settings with any mesh.
-        found = fastest_mesh(config, target, devices) if config.mesh.auto else search(
-            config, target, devices, precisions=precisions, progress=_progress)
+        with Work("search", unit="layouts") as work:
+            found = fastest_mesh(config, target, devices) if config.mesh.auto else search(
+                config, target, devices, precisions=precisions, progress=partial(_progress, work))
         print(table(found, flags.top, flags.tokens))
         if flags.html:
             html.write(found, flags.html, flags.config, flags.top, flags.tokens)
@@ -139,6 +141,6 @@ def verified(guess: Estimate, roofline: bool = False, timeline: str | None = Non
     return "\n".join(lines)
 
 
-def _progress(done: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{done} layouts searched ", end="", file=sys.stderr, flush=True)
+def _progress(work: Work, done: int, ahead: int) -> None:
+    work.total = done + ahead
+    work.add()

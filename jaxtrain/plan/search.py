@@ -24,17 +24,19 @@ from jaxtrain.train_step import precision
 
 CAREFUL = 0.95  # of the memory is filled by train.remat=auto: predictions err by some percent
 WORTH = 0.97  # of the time: what copies to hosts must gain, since they compete with the data loader and with saves
+VARIANTS = 6  # layouts that a mesh is estimated with in detail, about
 ON_HOSTS = "attention+heads+kv_heads+mlp@host"
 REMATS = ("attention", "dots", "attention_and_dots", "none")  # besides "full"; the more is kept, the less is repeated
 
 
 def search(config: Config, target: Target, devices: int, *, meshes_traced: int = 0, refined: int = 0,
-           precisions: Sequence[str] = (), progress: Callable[[int], None] = lambda done: None) -> Found:
+           precisions: Sequence[str] = (), progress: Callable[[int, int], None] = lambda done, ahead: None) -> Found:
     """Search for about a minute of one core at most: by default 16 meshes, and 4 of them in detail.
 
     For models with experts it is 6 and 2, because they take three times as long to trace. (The limits are numbers
     rather than times, so that all processes of a run decide the same.) `precisions`: others than the config's, each of
-    which takes as long again.
+    which takes as long again. `progress` gets the number of layouts that were estimated, and about that of those to
+    come.
     """
     found = Found(config, target, devices)
     look = _Looker(found, progress)
@@ -43,10 +45,16 @@ def search(config: Config, target: Target, devices: int, *, meshes_traced: int =
     now = precision.resolve(config.train.precision, target.platform)
     others = [{"train.precision": other} for other in dict.fromkeys(precisions) if other != now]
     promising = _promising(look, meshes_traced, may_offload=True)
-    for more in (None, *others):
-        smallest = [choice for mesh, offload in promising if (choice := look.smallest(mesh, offload, more))]
-        fastest = sorted((c for c in smallest if c.estimate.fits), key=lambda choice: choice.estimate.seconds)
-        for choice in fastest[:refined]:
+    for rounds, more in enumerate((None, *others)):
+        later = (len(others) - rounds) * (len(promising) + refined * VARIANTS)
+        smallest = []
+        for at, (mesh, offload) in enumerate(promising):
+            look.ahead(len(promising) - at + refined * VARIANTS + later)
+            if choice := look.smallest(mesh, offload, more):
+                smallest.append(choice)
+        fastest = sorted((c for c in smallest if c.estimate.fits), key=lambda choice: choice.estimate.seconds)[:refined]
+        for at, choice in enumerate(fastest):
+            look.ahead((len(fastest) - at) * VARIANTS + later)
             look.refine(choice)
     found.sort()
     if (best := found.best) and not precisions:
@@ -61,7 +69,7 @@ def fastest_mesh(config: Config, target: Target, devices: int, meshes_traced: in
     if config.train.remat == AUTO:
         return search(config, target, devices)
     found = Found(config, target, devices)
-    look = _Looker(found, lambda done: None)
+    look = _Looker(found)
     zero = {"optimizer.zero_stage": config.optimizer.zero_stage}
     for mesh, _ in _promising(look, meshes_traced, config.train.accumulation, config.optimizer.zero_stage):
         look.at({**mesh, **zero, "train.accumulation": config.train.accumulation, "train.remat": config.train.remat})
@@ -70,9 +78,13 @@ def fastest_mesh(config: Config, target: Target, devices: int, meshes_traced: in
 
 
 class _Looker:
-    def __init__(self, found: Found, progress: Callable[[int], None]):
+    def __init__(self, found: Found, progress: Callable[[int, int], None] = lambda done, ahead: None):
         self.found, self.progress = found, progress
-        self.done = 0
+        self.done = self.end = 0
+
+    def ahead(self, count: int) -> None:
+        """Note about how many layouts are to come."""
+        self.end = self.done + count
 
     def can_offload(self, mesh: dict[str, int]) -> bool:
         """Return whether the optimizer's state can be offloaded to separate host memory, and is not yet."""
@@ -82,7 +94,7 @@ class _Looker:
     def at(self, overrides: dict[str, Any]) -> Choice | None:
         """Estimate one layout; return None if it is refused."""
         self.done += 1
-        self.progress(self.done)
+        self.progress(self.done, max(0, self.end - self.done))
         try:
             config = change(self.found.config, {**overrides, "mesh.auto": False})
             choice = Choice(overrides, estimate(config, self.found.target, self.found.devices))
@@ -281,7 +293,7 @@ def beside(config: Config, target: Target, devices: int) -> Choice | None:
     """Return the nearest layout for a config that does not fit: on its own mesh if possible, else the best of all."""
     sizes = _sizes(config, target, devices)
     found = Found(config, target, devices)
-    look = _Looker(found, lambda done: None)
+    look = _Looker(found)
     start = look.smallest({f"mesh.{axis}": size for axis, size in sizes.items()})
     if start and start.estimate.fits:
         look.refine(start)

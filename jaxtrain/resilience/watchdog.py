@@ -27,10 +27,9 @@ import jax
 from jaxtrain.config.schema import ResilienceConfig
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed import processes as distributed
-from jaxtrain.files.bounded_files import read_json
+from jaxtrain.distributed.run_processes import heartbeats
 from jaxtrain.observe import events
 
-_BEAT = {"step?": int, "begun?": int, "phase?": str, "time?": int | float, "pid?": int, "host?": str}
 TICK = 1.0  # seconds between two checks
 PATIENCE = 20.0  # seconds for a process to write its hang report
 GRACE = 60.0  # the extra seconds of the timer in C, which is for a thread that cannot run
@@ -218,15 +217,6 @@ class Watchdog:
                 os.pwrite(file, json.dumps(beat).ljust(255).encode()[:255] + b"\n", 0)
             finally:
                 os.close(file)
-
-
-def heartbeats(workdir: str | Path) -> dict[int, dict[str, Any]]:
-    """Return the newest heartbeat of each process."""
-    found = {}
-    for path in (Path(workdir) / "heartbeats").glob("process-*"):
-        with contextlib.suppress(OSError, ValueError):
-            found[int(path.name.removeprefix("process-"))] = read_json(path, _BEAT)
-    return dict(sorted(found.items()))
 
 
 def laggards(beats: dict[int, dict[str, Any]], processes: int) -> str:

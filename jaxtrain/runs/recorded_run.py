@@ -71,15 +71,17 @@ class Columns:
 class RecordedRun:
     """A run as its folder tells of it; `look` brings it up to date, and reads only what was added."""
 
-    def __init__(self, workdir: str | Path):
+    def __init__(self, workdir: str | Path, last: int | None = None):
         """Read the folder of a run, which has trained, or has begun to.
+
+        `last`: read only the lines of metrics and events within so many last bytes; None: all of them.
 
         Raises:
             UserError: it is not one.
         """
         self.workdir = Path(workdir)
-        self._metrics = LogTail(self.workdir / "metrics.jsonl", {"step": int})
-        self._events = LogTail(self.workdir / "events.jsonl", {"kind": str})
+        self._metrics = LogTail(self.workdir / "metrics.jsonl", {"step": int}, last)
+        self._events = LogTail(self.workdir / "events.jsonl", {"kind": str}, last)
         self.events: list[dict[str, Any]] = []
         self.steps, self.evaluations = Columns(), Columns()
         self.look()

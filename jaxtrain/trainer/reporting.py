@@ -44,7 +44,7 @@ def sinks(run: Run, session: Session, start: int) -> list[observe.Sink]:
     if session.observers:
         found.append(Completions(session.observers))
     if t.progress and t.steps:
-        found.append(observe.Progress(t.steps, start_step=start))
+        found.append(observe.Progress(t.steps, start_step=start, workdir=session.workdir, interrupt=session.interrupt))
     if "tensorboard" in run.config.observe.trackers:
         found.append(observe.TensorBoard(session.workdir / "tensorboard", start_step=start))
     return found

@@ -1,8 +1,13 @@
 """What a person sees of a run."""
 
 import io
+import json
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
+
+import pytest
 
 from jaxtrain.observe import Progress
 
@@ -40,17 +45,63 @@ def test_unknown_and_not_finite():
     assert stream.getvalue().splitlines()[1] == "step 6/10  loss 0.5000  reward 1.2500"
 
 
-def test_live_line_on_a_terminal(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    stream = Terminal()
-    progress = Progress(10, stream=stream)
-    for step in range(1, 11):
-        progress.write(record(step))
-    progress.write({"step": 10, "eval_loss": 1.25})
-    progress.close()
-    shown = stream.getvalue()
+@pytest.fixture
+def terminal(monkeypatch):
+    """Make a terminal of a size, on which a run of ten steps is shown; return what is written to it."""
+    def shown(columns, lines, workdir=None, **keys):
+        for name, value in (("TERM", "xterm"), ("COLUMNS", columns), ("LINES", lines)):
+            monkeypatch.setenv(name, str(value))
+        stream = Terminal()
+        progress = Progress(10, stream=stream, workdir=workdir, **keys)
+        for step in range(keys.get("start_step", 0) + 1, 11):
+            progress.write(record(step, mfu=0.41))
+        progress.write({"step": 10, "eval_loss": 1.25})
+        progress.close()
+        return stream.getvalue()
+
+    return shown
+
+
+@pytest.mark.parametrize("size", [(99, 40), (200, 19)])
+def test_live_line_on_a_terminal(terminal, size):
+    shown = terminal(*size)
     assert "step 10/10  loss 2.5000" in shown and "eval_loss 1.2500" in shown and "\x1b" in shown
+    assert "╭" not in shown
+
+
+def test_panel_on_a_wide_terminal(terminal, tmp_path):
+    """With what the workdir tells of saves and events, however odd; a run that goes on shows its losses so far."""
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (
+        {"kind": "checkpoint", "step": 8, "time": time.time() - 300}, {"kind": "checkpoint", "step": "x"},
+        {"kind": "spike[red]", "time": "now", "reason": "\x1b[2J"})) + "no json\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.75}\n{"step": 1, "eval_loss": 9.0}\n{"step": 2')
+    shown = terminal(100, 20, tmp_path, start_step=5)
+    assert "╭" in shown and "10/10  100.0%" in shown and "step 8, 5 min ago" in shown and "41.0%" in shown
+    assert "spike[red] reason=?[2J" in shown and "9.75" in shown and "eval_loss 1.2500" in shown and "memory" in shown
+    shown = terminal(100, 20, tmp_path / "nowhere", interrupt=SimpleNamespace(signal=15))
+    assert "nowhere  stopping after this step; Ctrl-C ends at once" in shown
+
+
+def test_a_long_run_keeps_few_losses(terminal, monkeypatch):
+    from jaxtrain.observe import live_display
+
+    monkeypatch.setattr(live_display, "_KEPT", 8)
+    display = live_display.LiveDisplay(Terminal(), 100, 0)
+    for loss in range(100):
+        display._keep({"loss": float(loss)})
+    display.stop()
+    assert 4 <= len(display._losses) < 8 and display._losses[0] == 0 and list(display._losses)[1] == display._every
+    assert display._losses[-1] > 70
+
+
+def test_a_picture_never_ends_a_run(terminal, monkeypatch):
+    from jaxtrain.observe import live_display
+
+    def fails(*_, **__):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(live_display, "panel", fails)
+    assert "step 10/10  loss 2.5000" in terminal(120, 40)
 
 
 def test_start_up_imports_nothing_heavy():

@@ -34,7 +34,6 @@ from jaxtrain.data.prepare.dry_run import dry_run
 from jaxtrain.data.prepare.duplicates import find_duplicates, sign_documents
 from jaxtrain.data.prepare.engines import Engine
 from jaxtrain.data.prepare.on_ray import Ray
-from jaxtrain.data.prepare.prepare_progress import Line
 from jaxtrain.data.prepare.tasks import ALIKE, Options, Task, chat_of, loaded, made_by, tokenize_shard, verdicts_path
 from jaxtrain.data.tokenizers import characters
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
@@ -42,6 +41,7 @@ from jaxtrain.data.tokenizers.tokenizer_folder import record_of
 from jaxtrain.data.tokenizers.vocabulary import Vocabulary
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
+from jaxtrain.files.work_progress import Line
 from jaxtrain.flags import command, parser_of
 from jaxtrain.redaction import redacted
 

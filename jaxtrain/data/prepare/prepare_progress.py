@@ -1,10 +1,9 @@
-"""Show the progress of a preparation: one line, rewritten in place on a terminal, printed at intervals elsewhere."""
+"""The words that tell how far a preparation is."""
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TextIO
+from typing import Any
 
 from jaxtrain.data.formats.inputs import total_size
 from jaxtrain.data.prepare.tasks import Task
@@ -39,36 +38,3 @@ class Progress:
     def _busy(self) -> str:
         left = self.of - self.tasks
         return f", {min(self.workers, left):,} of {self.workers:,} workers busy" if self.workers and left else ""
-
-
-class Line:
-    """Prints one line at a time: on a terminal in place of the previous one, elsewhere at most every `every` seconds.
-
-    The last line is always printed, unless there is an error.
-    """
-
-    def __init__(self, stream: TextIO, every: float = 5.0):
-        self.stream, self.every, self.terminal = stream, every, stream.isatty()
-        self.spoke = time.monotonic()
-        self.held = ""  # printed at the end, unless there is a newer line
-
-    def __call__(self, text: str) -> None:
-        """Print a line now, or keep it until the end or a newer line."""
-        self.held = text
-        if self.terminal:
-            self._print(f"\r\x1b[2K{text[:shutil.get_terminal_size().columns - 1]}", end="")
-        elif time.monotonic() - self.spoke >= self.every:
-            self._print(text)
-            self.held, self.spoke = "", time.monotonic()
-
-    def __enter__(self) -> "Line":
-        return self
-
-    def __exit__(self, error, *_) -> None:
-        if self.terminal:
-            self._print("\r\x1b[2K" if error else "", end="" if error else "\n")
-        elif self.held and not error:
-            self._print(self.held)
-
-    def _print(self, text: str, end: str = "\n") -> None:
-        print(text, end=end, file=self.stream, flush=True)

@@ -27,13 +27,13 @@ from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.loading import bucketing
 from jaxtrain.data.prepare import job
-from jaxtrain.data.prepare.prepare_progress import Line
 from jaxtrain.data.prepare.provenance import code
 from jaxtrain.data.prepare.tasks import Task, write_ledger
 from jaxtrain.data.prepare_sequences.audio import TARGETS, Audio
 from jaxtrain.data.prepare_sequences.event_streams import Events
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
+from jaxtrain.files.work_progress import Line
 from jaxtrain.flags import Parser, command, parser_of
 
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.families import ModelConfig
 from jaxtrain.errors import UserError
+from jaxtrain.files.work_progress import Work
 from jaxtrain.hub.weights import mxfp4, safetensors_files
 from jaxtrain.hub.weights.mxfp4 import Packed
 from jaxtrain.hub.weights.safetensors_files import Tensor
@@ -65,8 +66,13 @@ def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
         each = tuple(partial(_read_quantized, readers[kernel], wanted[kernel].shape, flat[kernel], flat[path], part)
                      for part in (0, 1))
         readers[kernel], readers[path] = each
-    return jax.tree.unflatten(jax.tree.structure(abstract), [
-        jax.make_array_from_callback(leaf.shape, leaf.sharding, readers[path]) for path, leaf in flat.items()])
+    sizes = {path: math.prod(leaf.shape) * leaf.dtype.itemsize for path, leaf in flat.items()}
+    with Work("loading weights", sum(sizes.values()), quiet=jax.process_index() != 0) as work:
+        loaded = []
+        for path, leaf in flat.items():
+            loaded.append(jax.make_array_from_callback(leaf.shape, leaf.sharding, readers[path]))
+            work.add(sizes[path])
+    return jax.tree.unflatten(jax.tree.structure(abstract), loaded)
 
 
 def readers_of(folder: str | Path, tensors: Mapping[str, Tensor | Packed], known: Mapping[str, Entry],

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files, safe_names
+from jaxtrain.files.work_progress import Work
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 # Of what is not weights, such as buffers, and of weights in few bits.
@@ -144,13 +145,18 @@ def write_folder(folder: Path, shapes: Mapping[str, Sequence[int]], kinds: Mappi
     sizes = {name: math.prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
     files = split_over_files(sizes, limit)
     called = file_names(len(files))
-    for n, (file, inside) in enumerate(zip(called, files, strict=True)):
-        tensors = map(tensor, inside)
-        if n % share[1] == share[0]:
-            write(folder / file, {name: shapes[name] for name in inside}, kinds, tensors)
-        else:  # making them may need all processes together
-            for _ in tensors:
-                pass
+    with Work("writing weights", sum(sizes.values()), quiet=share[0] != 0) as work:
+        def made(name: str) -> np.ndarray:
+            work.add(sizes[name])
+            return tensor(name)
+
+        for n, (file, inside) in enumerate(zip(called, files, strict=True)):
+            tensors = map(made, inside)
+            if n % share[1] == share[0]:
+                write(folder / file, {name: shapes[name] for name in inside}, kinds, tensors)
+            else:  # making them may need all processes together
+                for _ in tensors:
+                    pass
     if len(files) > 1 and share[0] == 0:
         atomic_files.write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {
             name: file for file, inside in zip(called, files, strict=True) for name in inside}})

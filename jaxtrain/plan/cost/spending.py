@@ -15,9 +15,14 @@ SPOT = 0.4  # of the price: an assumption, since spot prices change from day to 
 
 def of_run(life: Account, device_kind: str, devices: int) -> str:
     """Return what a run on devices that JAX calls so has cost; "": there is no price for them."""
-    kind = next((target for target in TARGETS.values() if target.platform != "cpu"
-                 and re.fullmatch(target.device_kind, device_kind)), None)
-    return f"the run has cost about {spent(kind.price * devices, life.lived)}" if kind else ""
+    rate = price(device_kind) * devices
+    return f"the run has cost about {spent(rate, life.lived)}" if rate else ""
+
+
+def price(device_kind: str) -> float:
+    """Return the dollars an hour of a device that JAX calls so; 0: it is not known."""
+    return next((target.price for target in TARGETS.values() if target.platform != "cpu"
+                 and re.fullmatch(target.device_kind, device_kind)), 0.0)
 
 
 def spent(rate: float, seconds: float) -> str:

@@ -1,6 +1,5 @@
-"""What is said while the work goes on: right figures, seldom enough, and nothing beside an error."""
+"""What is said while a preparation goes on."""
 
-import io
 import re
 
 import pytest
@@ -8,14 +7,9 @@ import pytest
 from jaxtrain.data.formats.inputs import Piece
 from jaxtrain.data.prepare import prepare_progress
 from jaxtrain.data.prepare.prepare import Options, prepare
-from jaxtrain.data.prepare.prepare_progress import Line, Progress
+from jaxtrain.data.prepare.prepare_progress import Progress
 
 TASKS = [(Piece("a", "a", "text", 0, size, size),) for size in (10_000_000, 20_000_000, 30_000_000, 40_000_000)]
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 @pytest.fixture
@@ -65,30 +59,3 @@ def test_prepare_tells_how_many_workers_are_busy(tmp_path, deduplicate):
     for what in ["duplicates", "tokens"][not deduplicate:]:
         busy = [re.search(r", (\d) of 2 workers busy", line) for line in said if line.startswith(what)]
         assert [found and found[1] for found in busy] == ["2", "2", "1", None]
-
-
-def test_in_a_log_a_line_comes_every_few_seconds_and_the_last_always(clock):
-    stream = io.StringIO()
-    with Line(stream, every=5) as say:
-        for second in range(12):
-            clock[0] += 1
-            say(str(second))
-    assert stream.getvalue().split() == ["4", "9", "11"]
-
-
-def test_on_a_terminal_a_line_takes_the_place_of_the_one_before(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "8")
-    stream = Terminal()
-    with Line(stream) as say:
-        say("one that is too long")
-        say("two")
-    assert stream.getvalue() == "\r\x1b[2Kone tha\r\x1b[2Ktwo\n"
-
-
-@pytest.mark.parametrize(("stream", "left"), [(io.StringIO(), ""), (Terminal(), "\r\x1b[2Kone\r\x1b[2K")],
-                         ids=["log", "terminal"])
-def test_an_error_stands_alone(stream, left):
-    with pytest.raises(ZeroDivisionError), Line(stream) as say:
-        say("one")
-        raise ZeroDivisionError
-    assert stream.getvalue() == left

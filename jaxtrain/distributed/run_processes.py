@@ -1,0 +1,48 @@
+"""The processes of a run as the heartbeats in its workdir tell of them."""
+
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.files.bounded_files import read_json
+
+ALIVE_S = 60  # a younger heartbeat may come from a process that is still alive
+_BEAT = {"step?": int, "begun?": int, "phase?": str, "time?": int | float, "pid?": int, "host?": str}
+
+
+def heartbeats(workdir: str | Path) -> dict[int, dict[str, Any]]:
+    """Return the newest heartbeat of each process."""
+    found = {}
+    for path in (Path(workdir) / "heartbeats").glob("process-*"):
+        with contextlib.suppress(OSError, ValueError):
+            found[int(path.name.removeprefix("process-"))] = read_json(path, _BEAT)
+    return dict(sorted(found.items()))
+
+
+def alive(workdir: str | Path) -> str:
+    """Return which process of the run was alive within the last minute, as a clause; "": none.
+
+    Some file systems lock only within a machine, or never, so that the lock alone does not tell.
+    """
+    for process, beat in heartbeats(workdir).items():
+        with contextlib.suppress(FileNotFoundError):
+            age = time.time() - (Path(workdir) / "heartbeats" / f"process-{process}").stat().st_mtime
+            if age < ALIVE_S and beat.get("phase") != "ended" and not _is_dead(beat):
+                return f"process {process} of this run ({beat.get('host')}) was alive {max(0, age):.0f} s ago"
+    return ""
+
+
+def _is_dead(beat: dict[str, Any]) -> bool:
+    """Return whether the process that wrote this heartbeat is known to be dead (unknown on another machine)."""
+    if beat.get("host") != socket.gethostname():
+        return False
+    try:
+        os.kill(beat["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, KeyError, OverflowError):
+        return False
+    return False

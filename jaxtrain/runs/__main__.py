@@ -1,0 +1,200 @@
+"""List, compare and tag runs, free what they no longer need, and reproduce one.
+
+    jaxtrain runs list runs --sort=loss
+    jaxtrain runs show runs/first
+    jaxtrain runs compare runs/first runs/second
+    jaxtrain runs tag runs/first baseline
+    jaxtrain runs gc runs --keep=1
+    jaxtrain runs reproduce runs/first
+
+ROOT is a folder, or the URL of one in object storage, where the mirrors of checkpoints are found, and workdirs that
+were copied there.
+
+Exit status 0; 1: `reproduce` found a difference, or `gc` could not delete something; 2: a user error, in one line.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtrain.errors import UserError, say
+from jaxtrain.flags import Parser, add_subcommand, command, parser_of
+from jaxtrain.observe.run_panel import age, plain
+from jaxtrain.runs import tags
+
+SORTS = ("time", "name", "step", "loss", "eval_loss", "goodput", "cost", "size")
+STATES = ("running", "finished", "stopped", "failed", "silent", "new", "damaged", "mirror")
+
+
+@command()
+def main(argv: list[str] | None) -> None:
+    """Parse the flags and do it."""
+    flags = parser().parse_args(argv)
+    {"list": _list, "show": _show, "compare": _compare, "tag": _tag, "gc": _gc, "reproduce": _reproduce}[
+        flags.what](flags)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = parser_of("runs", __doc__)
+    commands = made.add_subparsers(dest="what", required=True, metavar="COMMAND", parser_class=Parser)
+    lines = {"list [ROOT]": "list the runs below a folder or a URL, the newest first",
+             "show WORKDIR": "show all that is known of a run",
+             "compare WORKDIR WORKDIR": "show in what runs differ: config, loss, throughput, goodput and cost",
+             "tag WORKDIR NAME": "give a run names by which `list --tag` finds it and `gc` spares it",
+             "gc [ROOT]": "show what can be deleted of runs that ended, and delete it with --delete",
+             "reproduce WORKDIR": "compare what a run was trained with to what is here; print how to train it again"}
+    subs = {words.partition(" ")[0]: add_subcommand(commands, "runs", words, line) for words, line in lines.items()}
+    for name in ("list", "gc"):
+        subs[name].add_argument("root", nargs="?", default="runs", metavar="ROOT", help="default: runs")
+        subs[name].add_argument("--depth", type=int, default=4, help="folders below ROOT that are looked into")
+    for name in ("show", "tag", "reproduce"):
+        subs[name].add_argument("workdir", metavar="WORKDIR", help="of the run")
+    lists, compares, tagging, frees, again = (
+        subs[name] for name in ("list", "compare", "tag", "gc", "reproduce"))
+    lists.add_argument("--state", action="extend", type=lambda text: text.split(","), default=[], metavar="STATE,...",
+                       help=f"only runs in these states: {', '.join(STATES)}")
+    lists.add_argument("--tag", action="append", default=[], help="only runs with this tag, and all others given so")
+    lists.add_argument("--sort", choices=SORTS, default="time", help="losses ascend, all else but names descends")
+    lists.add_argument("--json", action="store_true", help="one JSON object a line, for scripts")
+    compares.add_argument("workdirs", nargs="+", metavar="WORKDIR", help="two or more")
+    tagging.add_argument("names", nargs="+", metavar="NAME", help="letters, digits, dots, dashes and underscores")
+    tagging.add_argument("--remove", action="store_true", help="take these tags away")
+    frees.add_argument("--keep", type=int, default=1, metavar="N",
+                       help="good checkpoints that a finished run keeps, besides those that its config keeps forever")
+    frees.add_argument("--tagged", action="store_true", help="tagged runs too, which are left alone otherwise")
+    frees.add_argument("--delete", action="store_true", help="delete it; without this nothing is changed")
+    again.add_argument("--workdir", dest="into", metavar="DIR", help="of the run to come; default: WORKDIR-again")
+    again.add_argument("--checkout", metavar="DIR", help="make a git worktree of the run's commit there")
+    again.add_argument("--no_data", action="store_true", help="do not read the data to compare it")
+    return made
+
+
+# ----------------------------------------------------------------------------------------------------- what there is
+def _list(flags: argparse.Namespace) -> None:
+    from jaxtrain.runs import run_index
+
+    if unknown := sorted(set(flags.state) - set(STATES)):
+        raise UserError("--state", f"there is no state {unknown[0]!r}", f"known: {', '.join(STATES)}")
+    found = [one for one in run_index.summaries(flags.root, flags.depth)
+             if (not flags.state or one.state in flags.state) and set(flags.tag) <= set(one.tags)]
+    if flags.sort == "name":
+        found.sort(key=lambda one: one.place)
+    else:
+        sign = 1 if flags.sort in ("loss", "eval_loss") else -1
+        value = {one.place: getattr(one, flags.sort) for one in found}
+        found.sort(key=lambda one: (value[one.place] is None, sign * (value[one.place] or 0)))
+    if flags.json:
+        for one in found:
+            print(json.dumps(dataclasses.asdict(one)))
+        return
+    if not found:
+        say(f"no such runs below {flags.root}")
+        return
+    print("\n".join(listed(found, flags.root)))
+
+
+def listed(found: Sequence[Any], root: str) -> list[str]:
+    """Return a line for each run, below a head; columns that say nothing of any run are left out."""
+    from jaxtrain.runs.run_index import in_bytes
+
+    def row(one: Any) -> dict[str, str]:
+        name = one.place.removeprefix(root.rstrip("/")).lstrip("/") or one.place
+        step = "" if one.step is None and one.last_step is None else (
+            f"{one.step or 0}/{one.last_step}" if one.last_step else f"{one.step}")
+        return {"RUN": plain(name), "STATE": one.state, "STEP": step, "LOSS": _decimal(one.loss),
+                "EVAL": _decimal(one.eval_loss), "GOODPUT": "" if one.goodput is None else f"{one.goodput:.1%}",
+                "COST": "" if one.cost is None else f"${one.cost:,.2f}", "SIZE": in_bytes(one.size),
+                "AGE": age(time.time() - one.time) if one.time else "",
+                "CONFIG": plain(one.config_hash[:8]), "COMMIT": plain(short(one.commit)),
+                "TAGS": plain(", ".join(one.tags)), "NOTE": plain(one.problem)}
+
+    rows = [row(one) for one in found]
+    said = [name for name in rows[0] if any(row[name] for row in rows)]
+    lines = aligned([said, *([row[name] for name in said] for row in rows)])
+    if any(one.state == "mirror" for one in found):
+        lines.append("mirror: only checkpoints are there; the figures are those of the newest one, and what became of "
+                     "the run afterwards, its cost and its events are in its workdir")
+    return lines
+
+
+def _show(flags: argparse.Namespace) -> None:
+    from jaxtrain.runs.comparison import facts
+
+    said = facts(flags.workdir)
+    width = max(map(len, said))
+    print("\n".join(f"{name:<{width}}  {plain(value)}" for name, value in said.items()))
+
+
+def _compare(flags: argparse.Namespace) -> None:
+    from jaxtrain.runs.comparison import table
+
+    if len(flags.workdirs) < 2:
+        raise UserError("WORKDIR", "one run cannot be compared", "give two or more workdirs")
+    print("\n".join(aligned([[plain(cell) for cell in row] for row in table(flags.workdirs)])))
+
+
+def _tag(flags: argparse.Namespace) -> None:
+    print(", ".join(tags.change(flags.workdir, flags.names, flags.remove)) or "no tags")
+
+
+# ------------------------------------------------------------------------------------------------------- what is done
+def _gc(flags: argparse.Namespace) -> None:
+    from jaxtrain.runs import run_garbage
+    from jaxtrain.runs.run_index import in_bytes
+
+    if flags.keep < 1:
+        raise UserError("--keep", f"{flags.keep} would leave a run without a checkpoint", "give 1 or more")
+    found = run_garbage.below(flags.root, flags.depth, flags.keep, flags.tagged)
+    for place, reason in found.spared:
+        say(f"{place}: left alone: {reason}")
+    rows = [[f"{one.path}", in_bytes(one.size), one.reason] for one in found.garbage]
+    if rows:
+        print("\n".join(aligned([["PATH", "SIZE", "WHY"], *rows])))
+    total = sum(one.size for one in found.garbage)
+    if not flags.delete:
+        print(f"{in_bytes(total)} can be freed; nothing was deleted" + "; --delete does it" * bool(rows))
+        return
+    freed, failed = run_garbage.delete(found, flags.keep, flags.tagged)
+    print(f"{in_bytes(freed)} were freed")
+    for line in failed:
+        say(line)
+    if failed:
+        raise SystemExit(1)
+
+
+def _reproduce(flags: argparse.Namespace) -> None:
+    from jaxtrain.runs import reproduction
+
+    found = reproduction.compared(flags.workdir, with_data=not flags.no_data)
+    if found.differences:
+        print("\n".join(aligned([["WHAT", "THEN", "HERE", "WHAT TO DO"],
+                                 *([plain(cell) for cell in row] for row in found.differences)])), end="\n\n")
+    else:
+        print("nothing that the run recorded is different here\n")
+    print("\n".join(reproduction.commands(found, flags.into, flags.checkout)))
+    if found.differences:
+        raise SystemExit(1)
+
+
+# -------------------------------------------------------------------------------------------------------------- words
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, with columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def short(commit: str) -> str:
+    """Return the first digits of a commit, and whether its checkout was edited."""
+    return commit[:8] + "-dirty" * commit.endswith("-dirty")
+
+
+def _decimal(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

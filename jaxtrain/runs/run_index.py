@@ -1,0 +1,222 @@
+"""Find the runs below a folder or a URL, and sum up each from the ends of its files."""
+
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtrain import storage
+from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import misfit
+from jaxtrain.plan.cost.spending import price
+from jaxtrain.runs import tags
+from jaxtrain.runs.recorded_run import RecordedRun
+
+TAIL = 2**16  # bytes: the newest lines of a log
+DEPTH = 4  # folders below the root
+_LARGER = (TAIL, 2**24)  # until there is the line of a step
+_OWN = {"checkpoints", "ledger", "heartbeats", "jobs", "tokenizer", "tensorboard", "gates"}  # of a run, not runs
+_SMALL_FILES = ("config.json", "run.json", tags.FILE)
+_RUN = {"config_hash?": str, "git_commit?": str | None, "device_kind?": str, "mesh?": {str: int}, "run?": str,
+        "init_from?": dict}
+_META = {"time?": int | float, "loss?": int | float | None, "config?": {str: dict}, "goodput?": int | float | None,
+         "git_commit?": str | None, "config_hash?": str}
+
+
+@dataclass
+class Summary:
+    """What is known of a run at a glance; None and "": it is not."""
+
+    place: str  # its workdir, or the URL of its copy
+    state: str = ""  # as RecordedRun.state, "damaged", or "mirror": only its checkpoints are there
+    problem: str = ""  # why it cannot be read
+    step: int | None = None
+    last_step: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    goodput: float | None = None
+    cost: float | None = None  # in dollars
+    config_hash: str = ""
+    commit: str = ""
+    size: int = 0  # bytes on disk
+    time: float | None = None  # its last sign of life
+    tags: Sequence[str] = ()
+
+
+def summaries(root: str, depth: int = DEPTH) -> list[Summary]:
+    """Return a summary of every run below a folder or a URL, the newest first."""
+    if storage.is_url(root):
+        with ThreadPoolExecutor(8) as threads:
+            found = [one for one in threads.map(lambda url: _remote(*url), _urls(root, depth)) if one]
+    else:
+        found = [summary(workdir) for workdir in workdirs(root, depth)]
+    return sorted(found, key=lambda one: (-(one.time or 0), one.place))
+
+
+def workdirs(root: str | Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Yield the workdirs at a folder and below it, in the order of their names; links to folders are not followed."""
+    root = Path(root)
+    if not root.is_dir():
+        raise UserError("ROOT", f"there is no folder {root}", "give the one that workdirs are in")
+    level = [(root, 0)]
+    while level:
+        folder, below = level.pop()
+        try:
+            entries = list(os.scandir(folder))
+        except OSError:
+            continue
+        names = {entry.name for entry in entries}
+        if found := _is_run(names):
+            yield folder
+        level += [(folder / entry.name, below + 1) for entry in sorted(entries, key=lambda one: one.name, reverse=True)
+                  if below < depth and entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+                  and not (found and entry.name in _OWN)]
+
+
+def _is_run(names: set[str]) -> bool:
+    return {"config.json", "metrics.jsonl"} <= names or (
+        "run.json" in names and bool(names & {"config.json", "metrics.jsonl", "ledger"}))
+
+
+def summary(workdir: str | Path, now: float | None = None) -> Summary:
+    """Return the summary of a workdir; one that cannot be read gets the reason."""
+    workdir = Path(workdir)
+    found = Summary(f"{workdir}", size=size_of(workdir), time=_changed(workdir))
+    try:
+        run, made = _newest_lines(workdir), tags.of(workdir)
+        if wrong := misfit(run.config, {"train?": {"steps?": int}}) or misfit(run.run, _RUN):
+            raise UserError("WORKDIR", f"config.json or run.json is damaged: {wrong}", "bring it back")
+    except UserError as error:
+        found.state, found.problem = "damaged", error.reason.removeprefix(f"{workdir} ").removeprefix(f"{workdir}/")
+        return found
+    line, account, rate = run.steps.last, run.account, hourly(run)
+    found.state, found.tags = run.state(now), made
+    found.step, found.last_step = _whole(line.get("step")), run.last_step
+    found.loss, found.eval_loss = number(line.get("loss")), number(run.evaluations.last.get("eval_loss"))
+    found.config_hash, found.commit = run.run.get("config_hash") or "", run.run.get("git_commit") or ""
+    if account:
+        found.goodput, found.time = account.goodput, account.incarnations[-1].sign
+        found.cost = rate * account.lived / 3600 if rate else None
+    return found
+
+
+def _newest_lines(workdir: Path) -> RecordedRun:
+    """Return a run of which only the newest lines were read."""
+    for last in _LARGER:
+        run = RecordedRun(workdir, last)
+        if len(run.steps):
+            break
+    return run
+
+
+def hourly(run: RecordedRun) -> float:
+    """Return the price of an hour of a run's devices, in dollars; 0: it is not known."""
+    return price(run.run.get("device_kind", "")) * math.prod(run.run.get("mesh", {}).values())
+
+
+def number(value: Any) -> float | None:
+    """Return a number that is finite, or None."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def size_of(path: str | Path) -> int:
+    """Return the bytes of a file, or of all files in a folder; links count as links."""
+    try:
+        if not os.path.isdir(path) or os.path.islink(path):
+            return os.lstat(path).st_size
+        return sum(size_of(entry.path) if entry.is_dir(follow_symlinks=False) else
+                   entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
+    except OSError:  # it was deleted meanwhile, or cannot be read
+        return 0
+
+
+def _changed(workdir: Path) -> float | None:
+    """Return when the newest of a run's own files was written."""
+    times = []
+    for name in ("metrics.jsonl", "events.jsonl", "run.json", "config.json"):
+        try:
+            times.append(os.lstat(workdir / name).st_mtime)
+        except OSError:
+            continue
+    return max(times, default=None)
+
+
+# ------------------------------------------------------------------------------------------------------ object storage
+def _urls(root: str, depth: int) -> Iterator[tuple[str, bool]]:
+    """Yield the URLs below which a run is, and whether it is a copied workdir, and not only a mirror of checkpoints."""
+    level = [(root.rstrip("/"), 0)]
+    while level:
+        url, below = level.pop()
+        names, inside = set(storage.names(url)), storage.folders(url)
+        found = _is_run(names)
+        if found or any(name.isdecimal() for name in inside):
+            yield url, found
+        level += [(storage.join(url, name), below + 1) for name in reversed(inside)
+                  if below < depth and not name.isdecimal() and not (found and name in _OWN)]
+
+
+def _remote(url: str, is_workdir: bool) -> Summary | None:
+    return _copied_workdir(url) if is_workdir else _mirrored(url)
+
+
+def _copied_workdir(url: str) -> Summary:
+    """Sum up a workdir in object storage: its small files and the ends of its logs are fetched, and no more."""
+    files = storage.find(url)
+    try:
+        with tempfile.TemporaryDirectory(prefix="jaxtrain-") as folder:
+            for file in files:
+                if file.name in _SMALL_FILES or file.name.startswith("ledger/"):
+                    _put(folder, file.name, storage.read_small(file.path))
+                elif file.name in ("metrics.jsonl", "events.jsonl"):
+                    start = max(0, file.size - TAIL)
+                    end = storage.read(file.path, start, file.size)
+                    _put(folder, file.name, end.partition(b"\n")[2] if start else end)
+            found = summary(folder)
+            found.problem = found.problem.removeprefix(f"{folder}/")
+    except (UserError, OSError) as error:
+        found = Summary(url, "damaged", f"{error}")
+    found.place, found.size = url, sum(file.size for file in files)
+    return found
+
+
+def _put(folder: str, name: str, content: bytes) -> None:
+    path = Path(folder, name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+
+
+def _mirrored(url: str) -> Summary | None:
+    """Sum up a mirror by the newest checkpoint that is whole there; None: there is none, so it may be anything."""
+    try:
+        mirror = Mirror(".", url)
+        steps = sorted((int(name) for name in storage.folders(url) if name.isdecimal()), reverse=True)
+        record = next((record for step in steps if (record := mirror.good(step))), None)
+        if record is None:
+            return None
+        size = sum(file.size for file in storage.find(url))
+    except (UserError, OSError) as error:
+        return Summary(url, "damaged", f"{error}")
+    meta = record.get("meta", {})
+    if wrong := misfit(meta, _META):
+        return Summary(url, "damaged", f"good.json of step {record['step']} says what no run wrote: {wrong}", size=size)
+    return Summary(url, "mirror", step=record["step"], last_step=_whole(meta.get("config", {}).get("train", {}).get(
+        "steps")), loss=number(meta.get("loss")), goodput=number(meta.get("goodput")), size=size,
+        config_hash=meta.get("config_hash", ""), commit=meta.get("git_commit") or "", time=number(meta.get("time")))
+
+
+def in_bytes(size: float) -> str:
+    """Return a size in words, such as 1.25 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
