@@ -54,6 +54,7 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
     words = [sys.executable, *(word.replace("/path/to/text", str(ROOT / "jaxtrain")) for word in words[1:])]
     # What documentation writes to corpora/ and models/ lies beside the workdirs.
     words = [re.sub(r"(^|=|hf:)(corpora|models)/", rf"\1{workdirs}/", word) for word in words]
+    words = [re.sub(r"^runs/tour(?=/|$)", str(workdirs), word) for word in words]
     if words[1:3] == ["-m", "jaxtrain.plan"]:
         words = [re.sub(r"^(--config=.*\.py)$", r"\1:tiny", word) for word in words]
     if words[1:3] == ["-m", "jaxtrain.bench"]:
@@ -101,7 +102,7 @@ def chains() -> list:
     But for a few they are among the long tests.
     """
     def made(command):
-        return next((folder for folder in ("corpora/", "models/") if folder in command), "")
+        return next((folder for folder in ("corpora/", "models/", "runs/tour") if folder in command), "")
 
     # These have tests of their own, or take hours.
     slow = ("pytest", "tools/bench", "tools/hub_truth", "tools/adapter_truth", "tools/tuning_truth",

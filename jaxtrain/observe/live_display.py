@@ -38,7 +38,8 @@ class LiveDisplay(Progress):
         self._evaluation: Record = {}
         self._losses, self._seen, self._every = array("d"), 0, 1
         self._workdir, self._looked = workdir, 0.0
-        self._saved, self._note, self._memory = None, "", ""
+        self._saved: tuple[int, float] | None = None  # the step of the last save, and when it was complete
+        self._note = self._memory = ""
         self._events = LogTail(workdir / "events.jsonl", {"kind": str}, _EVENTS) if workdir else None
         if workdir and start_step:
             for line in LogTail(workdir / "metrics.jsonl", {"step": int}, _LOSSES).added():

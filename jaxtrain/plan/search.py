@@ -274,7 +274,7 @@ def meshes(config: Config, target: Target, devices: int) -> Iterator[dict[str, i
 def remat_that_fits(config: Config, target: Target, devices: int) -> Choice | None:
     """Return a config on its own mesh with the `train.remat` that keeps as much as fits; None if nothing fits."""
     careful = replace(target, memory=CAREFUL * target.memory)
-    look = _Looker(Found(config, careful, devices), lambda done: None)
+    look = _Looker(Found(config, careful, devices))
     mesh = {f"mesh.{axis}": size for axis, size in _sizes(config, target, devices).items()}
     keys = {**mesh, "train.accumulation": config.train.accumulation}
     everything = look.at({**keys, "train.remat": "none"})

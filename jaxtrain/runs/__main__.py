@@ -1,11 +1,11 @@
 """List, compare and tag runs, free what they no longer need, and reproduce one.
 
-    jaxtrain runs list runs --sort=loss
-    jaxtrain runs show runs/first
-    jaxtrain runs compare runs/first runs/second
-    jaxtrain runs tag runs/first baseline
-    jaxtrain runs gc runs --keep=1
-    jaxtrain runs reproduce runs/first
+    jaxtrain runs list ROOT --sort=loss
+    jaxtrain runs show WORKDIR
+    jaxtrain runs compare WORKDIR WORKDIR
+    jaxtrain runs tag WORKDIR baseline
+    jaxtrain runs gc ROOT --keep=1
+    jaxtrain runs reproduce WORKDIR
 
 ROOT is a folder, or the URL of one in object storage, where the mirrors of checkpoints are found, and workdirs that
 were copied there.

@@ -14,6 +14,7 @@ from jaxtrain.observe.run_panel import age
 from jaxtrain.runs import tags
 from jaxtrain.runs.recorded_run import RecordedRun
 from jaxtrain.runs.run_index import hourly, in_bytes, size_of, summary
+from jaxtrain.storage import is_url
 
 
 def facts(workdir: str) -> dict[str, str]:
@@ -55,6 +56,8 @@ def table(workdirs: Sequence[str]) -> list[list[str]]:
 
 def _read(workdir: str) -> tuple[RecordedRun, Any]:
     """Return a run and its summary, which checked what is read of it."""
+    if is_url(workdir):
+        raise UserError("WORKDIR", f"{workdir} is a URL, of which only `list` can tell", "copy it here, or mount it")
     brief = summary(workdir)
     if brief.problem:
         raise UserError("WORKDIR", f"{workdir}: {brief.problem}", "give the workdir of a run")

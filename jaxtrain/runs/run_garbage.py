@@ -7,6 +7,7 @@ runs that may still be running, tagged ones, and checkpoints with which another 
 
 import contextlib
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +19,10 @@ from jaxtrain.distributed import run_processes
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import misfit, user_json
+from jaxtrain.observe.run_panel import age
 from jaxtrain.runs import tags
 from jaxtrain.runs.recorded_run import RecordedRun
-from jaxtrain.runs.run_index import TAIL, size_of, workdirs
+from jaxtrain.runs.run_index import TAIL, changed, size_of, workdirs
 
 _LEFTOVERS = {  # in the names of folders of checkpoints
     step_folders.DAMAGED: "a checkpoint that verification found damaged",
@@ -28,6 +30,7 @@ _LEFTOVERS = {  # in the names of folders of checkpoints
     step_folders.DELETED: "a checkpoint that was being deleted",
     step_folders.TEMPORARY: "a checkpoint that was never complete",
     FETCHING: "a fetch from the mirror that was cut off"}
+QUIET_S = 3600.0  # seconds after which a run that did not say that it ended is taken for dead
 _ROLLED_BACK = "metrics.rolled_back.jsonl"
 _BARE = {"config.json", "run.json", "metrics.jsonl", "events.jsonl", "ledger", "heartbeats", "lock", "tokenizer",
          "tensorboard", "checkpoints"}  # what a run makes before it has trained
@@ -113,7 +116,13 @@ def _untouchable(workdir: Path, tagged: bool) -> str:
         return error.reason
     if (workdir / "checkpoints").is_symlink():
         return "its checkpoints are elsewhere, behind a link"
-    return run_processes.alive(workdir) or ("it is running" if run.state() == "running" else "")
+    if (state := run.state()) == "running":
+        return "it is running"
+    if state in ("silent", "new"):
+        sign = max(changed(workdir) or 0.0, run.account.incarnations[-1].sign if run.account else 0.0)
+        if (silent := time.time() - sign) < QUIET_S:
+            return f"it did not say that it ended, and was alive {age(silent)} ago"
+    return run_processes.alive(workdir)
 
 
 def of_run(workdir: Path, keep: int, origins: set[tuple[Path, int]]) -> Iterator[Garbage]:

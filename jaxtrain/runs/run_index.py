@@ -86,7 +86,7 @@ def _is_run(names: set[str]) -> bool:
 def summary(workdir: str | Path, now: float | None = None) -> Summary:
     """Return the summary of a workdir; one that cannot be read gets the reason."""
     workdir = Path(workdir)
-    found = Summary(f"{workdir}", size=size_of(workdir), time=_changed(workdir))
+    found = Summary(f"{workdir}", size=size_of(workdir), time=changed(workdir))
     try:
         run, made = _newest_lines(workdir), tags.of(workdir)
         if wrong := misfit(run.config, {"train?": {"steps?": int}}) or misfit(run.run, _RUN):
@@ -139,7 +139,7 @@ def size_of(path: str | Path) -> int:
         return 0
 
 
-def _changed(workdir: Path) -> float | None:
+def changed(workdir: Path) -> float | None:
     """Return when the newest of a run's own files was written."""
     times = []
     for name in ("metrics.jsonl", "events.jsonl", "run.json", "config.json"):

@@ -1,8 +1,8 @@
 """Watch runs in the terminal: loss, throughput, time left, events and processes.
 
-    jaxtrain top runs/first
-    jaxtrain top runs
-    jaxtrain top runs/first runs/second --once
+    jaxtrain top WORKDIR
+    jaxtrain top ROOT
+    jaxtrain top WORKDIR WORKDIR --once
 
 One run is shown in detail, several as a table; a folder stands for all runs below it. It is drawn every second; q or
 Ctrl-C ends it. Where the output is not a terminal, one picture is printed.

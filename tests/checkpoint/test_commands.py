@@ -12,10 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints, verify
+from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints, commands, verify
 from jaxtrain.checkpoint.__main__ import main
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.distributed.run_lock import locked
+from jaxtrain.files.work_progress import Work
 from tests.odd_files import ODD, WRONG, in_time
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -67,6 +68,14 @@ def cells(out):
 
 def damage(work, step):
     next((work / "checkpoints" / str(step)).rglob("state/d/*")).write_bytes(b"nonsense")
+
+
+def test_verify_tells_how_far_it_is(made, monkeypatch):
+    """What is read adds up to what there is to read; the line is for people, on stderr."""
+    counted = []
+    monkeypatch.setattr(Work, "add", lambda work, amount: counted.append((work.total, amount)))
+    assert all(good for _, good in commands.verified(made, [10]))
+    assert {total for total, _ in counted} == {sum(amount for _, amount in counted)} and len(counted) > 3
 
 
 def test_list(work, tmp_path, capsys):

@@ -259,7 +259,11 @@ def test_other_precisions_are_ranked_where_they_are_asked_for():
     config, target = tiny(data__global_batch_size=64), targets.TARGETS["h100"]
     usual = search.search(config, target, 8, meshes_traced=2, refined=1)
     assert not any("train.precision" in choice.overrides for choice in usual.fitting) and usual.otherwise
-    ranked = search.search(config, target, 8, meshes_traced=2, refined=1, precisions=("float32", "bfloat16"))
+    told: list[tuple[int, int]] = []
+    ranked = search.search(config, target, 8, meshes_traced=2, refined=1, precisions=("float32", "bfloat16"),
+                           progress=lambda *counts: told.append(counts))
+    assert [done for done, _ in told] == [*range(1, len(told) + 1)]
+    assert len(told) / 2 < sum(told[0]) < 2 * len(told) and told[-1][1] <= search.VARIANTS < told[0][1]
     found = {choice.overrides.get("train.precision") for choice in ranked.fitting}
     assert found == {None, "float32"}, "bfloat16 is what the config means, and is ranked already"
     assert [choice.estimate.seconds for choice in ranked.fitting] == sorted(

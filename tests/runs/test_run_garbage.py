@@ -102,6 +102,19 @@ def test_runs_that_may_be_running_are_left_alone(tmp_path, capsys):
     assert f"{by_heartbeat}: left alone: process 0 of this run" in said.err
 
 
+def test_a_run_that_was_killed_is_dead_after_an_hour(tmp_path, capsys):
+    run = littered(tmp_path / "run", ended="", began=time.time() - 2000 - 600)
+    main(["gc", f"{tmp_path}"])
+    assert "left alone: it did not say that it ended, and was alive 0 s ago" in capsys.readouterr().err
+    for path in run.glob("*.json*"):
+        os.utime(path, (1e9, 1e9))
+    assert not found(tmp_path), "by its ledger it was alive ten minutes ago"
+    littered(tmp_path / "older", ended="", began=time.time() - 9000)
+    for path in (tmp_path / "older").glob("*.json*"):
+        os.utime(path, (1e9, 1e9))
+    assert found(tmp_path) == [f"older/{name}" for name in LEFT]
+
+
 def test_a_run_that_starts_meanwhile_is_left_alone(tmp_path):
     """Between the look and the deletion: it holds its lock, or was tagged, or its newest checkpoint was damaged."""
     run = littered(tmp_path / "run")

@@ -115,6 +115,7 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert main(["compare", f"{one}", f"{one}"]) == 0 and "the configs are the same" in capsys.readouterr().out
     assert main(["compare", f"{one}"]) == 2
     assert main(["show", f"{one}"]) == 0 and "100 (median)" in capsys.readouterr().out
+    assert main(["show", "s3://bucket/run"]) == 2 and "only `list` can tell" in capsys.readouterr().err
     assert main(["show", f"{tmp_path}"]) == 2 and "has no config.json" in capsys.readouterr().err
 
 
