@@ -45,7 +45,7 @@ CASES = {
                                         lora__rank_stabilized=True)),
     "dora, latents, experts": ("deepseek_v3", dict(mesh=(1, 2, 2), mesh__expert=2, lora__dora=True)),
 }
-QUICK = ("tensor", "nf4, tensor")
+QUICK = ("tensor",)
 
 
 @pytest.mark.parametrize("name", [

@@ -37,7 +37,6 @@ CASES = {
     "critic, part of the layers": ("gpt2", dict(mesh=(1, 2, 1), train__trainable=["blocks/*attention*"], **CRITIC)),
     "critic, experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, reinforce__kl=0.0, **CRITIC)),
 }
-QUICK = ("critic, fsdp x tensor",)
 
 
 def build(family, mesh=(1, 1, 1), **keys):
@@ -47,8 +46,8 @@ def build(family, mesh=(1, 1, 1), **keys):
     return builder.build(config, devices=jax.devices()[:math.prod(getattr(config.mesh, axis) for axis in AXES)])
 
 
-@pytest.mark.parametrize("name", [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = build(family, **(KEYS | keys))

@@ -46,11 +46,10 @@ CASES = {
     "reward model, experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3, **REWARD)),
     "adapters": ("qwen2", dict(mesh=(2, 2, 1), mesh__context=2, mesh__context_strategy="gather", lora__rank=2)),
 }
-QUICK = ("1f1b, context",)
 
 
-@pytest.mark.parametrize("name", [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = reference.build(family, **(DPO | keys))

@@ -59,6 +59,7 @@ def halfway(straight, tmp_path):
     return tmp_path / "halfway"
 
 
+@pytest.mark.slow
 def test_longer_on_purpose(flags, straight, tmp_path, capsys):
     """A finished run goes on with the schedule of its new length, and says so; its first steps stay as they were."""
     shutil.copytree(straight, tmp_path / "longer")
@@ -233,6 +234,7 @@ def test_on_another_mesh(flags, straight, halfway):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_finished(flags, straight, capsys):
     def files():  # run.json tells of the last start, and so of the commit it was made from; so does the heartbeat
         return {path: path.read_bytes() for path in straight.rglob("*")
@@ -281,6 +283,7 @@ def identity(workdir):
     return json.loads((workdir / "run.json").read_text())["run"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused(flags, halfway, foreign, capsys):
     shutil.copytree(foreign / "checkpoints" / str(STEPS), halfway / "checkpoints" / str(STEPS))
     before = (halfway / "run.json").read_bytes(), (halfway / "metrics.jsonl").read_bytes()
@@ -319,7 +322,8 @@ def test_a_checkpoint_alone_is_adopted_by_another_config(flags, foreign, tmp_pat
 
 
 @pytest.mark.parametrize("lost", [
-    ["run.json", "config.json"], *(pytest.param([one], marks=pytest.mark.slow) for one in ("run.json", "config.json"))])
+    pytest.param(["run.json", "config.json"], marks=pytest.mark.slow),
+    *(pytest.param([one], marks=pytest.mark.exhaustive) for one in ("run.json", "config.json"))])
 def test_without_run_files_the_checkpoint_tells(flags, straight, halfway, capsys, lost):
     for name in lost:
         (halfway / name).unlink()
@@ -420,6 +424,7 @@ def test_one_that_loads_as_another_is_passed_over(flags, straight, tmp_path, cap
     assert_same_run(flags, tmp_path / "work", straight)
 
 
+@pytest.mark.slow
 def test_metrics_that_are_damaged_in_the_middle(flags, straight, halfway, capsys):
     lines = (halfway / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (halfway / "metrics.jsonl").write_bytes(b"".join([*lines[:3], b"\0" * 50 + b"\xff\n", *lines[4:]]))
@@ -470,6 +475,7 @@ def test_an_error_in_the_data_thread(flags, straight, tmp_path, monkeypatch, cap
     assert_same_run(flags, tmp_path, straight)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_metrics_thread(flags, tmp_path, monkeypatch):
     from jaxtrain import observe
 
@@ -537,6 +543,7 @@ def test_interrupt_on_another_thread():
     assert seen == [False]
 
 
+@pytest.mark.slow
 def test_sigterm_before_the_loop(flags, tmp_path):
     """Nothing is there to save, and launchers are told to start it again all the same."""
     waiting = """

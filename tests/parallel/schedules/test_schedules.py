@@ -220,6 +220,7 @@ def test_slots_are_as_few_as_published():
         assert schedules.table(schedules.forward_only(p, m)).activations == 1
 
 
+@pytest.mark.slow
 @each_variant
 @each_latency
 def test_slots_are_as_few_as_values_live_at_once(name, chunks, paired, latency):
