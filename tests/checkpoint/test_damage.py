@@ -187,8 +187,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", [
-    pytest.param(name, marks=pytest.mark.slow if re.match("unverified: (fingerprint/|_CHECKPOINT_|state/)", name) else ())
-    for name in DAMAGE])
+    pytest.param(name, marks=pytest.mark.slow) if re.match("unverified: (fingerprint/|_CHECKPOINT_|state/)", name)
+    else name for name in DAMAGE])
 def test_damage(copy, capfd, damage):
     DAMAGE[damage](copy)
     if "swapped" in damage:

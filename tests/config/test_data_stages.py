@@ -19,6 +19,7 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.trainer.loop import train
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,8 @@ def test_any_mesh_gives_the_numbers_of_one_device_everywhere(case):
     check(case)
 
 
-@pytest.mark.parametrize("layers", [pytest.param(4, marks=pytest.mark.exhaustive), pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [
+    pytest.param(4, marks=pytest.mark.exhaustive), pytest.param(5, marks=pytest.mark.slow)])
 def test_layers_unrolled_in_twos_give_the_numbers_of_one_device(layers):
     """On a mesh where activations are typed `reduced`; five layers leave a rest."""
     reference.check(reference.build("gpt2", (1, 1, 2), train__unroll=2, model__num_layers=layers), "gpt2", steps=2)

@@ -118,8 +118,9 @@ def test_straight(flags, straight):
     assert CheckpointManager(straight / "checkpoints").meta(STEPS)["step"] == STEPS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [
+    pytest.param(signal.SIGINT, marks=pytest.mark.slow), pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)],
+    ids=lambda number: number.name)
 def test_stopped(flags, straight, tmp_path, number):
     with process(flags, tmp_path) as started:
         wait_for_lines(tmp_path, 3, started)
@@ -134,7 +135,7 @@ def test_stopped(flags, straight, tmp_path, number):
     assert_same_run(flags, tmp_path, straight)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_killed(flags, straight, tmp_path, capsys, kills):
     for lines, newest in ((7, 3), (12, 6))[:kills]:  # lines of 3 steps and an evaluation for each checkpoint
         with process(flags, tmp_path) as started:
@@ -161,8 +162,9 @@ def test_second_interrupt_ends_at_once(flags, tmp_path):
     assert "Traceback" not in err and CheckpointManager(tmp_path / "checkpoints").latest() is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("times, status", [(3, exit_codes.DONE), (100, exit_codes.RESTART)])
+@pytest.mark.parametrize("times, status", [
+    pytest.param(3, exit_codes.DONE, marks=pytest.mark.exhaustive),
+    pytest.param(100, exit_codes.RESTART, marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, capsys, times, status):
     """The last save is tried again; if it comes to nothing, the next start does the last steps again."""
     looks, usage = iter(range(times)), shutil.disk_usage

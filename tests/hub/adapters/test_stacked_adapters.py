@@ -85,8 +85,8 @@ def test_each_prompt_is_continued_as_by_its_adapter_alone(case, folders, alone):
         check([found[row] for row in rows], [alone(case, name)[row] for row in rows])
 
 
-@SLOW
-@pytest.mark.parametrize("mesh", MORE)
+@pytest.mark.parametrize("mesh", [
+    pytest.param("fsdp", marks=pytest.mark.exhaustive), pytest.param("tensor", marks=SLOW)])
 def test_on_any_mesh_rows_that_are_refilled_take_their_own_adapters(mesh, folders, alone):
     base, adapters = folders("llama")
     run, state = jt.load_model(base, MORE[mesh], adapters=adapters)
@@ -100,8 +100,9 @@ def test_on_any_mesh_rows_that_are_refilled_take_their_own_adapters(mesh, folder
     check(found, [alone("llama", name)[row] for row, name in zip(rows, names, strict=True)])
 
 
-@SLOW
-@pytest.mark.parametrize("mesh", [None, *MORE])
+@pytest.mark.parametrize("mesh", [
+    pytest.param(None, marks=SLOW), pytest.param("fsdp", marks=pytest.mark.exhaustive),
+    pytest.param("tensor", marks=SLOW)])
 def test_texts_are_scored_as_by_each_adapter_alone(mesh, folders):
     base, adapters = folders("llama")
     run, state = jt.load_model(base, MORE.get(mesh), adapters=adapters)

@@ -184,9 +184,9 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
     return output
 
 
-@SLOW
-@pytest.mark.parametrize("sizes", [dict(expert=4, tensor=2), dict(expert=8)], ids=str)
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(("name", "sizes"), [
+    pytest.param(name, sizes, marks=SLOW if several == (name in ("capacity", "biased")) else pytest.mark.exhaustive)
+    for name in CONFIGS for several, sizes in enumerate((dict(expert=8), dict(expert=4, tensor=2)))], ids=str)
 def test_the_ragged_exchange_gives_the_same_numbers(name, sizes, monkeypatch):
     called = []
     monkeypatch.setattr(lax, "ragged_all_to_all", lambda *a, **k: called.append(1) or emulated(*a, **k))
