@@ -54,7 +54,7 @@ def test_published_parameter_counts(name, overrides, count):
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.abstract.params)) == count
 
 
-@pytest.mark.exhaustive  # test_readme runs the command of each
+@pytest.mark.slow  # test_readme runs the command of each before a release
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_tiny_trains(file, text, tmp_path):
     source = {} if load_config(f"{file}:tiny").data.mixture else {"data.source": str(text)}

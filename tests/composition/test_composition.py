@@ -56,7 +56,7 @@ def test_combinations_on_sixteen_devices():
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_gradient_that_is_off_by_a_thousandth_fails(monkeypatch):
     truth = fuzz._truth
 

@@ -24,7 +24,7 @@ NEW, LONGEST = 12, 32  # the windows of 5 and 6 are shorter than the texts
 FAMILIES = ("gpt2", "gpt2_untied", "llama", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v3",
             "alternating", "gpt_oss")
 QUICK = ("gpt2",)
-SOME = ("gpt2", "gemma3", "deepseek_v3", "alternating")  # of each kind of cache one: whole, windows, latents, several
+SOME = ("gpt2", "gemma3", "deepseek_v3")  # of each kind of cache one: of all tokens, of a window, of latents
 
 
 @functools.cache  # and with it its compiled programs

@@ -22,7 +22,8 @@ MESHES = [
         ("qwen3", (1, 2, 1), {"mesh__context": 2, "mesh__context_strategy": "ulysses"}),
         ("gemma3", (1, 2, 2), {}), ("deepseek_v3", (1, 2, 2), {"mesh__expert": 2}))),
     *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
-        ("gpt2", (8, 1, 1), {}), ("llama", (2, 1, 2), {"mesh__context": 2}), ("mixtral", (2, 1, 1), {"mesh__expert": 2}))),
+        ("gpt2", (8, 1, 1), {}), ("llama", (2, 1, 2), {"mesh__context": 2}),
+        ("mixtral", (2, 1, 1), {"mesh__expert": 2}))),
 ]
 
 

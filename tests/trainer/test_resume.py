@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, 
     assert_same_run(flags, tmp_path / "work", straight)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_storage_that_does_not_answer_at_the_end(flags, straight, tmp_path, monkeypatch, capsys):
     looks, usage = iter((errno.ENOSPC, errno.EIO, errno.ESTALE)), shutil.disk_usage
     last = tmp_path / "work" / "metrics.jsonl"
@@ -582,7 +582,9 @@ INSIDE = {  # a module that is about to be imported, as part of what
 
 
 @pytest.mark.parametrize("module", [
-    name if name == "numpy._core._multiarray_umath" else pytest.param(name, marks=pytest.mark.slow) for name in INSIDE])
+    name if name == "numpy._core._multiarray_umath" else pytest.param(
+        name, marks=pytest.mark.slow if name in ("json", "jax._src.xla_bridge", "grain") else pytest.mark.exhaustive)
+    for name in INSIDE])
 def test_ten_sigterms_during_an_import_end_with_75(tmp_path, module):
     """Not by a signal: an exception in the middle of an import may crash a module that is not written in Python."""
     code = f"""

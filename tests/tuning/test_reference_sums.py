@@ -23,6 +23,7 @@ from tests.numerics import reference
 from tests.objectives import plain_kto, plain_preference, tuned
 from tests.trainer.test_multiprocess import ended, two_processes
 
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 PRE = dict(preference__beta=0.5, preference__reference="precomputed")
 DPO = dict(PRE, preference__loss="dpo", data__packing="pairs")
 KTO = dict(PRE, preference__loss="kto", data__packing="answers")

@@ -85,7 +85,7 @@ EVERY = SLOW | dealt()
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param(name, marks=pytest.mark.slow if i % 8 == 0 else pytest.mark.exhaustive)
+    pytest.param(name, marks=pytest.mark.slow if i % 12 == 0 else pytest.mark.exhaustive)
     for i, name in enumerate(EVERY)])
 def test_a_pipeline_gives_the_numbers_of_one_device_everywhere(case):
     family, mesh, keys = EVERY[case]

@@ -194,7 +194,7 @@ def run(schedule):
 
 
 @each_variant
-@each_latency
+@pytest.mark.parametrize("latency", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_operation_finds_what_it_should_in_the_slots_it_is_told(name, chunks, paired, latency):
     for p, m in SIZES:
         made = make(name, p, m, chunks, paired=paired, latency=latency)

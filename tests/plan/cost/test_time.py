@@ -113,6 +113,7 @@ def step(config: Config, target: Target) -> float:
     return estimate(config, target, 16).seconds
 
 
+@pytest.mark.slow
 def test_a_slower_network_makes_a_step_slower(config):
     target = targets.TARGETS["h100"]
     slow = dataclasses.replace(target.links[1], bandwidth=target.links[1].bandwidth / 4)
